@@ -269,7 +269,7 @@ class Engine:
             self._schedule(job)
 
     def _schedule(self, job: Job) -> None:
-        """When the job is looked at next: its last block is full, or it ends. Several entries do no harm."""
+        """Time at which the job is looked at next: its last block is full, or it ends. Several entries do no harm."""
         computed = self.decode_steps - job.offset
         end = job.request.prompt_tokens + job.request.output_tokens - 1
         at = min(job.blocks * self.block, end) + job.offset

@@ -48,7 +48,7 @@ class InstantMover:
         """Nothing is slow here."""
 
     def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
-        """Where there is one replica, none but itself."""
+        """False for other replicas: there is only one."""
         return model > 0 and source_replica == target_replica
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:

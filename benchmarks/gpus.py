@@ -73,7 +73,7 @@ MOVED_PART = 4
 BUSY_SECONDS = 0.5
 WINDOW_SECONDS, SETTLE_SECONDS = 0.5, 1.5
 Log = list[tuple[float, float]]
-"""When each ticket began and ended."""
+"""Start and end of each ticket."""
 
 
 class Sizes(NamedTuple):

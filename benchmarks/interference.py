@@ -87,7 +87,7 @@ class Neighbour:
             raise NeighbourLost(f"{self.name} ended") from error
 
     def expect(self, word: str, timeout_s: float = ANSWER_SECONDS) -> None:
-        """Its next word. Raises NeighbourLost."""
+        """Wait for its next word. Raises NeighbourLost."""
         said = self.answer(timeout_s)
         if said != word:
             raise NeighbourLost(f"{self.name} said {said!r} instead of {word!r}")

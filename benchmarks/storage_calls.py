@@ -185,7 +185,7 @@ CASES: dict[str, Case] = {
 
 
 def why_not(name: str) -> str:
-    """Why a case cannot be had here; empty where it can."""
+    """Reason why a case cannot run here; empty where it can."""
     why = mooncake_rig.why_not() if name.startswith("mooncake") else ""
     return why or (network_rig.why_not() if name.endswith("slow") else "")
 

@@ -44,7 +44,7 @@ class FrozenStorage:
         """Any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
-        """It is not written down."""
+        """Do nothing."""
 
     def watch(self, gone: Gone) -> None:
         """Nothing goes."""
@@ -77,7 +77,7 @@ class FrozenStorage:
         return Checked()
 
     def close(self) -> None:
-        """It hangs, and is left behind."""
+        """Leave the hung thread behind."""
 
 
 def frozen_backend(spec: StorageSpec) -> StorageBackend:

@@ -243,7 +243,7 @@ def measure_mooncake(run: Run, folder: Path, readers: int) -> None:
 
 
 def filesystem_of(folder: Path) -> str:
-    """Its type, and what is mounted."""
+    """Type of the filesystem, and its device."""
     where = str(folder.resolve())
     mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     over = [each for each in mounts if where == each[1] or where.startswith(each[1].rstrip("/") + "/")]

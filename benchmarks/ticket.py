@@ -1,4 +1,4 @@
-"""Where the time of one small swap goes: from the call to the driver, to the last byte, to the waiter.
+"""Time of one small swap, step by step: from the call to the driver, to the last byte, to the waiter.
 
     python -m benchmarks.ticket [--backend shm|cuda] [--width KIB ...] [--mib N ...] [--steps whole|layered|"by layer"]
                                 [--pause-ms N] [--repeats N] [--free] [--link] [--json OUT]
@@ -86,7 +86,7 @@ class Stamps:
             STAMP.pack_into(self._map, 0, self._count, 0.0, 0.0)
 
     def take(self) -> list[tuple[str, float, float]]:
-        """Those since the last time."""
+        """Times since the last call."""
         first, (self._seen, _, _) = self._seen + 1, STAMP.unpack_from(self._map, 0)
         rows = [STAMP.unpack_from(self._map, STAMP.size * at) for at in range(first, self._seen + 1)]
         return [(NAMES[name], at, value) for name, at, value in rows]

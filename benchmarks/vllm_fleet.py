@@ -316,7 +316,7 @@ class Fleet:
         self._daemon.kill()
 
     def start_daemon(self) -> None:
-        """Again, on the same socket; returns when it is ready."""
+        """Start the daemon again, on the same socket; returns when it is ready."""
         self._daemon.start()
 
     def verify(self, *, checksums: bool) -> list[str]:

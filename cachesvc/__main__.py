@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from cachesvc.daemon import Parts
 
 SWITCH_SECONDS = 0.0002
-"""How long a copy thread may keep the interpreter from the event loop. Python's 5 ms would be the p99 of every call."""
+"""Interval after which a copy thread yields the interpreter to the event loop, seconds. Python's 5 ms would be the p99
+of every call."""
 
 LEAST_FILES = 128
-"""What a daemon without engines opens is half of it; gRPC ends the process where it cannot open one more."""
+"""Least number of descriptors: a daemon without engines opens half of it, and gRPC ends the process where it cannot
+open one more."""
 
 HEAP = {-8: 2, -3: 128 << 10, -1: 128 << 10}
 """The C library's M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (mallopt(3)). Left alone it gives every thread a
@@ -92,9 +94,9 @@ def read_flags(words: list[str]) -> tuple[str | None, dict[str, Any], bool]:
 
 
 def check(config: Config) -> str:
-    """What the configuration sets beside its defaults, once the files that it names have been read.
+    """Settings of the configuration beside its defaults, once the files that it names have been read.
 
-    Raises a CacheError that says what cannot be. Memory, GPUs, sockets and ports are looked at by a start alone.
+    Raises a CacheError for an impossible setting. Only a start checks memory, GPUs, sockets and ports.
     """
     from cachesvc.nodes import check_peers
     from cachesvc.service.access.tokens_file import read_keys
@@ -153,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--version", action="version", version=f"%(prog)s {__version__}")
     add("--config", metavar="FILE", help="TOML file with settings, by the names of these flags")
     add("--check-config", action="store_true", help="say whether flags and file are valid, and end")
-    add("--log-level", choices=LOG_LEVELS, help="of lines on standard error (default info)")
+    add("--log-level", choices=LOG_LEVELS, help="least severe lines on standard error (default info)")
     add("--fault-copies", type=float, metavar="SHARE", help=argparse.SUPPRESS)  # docs/staying-up.md
     _add_ways_in(parser)
     _add_memory(parser)
@@ -178,7 +180,7 @@ def _adding(to: argparse.ArgumentParser | argparse._ArgumentGroup) -> Add:
 def _add_ways_in(parser: argparse.ArgumentParser) -> None:
     add = _adding(parser.add_argument_group("who may come, and where"))
     add("--socket", metavar="PATH", help="unix socket to serve on (default /run/cachesvc/cachesvc.sock)")
-    add("--socket-group", metavar="GROUP", help="who may connect beside the daemon's own user: name or number")
+    add("--socket-group", metavar="GROUP", help="group that may connect beside the daemon's own user: name or number")
     users = "user who may attach; may be repeated (default: its own and root)"
     add("--allow-uid", type=int, action="append", dest="allow_uids", metavar="UID", help=users)
     groups = "group that may attach; may be repeated"
@@ -206,7 +208,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add("--host-threads", type=int, metavar="N", help="threads that populate the host pool (default 8)")
     add("--shm-devices", type=int, metavar="N", help="devices of the shm backend (default 1)")
     add("--device-memory", choices=DEVICE_MEMORY, help="GPU pools: vmm (descriptors) or ipc (handles); auto: as it can")
-    add("--movers", choices=MOVERS, help="what copies: a process for each device (default), or threads inside")
+    add("--movers", choices=MOVERS, help="copy by a process for each device (default), or by threads inside")
     paths = (
         "socket of a cachesvc-mover that runs already; once for each device, in order (default: started by the daemon)"
     )
@@ -214,7 +216,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add("--calibration", choices=CALIBRATION, help="measure each GPU's link at the start (default), or never")
     add("--load-limit", metavar="SIZE", help="bytes per second from host to each device (default 0: no limit)")
     add("--store-limit", metavar="SIZE", help="bytes per second from each device to host (default 0: no limit)")
-    add("--slice-bytes", metavar="SIZE", help="copied before a more urgent copy may go first (default 32MiB)")
+    add("--slice-bytes", metavar="SIZE", help="bytes copied before a more urgent copy may go first (default 32MiB)")
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
@@ -222,10 +224,10 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     policies = [policy.value for policy in WritePolicy]
     add("--write-policy", choices=policies, help="when blocks are copied to the host (default write_back)")
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
-    add("--write-back-share", type=float, metavar="X", help="write back what is used X times the mean (default 0: all)")
+    add("--write-back-share", type=float, metavar="X", help="write back classes used X times the mean (default 0: all)")
     add("--ahead-pages", type=int, metavar="N", help="pages kept free, 1/64 of a pool at most (default 256)")
     add("--storage", metavar="SPEC", help="below the host: file:FOLDER?capacity=SIZE, or mooncake:MASTER:PORT")
-    add("--eviction", choices=sorted(EVICTION_POLICIES), help="which blocks go first (default lru)")
+    add("--eviction", choices=sorted(EVICTION_POLICIES), help="eviction policy (default lru)")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--wait-seconds", type=float, metavar="S", help="longest that a call waits for transfers (default 30)")
     add("--drain-seconds", type=float, metavar="S", help="how long SIGTERM waits for engines (default 5)")
@@ -233,34 +235,34 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
     add = _adding(parser.add_argument_group("other nodes: what one has computed is a hit on another (docs/nodes.md)"))
-    add("--peers", metavar="HOST:PORT,...", help="daemons that are asked for what this node lacks (default: none)")
+    add("--peers", metavar="HOST:PORT,...", help="daemons to ask for blocks that this node lacks (default: none)")
     add("--peer-listen", metavar="HOST:PORT", help="lend host pages to other nodes (default: not)")
-    add("--peer-data-port", type=int, metavar="N", help="port where their bytes come from; 0: any (default 0)")
+    add("--peer-data-port", type=int, metavar="N", help="port that sends pages to other nodes; 0: any (default 0)")
     add("--peer-tokens", metavar="FILE", help="tokens that nodes show each other, one a line")
-    add("--peer-tls-certificate", metavar="FILE", help="this node's, for both ways")
-    add("--peer-tls-key", metavar="FILE", help="its key")
-    add("--peer-tls-ca", metavar="FILE", help="who signs the certificates of nodes")
+    add("--peer-tls-certificate", metavar="FILE", help="certificate of this node, for both directions")
+    add("--peer-tls-key", metavar="FILE", help="private key of that certificate")
+    add("--peer-tls-ca", metavar="FILE", help="PEM roots that sign the certificates of nodes")
     add("--peer-lease-seconds", type=float, metavar="S", help="how long a silent node keeps pages (default 30)")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = _adding(parser.add_argument_group("limits, beyond which calls are refused"))
     add("--leases", type=int, metavar="N", help="leases at a time, besides a process's first (default 1024)")
-    add("--sequences-per-lease", type=int, metavar="N", help="open at a time (default 4096)")
-    add("--blocks-per-sequence", type=int, metavar="N", help="of one sequence (default 65536)")
+    add("--sequences-per-lease", type=int, metavar="N", help="open sequences of one lease (default 4096)")
+    add("--blocks-per-sequence", type=int, metavar="N", help="blocks of one sequence (default 65536)")
     add("--stock-pages-per-lease", type=int, metavar="N", help="pages granted ahead of use (default 4096)")
-    add("--operations-per-step", type=int, metavar="N", help="of one Step (default 4096)")
-    add("--calls-in-flight", type=int, metavar="N", help="that work, of all callers together (default 1024)")
-    add("--waiting-calls", type=int, metavar="N", help="that wait for transfers, of all together (default 4096)")
-    each = "that wait for transfers, of one engine (default 256)"
+    add("--operations-per-step", type=int, metavar="N", help="operations of one Step (default 4096)")
+    add("--calls-in-flight", type=int, metavar="N", help="calls at work, of all callers together (default 1024)")
+    add("--waiting-calls", type=int, metavar="N", help="calls that wait for transfers, of all callers (default 4096)")
+    each = "calls that wait for transfers, of one engine (default 256)"
     add("--waiting-calls-per-process", type=int, metavar="N", help=each)
-    each = "that one life connection may have; 0: none, all call by gRPC (default 8)"
+    each = "lanes of one life connection; 0: none, all calls go by gRPC (default 8)"
     add("--lanes-per-process", type=int, metavar="N", help=each)
-    add("--event-subscribers", type=int, metavar="N", help="who may follow changes of blocks (default 64)")
+    add("--event-subscribers", type=int, metavar="N", help="open subscriptions to changes of blocks (default 64)")
 
 
 def _add_looks(parser: argparse.ArgumentParser) -> None:
-    add = _adding(parser.add_argument_group("what is told, and checked"))
+    add = _adding(parser.add_argument_group("telemetry and checks"))
     metrics = (
         "serve /metrics for Prometheus, to all who reach it; with --tokens, to tokens of scope metrics (default: not)"
     )
@@ -272,7 +274,11 @@ def _add_looks(parser: argparse.ArgumentParser) -> None:
         help="serve a read-only page on loopback; not with --tokens (default: none)",
     )
     add("--event-history", type=int, metavar="N", help="changes of blocks kept for each model (default 65536)")
-    add("--checksums", choices=CHECKSUMS, help="of sealed pages, for `cachesvc verify --checksums` (default off)")
+    add(
+        "--checksums",
+        choices=CHECKSUMS,
+        help="checksums of sealed pages, for `cachesvc verify --checksums` (default off)",
+    )
     add("--checksum-limit", metavar="SIZE", help="bytes per second read for checksums (default 256MiB)")
 
 

@@ -1,4 +1,4 @@
-"""What the two command lines share: a mistake is told in one line, with what was probably meant."""
+"""Parser of both command lines: one line for a mistake, with the nearest known name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{'' if message.endswith('?') else ';'} see {self.prog} --help\n")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As the original, but what is not known is an error of this parser: a command's flags are its own."""
+        """Parse known arguments; an unknown argument is an error of this parser: a command's flags are its own."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = re.findall(r"(?<![\w-])--[\w-]+", self.format_usage())

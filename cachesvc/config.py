@@ -41,32 +41,31 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 class Config:
     """Every setting, with its unit in its name. Raises InvalidRequest for a value that cannot be.
 
-    ``socket``: path of the gRPC unix socket (the life socket lies beside it). ``socket_group``: who may connect beside
-    the daemon's own uid, by name or number, or empty. ``listen``: loopback TCP, or empty. ``health_listen``: where
-    probes are answered, anywhere, or empty.
-    ``device_pool``, ``host_pool``: bytes. ``shm_devices``: simulated devices of the shm backend. ``device_memory``: how
-    engines map a GPU's pools, by legacy IPC handle or by VMM descriptor. ``movers``: what copies, a process for each
-    device or threads of the daemon. ``mover``: sockets of such processes that run already, one for each device in
-    order. ``calibration``: when each GPU's link is measured. ``load_limit``, ``store_limit``: bytes per second and
-    device, 0 for none. ``ahead_pages``: device pages of each pool that are kept free, of blocks that the host has.
-    ``slice_bytes``: what is copied before the next choice between jobs. ``lease_seconds``: silence
-    after which a lease is lost. ``wait_seconds``: longest that a call waits for transfers. ``drain_seconds``: how long
-    SIGTERM waits for engines to finish.
-    ``calls_in_flight``: calls at a time that work, of which a process gets its share. ``waiting_calls``: that wait for
-    transfers instead (25 KiB each, and no time); ``waiting_calls_per_process``: of one engine: others have room.
-    ``lanes_per_process``: lanes that one life connection may have; 0: none, everybody calls by gRPC.
-    ``metrics_listen``: HOST:PORT of the scrape endpoint, or empty. ``otlp_endpoint``: URL of a collector that gets
-    metrics and traces, or empty. ``event_history``: changes of blocks that each model remembers; a subscriber that
-    falls behind it is cut off. ``allow_uids``, ``allow_gids``: who may connect to the life socket and so attach; both
-    empty: its own user and root. ``tokens``: file that says who may call and what; empty: all who may open the socket.
-    ``tls_client_ca``: clients on TCP need a certificate that it signed; ``tokens`` say what they may. ``checksums``: of
-    which sealed pages they are taken, for Verify; ``checksum_limit``: bytes per second that are read for them.
-    ``web_listen``: HOST:PORT of the read-only page on loopback, or empty. ``storage``: what outlives the daemon, as
-    KIND:WHERE?options, or empty. ``peers``: daemons of other nodes that are asked, HOST:PORT by comma. ``peer_listen``:
-    HOST:PORT where they are answered, or empty; ``peer_data_port``: where their bytes come from, 0: any.
-    ``peer_tokens``: file of what nodes show each other; ``peer_tls_*``: their certificates. ``peer_lease_seconds``: how
-    long a silent node keeps what it borrowed. ``fault_copies``: share of copies that are
-    made to fail, for tests; a flag that no file may set, for the shm backend alone.
+    ``socket``: path of the gRPC unix socket (the life socket lies beside it). ``socket_group``: group that may connect
+    beside the daemon's own uid, by name or number, or empty. ``listen``: loopback TCP, or empty. ``health_listen``:
+    where probes are answered, anywhere, or empty. ``device_pool``, ``host_pool``: bytes. ``shm_devices``: simulated
+    devices of the shm backend. ``device_memory``: how engines map a GPU's pools, by legacy IPC handle or by VMM
+    descriptor. ``movers``: what copies, a process for each device or threads of the daemon. ``mover``: sockets of such
+    processes that run already, one for each device in order. ``calibration``: when each GPU's link is measured.
+    ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``ahead_pages``: device pages of each pool
+    that are kept free, of blocks that the host has. ``slice_bytes``: what is copied before the next choice between
+    jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``: longest that a call waits for
+    transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish. ``calls_in_flight``: calls at a time
+    that work, of which a process gets its share. ``waiting_calls``: that wait for transfers instead (25 KiB each, and
+    no time); ``waiting_calls_per_process``: of one engine: others have room. ``lanes_per_process``: lanes that one life
+    connection may have; 0: none, all clients call by gRPC. ``metrics_listen``: HOST:PORT of the scrape endpoint, or
+    empty. ``otlp_endpoint``: URL of a collector that gets metrics and traces, or empty. ``event_history``: changes of
+    blocks that each model remembers; a subscriber that falls behind it is cut off. ``allow_uids``, ``allow_gids``:
+    users that may connect to the life socket and so attach; both empty: its own user and root. ``tokens``: file of
+    callers and their rights; empty: all processes that may open the socket. ``tls_client_ca``: clients on TCP need a
+    certificate that it signed; ``tokens`` say what they may. ``checksums``: of which sealed pages they are taken, for
+    Verify; ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the read-only page
+    on loopback, or empty. ``storage``: what outlives the daemon, as KIND:WHERE?options, or empty. ``peers``: daemons of
+    other nodes that are asked, HOST:PORT by comma. ``peer_listen``: HOST:PORT where they are answered, or empty;
+    ``peer_data_port``: where their bytes come from, 0: any. ``peer_tokens``: file of what nodes show each other;
+    ``peer_tls_*``: their certificates. ``peer_lease_seconds``: how long a silent node keeps what it borrowed.
+    ``fault_copies``: share of copies that are made to fail, for tests; a flag that no file may set, for the shm backend
+    alone.
     """
 
     socket: str = "/run/cachesvc/cachesvc.sock"
@@ -191,7 +190,7 @@ class Config:
             )
 
     def attaching_uids(self, own: int) -> frozenset[int]:
-        """Users who may attach: those that were named, or else ``own`` and root."""
+        """Users who may attach: the named ones, or else ``own`` and root."""
         return frozenset(self.allow_uids or (() if self.allow_gids else (0, own)))
 
     def shown(self) -> dict[str, str]:

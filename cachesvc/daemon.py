@@ -62,7 +62,7 @@ from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
 
 STOP_SECONDS = 1.0
-"""How long calls that are under way when the daemon ends may take to end too."""
+"""Time limit of calls that are in flight when the daemon ends, seconds."""
 GOODBYE_SECONDS = 0.1
 """Given at least to calls that were told that the daemon stops: their statuses have to go out."""
 
@@ -149,7 +149,7 @@ def build(
 
 
 def steps(parts: Parts) -> tuple[Step, ...]:
-    """What is started, in this order, and closed in the reverse one."""
+    """Steps of a start, in this order; the daemon closes them in reverse."""
     config, (hardware, telemetry, engine, node, host_pool, vault, storages) = parts.config, parts.base
     grace_seconds = max(GOODBYE_SECONDS, min(STOP_SECONDS, config.drain_seconds))
     admit = next((keyring.admit_scraper for keyring in parts.keyrings), None)
@@ -176,7 +176,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         Step(parts.health.start, parts.health.close),
         Step(partial(telemetry.start_metrics, parts.metrics, admit), _nothing),
         Step(parts.web.start, parts.web.close),
-        # Engines are told that the daemon is gone before it lets go of its socket: else a call could reach the next
+        # Engines learn that the daemon is gone before it closes its socket: else a call could reach the next
         # daemon under a lease of this one.
         Step(_nothing, parts.life.close),
     )
@@ -226,7 +226,7 @@ class Base(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What engines call, and the limits that it is held against. ``all_quotas``: also where there are none."""
+    """Services that engines call, and their limits. ``all_quotas``: also where there are none."""
 
     edge: Edge
     all_quotas: Quotas
@@ -236,7 +236,7 @@ class Calls(NamedTuple):
     lanes: Lanes
 
     def transports(self) -> Transports:
-        """Which way calls come."""
+        """Transports of calls."""
         return Transports(self.lanes.count, self.lanes.calls, self.edge.calls)
 
 
@@ -366,7 +366,7 @@ async def _carry_out(call: Callable[[], object]) -> None:
 
 
 def _nothing() -> None:
-    """For a part that needs no start, or no close."""
+    """No-op for a part that needs no start, or no close."""
 
 
 def _tell_ready(parts: Parts, seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""Which memory the daemon will own: GPUs or shared memory, and what their links cost. Part of the composition root."""
+"""Memory that the daemon will own: GPUs or shared memory, and the costs of their links. Part of the composition
+root."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from gpu_ops.gpu import Gpu, find_gpus
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What moves the memory that the daemon will own. ``gpus`` are those that this process drives itself.
+    """Movers of the memory that the daemon will own. ``gpus`` are those that this process drives itself.
 
     ``nodes``: the NUMA node of each device, where there are several and the firmware tells.
     """
@@ -63,8 +64,8 @@ class Hardware:
 
 
 def choose_hardware(config: Config, listing: Listing | None = None) -> Hardware:
-    """What the configuration asks for; ``auto`` takes GPUs where there are some. Nothing is started. ``listing``: of
-    the GPUs, where that has begun.
+    """Hardware that the configuration asks for; ``auto`` takes GPUs where there are some. Nothing is started.
+    ``listing``: of the GPUs, where that has begun.
 
     Raises Unavailable where cuda was asked for and cannot be had.
     """
@@ -88,7 +89,7 @@ def choose_hardware(config: Config, listing: Listing | None = None) -> Hardware:
 
 
 def uses_vmm(config: Config, lacking: Sequence[str]) -> bool:
-    """Whether device pools are VMM memory, which a later daemon can put in the place of an earlier one's.
+    """True where device pools are VMM memory, which a later daemon can map in place of an earlier one's.
 
     ``lacking``: devices whose driver has none; under ``auto`` one of them is enough for IPC handles on all, since
     replicas on several devices share.
@@ -130,7 +131,7 @@ def processes(
 
 
 def copy_rules(config: Config) -> CopyRules:
-    """How copies share a link."""
+    """Rules by which copies share a link."""
     return CopyRules(
         slice_bytes=config.slice_bytes,
         load_bytes_per_second=config.load_limit,

@@ -1,4 +1,4 @@
-"""What this node lends to other nodes and borrows of them, or nothing of both. Part of the composition root."""
+"""Host pages that this node lends to other nodes and borrows from them, or neither. Part of the composition root."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cachesvc.storage.spec import StorageSpec, TierOptions, WriteWhen, parse_sto
 from cachesvc.telemetry import events
 
 MOST_PEERS = 16
-"""They are asked one after another."""
+"""Most peers: a borrower asks them one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class PeerSpec:
 
 
 def check_peers(config: Config) -> PeerSpec | None:
-    """Whom a daemon would be told to ask; None: nobody. Raises InvalidRequest for what cannot be."""
+    """Peers that a daemon would ask; None: none. Raises InvalidRequest for impossible settings."""
     for address in filter(None, (config.peer_listen,)):
         _check_address(config, "peer_listen", address)
     if bool(config.peer_tls_certificate) != bool(config.peer_tls_key) or bool(config.peer_tls_ca) != bool(
@@ -66,7 +66,7 @@ def _check_address(config: Config, name: str, address: str) -> None:
 
 
 class Nodes:
-    """``peers``: what is borrowed; None where nobody is asked. Raises InvalidRequest for what cannot be."""
+    """``peers``: engine of borrowed pages; None without peers. Raises InvalidRequest for impossible settings."""
 
     def __init__(self, config: Config) -> None:
         self.spec = check_peers(config)
@@ -85,7 +85,7 @@ class Nodes:
         self._server: PeerServer | None = None
 
     def connect(self, node: Node, view: Callable[[int, int, int, int], memoryview]) -> None:
-        """To this node's ledger and host pages."""
+        """Connect to this node's ledger and host pages."""
         config = self._config
         if not config.peer_listen:
             return
@@ -117,6 +117,6 @@ class Nodes:
         return [] if self.peers is None else self.peers.attention()
 
     def tick(self) -> None:
-        """Now and then, on the ledger thread."""
+        """Do periodic work, on the ledger thread."""
         if self.desk is not None:
             self.desk.tick()

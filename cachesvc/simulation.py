@@ -1,4 +1,4 @@
-"""Prompts through a daemon's ledger, flows and policies alone, in the time that they bring: no bytes, no waiting.
+"""Simulation of prompts through a daemon's ledger, flows and policies alone, on the trace's clock: no bytes, no waits.
 
 What moves bytes is replaced by something that is done at once, so a simulation decides exactly as a daemon does whose
 engine serves one request after another and whose copies take no time.
@@ -39,16 +39,16 @@ WRITE_POLICIES = tuple(policy.value for policy in WritePolicy)
 
 AT_ONCE = 1 << 40
 PROCESS = b"simulation"
-"""Nobody waits for his turn here, so a flow is never cut."""
+"""Flows are never cut: no call waits for its turn here."""
 
 EVENTS_KEPT = 64
-"""Nobody asks what became of a block."""
+"""Short history: no operator asks for it."""
 
 Answer = TypeVar("Answer")
 
 
 class Pools(NamedTuple):
-    """What is simulated: one device and one host pool, in blocks, and the policies by their names."""
+    """Parameters of a simulation: one device and one host pool, in blocks, and the policies by their names."""
 
     eviction: str
     write_policy: str
@@ -113,7 +113,7 @@ class Simulation:
 
 
 class _Instantly:
-    """A mover whose transfers have ended when somebody looks."""
+    """A mover whose transfers have ended by the next look."""
 
     def __init__(self) -> None:
         self._landing: deque[int] = deque()
@@ -126,16 +126,16 @@ class _Instantly:
         return AT_ONCE
 
     def expedite(self, ticket: int) -> None:
-        """It is as good as done."""
+        """No-op: transfers end at once."""
 
     def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
         return False
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
-        """Nothing takes any time."""
+        """No-op: transfers take no time."""
 
     def land_all(self, core: Core) -> None:
-        """All transfers have ended, and what is due at their end is done."""
+        """End all transfers, and do what is due at their end."""
         while self._landing:
             land(core, self._landing.popleft(), DONE)
         while core.chores:

@@ -1,4 +1,4 @@
-"""The storage tier that the daemon was told to have, or none. Part of the composition root."""
+"""The configured storage tier, or none. Part of the composition root."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from cachesvc.telemetry.metric_reader import Reading
 
 KINDS = ("file", "mooncake")
 TICK_SECONDS = 0.2
-"""How soon a wait that has ended is told, and a canary sent."""
+"""Interval at which expired waits are reported, and canaries sent, seconds."""
 
 
 def check_storage(text: str) -> StorageSpec | None:
-    """What a daemon would be told to have; None: nothing. Raises InvalidRequest."""
+    """Storage that a daemon would have; None: none. Raises InvalidRequest."""
     if not text:
         return None
     spec = parse_storage(text, KINDS)
@@ -65,17 +65,17 @@ class Storages:
 
     @property
     def text(self) -> str:
-        """As it was configured."""
+        """The configured text."""
         return "" if self._spec is None else self._spec.text
 
     @property
     def answers(self) -> StorageAnswers:
-        """What operators ask, once it is connected."""
+        """Answers to operators' questions, once it is connected."""
         assert self._answers is not None
         return self._answers
 
     def read(self, reading: Reading) -> None:
-        """What it has counted, as metrics."""
+        """Add its counts to the metrics."""
         read_storage(reading, self.tier)
 
     def connect(self, node: Node, vault: Vault, host_pool: HostPool) -> None:

@@ -15,7 +15,7 @@ from examples.tiny_transformer.tokens import Tokens
 
 
 class Phase(Enum):
-    """Where a request stands."""
+    """State of a request."""
 
     WAITING = "waiting"
     MATCHED = "matched"  # pins its hit, has no pages of its own yet
@@ -89,7 +89,7 @@ class Request:
         self.phase = target
 
     def restart(self) -> None:
-        """Its pages are gone: wait to be matched again, with all tokens that are known."""
+        """Wait to be matched again, with all known tokens: its pages are gone."""
         self.move(Phase.WAITING)
         self.sequence = None
         self.computed = 0

@@ -223,7 +223,7 @@ class BatchEngine:
             step.add(step.batch.allocate(sequence, max(needed, sequence.hit_blocks)), allocated, is_needed=True)
 
     def _bring_in(self, planned: dict[Request, int], step: Step) -> None:
-        """Once there may be room, swap in the oldest request, or admit a new one if none is swapped out."""
+        """Swap in the oldest request when there may be room, or admit a new one if none is swapped out."""
         away = next((each for each in self._requests if each.phase is Phase.SWAPPED), None)
         waiting = next((each for each in self._requests if each.phase is Phase.WAITING), None)
         active = sum(each.is_active for each in self._requests)

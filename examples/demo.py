@@ -60,7 +60,7 @@ class Question:
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """Name in messages."""
         return f"{self.conversation}, turn {self.turn}"
 
 

@@ -26,11 +26,11 @@ from gpu_ops.streams import PITCHED_FIELDS, CopyQueue, PitchedCopies
 
 BUFFER_BYTES = 1 << 30
 LEAST_BYTES = 64 << 20
-"""Where there is not more on the device, or not in time on the host."""
+"""Least bytes, where the device has no more, or the host not in time."""
 TOUCH_S = 0.5
 """1 GiB takes 0.3 s in huge pages, and 2 s where there are none."""
 MOVED_BYTES = 64 << 20
-"""At a time, in whatever rows: what a measurement takes by itself is the same for all."""
+"""Bytes moved at a time, in any rows: the fixed cost of a measurement is the same for all."""
 ROW_BYTES = 8 << 10
 WIDTHS = (4 << 10, ROW_BYTES, 8448, 32 << 10, 72 << 10, 128 << 10)
 """Widths of rows to measure: planes of common layouts. 8448 is a DSA indexer's page, whose rows are not aligned."""
@@ -199,7 +199,7 @@ def _figures(gpu: Gpu, loads: CopyQueue, least: Mapping[str, float], widths: Seq
 
 
 def _single_widths(queue: CopyQueue) -> Sequence[int]:
-    """Nothing where single rows are copies like others."""
+    """Widths of single rows to measure; none where single rows are copies like others."""
     return SINGLE_WIDTHS if queue.takes_singles else ()
 
 
@@ -228,9 +228,9 @@ def _rows_of(width: int) -> int:
 def _least_us(
     queues: tuple[CopyQueue, CopyQueue], works: Mapping[str, Prepare], clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Least microseconds until everything of each work has landed: what else runs on the machine only ever adds to
-    them, and figures that are differences would be of that. The works take turns, so that what keeps the machine busy
-    for a while does not fall on all repeats of one."""
+    """Least microseconds until all copies of each work have landed. Other load of the machine only adds time, and would
+    distort figures that are differences. The works take turns, so that a burst of load does not hit all repeats of
+    one."""
     least = dict.fromkeys(works, math.inf)
     for repeat in range(REPEATS + 1):
         for name, prepare in works.items():
@@ -250,7 +250,8 @@ def _flat(ground: _Ground, at: int, size_bytes: int, *, is_load: bool) -> Pitche
 
 
 def _pitched(ground: _Ground, width: int, height: int, repeat: int) -> PitchedCopies:
-    """Some ``MOVED_BYTES`` in pages of ``TALL_ROWS`` rows of ``width``, anywhere on both sides, ``height`` a copy."""
+    """Copies of some ``MOVED_BYTES`` in pages of ``TALL_ROWS`` rows of ``width``, anywhere on both sides, ``height`` a
+    copy."""
     pages = ground.size_bytes // (TALL_ROWS * width)
     plane_bytes = pages * width
     rng = np.random.default_rng((width, repeat))

@@ -177,7 +177,7 @@ class Driver:
         return name in self._functions
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises CudaError, or CudaOutOfMemory."""
+        """Check a result. Raises CudaError, or CudaOutOfMemory."""
         code = self._functions[name](*arguments)
         if code:
             kind = CudaOutOfMemory if code == OUT_OF_MEMORY else CudaError

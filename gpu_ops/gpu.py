@@ -50,7 +50,7 @@ class Gpu:
 
     @property
     def uuid(self) -> str:
-        """Its name everywhere."""
+        """Name of the GPU on every machine."""
         return self.facts.uuid
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class Gpu:
             driver().call("cuDevicePrimaryCtxRelease_v2", driver().number("cuDeviceGet", c_int, self.facts.ordinal))
 
     def current(self) -> AbstractContextManager[Driver]:
-        """Its context on this thread, for a while. Raises CudaMissing before ``start``."""
+        """Make its context current on this thread, for a while. Raises CudaMissing before ``start``."""
         if not self._context:
             raise CudaMissing(f"GPU {self.uuid} is not started")
         return current(self._context)
@@ -127,12 +127,12 @@ class Gpu:
             cuda.call("cuMemHostRegister_v2", address, size_bytes, PORTABLE | DEVICE_MAPPED)
 
     def unregister_host(self, address: int) -> None:
-        """Let pinned memory go."""
+        """Unpin host memory."""
         with self.current() as cuda:
             cuda.call("cuMemHostUnregister", address)
 
     def device_address(self, host_address: int) -> int:
-        """Where the GPU sees pinned host memory."""
+        """Address at which the GPU sees pinned host memory."""
         with self.current() as cuda:
             return cuda.number("cuMemHostGetDevicePointer_v2", c_uint64, host_address, 0)
 

@@ -99,7 +99,7 @@ class CopyQueue:
             self._copy(cuda, copies)
 
     def write_words(self, words: Sequence[tuple[int, int]]) -> None:
-        """Once everything before is done, set each (address, value), in order."""
+        """Set each (address, value), in order, after everything before is done."""
         with current(self._context) as cuda:
             self._write_words(cuda, words)
 
@@ -234,7 +234,7 @@ class _SecondThread:
         self._wanted.put(copies)
 
     def end(self) -> int:
-        """Once they are submitted: the event that is reached when they are copied. Raises CudaError."""
+        """Event that is reached when the submitted copies are done. Raises CudaError."""
         if (failed := self._done.get()) is not None:
             raise failed
         return self._reached
@@ -245,7 +245,7 @@ class _SecondThread:
             cuda.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
-        """Nothing is under way any more: end the thread, and give the stream back. Idempotent. Raises CudaError."""
+        """End the thread, and give the stream back, once nothing is in flight. Idempotent. Raises CudaError."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._wanted.put(None)
@@ -282,7 +282,7 @@ class Mark:
         self._events = events
 
     def wait(self) -> None:
-        """Until the stream has come here. Raises CudaError for what broke on the way."""
+        """Wait until the stream has come here. Raises CudaError for what broke on the way."""
         with current(self._context) as cuda:
             cuda.call("cuEventSynchronize", self._event)
 
@@ -303,7 +303,7 @@ class BatchEntries:
         self._address = int(self._words.ctypes.data)
 
     def fill(self, copies: PitchedCopies) -> int:
-        """Where the structures of the copies lie, until the next ones are filled in."""
+        """Fill the structures of the copies; their address, valid until the next call."""
         self._words[: len(copies), _PLACES] = copies
         return self._address
 

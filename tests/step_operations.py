@@ -10,7 +10,7 @@ from cachesvc.wire.columns import IN_ORDER, ODD, OPERATION_NAMES, Column, pack_a
 
 
 def without_columns(request: cache_pb2.StepRequest, groups: int) -> cache_pb2.StepRequest:
-    """The same step, its entries as operations before the others."""
+    """Convert a step: its entries become operations before the others."""
     columns = read_columns(request.columns, groups)
     plain = cache_pb2.StepRequest()
     for column in IN_ORDER:

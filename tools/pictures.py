@@ -43,7 +43,7 @@ def find_browser() -> str | None:
 
 
 def web_port(daemon: DaemonProcess) -> int:
-    """Where the page is served, from the daemon's log."""
+    """Port of the web page, from the daemon's log."""
     for line in daemon.log.read_text(encoding="utf-8").splitlines():
         if '"event": "ready"' in line:
             return int(json.loads(line)["web_port"])

@@ -1,1 +1,1 @@
-"""What the daemon does: one use case a file. Plain functions over a Core; they never await, copy or log."""
+"""Use cases of the daemon, one a file. Plain functions over a Core; they never await, copy or log."""

@@ -1,4 +1,4 @@
-"""What operators do: drain, evict, take a model out of service and back."""
+"""Operators' actions: drain, evict, take a model out of service and back."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def distrust(model: Model, why: str) -> None:
 
 
 def trust(core: Core, model_id: int) -> None:
-    """A model was verified and its accounting is consistent: it is in service again. Raises NotFound."""
+    """Put a model back into service after a Verify found it consistent. Raises NotFound."""
     core.ledger.model(model_id).suspect = ""
 
 
 def evict(core: Core, model_id: int, tier: str, count: int) -> int:
     """Drop up to ``count`` (0: all) unpinned blocks of a model from a tier, in eviction order, without saving them.
 
-    Returns how many went. Costs time by ``count``. Raises NotFound, InvalidRequest.
+    Returns the number of evicted blocks. Its time grows with ``count``. Raises NotFound, InvalidRequest.
     """
     require_tier(tier)
     model = core.ledger.model(model_id)

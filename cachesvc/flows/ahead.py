@@ -1,8 +1,9 @@
 """Room made ahead: a few device pages are kept free, so that a short load and a request's first blocks find theirs.
 
 Only what would go next anyway goes, in its order, and only while the host has it whole: nothing is saved, nothing is
-lost, and where the next one would be lost nothing goes. What it costs is a load for who comes back to one of the last
-``Limits.ahead_pages`` blocks before eviction. It is done as a chore, a short turn at a time, and no call waits for it.
+lost, and where the next one would be lost nothing goes. It costs a load for a request that returns to one of the last
+``Limits.ahead_pages`` blocks before eviction. It runs as a background task, a short turn at a time, and no call waits
+for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cachesvc.ledger.place import Place
 FEWEST_PAGES = 8
 """Fewer are worth nothing: a small pool has none."""
 SHARE_OF_TURN = 2
-"""It takes so small a part of what a call's turn evicts, since nobody waits for it."""
+"""Divisor of a call's turn of evictions: this task takes a smaller part, since no call waits for it."""
 
 
 def pages_ahead(core: Core, place: Place) -> int:

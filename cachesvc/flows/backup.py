@@ -20,10 +20,10 @@ def back_up(
     core: Core, model: Model, replica: Replica, rows: Sequence[int], urgency: Urgency = Urgency.BACKGROUND
 ) -> Ticket | None:
     """Store the rows (root first) that have a READY device copy and no host copy; as many as the host can take, where
-    no more than a turn's worth is evicted for them: who has more makes room before, by ``has_backup_room``.
+    no more than a turn's worth is evicted for them: a caller with more makes room before, by ``has_backup_room``.
 
     Best effort: a host pool without room, or a mover without, ends it silently, because the device copies are still
-    there. Unless told otherwise nobody waits for it yet.
+    there. By default it has no waiter yet.
     """
     blocks, place = model.blocks, replica.place
     given = array("i", rows)

@@ -1,4 +1,4 @@
-"""What storage is believed to have, and told to those who follow. A hint: no block is a hit for it."""
+"""Storage presence hints, published to event subscribers. Never counted as hits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def note_stored(model: Model, key: bytes) -> None:
 
 
 def note_unstored(model: Model, key: bytes) -> None:
-    """It is not there any more. What was not believed to be there is not told."""
+    """Withdraw a hint, and publish that. An unknown key changes nothing."""
     if model.stored.written.pop(key, None) is None:
         return
     for group in model.layout.full_groups:

@@ -1,4 +1,4 @@
-"""What the pools of one tenant may take: of all devices, of the host, and of the daemon's own memory."""
+"""Budget of one tenant's pools: of all devices, of the host, and of the daemon's own memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Budget:
         return bool(self.device_bytes or self.host_bytes or self.models or self.pages)
 
     def refusal(self, used: Memory, more: Memory) -> QuotaExceeded | None:
-        """Why a tenant that uses so much may not have so much more, or None."""
+        """Reason why a tenant that uses ``used`` may not have ``more``, or None."""
         for what, has, wants in zip(Memory._fields, used, more, strict=True):
             limit = getattr(self, what)
             if limit and has + wants > limit:
@@ -46,7 +46,7 @@ class Budget:
 
 
 def memory_of(models: Iterable[Model]) -> Memory:
-    """What the pools of some models take."""
+    """Memory of some models' pools."""
     each = list(models)
     return Memory(
         sum(map(pool_device_bytes, each)), sum(map(pool_host_bytes, each)), len(each), sum(map(pool_pages, each))

@@ -1,4 +1,4 @@
-"""A call of an engine with everything looked up: whose it is, for which model and replica, and when it came."""
+"""A call of an engine with everything looked up: its lease, model and replica, and its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every flow works on: the ledger, the rules, the limits, and the seams to whatever moves and holds bytes."""
+"""Common state of all flows: the ledger, the rules, the limits, and the seams to movers and memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Mover(Protocol):
         """Queue a transfer; returns where its progress can be read."""
 
     def free_slots(self, model_id: int, replica_id: int) -> int:
-        """How many transfers of a replica could be submitted now. Flows ask before they change anything."""
+        """Number of transfers of a replica that could be submitted now. Flows ask before they change anything."""
 
     def expedite(self, ticket: int) -> None:
-        """Somebody waits for a BACKGROUND transfer now. Nothing where it has ended."""
+        """Make a BACKGROUND transfer awaited. No-op where it has ended."""
 
     def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
         """True where transfers between the devices of two replicas need not pass through the host, on every rank."""
@@ -38,14 +38,14 @@ class Mover(Protocol):
 
 
 class Fetched(Enum):
-    """What became of an object of a fetch, or of a write."""
+    """Outcome of an object of a fetch, or of a write."""
 
     WHOLE = "whole"  # verified; or kept
     LENT = "lent"  # verified; another node lent it, and the storage need not have it
     GONE = "gone"  # it does not come: missing, wrong, refused, failed
     MISPLACED = "misplaced"  # it does not come: it lies below another block than the one that was named
-    LATE = "late"  # nobody waits for it any more, and its memory may still be written or read
-    BACK = "back"  # it was late: its memory is nobody's now
+    LATE = "late"  # its wait has ended, and its memory may still be written or read
+    BACK = "back"  # it was late; its memory is free
 
 
 class FetchedObject(NamedTuple):
@@ -86,23 +86,23 @@ class Storage(Protocol):
     keeps_used: bool
 
     def expects(self, model: Model, keys: bytes) -> int | None:
-        """Of how many of packed ``keys`` from the first on it is worth while to ask for; 0 while nothing is asked, None
-        where nobody knows before it was."""
+        """Number of leading packed keys worth fetching; 0 while storage is not used, None where the engine must be
+        asked."""
 
     def has(self, model: Model, key: bytes) -> bool:
         """True where it believes to have a block, as far as it knows without asking anybody."""
 
     def fetch(self, request: FetchRequest) -> list[int]:
-        """Begin; returns of each block how many objects come. Each is told of once, or LATE and then BACK."""
+        """Begin a fetch; returns of each block how many objects come. Each is reported once, or LATE and then BACK."""
 
     def lagged(self) -> None:
-        """Somebody has waited for as long as calls wait, and nothing came for him."""
+        """Note that a call has waited for the longest time in vain."""
 
     def room(self) -> int:
         """Bytes that may be written now."""
 
     def keep(self, request: KeepRequest) -> int:
-        """Begin to write; returns how many objects are on their way. Each is told of once, or LATE and then BACK."""
+        """Begin to write; returns how many objects are in flight. Each is reported once, or LATE and then BACK."""
 
     def forget(self, model_id: int) -> None:
         """A model has left the ledger; nothing of it is under way."""
@@ -148,10 +148,11 @@ class Limits:
 class Core:
     """Made once by the composition root; tests make their own.
 
-    ``new_name`` gives lease ids. ``on_refused``: told ``(ticket, reason)`` of a transfer that the mover refused; it has
-    failed by then. ``on_sealed``: told ``(model, replica, row of the last, count)`` once for each Publish that sealed
-    blocks. ``chores``: what is left to do when nobody else is served; ``on_ended`` is told of tickets that end by one.
-    ``storage``: None where none is configured; ``on_wanted``: told when blocks of a model wait to be written to it.
+    ``new_name`` gives lease ids. ``on_refused``: called with ``(ticket, reason)`` of a transfer that the mover refused;
+    it has failed by then. ``on_sealed``: called with ``(model, replica, row of the last, count)`` once for each Publish
+    that sealed blocks. ``chores``: background tasks, for when no call is served; ``on_ended`` is called with tickets
+    that end by one. ``storage``: None where none is configured; ``on_wanted``: called when blocks of a model wait to be
+    written to it.
     """
 
     ledger: Ledger
@@ -172,5 +173,5 @@ class Core:
 
     def count(self, name: Count, amount: int = 1) -> None:
         """Add to a counter that operators see."""
-        key = name._value_  # a plain string: look-ups of an enum's member take thrice as long
+        key = name._value_  # a plain string: look-ups of an enum's member take three times as long
         self.counters[key] = self.counters.get(key, 0) + amount

@@ -1,4 +1,4 @@
-"""What flows count for operators, by name. A name is a metric's label: it is never changed."""
+"""Names of operators' counters. A name is a metric's label: it is never changed."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ LEASES_ENDED = {
     LeaseEnd.PROCESS_ENDED: Count.LEASES_ENDED_PROCESS_ENDED,
     LeaseEnd.OTHER: Count.LEASES_ENDED_OTHER,
 }
-"""How each end of a lease is counted."""
+"""Counter of each end of a lease."""

@@ -1,6 +1,6 @@
-"""What a lease holds is given back, in turns, once it has ended; or what one process of it held that has left.
+"""Incremental teardown of a lease, or of one process of a shared lease.
 
-Whatever a process may still write goes to quarantine, and is free once none can.
+Pages that a process may still write go to quarantine, and are free once none can.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER, *
 
 
 def free_quarantine(core: Core, lease: Lease, *, at_once: bool = True) -> None:
-    """Nothing writes a lost lease's pages any more: they come back, and the lease is forgotten but for its name."""
+    """Free the quarantined pages of a lost lease that no process can write any more; of the lease only its name
+    stays."""
     lease.is_quiet = True
     _end_holds(core, lease, at_once=at_once)
 
@@ -57,7 +58,7 @@ def free_unwritten(core: Core, lease: Lease, *, at_once: bool = True) -> None:
 
 
 def unbind(core: Core, lease: Lease, token: bytes) -> None:
-    """A process is none of the lease's any more."""
+    """Remove a process from the lease."""
     lease.processes.discard(token)
     process = core.ledger.processes.get(token)
     if process is not None:
@@ -77,7 +78,7 @@ def _end_some(core: Core, lease: Lease) -> bool:
     while is_over is None:
         try:
             is_over = _end_part(core, lease, model)
-        except LedgerBroken as broken:  # what broke is left as it is: it is not served again
+        except LedgerBroken as broken:  # a broken sequence stays: it is not served again
             model.distrust(str(broken))
     if is_over:
         lease.is_ending = False
@@ -104,8 +105,8 @@ def _end_left(core: Core, lease: Lease, number: int, mine: list[int]) -> bool:
 
 
 def _end_part(core: Core, lease: Lease, model: Model) -> bool:
-    """What it may still write is quarantined, unless it is quiet by now; True when all is. Whatever breaks has left the
-    lease by then, so the next turn goes on behind it."""
+    """End a part of the lease. Pages that it may still write are quarantined, unless it is quiet by now; True when all
+    has ended. A part that broke has left the lease by then, so the next turn goes on behind it."""
     left = core.turns.pages
     while left > 0 and lease.prefetches:
         left -= core.turns.pages // core.turns.holds

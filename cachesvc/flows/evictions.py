@@ -1,4 +1,4 @@
-"""Carry evictions out: they are counted, and what leaves the index is remembered, within bounds."""
+"""Apply eviction plans: count the drops, and remember the keys that leave the index, within bounds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def carry_out(core: Core, model: Model, plan: EvictionPlan, ticket: int = 0) -> 
 
 
 def set_eviction(core: Core, name: str) -> None:
-    """Which block goes next is for another policy to say, from now on: one of the same order (``same_order``)."""
+    """Switch to another eviction policy, one of the same order (``same_order``)."""
     policy = core.eviction = eviction_policy(name)
     for model in core.ledger.models.values():
         for replica in model.replicas:

@@ -1,4 +1,4 @@
-"""Fetch: what storage has beyond a hit comes to the host, verified, block by block; Match waits for it a bounded while.
+"""Fetch: bring blocks beyond a hit from storage to the host, verified one by one; Match waits for a bounded time.
 
 Nothing of storage fails a call. Whatever came of a fetch, the call goes on with the hit that there is by then.
 """
@@ -27,17 +27,17 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import DONE, Inward, Urgency
 
 MOST_BLOCKS = 1024
-"""Of one fetch: 16k tokens in blocks of 16. What lies behind is for the next one, while these are used."""
+"""Most blocks of one fetch: 16k tokens in blocks of 16. What lies behind is for the next one, while these are used."""
 PEEKED_BLOCKS = 16
-"""Of the first fetch of a call, where nobody knows whether there is anything."""
+"""Blocks of the first fetch of a call, where the presence of the prompt is unknown."""
 HOST_SHARE = 2
-"""One fetch takes no more than this part of the host's pages, one in so many."""
+"""Divisor of the host's pages: one fetch takes no more than this part of them."""
 
 
 def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharing: Sharing) -> Wait | None:
     """Begin (or join) a fetch of what storage has beyond ``hit``; None: the hit is all that there will be.
 
-    Where nobody knows what it has, a few blocks are asked for, and all others when these have come: most prompts are
+    Where its contents are unknown, a few blocks are asked for, and all others when these have come: most prompts are
     not there, and pages of the host are taken, and evicted for, before anything comes.
     """
     storage = core.storage
@@ -50,7 +50,7 @@ def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharin
     if (fetch := sharing.fetch) is not None:
         left -= call.now - sharing.fetch_since
         is_running = core.ledger.tickets.is_running(fetch.ticket)
-        if is_running and not fetch.has_begun and left <= 0:  # who does not wait tells nothing
+        if is_running and not fetch.has_begun and left <= 0:  # a call that does not wait shows nothing
             storage.lagged()
         if is_running or sharing.goes_on or not fetch.is_whole or left <= 0:
             return None
@@ -73,7 +73,7 @@ def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharin
 
 
 def fetched_blocks(hit: Hit, sharing: Sharing) -> int:
-    """How many blocks of a hit, behind what is in place, came with the fetches that its call waited for."""
+    """Number of blocks of a hit, behind what is in place, that came with the fetches its call waited for."""
     last = sharing.fetch
     if last is None:
         return 0

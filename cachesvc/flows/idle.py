@@ -1,4 +1,4 @@
-"""Idle models, which are evicted for a new one that needs what they hold: the longest idle first, and few.
+"""Idle models: evict as few as possible for a new model that needs their memory, the longest idle first.
 
 An engine registers before it opens its lease. Until each that has registered has opened one, or ``Limits.open_seconds``
 have passed, the model is not idle: engines that start together would evict each other's pools in turns.
@@ -40,9 +40,10 @@ def idle_models(core: Core) -> list[Model]:
 
 
 def fewest(idle: Sequence[Model], fits: Callable[[Sequence[Model]], bool]) -> Sequence[Model]:
-    """Which of ``idle``, in that order, go so that ``fits(gone)``, which holds with all of them gone.
+    """Choose from ``idle``, in that order, the models to evict so that ``fits(gone)``, which holds with all of them
+    gone.
 
-    Of those that are longest idle, as many as it takes; then each is spared whose going did not help.
+    It takes the longest idle models until they fit; then it spares each one that did not help.
     """
     if fits(()):
         return ()

@@ -1,4 +1,4 @@
-"""Keep: host blocks that are wanted are written to storage, where nothing waits for it and within what it may take.
+"""Keep: write wanted host blocks to storage, in the background and within its budget.
 
 Nothing is held up for it: a block that is evicted before its turn came is not written.
 """
@@ -38,7 +38,7 @@ def pump(core: Core, model: Model) -> bool:
             core.count(Count.STORAGE_NOT_KEPT_BLOCKS)
             continue
         if host.states[host.lead][row] != READY:
-            del stored.wanted[key]  # with ``keeps_all``, or as somebody's ancestor, it is wanted when it comes
+            del stored.wanted[key]  # with ``keeps_all``, or as an ancestor of another, it is wanted when it comes
             unsaved.append(row)
             continue
         size_bytes = _block_bytes(model)
@@ -69,8 +69,8 @@ def _save(core: Core, model: Model, rows: array[int]) -> None:
 
 
 def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Fetched]) -> bool:
-    """Objects of a block that is being written have ended, or their waits have. True where that was the last one: its
-    host pages are nobody's but the ledger's again."""
+    """Objects of a block that is being written have ended, or their waits have. True where that was the last one: the
+    ledger alone holds its host pages again."""
     model = core.ledger.models.get(model_id)
     keep = None if model is None else model.stored.keeping.get(key)
     if model is None or keep is None:
@@ -103,7 +103,7 @@ def pump_all(core: Core) -> None:
 
 
 def begin_soon(core: Core, model: Model) -> None:
-    """Write what is wanted when nobody else is served."""
+    """Write what is wanted as a background task."""
     core.chores.append(Chore(model.id, partial(pump, core, model)))
 
 

@@ -1,4 +1,4 @@
-"""Leases: opened, joined, kept, closed; and what becomes of them with the processes behind them.
+"""Leases: open, join, keep alive, close; and their fate when the processes behind them end.
 
 A lease is one process's, and ends with any process that has mapped its pools. Or it is an instance's, whose processes
 open it by the name that they share, whichever comes first: it lives while one of these does, and what a process held
@@ -28,7 +28,7 @@ LONGEST_PAUSE_MS = 1000
 
 
 def process_arrived(core: Core, token: bytes, pid: int, uid: int, gids: frozenset[int] = frozenset()) -> None:
-    """A process opened its life connection."""
+    """Add a process that has opened its life connection."""
     core.ledger.processes[token] = Process(token, pid, uid, gids)
 
 
@@ -223,7 +223,7 @@ def close_lease(core: Core, lease_id: str, *, quiesced: bool, token: bytes = b""
 
 
 def _leave(core: Core, lease: Lease, token: bytes, *, quiesced: bool) -> Wait | None:
-    """One process of an instance is done. What the others may write waits for them."""
+    """Remove one process of an instance. Pages that the other processes may still write wait for them."""
     if quiesced:
         lease.attached.pop(token, None)
         unbind(core, lease, token)

@@ -26,7 +26,7 @@ MOST_WAITS = 2
 
 @dataclass(slots=True)
 class Lending:
-    """What one call has done so far; handed to each of its runs."""
+    """Progress of one call; handed to each of its runs."""
 
     waits: int = 0
     has_begun: bool = False
@@ -53,7 +53,7 @@ def lend(core: Core, model: Model, keys: bytes, lending: Lending) -> LentBlocks 
 
 
 def end_lending(core: Core, model: Model, lent: LentBlocks) -> None:
-    """Nobody sends from them any more."""
+    """Unpin lent blocks: no stream sends from them any more."""
     core.count(Count.LENT_BLOCKS_BACK, len(lent.rows))
     model.lent.remove(lent)
     lent.let_go()

@@ -1,4 +1,4 @@
-"""What of a path is not on a replica's device: which copies must come, what room they take, and their transfer."""
+"""Loads of a path: the copies that must come to a replica's device, the room they take, and their transfer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Loads(NamedTuple):
     ``rows``: its blocks; ``missing[g]``: those whose copy must come from elsewhere, of whole blocks or of a window
     alone; ``needed[g]``: position -> row of all that a window needs. ``keep``: what is there already and must stay.
     ``joined``: tickets that bring the rest. ``blocked``: tickets to wait for first, because they fill other copies of
-    the same blocks, or have failed and are being settled: whoever relied on those was told.
+    the same blocks, or have failed and are being settled: their waiters got the error.
     """
 
     rows: array[int]
@@ -49,7 +49,7 @@ class Loads(NamedTuple):
 
 
 def loads_of(core: Core, model: Model, replica: Replica, rows: array[int], base: int, hit_blocks: int) -> Loads:
-    """What a hit of ``hit_blocks`` lacks of ``rows``, which are its positions from ``base`` on."""
+    """Loads that a hit of ``hit_blocks`` needs for ``rows``, which are its positions from ``base`` on."""
     place = replica.place
     if not rows:
         return Loads(rows, [rows] * len(place.pools), {}, Keep(), [], [])
@@ -123,7 +123,7 @@ def load_from(core: Core, call: Call, loads: Loads, source: Replica, tip: int, u
 
 
 def _moving(rows: array[int], missing: Iterable[array[int]]) -> array[int]:
-    """Those of ``rows`` of which any copy comes, in their order."""
+    """Rows of ``rows`` of which any copy comes, in their order."""
     parts = [part for part in missing if part]
     if all(part is parts[0] for part in parts):  # whole blocks, in their order
         return parts[0][:]

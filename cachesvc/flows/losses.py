@@ -1,8 +1,8 @@
-"""The memory of a device is gone with its mover: what replicas held there is lost, and nothing else.
+"""Handles the loss of device memory when its mover process dies: replicas there are lost, and nothing else.
 
 From the moment of the loss no flow sees a lost replica or its copies: they are none of ``Model.replicas`` and
 ``BlockIndex.places``. Its leases end, so that engines learn of it with their next call; an engine that registers again
-gets a new replica, with a number of its own. What the journal has told of its copies is taken back in turns. Copies on
+gets a new replica, with a number of its own. The journal reports the end of each of its copies, in turns. Copies on
 the host and on other replicas stay.
 """
 
@@ -47,7 +47,7 @@ def empty_lost(core: Core) -> None:
 
 
 def _end_leases(core: Core, model: Model, replica: Replica) -> Iterable[str]:
-    """Nobody can write the pages of memory that is gone: they need no quarantine."""
+    """End the leases of a lost replica. No process can write its pages: they need no quarantine."""
     at_once = True
     for lease in list(core.ledger.leases.values()):
         if (lease.model, lease.replica) != (model.id, replica.id):

@@ -22,7 +22,7 @@ from cachesvc.model.keys import KEY_BYTES
 MOST_CLOCK_SECONDS = 1e10
 """Three hundred years: sums of ages stay numbers."""
 MOST_WAITED_SECONDS = 600.0
-"""Whoever says that a request has waited longer is believed so much: what eviction learns is everybody's."""
+"""Upper bound on a client-reported queueing time, seconds: all clients share the eviction model."""
 
 
 def match(
@@ -111,14 +111,14 @@ def _tell_time(model: Model, clock: float | None) -> None:
 
 
 def require_clock(seconds: float) -> float:
-    """Raises InvalidRequest for what is not a time."""
+    """Check a time. Raises InvalidRequest for what is not one."""
     if not 0 <= seconds <= MOST_CLOCK_SECONDS:
         raise InvalidRequest(f"clock_seconds is {seconds}; a clock counts seconds, from 0 to {MOST_CLOCK_SECONDS:.0e}")
     return seconds
 
 
 def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing | None) -> Hit | Wait:
-    """The longest hit of packed ``keys``. It is nobody's yet: hold it at once.
+    """The longest hit of packed ``keys``. It is not pinned yet: hold it at once.
 
     Raises InvalidRequest, KeyMisplaced, LimitExceeded, DaemonDraining.
     """
@@ -157,8 +157,8 @@ def _count_hit(model: Model, hit: Hit, stored: int) -> None:
 
 
 def _computing(model: Model, keys: bytes, first: int) -> int:
-    """How many blocks after the hit others are computing now. They declare keys root first, so these are a run, whose
-    end is found by bisection."""
+    """Number of blocks after the hit that other requests are computing now. They declare keys root first, so these are
+    a run, whose end is found by bisection."""
     low = first
     middle = high = len(keys) // KEY_BYTES
     while low < high:

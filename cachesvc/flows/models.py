@@ -3,11 +3,11 @@
 Sizing pools takes a while and making them waits for drivers, so a registration has parts, and no other one begins
 before it is through:
 
-    begin    where the ledger is: find the pools, or see who is there
-    plan     on any thread: size new ones and choose who is evicted for them, or refuse
-    evict    where the ledger is: they go, unless one of them is in use by now
+    begin    on the ledger thread: find the pools, or survey the other models
+    plan     on any thread: size new ones and choose the idle models to evict, or refuse
+    evict    on the ledger thread: evict them, unless one of them is in use by now
     make     on any thread: free what they held, then make the pools, all or none
-    enter    where the ledger is: the model is there
+    enter    on the ledger thread: add the model
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_RESERVED_PAGES = 1024
 
 
 class Vault(HasHeadroom, Protocol):
-    """Where the bytes of pools come from. What opens and closes may be called on any thread, one at a time."""
+    """Allocator of the pools' bytes. Any thread may open and close pools, one at a time."""
 
     def devices(self) -> tuple[str, ...]:
         """UUIDs of the daemon's devices."""
@@ -65,7 +65,8 @@ class Vault(HasHeadroom, Protocol):
         """Free the memory of retired models."""
 
     def announce(self, model: int) -> list[tuple[int, Run]]:
-        """The model is in the ledger: further host pages are told to ``host_pages_arrived``. The last ``take_news``."""
+        """Announce a model that is in the ledger: ``host_pages_arrived`` gets further host pages. The last
+        ``take_news``."""
 
     def retire(self, model: int) -> None:
         """The model has left the ledger: give out nothing of it any more."""
@@ -88,7 +89,7 @@ class RegisterRequest:
 
     @property
     def namespace(self) -> bytes:
-        """What its blocks are told apart from all others' by."""
+        """Namespace that separates its blocks from all others."""
         return namespace_of(self.name, self.layout.fingerprint, self.salt, self.budget.tenant)
 
 
@@ -187,15 +188,15 @@ class Registration:
 
 
 def register(core: Core, vault: Vault, request: RegisterRequest, now: float) -> Registered:
-    """All parts of a registration in one go, where nobody minds that it takes long.
+    """Run all parts of a registration in one go, where a long call is acceptable.
 
-    Raises as its parts do; whoever is refused has evicted nobody.
+    Raises as its parts do; a refused registration has evicted no model.
     """
     begun = begin(core, vault, request)
     if isinstance(begun, Registered):
         return begun
     begun.plan(vault)
-    assert begun.evict(core, vault), "nobody came between"
+    assert begun.evict(core, vault), "no other registration came between"
     begun.make(vault)
     return begun.enter(core, vault, now)
 
@@ -265,7 +266,7 @@ def _forget_keys(model: Model, most: int) -> bool:
 
 
 def host_pages_arrived(core: Core, model_id: int, group: int, run: Run) -> None:
-    """More of the host pool is populated: its pages may be used."""
+    """Use pages of a newly populated part of the host pool."""
     model = core.ledger.models.get(model_id)
     if model is not None:
         model.blocks.host.pools[group].add(run.first, run.count)

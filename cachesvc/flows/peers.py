@@ -1,4 +1,4 @@
-"""Share between replicas: what only another replica has comes device to device, or else through the host.
+"""Sharing between replicas: blocks of another replica come device to device, or else through the host.
 
 A call begins one transfer at most and waits a few times at most, each time for a bounded while. Whatever came of it,
 the call then goes on with the hit that there is; so nothing here fails a call.
@@ -36,7 +36,7 @@ from cachesvc.model.words import ABSENT, READY
 
 @dataclass(slots=True)
 class Sharing:
-    """What one call has done so far to reach more than its replica does; made for the call, handed to each of its runs.
+    """Progress of one call in reaching more than its replica does; made for the call, handed to each of its runs.
 
     ``ticket``: the load from another replica that the call began; with it the replica has ``blocks`` blocks in place.
     ``fetch``: what it waits for from storage, since ``fetch_since``; the first one was from block ``fetched_first`` on.

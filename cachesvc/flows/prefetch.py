@@ -16,7 +16,7 @@ from cachesvc.model.transfer import Urgency
 
 
 def prefetch(core: Core, call: Call, keys: bytes, sharing: Sharing | None = None) -> Prefetched | Wait:
-    """Start loading what of ``keys`` lies on the host, in the background until somebody needs it.
+    """Start loading what of ``keys`` lies on the host, in the background until a flow waits for it.
 
     With ``sharing`` also what other replicas have; where it must come through the host, that is waited for. Raises
     InvalidRequest, LimitExceeded (prefetches, transfers), PoolExhausted, DaemonDraining.

@@ -34,13 +34,13 @@ from cachesvc.model.words import FILLING, READY, Tier
 
 @dataclass(slots=True)
 class Publishing:
-    """How far a publish has come that takes more turns than one: made for the call, handed to each of its runs."""
+    """Progress of a publish that takes several turns: made for the call, handed to each of its runs."""
 
     done: int = 0
     parts: list[Published] = field(default_factory=list)
 
     def answer(self) -> Published:
-        """What became of all blocks."""
+        """Results of all blocks."""
         if len(self.parts) == 1:
             return self.parts[0]
         last = self.parts[-1]
@@ -100,7 +100,7 @@ def is_tight(core: Core, call: Call) -> bool:
 
 
 def _most(core: Core, call: Call) -> int:
-    """Blocks that are sealed in a turn."""
+    """Number of blocks to seal in a turn."""
     return min(core.turns.sealed, core.turns.evicted) if is_tight(core, call) else core.turns.sealed
 
 
@@ -152,9 +152,9 @@ def publish_many(
     told: list[int],
     held: Collection[int] = (),
 ) -> None:
-    """``publish`` for ``entries``, in order, as long as each is straight: in turn, with pages, under keys that nobody
-    has published. ``told`` gets the sealed blocks of each; it is short where an entry is left to ``publish``, or its
-    sequence is among ``held``, or it takes more turns than one; those behind it are not looked at."""
+    """``publish`` for ``entries``, in order, as long as each is straight: in turn, with pages, under unpublished keys.
+    ``told`` gets the sealed blocks of each; it is short where an entry is left to ``publish``, or its sequence is among
+    ``held``, or it takes more turns than one; those behind it are not looked at."""
     starts, most = publishes.starts, _most(core, call)
     if starts[entries.stop] - starts[entries.start] > most:
         long = next((entry for entry in entries if starts[entry + 1] - starts[entry] > most), entries.stop)

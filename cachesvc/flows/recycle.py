@@ -26,7 +26,7 @@ from cachesvc.model.words import PageState
 
 @dataclass(slots=True)
 class Recycling:
-    """What a recycle that takes more turns than one has freed so far: made for the call, handed to each of its runs."""
+    """Progress of a recycle that takes several turns: made for the call, handed to each of its runs."""
 
     freed: int = 0
     has_begun: bool = False
@@ -115,7 +115,7 @@ def recycle_many(
 def _owned(
     call: Call, sequence: Sequence | None, pages: tuple[GroupCells, ...]
 ) -> list[tuple[int, set[int], set[int]]]:
-    """By group the pages named that are in the lease's stock, and those that are the sequence's own."""
+    """Named pages by group: those in the lease's stock, and the sequence's own."""
     out: dict[int, tuple[int, set[int], set[int]]] = {}
     count = 0
     for group, _, group_pages, _ in pages:
@@ -152,7 +152,7 @@ def _check_computed(model: Model, sequence: Sequence, computed_tokens: int) -> N
 
 
 def _dead_blocks(model: Model, group: int, computed_tokens: int) -> int:
-    """How many blocks of a sequence no query from ``computed_tokens`` on looks back to, but for sinks."""
+    """Number of blocks of a sequence that no query from ``computed_tokens`` on looks back to, but for sinks."""
     window = model.layout.groups[group].window_tokens
     assert window is not None
     return max(0, computed_tokens - window + 1) // model.layout.block_tokens

@@ -30,7 +30,7 @@ def release_many(
 
 
 def ended(call: Call, tokens: int | None, ago: float, clock: float | None) -> Ended:
-    """What an engine says of a request that ended ``ago`` seconds ago, or at ``clock`` where it tells the time."""
+    """Report of an engine on a request that ended ``ago`` seconds ago, or at ``clock`` where it gives the time."""
     now = call.model.blocks.clock
     return Ended(tokens, now.seconds - ago if clock is None or not now.is_told else clock)
 

@@ -1,4 +1,4 @@
-"""Make room in a replica's device pools: evict at once what can go at once, drain the rest.
+"""Make room in a replica's device pools: drop blocks that have another copy, drain the rest.
 
 A call that must wait for drains keeps what is free, and what its drains free, by a reservation: others that come
 meanwhile evict for themselves. What the call relies on (``Keep``) is held here, while victims are chosen.
@@ -36,7 +36,7 @@ LOOKS_A_PAGE = 4
 DRAINS_AT_ONCE = 32
 """Write-backs under way for a call that evicts in turns: more would hold no link busier."""
 TRY_AGAIN_EVERY = 64
-"""Evictions until one is saved again: whoever waits for it waits for one failure more."""
+"""After repeated failures, retry a write-back once every this number of evictions."""
 
 
 def make_room(
@@ -67,7 +67,7 @@ def make_room(
 
 
 def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequence, wait: Wait = TURN) -> Wait:
-    """What there is of ``wanted[g]`` pages is kept for the call of ``waiter`` until it runs again."""
+    """Reserve what there is of ``wanted[g]`` pages for the call of ``waiter`` until it runs again."""
     room = waiter.reserve()
     room.keep(wanted, call.now + core.limits.reservation_seconds)
     return wait._replace(reserved=room)
@@ -76,8 +76,8 @@ def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequenc
 def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) -> int:
     """Evict what is cold towards ``wanted[g]`` pages to take of group g, as far as can be had cheaply; for the stock.
 
-    Nothing is refused, nobody waits, and no more goes than in one turn; returns how many pages of a group go at most,
-    now or, for ``room``, once they are saved.
+    It refuses nothing, waits for nothing, and evicts no more than in one turn; returns how many pages of a group go at
+    most, now or, for ``room``, once they are saved.
     """
     model, replica, place, party = call.model, call.replica, call.replica.place, call.lease.party
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, room))
@@ -155,7 +155,7 @@ def _shortage(place: Place, wanted: Sequence[int]) -> int:
 
 
 def _draining(core: Core, model: Model, replica: Replica, room: Reservation | None) -> list[Ticket]:
-    """Running evictions whose pages this call may count on: its own, and those that nobody waits for any more."""
+    """Running evictions whose pages this call may count on: its own, and those without a waiter."""
     return [
         ticket
         for ticket in core.ledger.tickets.of_replica(model.id, replica.id, Direction.STORE)
@@ -248,8 +248,8 @@ def _evictable(model: Model, place: Place, group: int, *, after_flights: bool, u
 
 
 def _is_worth_saving(replica: Replica) -> bool:
-    """False while write-backs fail: what cannot be saved is dropped, or nobody would ever have room again. Now and then
-    one is tried."""
+    """False while write-backs fail: blocks that cannot be saved are dropped, or no call would find room again. One is
+    retried now and then."""
     if replica.failed_drains < DRAIN_FAILURES:
         return True
     replica.unsaved += 1

@@ -1,4 +1,4 @@
-"""How large the pools of a registration come out, and which idle models are evicted for them: decided, nothing done."""
+"""Plans pool sizes and idle-model evictions. No side effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_POOL_PAGES = 1 << 22
 something, so a pool of pages of one byte would be larger in the daemon than on its device."""
 
 STARVED = 64
-"""A share that comes to less than one part in so many of what it would be without idle models is none."""
+"""Divisor below which a share counts as none: less than this part of what it would be without idle models."""
 
 
 Refusal = Callable[[], CacheError]
@@ -29,17 +29,17 @@ Refusal = Callable[[], CacheError]
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """What a caller wants of a pool: pages for each group, or (where there are none) a share of what is left."""
+    """Requested pool: pages for each group, or (where there are none) a share of what is left."""
 
     pages: tuple[int, ...] = ()
     share: float = 1.0
 
 
 class HasHeadroom(Protocol):
-    """Who knows what the pools have left."""
+    """Source of the pools' headroom."""
 
     def headroom(self, without: Sequence[int] = ()) -> Headroom:
-        """What is left, or would be without the models of these numbers."""
+        """Headroom, or what it would be without the models of these numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Newcomer:
 
     @property
     def pages_least(self) -> int:
-        """Of each group on a device: one that can be granted."""
+        """Least pages of each group on a device: one that can be granted."""
         return self.reserved_pages + 1
 
 
@@ -87,7 +87,7 @@ class Others:
 
 
 def survey(core: Core, newcomer: Newcomer) -> Others:
-    """What a plan goes by."""
+    """Inputs of a plan."""
     models = core.ledger.models.values()
     tenant = newcomer.budget.tenant if newcomer.budget.is_limited else None
     return Others(
@@ -127,7 +127,7 @@ def _is_worth(pools: Pools, best: Pools) -> bool:
 
 
 class _Sizing:
-    """What a newcomer gets, by which of the idle models are gone."""
+    """Pools of a newcomer, by the idle models that are evicted."""
 
     def __init__(self, others: Others, vault: HasHeadroom, newcomer: Newcomer) -> None:
         self._others = others
@@ -162,13 +162,13 @@ class _Sizing:
         return Pools(pages, host_pages)
 
     def _used(self, gone: Sequence[Model]) -> Memory:
-        """What the tenant's models take that stay."""
+        """Memory of the tenant's models that stay."""
         left = {model.id for model in gone}
         stay = [held for model, held in self._own.items() if model not in left]
         return Memory(*(sum(column) for column in zip(*stay, strict=True))) if stay else Memory(0, 0, 0, 0)
 
     def _memory_at_least(self) -> Memory:
-        """What the newcomer takes at least: of a share, one block on the devices."""
+        """Least memory of the newcomer: of a share, one block on the devices."""
         new = self._new
         is_new, pages = new.model is None, new.device_pool.pages or (new.pages_least,) * len(new.layout.groups)
         on_host = self._sizes.host_bytes(new.host_pool.pages) if is_new and new.host_pool.pages else 0
@@ -188,7 +188,8 @@ class _Sizing:
         return pages
 
     def _within(self, pages: tuple[int, ...], used: Memory) -> tuple[int, ...]:
-        """As many pages, in their proportion, as the tenant may have: half of them where the host takes a share too."""
+        """Largest number of pages, in their proportion, that the tenant may have: half of them where the host takes a
+        share too."""
         new, units = self._new, self._new.layout.unit_pages
         left = new.budget.pages - used.pages - sum(new.host_pool.pages)
         if new.model is None and not new.host_pool.pages and new.host_pool.share:

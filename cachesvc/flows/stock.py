@@ -198,7 +198,7 @@ def _grant(lease: Lease, pools: Sequence[PagePool], counts: Sequence[int]) -> tu
 
 
 def _keep_room(core: Core, call: Call, room: Reservation, owed: Sequence[int], going: int) -> None:
-    """What goes for the lease is kept for it until its next refill, and goes on going once this one is answered."""
+    """Reserve evicted pages for the lease until its next refill, and go on evicting once this one is answered."""
     lease = call.lease
     if not any(owed):
         room.release()

@@ -101,7 +101,7 @@ def swap_in(core: Core, call: Call, sequence_id: int, *, short_suffix: bool = Fa
 
 
 def _absent(place: Place, rows: array[int]) -> array[int]:
-    """Those of ``rows`` that have no copy on the place."""
+    """Rows of ``rows`` that have no copy on the place."""
     return array_of(column(rows)[place.states_of(place.lead, rows) == ABSENT])
 
 
@@ -117,7 +117,7 @@ def _joined(moves: list[MovedPages], shared: Iterable[PagePairs]) -> tuple[PageP
 
 def _make_host_room(core: Core, model: Model, tip: int, wanted: list[int]) -> Wait | None:
     """Free ``wanted[g]`` host pages of group g, at the cost of no block from the root down to ``tip``; None when they
-    are there. Where more is to go than in one turn, what is freed until then is anybody's. Raises PoolExhausted, with
+    are there. Where it takes several turns, other calls may take the pages freed so far. Raises PoolExhausted, with
     nothing evicted in this turn."""
     host, index = model.blocks.host, model.blocks.index
     now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]

@@ -1,4 +1,4 @@
-"""Transfers: may one begin, begin it, wait for it, land it.
+"""Transfers: check the limits, begin one, wait for it, land it.
 
 Whether the mover can take a transfer is asked before a flow changes anything, so a refusal at submission is the end of
 the mover or a bug. Such a ticket fails at once, and its flow answers with a failed ticket: none is ever told as running
@@ -60,7 +60,7 @@ def require_transfer(core: Core, model: Model, replica: Replica, party: Party) -
 
 
 def store_pairs(place: Place, coming: Filling) -> tuple[PagePairs, ...]:
-    """From a replica's device to the host copies that come."""
+    """Page pairs from a replica's device to the host copies that come."""
     return tuple(
         PagePairs(group, place.pages_of(group, rows), pages)
         for group, (rows, pages) in enumerate(zip(coming.rows, coming.pages, strict=True))
@@ -69,7 +69,7 @@ def store_pairs(place: Place, coming: Filling) -> tuple[PagePairs, ...]:
 
 
 def load_pairs(source: Place, coming: Filling) -> tuple[PagePairs, ...]:
-    """From the host, or another replica's device, to the device copies that come."""
+    """Page pairs from the host, or another replica's device, to the device copies that come."""
     return tuple(
         PagePairs(group, pages, source.pages_of(group, rows))
         for group, (rows, pages) in enumerate(zip(coming.rows, coming.pages, strict=True))
@@ -132,7 +132,7 @@ def wait_for(core: Core, tickets: Iterable[int]) -> Wait:
 
 
 def expedite(core: Core, tickets: Iterable[int]) -> None:
-    """Somebody waits for the tickets now, and so for those that must end before them."""
+    """Make the tickets awaited, and those that must end before them."""
     running = core.ledger.tickets.running
     due = list(tickets)
     for number in due:  # grows
@@ -144,8 +144,8 @@ def expedite(core: Core, tickets: Iterable[int]) -> None:
 
 
 def land(core: Core, ticket_id: int, outcome: Outcome) -> list[int]:
-    """The mover is through with a ticket. Returns the tickets ended by it at once; what takes more than a turn goes on
-    as a chore, and ``core.on_ended`` is told.
+    """End a ticket that its mover has finished. Returns the tickets that end at once; longer work goes on as a
+    background task, and ends in ``core.on_ended``.
 
     A load below another that still runs is held back until that one has ended, and fails with it.
     """
@@ -165,7 +165,7 @@ class _Landing:
         self._ended: list[int] | None = []
 
     def take_ended(self) -> list[int]:
-        """What has ended in the first turn; what ends later is told."""
+        """Tickets that ended in the first turn; later ones go to ``on_ended``."""
         ended, self._ended = self._ended, None
         return ended or []
 
@@ -229,7 +229,7 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
         ticket.is_settling, ticket.moved_blocks = True, ticket.blocks
         if ticket.drains:
             replica.failed_drains = 0 if arrived else replica.failed_drains + 1
-        if not arrived:  # nobody relies any more on what will be gone
+        if not arrived:  # no pin may rely on rows that will be gone
             _tell_waiters(core, replica, ticket)
     if rows := ticket.take_rows(max(1, int(left * core.turns.landed))):
         left -= len(rows) / core.turns.landed
@@ -267,7 +267,7 @@ def _count_loaded(core: Core, model: Model, ticket: Ticket, rows: Sequence[int])
 
 
 def _settle_rest(core: Core, ticket: Ticket) -> None:
-    """Its copies are settled, and it has ended: whoever relied on it is told."""
+    """End a ticket whose copies are settled, and wake its waiters."""
     model = core.ledger.models[ticket.model]
     replica = model.any_replica(ticket.replica)
     core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
@@ -282,7 +282,7 @@ def _settle_rest(core: Core, ticket: Ticket) -> None:
 
 
 def _tell_waiters(core: Core, replica: Replica, ticket: Ticket) -> None:
-    """Once: what became of it is known."""
+    """Inform the waiters once, when the result is known."""
     for waiter in ticket.waiters:
         waiter.load_ended(ticket.id, ticket.failing)
     ticket.waiters = []
@@ -291,7 +291,7 @@ def _tell_waiters(core: Core, replica: Replica, ticket: Ticket) -> None:
 
 
 def _settle_swap(core: Core, replica: Replica, ticket: Ticket) -> None:
-    """Pages of a sequence that has ended are free, unless somebody may still write them."""
+    """Free the pages of an ended sequence, unless a process may still write them."""
     assert ticket.traveller is not None
     lease = core.ledger.leases.get(ticket.traveller.lease)
     for group, pages in enumerate(ticket.traveller.swap_ended(ticket)):
@@ -304,7 +304,7 @@ def _settle_swap(core: Core, replica: Replica, ticket: Ticket) -> None:
 
 
 def ticket_view(ticket: Ticket) -> TicketView:
-    """A ticket as callers see it."""
+    """View of a ticket for callers."""
     return TicketView(
         ticket.id,
         ticket.state.value,

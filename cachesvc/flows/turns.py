@@ -1,9 +1,9 @@
-"""How long flows are cut, so that no caller waits for what another one wants: how much is done in one turn.
+"""Work budgets per event-loop slice, so that no caller waits for another's long flow.
 
 A call's flow that has more to do than a turn answers ``TURN`` and is run again, with a new ``Call``, once others had
-theirs. What it has done until then is a legal state of the ledger, as seen by everybody, and is found by its next run;
+theirs. What it has done until then is a legal state of the ledger for all other calls, and its next run finds it;
 pages that it has made free are kept for it by a reservation. What no call waits for (a transfer that landed, a lease
-that is lost) goes on as a chore.
+that is lost) goes on as a background task.
 
 """
 
@@ -21,7 +21,7 @@ LAST_TURNS = Wait((), goes_on=True)
 
 
 class Turns(NamedTuple):
-    """What is done in one turn at most: some 0.3 ms (2026-11-22, Python 3.11 on a crowded machine).
+    """Most work of one turn: some 0.3 ms (2026-11-22, Python 3.11 on a crowded machine).
 
     ``evicted``: blocks that are dropped, or begin to be written back, up to 9 us each; some hundreds where they go in
     long runs that the host has, of a layout without windows. ``landed``: blocks whose transfer has ended, 3 us each.
@@ -40,12 +40,12 @@ class Turns(NamedTuple):
 
 
 NO_MODEL = 0
-"""Of a chore that gives no pages back and leaves nothing half-done."""
+"""Model of a background task that frees no pages and leaves nothing half-done."""
 
 
 class Chore(NamedTuple):
-    """Work that is left over, of a model. ``go_on`` does a turn of it and says whether it is over. ``gives_back``: it
-    may give pages back that eviction could not, so that who finds too few waits for it."""
+    """Background work of a model. ``go_on`` does a turn of it and returns whether it is over. ``gives_back``: it may
+    free pages that eviction could not, so that a call that finds too few waits for it."""
 
     model: int
     go_on: Callable[[], bool]

@@ -1,6 +1,6 @@
-"""Which host blocks are to be written to storage: all that come, or what was used again.
+"""Choice of the host blocks to write to storage: all that come, or those that were used again.
 
-A block is of use after a restart only with all above it, so whoever wants one written wants its ancestors written.
+After a restart a block is of use only with all above it, so a wanted block makes its ancestors wanted.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from cachesvc.ledger.walk import walk_of
 MOST_WANTED = 1 << 16
 """Blocks of a model that wait to be written; more are passed over."""
 ABOVE_AT_ONCE = 256
-"""Ancestors that are looked at for one block."""
+"""Number of ancestors to look at for one block."""
 LAST_LOOK = 16
 """Candidates for eviction that are looked at when the host evicts."""
 
 
 def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
-    """Host copies have come, and are whole."""
+    """Note host copies that have come, and are whole."""
     if core.storage is None:
         return
     awaited = _awaited(model, rows)
@@ -33,13 +33,13 @@ def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
 
 
 def did_not_come(core: Core, model: Model, rows: Iterable[int]) -> None:
-    """Host copies do not come: who wanted them written wants no more."""
+    """Forget wanted writes of host copies that do not come."""
     if given_up := len(_awaited(model, rows)):
         core.count(Count.STORAGE_NOT_KEPT_BLOCKS, given_up)
 
 
 def _awaited(model: Model, rows: Iterable[int]) -> list[int]:
-    """Of the rows those that came to the host to be written; nobody waits for them from now on."""
+    """Rows that came to the host to be written; the write no longer waits for them."""
     coming, keys = model.stored.coming, model.blocks.index.keys
     if not coming:
         return []
@@ -49,7 +49,7 @@ def _awaited(model: Model, rows: Iterable[int]) -> list[int]:
 
 
 def was_used(core: Core, model: Model, rows: Iterable[int]) -> None:
-    """Blocks were used again: loaded from the host."""
+    """Note blocks that were used again: loaded from the host."""
     if core.storage is not None and core.storage.keeps_used:
         want(core, model, rows)
 

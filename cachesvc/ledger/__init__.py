@@ -1,1 +1,2 @@
-"""What is true: who holds which page, block, sequence and lease. Synchronous; touches no clock, socket or thread."""
+"""The daemon's state: holders of each page, block, sequence and lease. Synchronous; touches no clock, socket or
+thread."""

@@ -1,7 +1,7 @@
-"""How long ago an access was, though accesses carry numbers and no times.
+"""Converts access sequence numbers to ages in seconds.
 
-The service tells the time now and then; between two marks the time is not known better than that. Nothing in the ledger
-decides by it: it is for what operators see.
+The service marks the time now and then; between two marks the time is not known better than that. The ledger decides
+nothing by it: operators see it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MARKS_KEPT = 4096
 
 
 class Ages:
-    """Which access number had been reached when."""
+    """Times at which access numbers were reached."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -21,7 +21,7 @@ class Ages:
         self._times: list[float] = []
 
     def mark(self, stamp: int, now: float) -> None:
-        """It is ``now`` (seconds), and ``stamp`` was the last access number."""
+        """Note that ``stamp`` was the last access number at ``now`` (seconds)."""
         self.now = now
         if self._stamps and self._stamps[-1] == stamp:
             return

@@ -35,7 +35,7 @@ from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
 __all__ = ["Dropped", "Hit", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
 
 HOST_PLACE = 0
-IS_READY = int(READY)  # an enum takes thrice as long to compare
+IS_READY = int(READY)  # an enum takes three times as long to compare
 
 
 class Filling(NamedTuple):
@@ -123,7 +123,7 @@ class BlockLedger(Lookup):
         self.index.follow_requests(made)
 
     def _requeue(self, segment: int) -> None:
-        """The policy has another class for a segment."""
+        """Move a segment to another class of the policy."""
         for place in self.index.places:
             assert isinstance(place.leaves, QueuedLeaves)
             place.leaves.requeue(segment)
@@ -244,8 +244,8 @@ class BlockLedger(Lookup):
             place.leaves.update(parent)
 
     def leave_index(self, row: int, tier: Tier) -> None:
-        """A row's last copy has gone, from ``tier``: forget it. Where a lost place has it, it leaves with that; where
-        blocks hang below it whose copies outlived its own, it stays as bare as it is until they have gone."""
+        """Forget a row whose last copy has gone, from ``tier``. A row that a lost place has leaves with that. A row
+        above blocks whose copies outlived its own stays bare until they have gone."""
         index = self.index
         if index.lost and index.is_on_lost(row):
             return
@@ -259,15 +259,15 @@ class BlockLedger(Lookup):
         index.remove(row)
 
     def let_go(self, place: Place, rows: Sequence[int]) -> None:
-        """The copies of ``rows``, each the parent of the one before, go from a place: a policy that follows requests is
-        told."""
+        """Drop the copies of ``rows``, each the parent of the one before, from a place, and report it to a policy that
+        follows requests."""
         if self.chooser is not None:
             for segment, first, end in self.index.by_segment(rows):
                 self.chooser.let_go(segment, end - first, self.clock.seconds, is_host=place is self.host)
 
     def leave_segments(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Rows, each the parent of the one before, and of which ``keys`` were the keys, leave the index: a policy that
-        follows requests is told."""
+        """Report to a policy that follows requests that rows, each the parent of the one before, with these ``keys``,
+        leave the index."""
         if self.chooser is not None:
             for segment, first, end in self.index.by_segment(rows):
                 if segment != NO_SEGMENT:
@@ -275,7 +275,7 @@ class BlockLedger(Lookup):
                     self.index.belong_to(NO_SEGMENT, rows[first:end])
 
     def begin_flight(self, row: int) -> None:
-        """A transfer reads or writes this row's copies."""
+        """Count a transfer that reads or writes this row's copies."""
         self.index.begin_flight(row)
 
     def start_drain(self, place: Place, row: int, ticket: int) -> None:
@@ -285,7 +285,7 @@ class BlockLedger(Lookup):
         place.draining[row] = ticket
 
     def end_drain(self, place: Place, row: int, *, needed: bool) -> None:
-        """The ticket has ended. What is ``needed`` is READY again; the rest is to be dropped. Raises LedgerBroken."""
+        """End a drain. A ``needed`` copy is READY again; any other must be dropped next. Raises LedgerBroken."""
         if place.draining.pop(row, None) is None:
             raise LedgerBroken(f"row {row} is drained on {place.name} by no ticket")
         if needed:

@@ -1,4 +1,4 @@
-"""What time it is for an eviction policy that learns from when requests come."""
+"""Clock of an eviction policy that learns from the arrival of requests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from cachesvc.ledger.journal import Moment
 
 
 class Clock:
-    """The daemon's time; or, for as long as all engines of a model tell another one, theirs: that of a trace that they
-    replay, as fast as they can. It goes back for nobody who tells it, and nobody tells it beside others who go by the
-    daemon's: no engine makes the blocks of others look old."""
+    """The daemon's time; or, while all engines of a model report another one, theirs: that of a trace that they replay,
+    as fast as they can. It never goes back while it is reported. An engine cannot report it beside others that use the
+    daemon's time, so that no engine makes others' blocks look old."""
 
     __slots__ = ("_ahead", "_is_own", "_moment", "_told")
 
@@ -20,27 +20,27 @@ class Clock:
 
     @property
     def is_told(self) -> bool:
-        """True while it is what engines tell."""
+        """True while engines set the time."""
         return self._told is not None
 
     @property
     def seconds(self) -> float:
-        """Since whatever it counts from."""
+        """Seconds since an arbitrary origin."""
         return self._moment.seconds + self._ahead if self._told is None else self._told
 
     def tell(self, seconds: float) -> bool:
-        """It is ``seconds`` for those who tell; False where others go by the daemon's time."""
+        """Set the time for its reporters; False where other engines use the daemon's time."""
         if self._is_own:
             return False
         self._told = seconds if self._told is None else max(self._told, seconds)
         return True
 
     def begin_anew(self) -> None:
-        """Nobody is there who goes by it: whoever comes next may tell another time."""
+        """No request uses this clock any more; the next one may set it."""
         self._is_own = False
 
     def keep_own(self) -> None:
-        """Somebody goes by the daemon's time: from now on all do."""
+        """A request uses the daemon's time: from now on all do."""
         if not self._is_own:
             self._is_own = True
             self._ahead = 0.0 if self._told is None else max(0.0, self._told - self._moment.seconds)

@@ -1,4 +1,4 @@
-"""Choosing victims: all or nothing, leaf first, and never a block that others still reach through.
+"""Choice of victims: all or nothing, leaf first, and never a block whose descendants need it.
 
 A plan is made without changing anything, then carried out whole. What it costs grows with what it evicts, not with what
 there is. What a victim of a device place becomes:
@@ -34,14 +34,14 @@ from cachesvc.model.words import ABSENT, READY
 
 IS_READY = int(READY)
 WORK_OF_RUN, BLOCKS_OF_WORK = 8, 12
-"""A run that stays on the host is as much work as so many blocks that go by themselves, and one more for so many of its
-own."""
+"""Work of a run that stays on the host: as much as this number of blocks that go by themselves, and one more for this
+number of its own."""
 DRAINS_LOOKED_AT = 256
 Spares = Callable[[int], bool]
 
 
 def no_row(_: int) -> bool:
-    """Spares none."""
+    """Predicate that is false for each row."""
     return False
 
 
@@ -73,7 +73,7 @@ class EvictionPlan:
         return len(self.drops) + len(self.drains)
 
     def freed(self, group: int) -> int:
-        """Pages of one group that the drops free."""
+        """Number of pages of one group that the drops free."""
         states = self.place.states[group]
         alone = sum(dropped == group for dropped, _ in self.window_drops)
         return alone + sum(states[row] != ABSENT for row in self.drops)
@@ -99,10 +99,10 @@ class Evictor:
         """Victims that free ``count`` pages in each full group of ``place``; and whether as many can go.
 
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
-        whose like is used from the host at least so many times as often as the mean. ``most_looks``: after so many
-        candidates the search is given up. ``most_work``: so many blocks, or many more in runs that the host has, are
+        whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
+        which the search is given up. ``most_work``: this number of blocks, or many more in runs that the host has, is
         enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. Nothing is
-        changed yet; the caller passes the plan to ``carry_out`` or to nobody.
+        changed yet; the caller passes the plan to ``carry_out`` or drops it.
         """
         index, walk = self.ledger.index, walk_of(self.ledger, place)
         host = _HostRoom(self.ledger, walk.taken.__contains__)
@@ -147,7 +147,7 @@ class Evictor:
         return plan, found >= count or work >= most_work
 
     def plan_backed(self, place: Place, count: int, most_work: int) -> EvictionPlan:
-        """What goes next of a device place, as far as the host has all of it: up to ``count`` blocks, and as
+        """Next victims of a device place, as far as the host has all of them: up to ``count`` blocks, and as
         ``most_work`` of ``plan_device``. Nothing is changed yet."""
         plan, walk, work = EvictionPlan(place), walk_of(self.ledger, place), 0.0
         on_host = self.ledger.host.states[self.ledger.host.lead]
@@ -175,9 +175,9 @@ class Evictor:
     def plan_host_room(self, wanted: Sequence[int], spares: Spares = no_row) -> tuple[EvictionPlan, int | None]:
         """Victims after which host group g has ``wanted[g]`` free pages; and a group that they do not suffice for.
 
-        Whole blocks go for the full groups, each freeing what it has in the windowed ones. What is short in those then
-        goes by itself: windowed copies that no window holds, whose blocks stay. ``spares``: says of a
-        row whether all of it stays.
+        Whole blocks go for the full groups, each freeing its windowed copies too. If windowed groups are still short,
+        unheld windowed copies go by themselves, and their blocks stay. ``spares``: says of a row whether all of it
+        stays.
         """
         host = self.ledger.host
         short = [want - pool.free for want, pool in zip(wanted, host.pools, strict=True)]
@@ -242,12 +242,12 @@ class Evictor:
 
 
 def _longest_run(place: Place, work: int) -> int:
-    """Blocks of a run that is so much work; a few at least."""
+    """Number of blocks of a run with this much work; a few at least."""
     return work if place.window_groups else max(work - WORK_OF_RUN, 1) * BLOCKS_OF_WORK
 
 
 def _work_of(place: Place, run: Sequence[int]) -> float:
-    """Of a run of blocks that the host has. Where there are windows they leave one by one (``leaving.py``)."""
+    """Work of a run of blocks that the host has. Where there are windows they leave one by one (``leaving.py``)."""
     return len(run) if place.window_groups else min(len(run), WORK_OF_RUN + len(run) / BLOCKS_OF_WORK)
 
 
@@ -264,7 +264,7 @@ class _HostRoom:
         self._gone: dict[int, int] = {}
 
     def reserve(self) -> bool:
-        """One more host page for each full group, evicting if need be; False when there is none."""
+        """Reserve one more host page for each full group, evicting if need be; False when there is none."""
         if self._free > 0:
             self._free -= 1
             return True
@@ -306,8 +306,8 @@ def start_backup(ledger: BlockLedger, source: Place, rows: array[int], ticket: i
 def evictable_pages(
     ledger: BlockLedger, place: Place, *, after_flights: bool = False, unpinned: Sequence[int] = ()
 ) -> int:
-    """How many blocks of a device place could be dropped one after another; ``after_flights``: once all transfers are
-    over, and with them one pin of each of the rows ``unpinned``.
+    """Number of blocks of a device place that could be dropped one after another; ``after_flights``: once all transfers
+    are over, and with them one pin of each of the rows ``unpinned``.
 
     What pins keep is counted all the time; beside that only chains of blocks in flight are looked at. So it does not
     grow with the pool, nor with what others hold.
@@ -327,7 +327,7 @@ def evictable_pages(
 
 
 def _deepest(index: BlockIndex, place: Place) -> list[int]:
-    """Of the rows in flight that have a copy on the place, the deepest one of each chain."""
+    """Deepest row of each chain in flight that has a copy on the place."""
     flying = _flying_here(index, place)
     heads, depths = column(index.head)[flying], column(index.depth)[flying]
     ends = np.append((heads[1:] != heads[:-1]) | (depths[1:] < depths[:-1]), True) if len(flying) else np.empty(0, bool)
@@ -357,7 +357,7 @@ def transfers_here(ledger: BlockLedger, place: Place) -> list[int]:
 
 
 def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[int]) -> int:
-    """How many blocks the rows and all their ancestors are, without those down to the ``tips`` of chains."""
+    """Number of the rows and all their ancestors, without those down to the ``tips`` of chains."""
     count = 0
     reach: dict[int, int] = {}  # of each chain that was looked at, the depth down to which it is counted
     for start in rows:
@@ -376,7 +376,7 @@ def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[in
 
 
 def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
-    """How many windowed copies no window holds; ``after_flights``: once all transfers are over."""
+    """Number of windowed copies that no window holds; ``after_flights``: once all transfers are over."""
     count = len(place.window_leaves[group])
     if after_flights:
         flying = ledger.index.flying.column()

@@ -1,4 +1,4 @@
-"""Rows that transfers read or write copies of, in no order: in and out without a look at others, and as a column."""
+"""Set of rows with transfers in flight, stored as an array."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class FlyingRows:
         self._at.frombytes(bytes(4 * more))
 
     def column(self) -> Column:
-        """All rows. See ``int32s.column``."""
+        """Column of all rows. See ``int32s.column``."""
         return column(self._rows)
 
     def add(self, row: int) -> None:
-        """A row that is not there."""
+        """Add a row that is not there."""
         self._at[row] = len(self._rows)
         self._rows.append(row)
 
     def add_all(self, rows: Column) -> None:
-        """Distinct rows, none of which is there."""
+        """Add distinct rows, none of which is there."""
         first = len(self._rows)
         self._rows.frombytes(rows.tobytes())
         column(self._at)[rows] = np.arange(first, len(self._rows), dtype=np.int32)
 
     def remove(self, row: int) -> None:
-        """A row that is there."""
+        """Remove a row that is there."""
         last = self._rows.pop()
         if last != row:
             at = self._at[row]

@@ -1,4 +1,4 @@
-"""A prefix that is kept in reach: pinned where it is, followed while it is brought to the device, let go of once.
+"""A prefix that is kept resident: pinned in place, tracked while it is loaded to the device, released once.
 
 A hold owns two pins and its window pins. ``[0, sealed)`` are shared blocks down to ``anchor``, which is pinned on the
 device; ``[sealed, hit_blocks)`` are being loaded, or are to be, down to ``host_anchor``, which is pinned on the host
@@ -21,7 +21,7 @@ from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.words import READY
 
-IS_READY = int(READY)  # an enum takes thrice as long to compare
+IS_READY = int(READY)  # an enum takes three times as long to compare
 
 
 class Hold:
@@ -41,7 +41,7 @@ class Hold:
     )
 
     is_use = True
-    """Whether holding blocks counts as a use of them."""
+    """True where holding blocks counts as a use of them."""
 
     def __init__(self, ledger: BlockLedger, place: Place) -> None:
         self.ledger = ledger
@@ -158,7 +158,7 @@ class Hold:
             self._settle()
 
     def _settle(self) -> None:
-        """All of the hit is on the device: it is held there, and nothing on the host."""
+        """Hold the hit on the device, where all of it is now, and nothing on the host."""
         tip = self.host_anchor
         self._device.move(tip)
         self.place.used[tip] |= self.is_use
@@ -177,7 +177,7 @@ class Hold:
 
 
 class Prefetch(Hold):
-    """A prefix on its way to the device that nobody uses yet: it is held until its loads have ended.
+    """A prefix in flight to the device that no sequence uses yet: it is held until its loads have ended.
 
     ``siblings``: the prefetches of its lease that have not ended; this one is there until it has.
     """

@@ -34,8 +34,8 @@ LEAST_ROWS, MOST_ROWS = 16, 1024
 
 
 class Taking(NamedTuple):
-    """A request takes over the blocks from the row ``tip`` up: its segments are ``parts``, and ``told`` is told of each
-    turn whose they were, deepest first, and how many blocks there are down to the deepest."""
+    """A request takes over the blocks from the row ``tip`` up: its segments are ``parts``. ``told`` gets, for each
+    turn, their former segments, deepest first, and the number of blocks down to the deepest."""
 
     told: Callable[[Parts, Ints, int], None]
     tip: int
@@ -50,10 +50,10 @@ class BlockIndex(Paths):
     ``stamp``: a row's last access. ``reached``: that of the deepest block whose window or sinks it was part of.
     ``segments``: of which segment of a request it is, where the eviction policy follows requests (``queues.py``).
     ``head``: the tree is cut into chains, each from its head down: a row goes on with its parent's chain if no other
-    child does so already (``continued``), and begins one of its own otherwise. So what a row's ancestors are is told
-    by a few chains and depths. ``taking``: of the request that came last, what is not in its segments yet.
-    ``flying``: rows with ``flights``. ``orders``: of all candidates for eviction, on all places. ``bare``: 1 for rows
-    that had lost their last copy when others hung below them; ``childless``: those whose last child has left since.
+    child does so already (``continued``), and begins one of its own otherwise. So a few chains and depths give a row's
+    ancestors. ``taking``: of the request that came last, what is not in its segments yet. ``flying``: rows with
+    ``flights``. ``orders``: of all candidates for eviction, on all places. ``bare``: 1 for rows that had lost their
+    last copy when others hung below them; ``childless``: those whose last child has left since.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class BlockIndex(Paths):
                     continued[above] = 1
                 parts[key[-1]][key] = row
                 path.append(row)
-            stamps[row] = stamp  # nobody has filed it yet
+            stamps[row] = stamp  # no order has filed it yet
             stamp += 1
             hits[row] += 1
             out.append(path)
@@ -220,8 +220,8 @@ class BlockIndex(Paths):
         self._spare_rows.extend(run)
 
     def forget_keys(self, most: int) -> bool:
-        """Nobody uses it any more: let go of some ``most`` keys; True when none is left. A million at once, which is
-        what its own end would do, take 100 ms."""
+        """Forget some ``most`` keys of an index that is no longer used; True when none is left. A million at once,
+        which is what its own end would do, take 100 ms."""
         for at, part in enumerate(self.rows.parts):
             if most > 0 and part:
                 most -= len(part)
@@ -303,7 +303,7 @@ class BlockIndex(Paths):
         return [(mine[first], first, end) for first, end in pairwise([*starts, len(rows)])]
 
     def belong_to(self, segment: int, rows: Sequence[int]) -> None:
-        """Rows belong to ``segment`` from now on."""
+        """Set the segment of rows."""
         for row in rows:
             self.segments[row] = segment
 
@@ -356,7 +356,7 @@ class BlockIndex(Paths):
                 place.leaves.update(row)
 
     def matching(self, rows: Sequence[int], keys: bytes) -> int:
-        """How many of ``rows``, from the first on, have the packed ``keys`` one after another."""
+        """Number of leading ``rows`` that have the packed ``keys`` one after another."""
         mine = [self.keys[row] or b"" for row in rows]
         if b"".join(mine) == keys:
             return len(rows)

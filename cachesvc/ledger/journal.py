@@ -1,7 +1,7 @@
-"""What happened to the copies of one model's blocks, in order: a ring of the last changes, numbered from 1 on.
+"""Journal of the copies of one model's blocks: a ring of the last changes, in order, numbered from 1 on.
 
-It serves two readers without knowing them: subscribers follow it with a cursor of their own, and operators ask what
-became of a key. Nothing is allocated for a change but what the ring keeps; nobody who reads can hold up who writes.
+It serves two readers without knowing them: subscribers follow it with a cursor of their own, and operators ask for the
+history of a key. Nothing is allocated for a change but what the ring keeps; a reader cannot hold up the writer.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ NO_ROW = -1
 HOST_NUMBER = 0
 KEEP_EVENTS = 65_536
 STORAGE = (1 << 40) - 1
-"""In place of a place's number, which is never used again. What is told of it is a hint, as all that is known of
+"""Number of storage in place of a place's, which is never used again. Its changes are hints, as all that is known of
 storage."""
 
 
 def place_name(number: int) -> str:
-    """What operators call the place of a number."""
+    """Operators' name of a place."""
     if number == STORAGE:
         return "storage"
     return "host" if number == HOST_NUMBER else f"replica {number - 1}"
 
 
 class Cause(IntEnum):
-    """Why a copy came or went."""
+    """Cause of a copy's coming or going."""
 
     PUBLISHED = 0
     LOADED = 1
@@ -46,7 +46,7 @@ class Cause(IntEnum):
 
 
 class Kind(IntEnum):
-    """What a change means for the block in its group, on the whole node. As in the API."""
+    """Meaning of a change for the block in its group, on the whole node. Values of the API."""
 
     STORED = 1
     REMOVED = 2
@@ -71,7 +71,7 @@ class Event(NamedTuple):
 
 
 class Moment:
-    """What time it is, as whoever runs flows last said. Seconds of a monotonic clock."""
+    """Time at which flows run, set by the node. Seconds of a monotonic clock."""
 
     __slots__ = ("seconds",)
 
@@ -83,12 +83,12 @@ PRESENT = 8
 
 
 def packed(kind: Kind, cause: Cause, *, present: bool, group: int = 0, place: int = 0) -> int:
-    """What a journal keeps of a change beside its block, in one number."""
+    """Entry of a journal for a change beside its block, in one number."""
     return kind | present << 3 | cause << 4 | group << 9 | place << 17
 
 
 def with_cause(code: int, cause: Cause) -> int:
-    """The same change for another cause."""
+    """Copy of a change with another cause."""
     return code & ~(31 << 4) | cause << 4
 
 
@@ -185,7 +185,7 @@ class Journal:
         return [self._event(each) for each in range(number, min(self.last + 1, number + limit))]
 
     def seconds_of(self, number: int) -> float:
-        """When a change happened that is still known."""
+        """Time of a change that is still known, seconds."""
         return self._seconds[(number - 1) % self.keep]
 
     def about(self, prefix: bytes, numbers: range) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""Who is there: leases, the processes behind them, and the pages that outlive a lost lease in quarantine."""
+"""Leases, the processes behind them, and the pages that outlive a lost lease in quarantine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def first_id(member: int) -> int:
 
 
 def member_of(number: int) -> int:
-    """Which member an id is of."""
+    """Number of the member that an id belongs to."""
     return number >> MEMBER_BITS
 
 
@@ -35,7 +35,7 @@ class LeaseState(Enum):
 
 
 class LeaseEnd(Enum):
-    """What ended a lease, for counting. The values are labels of a metric."""
+    """Cause of a lease's end, for counting. The values are labels of a metric."""
 
     CLOSED = "closed"
     SILENT = "silent"
@@ -45,11 +45,11 @@ class LeaseEnd(Enum):
 
 @dataclass(slots=True)
 class Lease:
-    """What one engine holds on one replica. ``processes`` are the life-socket tokens of all that may write its pages.
+    """Lease of one engine on one replica. ``processes`` are the life-socket tokens of all that may write its pages.
 
     ``instance``: the name by which processes of the user ``uid`` share it, empty for one process alone. ``members``:
     the processes that have opened it, numbered as they came, of which ``joined`` have; the number of a process stands
-    in the ids of its requests and sequences (``first_id``). ``stocked_by``: whose the stock is.
+    in the ids of its requests and sequences (``first_id``). ``stocked_by``: the stock's owner.
 
     ``prefetches``: those that have not ended. ``stock[g]`` are granted pages that no sequence has taken yet;
     ``grown`` how many blocks its sequences have grown by that the stock has had no pages for yet, ``room`` what is
@@ -122,13 +122,13 @@ class Lease:
         pool.move(page, PageState.FREE)
 
     def set_aside(self, group: int, pool: PagePool, pages: Iterable[int]) -> None:
-        """Quarantine pages of its own: somebody may still write them."""
+        """Quarantine pages of its own that a process may still write."""
         pages = list(pages)
         pool.move_all(pages, PageState.QUARANTINED)
         self.quarantine += [(group, page) for page in pages]
 
     def free_quarantine(self, pools: Sequence[PagePool], most: int) -> bool:
-        """Nobody writes them any more: up to ``most`` of them are free. True when none is left."""
+        """Free up to ``most`` quarantined pages that no process can write any more. True when none is left."""
         some = self.quarantine[-most:]
         del self.quarantine[-most:]
         for group, pool in enumerate(pools):
@@ -148,5 +148,5 @@ class Process:
 
     @property
     def party(self) -> Party:
-        """Whose share it counts to: one process may have several life connections."""
+        """Party whose share it counts to: one process may have several life connections."""
         return (self.uid, self.pid) if self.pid else self.token

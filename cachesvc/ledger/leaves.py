@@ -1,12 +1,12 @@
 """Candidates for eviction in the order of their ranks: exactly the rows that may go now, each once.
 
 Nothing is lazy and nothing is ever rebuilt, so that no single call pays for all candidates. Entries lie sorted in
-buckets of a few hundred; an insertion or a removal bisects twice and shifts two short lists, and who plans an eviction
+buckets of a few hundred; an insertion or a removal bisects twice and shifts two short lists, and a planner of evictions
 reads on in order and changes nothing.
 
 Invariant, held between any two calls of the ledger: a row is filed when, and only when, it may go, under the rank that
-its columns give now. So whoever changes a column that ranks are made of takes the row out first (``BlockIndex``), and
-whoever changes whether a row may go calls ``update`` or ``remove`` afterwards (``BlockLedger``).
+its columns give now. So a change of a column that ranks are made of takes the row out first (``BlockIndex``), and a
+change of whether a row may go calls ``update`` or ``remove`` afterwards (``BlockLedger``).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SortedEntries:
         return []
 
     def take_over(self, other: SortedEntries) -> None:
-        """All entries of another one, which is of no use afterwards."""
+        """Take over all entries of another list, which is of no use afterwards."""
         self._buckets, self._bounds = other._buckets, other._bounds
 
     def insert(self, entry: int) -> None:
@@ -189,7 +189,7 @@ class LeafOrder(SortedEntries):
 
     @contextmanager
     def filing_later(self) -> Iterator[None]:
-        """While many leave, leaf first: who becomes a candidate is filed at the end, if it is one still."""
+        """While many leave, leaf first: file new candidates at the end, if they are candidates still."""
         self._later = []
         try:
             yield
@@ -242,7 +242,7 @@ class LeafOrder(SortedEntries):
 
 
 class NoLeaves(LeafOrder):
-    """Of a place whose memory is gone: nothing is ever a candidate there."""
+    """Order of a place whose memory is gone: nothing is ever a candidate there."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: False, lambda _: 0)

@@ -1,7 +1,7 @@
 """Dropping what was planned, whole runs at a time: blocks of one path, from a leaf upwards, all of whose copies are the
 last ones, or none of whose copies is.
 
-What a run has in common is done once: its pages come back together, its age is told by one stamp, and of all its blocks
+What a run has in common is done once: its pages come back together, its age comes from one stamp, and of all its blocks
 only the one above it can become a candidate. Everything else goes block by block, by ``BlockLedger.drop_copy``.
 """
 
@@ -40,8 +40,8 @@ def drop_all(ledger: BlockLedger, place: Place, rows: Sequence[int], cause: Caus
 
 
 def _backed_runs(ledger: BlockLedger, place: Place, rows: Sequence[int]) -> dict[int, int]:
-    """Where in ``rows`` runs begin that stay in the index, and where each ends: rows that are whole here and elsewhere,
-    each the parent of the one before and that its only child here."""
+    """Beginnings in ``rows`` of runs that stay in the index, with the end of each: rows that are whole here and
+    elsewhere, each the parent of the one before and that its only child here."""
     if len(rows) < SHORTEST_BACKED or place.window_groups:
         return {}
     path = np.array(rows, np.int32)
@@ -73,7 +73,7 @@ def _run_end(ledger: BlockLedger, place: Place, rows: Sequence[int], at: int) ->
 
 
 def _drop_run(ledger: BlockLedger, place: Place, run: Sequence[int], cause: Cause) -> None:
-    """A run that leaves the index."""
+    """Drop a run that leaves the index."""
     index = ledger.index
     above = index.parent[run[-1]]
     stamp, used = _leave(ledger, place, run)
@@ -88,7 +88,7 @@ def _drop_run(ledger: BlockLedger, place: Place, run: Sequence[int], cause: Caus
 
 
 def _drop_backed(ledger: BlockLedger, place: Place, run: Sequence[int], cause: Cause) -> None:
-    """A run that stays in the index."""
+    """Drop a run that stays in the index."""
     above = ledger.index.parent[run[-1]]
     stamp, used = _leave(ledger, place, run)
     place.drop_backed(run, cause)

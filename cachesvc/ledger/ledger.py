@@ -1,4 +1,4 @@
-"""The whole truth of one daemon: models with their blocks and pools, leases, sequences, processes and tickets."""
+"""Root of the daemon's state: models with their blocks and pools, leases, sequences, processes and tickets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cachesvc.model.sharing import Party
 
 
 class Shadow(Protocol):
-    """What another policy would have hit. Counts of blocks: ``asked``, ``hits``, ``shadow_hits``."""
+    """Hits of another policy. Counts of blocks: ``asked``, ``hits``, ``shadow_hits``."""
 
     asked: int
     hits: int
@@ -52,9 +52,9 @@ class Compared:
 class Replica:
     """A set of devices (one for each rank) that share one page-id space for each group.
 
-    ``shadow``: told of its hits, where somebody compares them. ``failed_drains``: write-backs that failed in a row;
+    ``shadow``: gets its hits, where policies are compared. ``failed_drains``: write-backs that failed in a row;
     ``unsaved``: evictions since then that saved nothing. ``gone``: why its memory does not exist any more;
-    ``is_emptying`` while what was there is being forgotten. ``is_making_room``: ahead of who will want it.
+    ``is_emptying`` while what was there is being forgotten. ``is_making_room``: ahead of later requests.
     """
 
     id: int
@@ -75,13 +75,13 @@ class Model:
 
     ``lost``: replicas whose memory is gone, until nothing holds or moves anything of theirs any more. ``compared``:
     what the shadows of lost ones had counted.
-    ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: whose it is; empty: shared by all who have
-    no name. ``reserved_pages``: so many first ones of every device pool are the engines' own. ``is_salted``: its
-    namespace is a secret of those who know the salt. ``suspect``: what broke in the midst of a change to it; nothing is
-    served of it until it was verified. ``defects``: how often that happened. ``is_pruning``: rows that only had lost
-    children are being forgotten. ``expected``: engines that have registered and not opened a lease yet, which they are
-    given time for until ``expected_until``. ``display_name``: for operators, the first one that an engine gave.
-    ``weights_version``: the last announcement of an operator.
+    ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: its owner; empty: shared by all tenants
+    without a name. ``reserved_pages``: number of first pages of every device pool that the engines own. ``is_salted``:
+    its namespace is a secret of the engines that know the salt. ``suspect``: what broke in the midst of a change to it;
+    nothing is served of it until it was verified. ``defects``: how often that happened. ``is_pruning``: rows that only
+    had lost children are being forgotten. ``expected``: engines that have registered and not opened a lease yet, which
+    they are given time for until ``expected_until``. ``display_name``: for operators, the first one that an engine
+    gave. ``weights_version``: the last announcement of an operator.
     """
 
     id: int
@@ -167,7 +167,7 @@ class Model:
 class Ledger:
     """Plain containers and look-ups; the flows decide. ``stamp()`` numbers accesses and never repeats.
 
-    ``moment``: when whatever is written into journals happens, told by whoever runs flows.
+    ``moment``: time of journal entries, set by the node.
     """
 
     def __init__(self, *, keep_tickets: int = 4096) -> None:
@@ -177,7 +177,7 @@ class Ledger:
         self.processes: dict[bytes, Process] = {}
         self.tickets = TicketBook(keep_tickets)
         self.key_bytes: dict[Party, int] = {}
-        """Of the keys that each process's open sequences were matched with."""
+        """Bytes of the keys that each process's open sequences were matched with."""
         self.draining = False
         self.ages = Ages()
         self.moment = Moment()
@@ -195,7 +195,7 @@ class Ledger:
         return first
 
     def mark_time(self, now: float) -> None:
-        """It is ``now`` (seconds): lets ages of accesses be told. Nothing is decided by it."""
+        """Mark the time (seconds) for the ages of accesses. The ledger decides nothing by it."""
         self.ages.mark(self._stamp, now)
 
     @property
@@ -223,7 +223,7 @@ class Ledger:
         return lease
 
     def remember_lost(self, lease_id: str, why: str, keep: int = 4096) -> None:
-        """Keep a lost lease's name so that a late caller is told what happened."""
+        """Keep a lost lease's name so that a late caller gets its cause."""
         self.lost[lease_id] = why
         while len(self.lost) > keep:
             self.lost.popitem(last=False)

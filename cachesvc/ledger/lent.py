@@ -1,4 +1,4 @@
-"""Host blocks that other nodes read: they stay until nobody sends from them any more."""
+"""Host blocks that other nodes read: they stay until no stream sends from them any more."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class LentBlocks:
         yield from held_by(self._pin, self._windows)
 
     def let_go(self) -> None:
-        """Nobody reads them any more."""
+        """Unpin them: they have no reader any more."""
         self._windows.let_go()
         self._pin.let_go()

@@ -1,4 +1,4 @@
-"""The longest hit of a prompt's keys, by bisection: what a replica has in place, and what the host has beyond it."""
+"""The longest hit of a prompt's keys, by bisection: blocks in place on a replica, and the host's blocks beyond them."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class Lookup:
         return low, low_row if low == given else require_chained(low - 1, low_row, self.index.depth)
 
     def _host_reach(self, device_blocks: int, device_row: int, blocks: int, row: int) -> tuple[int, int]:
-        """Cut a union hit back to what this replica can really load: a block may lie on another replica alone.
+        """Cut a union hit back to the blocks that this replica can load: a block may lie on another replica alone.
 
-        Looks at every block that is to be loaded.
+        It checks each block to load.
         """
         rows = self.index.last_rows(row, blocks - device_blocks)
         lacking = np.flatnonzero(self.host.states_of(self.host.lead, rows) != IS_READY)

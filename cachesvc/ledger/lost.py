@@ -1,7 +1,7 @@
-"""What a place had whose memory is gone: forgotten in slices, and seen by no flow from the moment of the loss.
+"""Contents of a place whose memory is gone: forgotten in slices, and hidden from all flows from the moment of the loss.
 
 The place is none of ``BlockIndex.places`` any more, so nothing copies from it, counts it or trusts it. Followers of the
-journal still know of its copies, and are told of each that goes. A row leaves the index with its last copy, unless
+journal still know of its copies, and get an event for each that goes. A row leaves the index with its last copy, unless
 others hang below it: then it stays bare, so that what the host has below it is a hit again once it is recomputed.
 """
 

@@ -1,4 +1,4 @@
-"""Which rows of a place may go, and in what order: what ``leaves.py`` files, read from the ledger's columns."""
+"""Rows of a place that may go, and their order: what ``leaves.py`` files, read from the ledger's columns."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cachesvc.ledger.place import Place
 from cachesvc.ledger.queues import Chooser, QueuedLeaves
 from cachesvc.model.words import FILLING, READY, STAMP_BITS
 
-IS_READY, IS_FILLING = int(READY), int(FILLING)  # an enum takes thrice as long to compare
+IS_READY, IS_FILLING = int(READY), int(FILLING)  # an enum takes three times as long to compare
 DEPTH_BITS = 32
 RankRule = Callable[[int, int, int], Rank]
 """``(stamp, hits, depth) -> rank``: the eviction policy; the lowest rank goes first."""
 
 
 def leaf_order(index: BlockIndex, place: Place, rule: RankRule, chooser: Chooser | None) -> LeafOrder:
-    """Leaves of a place that nobody uses and nothing moves, in the order of the eviction policy."""
+    """Leaves of a place that are unpinned and not in flight, in the order of the eviction policy."""
     states, pins, children = place.states[place.lead], place.pins, place.children
     flights, stamp, hits, depth = index.flights, index.stamp, index.hits, index.depth
 

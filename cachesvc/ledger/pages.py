@@ -1,10 +1,10 @@
-"""One page-id space: which pages are free, private, sealed, in flight or quarantined. Hands out runs.
+"""One page-id space: the state of each page (free, private, sealed, in flight or quarantined). Hands out runs.
 
 Which pages are free is a column of bytes. A search for many pages looks at columns as a whole, so that pages that lie
 one by one cost no more than runs. Where runs were last seen is kept as a hint, which may be stale.
 
 A page is in exactly one state at any moment; ``counts`` adds up to the pages that were added. Some of the free pages
-may be reserved (``reservations.py``): they are free, and nobody takes them before the reservation gives them back.
+may be reserved (``reservations.py``): they are free, but not granted before the reservation gives them back.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ LEGAL_PAGE_MOVES = frozenset(
     }
 )
 AT_ONCE = 32
-"""From so many pages on, columns are moved whole instead of page by page: a call of NumPy costs as much as some ten."""
+"""Number of pages from which on columns are moved whole instead of page by page: a call of NumPy costs as much as some
+ten."""
 MOST_HINTS = 1024
 HINTS_LOOKED_AT = 8
-"""Where one run of many pages may begin; after so many all columns are looked at."""
+"""Possible beginnings of a run of many pages, and the number of them to try before all columns are searched."""
 BACKWARDS = 4096
-"""So far before a hint its run may begin."""
+"""Largest distance before a hint at which its run may begin."""
 PAGES_A_PAGE, LEAST_PART, MOST_PART = 16, 1 << 12, 1 << 16
-"""Pages that are looked at in one go: so many for each that is wanted, within these bounds."""
+"""Pages to search in one go: this number for each wanted page, within these bounds."""
 _ONE = np.uint32(1)
 _MAY_BECOME = np.array([[(source, target) in LEGAL_PAGE_MOVES for source in PageState] for target in PageState])
 
@@ -67,7 +68,7 @@ class PagePool:
         self.counts = [0] * len(PageState)
         self.usable = 0
         self.reserved = 0
-        self.stuck = array("i")  # in quarantine for good: copies to them never ended
+        self.stuck = array("i")  # permanently quarantined: their copies never completed
         self._added = bytearray(pages)
         self._state_column = np.frombuffer(self.states, np.uint8)
         self._generation_column = np.frombuffer(self.generations, np.uint32)
@@ -79,7 +80,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds, reserved ones too."""
+        """Free pages, reserved ones too."""
         return self.counts[FREE]
 
     @property
@@ -186,12 +187,12 @@ class PagePool:
             self._hints.extend(pages)
 
     def keep_back(self, pages: Sequence[int]) -> None:
-        """Bytes may still come to pages in flight, and nobody can say until when. Raises IllegalMove."""
+        """Quarantine pages in flight to which bytes may still come at any time. Raises IllegalMove."""
         self.move_all(pages, QUARANTINED)
         self.stuck.extend(pages)
 
     def are_private(self, pages: Column) -> npt.NDArray[np.bool_]:
-        """Which of the pages are private; NO_PAGE is not."""
+        """Mask of the private pages; NO_PAGE is not private."""
         found: npt.NDArray[np.bool_] = (self._state_column[pages] == PRIVATE) & (pages != NO_PAGE)
         return found
 
@@ -200,7 +201,7 @@ class PagePool:
         return 0 <= page < self.pages and self.states[page] == PRIVATE and self.generations[page] == generation
 
     def problems(self) -> list[str]:
-        """What does not add up; empty when the pool is whole."""
+        """Inconsistencies; empty when the pool is whole."""
         out: list[str] = []
         found = self._free_column & (self._state_column == FREE) & self._added_column
         if self._free.count(1) != self.counts[FREE] or int(found.sum()) != self.counts[FREE]:
@@ -227,7 +228,7 @@ class PagePool:
 
     @property
     def added(self) -> bytearray:
-        """1 for each page that has come. Not to be written."""
+        """Column with 1 for each page that was added. Read-only."""
         return self._added
 
     def _take_few(self, count: int, state: PageState) -> array[int]:
@@ -259,7 +260,7 @@ class PagePool:
         return array_of(found)
 
     def _newest_run(self) -> int:
-        """Where a run begins that has become free not long ago. There is one."""
+        """Beginning of a run that was freed recently. There is one."""
         hints, free = self._hints, self._free
         while hints:
             page = hints.pop()
@@ -310,7 +311,7 @@ class PagePool:
 
 
 def _runs_in(free: npt.NDArray[np.bool_]) -> tuple[Column, Column]:
-    """Where runs of free pages begin, and their lengths."""
+    """Beginnings and lengths of runs of free pages."""
     edges = np.flatnonzero(np.diff(free.view(np.int8), prepend=np.int8(0), append=np.int8(0))).astype(np.int32)
     return edges[::2], edges[1::2] - edges[::2]
 

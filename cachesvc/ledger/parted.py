@@ -1,7 +1,7 @@
 """A mapping of keys in many small parts, so that no single insertion moves all that is known.
 
-A dict grows, and shakes out what was deleted from it, in one go: with a million keys that is some 60 ms now and then,
-in the middle of somebody's call. In parts it is a quarter of a millisecond.
+Resizing a dict rehashes every entry at once: with a million keys that is some 60 ms now and then, in the middle of a
+call. In parts it is a quarter of a millisecond.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PARTS = 256
 
 
 class PartedDict(MutableMapping[bytes, Value]):
-    """``parts[key[-1]]`` holds a key: keys are hashes, so they spread. Whoever looks many up may read ``parts``."""
+    """``parts[key[-1]]`` holds a key: keys are hashes, so they spread. Bulk look-ups may read ``parts``."""
 
     def __init__(self) -> None:
         self.parts: list[dict[bytes, Value]] = [{} for _ in range(PARTS)]
@@ -46,5 +46,5 @@ class PartedDict(MutableMapping[bytes, Value]):
     def get(self, key: bytes, default: Value | Default) -> Value | Default: ...
 
     def get(self, key: bytes, default: Value | Default | None = None) -> Value | Default | None:
-        """What is known of ``key``, or ``default``."""
+        """Value of ``key``, or ``default``."""
         return self.parts[key[-1]].get(key, default)

@@ -12,7 +12,7 @@ from cachesvc.model.int32s import Column, array_of
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 FEW_ROWS, RUN_ROWS = 32, 2048
-"""Of a path's rows so many are looked at one by one, then so many at a time, as long as they lie in a row."""
+"""Number of a path's rows that are read one by one, and number read at a time after those, while they lie in a row."""
 
 
 class Paths:

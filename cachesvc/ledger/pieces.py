@@ -21,7 +21,8 @@ from cachesvc.ledger.journal import NO_ROW
 from cachesvc.model.int32s import column
 
 PIECE_BLOCKS = 64
-"""A table is one look-up for each of so many blocks, and a walk of fewer: 8 bytes a block are kept for it."""
+"""Blocks of a piece: a table takes one look-up for each piece, and a walk of fewer blocks; 8 bytes a block are kept for
+it."""
 
 Piece: TypeAlias = tuple[int, tuple[bytes, ...]]
 """The row above it (NO_ROW: none), and for each group without a window its packed int32 pages."""
@@ -43,7 +44,7 @@ class TablePieces:
         return self._kept
 
     def forget(self, row: int) -> None:
-        """The copy of ``row`` goes."""
+        """Forget the piece that holds ``row``, whose copy goes."""
         self._kept.pop(row, None)
 
     def forget_all(self, rows: Sequence[int]) -> None:
@@ -54,7 +55,7 @@ class TablePieces:
                 kept.pop(row, None)
 
     def tables(self, row: int, blocks: int) -> list[array[int]]:
-        """For each group without a window the pages of the ``blocks`` blocks down to ``row``, which has a whole copy
+        """Pages of the ``blocks`` blocks down to ``row`` for each group without a window; ``row`` has a whole copy
         here."""
         kept, parent = self._kept, self._parent
         rest, whole = [], []

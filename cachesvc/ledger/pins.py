@@ -1,6 +1,6 @@
-"""Pins as things that are owned: whoever keeps a block where it is has a ``Pin``, and lets go of it or moves it on.
+"""A Pin keeps a block and its ancestors resident until it is moved or released.
 
-Nothing is pinned in any other way by a flow, so a pin that nobody gives back is an owner that nobody ended.
+Flows pin in no other way, so a leaked pin means an owner that was not ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cachesvc.ledger.place import NO_ROW, Place
 
 
 class Pin:
-    """One pin on one place, on ``row``; NO_ROW while it holds nothing. Through the closure it keeps all above too."""
+    """One pin on one place, on ``row``; NO_ROW while it holds nothing. The closure also keeps all blocks above."""
 
     __slots__ = ("_blocks", "place", "row")
 
@@ -37,7 +37,7 @@ class Pin:
             self._blocks.unpin(self.place, before)
 
     def let_go(self) -> None:
-        """Hold nothing. Twice is fine."""
+        """Release the pin. Idempotent."""
         self.move(NO_ROW)
 
 
@@ -79,7 +79,7 @@ class WindowPins:
             self._blocks.use_windows([held[position] for position in last if position in held], tip)
 
     def let_go(self) -> None:
-        """Hold nothing. Twice is fine."""
+        """Release all pins. Idempotent."""
         self.let_go_of(sum(map(len, self.rows.values())))
 
     def let_go_of(self, most: int) -> bool:
@@ -100,7 +100,7 @@ def held_by(pin: Pin, windows: WindowPins) -> Iterator[tuple[int, int | None, in
 
 
 class Keep(NamedTuple):
-    """What must stay while room is made: a row of a place with all above it, and windowed copies as (group, row)."""
+    """Rows to keep while room is made: a row of a place with all above it, and windowed copies as (group, row)."""
 
     row: int = NO_ROW
     windows: tuple[tuple[int, int], ...] = ()
@@ -108,7 +108,7 @@ class Keep(NamedTuple):
 
 @contextmanager
 def kept(blocks: BlockLedger, place: Place, keep: Keep) -> Iterator[None]:
-    """Nothing of ``keep`` is evicted meanwhile."""
+    """Protect the blocks of ``keep`` from eviction within the block."""
     pin, windows = Pin(blocks, place), WindowPins(blocks, place)
     try:
         pin.move(keep.row)

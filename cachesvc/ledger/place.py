@@ -51,7 +51,7 @@ MOVES: dict[tuple[CopyState, CopyState], tuple[PageState, PageState]] = {
 }
 """Each move of a copy with that of its page; there are no others."""
 
-IS_WHOLE = int(READY)  # compared for every change: an enum takes thrice as long
+IS_WHOLE = int(READY)  # compared for every change: an enum takes three times as long
 
 
 class Place:
@@ -125,7 +125,7 @@ class Place:
             pins.frombytes(zeros)
 
     def state(self, row: int) -> CopyState:
-        """State of the block's full groups here."""
+        """State here of the block's full groups."""
         return CopyState(self.states[self.lead][row])
 
     @property
@@ -165,12 +165,12 @@ class Place:
         return np.frombuffer(self.states[group], np.uint8)[column(rows)]
 
     def are_ready(self, rows: Column) -> npt.NDArray[np.bool_]:
-        """Which of some rows are READY."""
+        """Mask of the READY rows among some."""
         ready: npt.NDArray[np.bool_] = np.frombuffer(self.states[self.lead], np.uint8)[rows] == IS_WHOLE
         return ready
 
     def are_elsewhere(self, rows: Column) -> npt.NDArray[np.bool_]:
-        """Which of some rows are READY on another place, whose memory exists."""
+        """Mask of the rows that are READY on another place, whose memory exists."""
         found: npt.NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         for each in self._places:
             if each is not self and each.pools[each.lead].capacity:
@@ -246,7 +246,7 @@ class Place:
         return pages
 
     def arrive(self, group: int, row: int) -> None:
-        """A copy's bytes are here. Raises IllegalMove."""
+        """Note that a copy's bytes have arrived. Raises IllegalMove."""
         self._move(group, row, FILLING, READY)
 
     def fail(self, group: int, row: int, *, may_write: bool = False) -> None:
@@ -353,7 +353,7 @@ class Place:
 
 
 def _told(number: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """What the journal of a place is told of a move: where there is no other copy, and where there is one."""
+    """Journal entries of a move on a place: where there is no other copy, and where there is one."""
     came = Cause.BACKED_UP if number == HOST_NUMBER else Cause.LOADED
     rows = (
         ((ABSENT, READY), Kind.STORED, Cause.PUBLISHED),

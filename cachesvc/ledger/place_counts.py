@@ -1,4 +1,4 @@
-"""What operators see of a place: blocks by state, pins, and what has left it."""
+"""Operators' counts of a place: blocks by state, pins, and departures."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from cachesvc.model.words import CopyState
 
 
 class PlaceCounts:
-    """What has happened on one place, in blocks, for what operators see.
+    """Counts of one place, in blocks, for operators.
 
     ``states``: blocks by state of their full groups. ``pinned``: blocks that pins protect, each counted once for each
-    pin above which it lies. ``left``: blocks that were dropped, ``left_unused`` those of them that nobody had used
-    since they came: no hit on a device, no load from the host. ``windows_left``: windowed copies dropped by themselves.
+    pin above which it lies. ``left``: blocks that were dropped, ``left_unused`` those of them that were not used since
+    they came: no hit on a device, no load from the host. ``windows_left``: windowed copies dropped by themselves.
     """
 
     __slots__ = ("ages", "left", "left_unused", "pinned", "states", "windows_left")

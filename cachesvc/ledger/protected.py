@@ -1,4 +1,4 @@
-"""How many blocks of a place its pins protect, each counted once: known at any moment, whatever there is.
+"""Number of blocks of a place that its pins protect, each counted once; always up to date.
 
 The tree is cut into chains (``BlockIndex.head``). Of a chain that is kept at all only one thing counts: how deep.
 
@@ -32,7 +32,7 @@ class Protected:
         self.tips: dict[int, int] = {}
 
     def keep(self, row: int) -> None:
-        """A row has its first pin."""
+        """Count a row that has its first pin."""
         while row != NO_ROW:
             head, depth = self._head[row], self._depth[row]
             tip = self.tips.get(head)
@@ -47,7 +47,7 @@ class Protected:
             row = self._parent[head]
 
     def leave(self, row: int) -> None:
-        """A row has lost its last pin."""
+        """Count a row that has lost its last pin."""
         while row != NO_ROW:
             head, depth = self._head[row], self._depth[row]
             others = self._others.get(head)

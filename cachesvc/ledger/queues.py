@@ -20,7 +20,7 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 NO_SEGMENT = 0
 NO_RANK = (1 << 63) - 1
-"""Of a queue without candidates."""
+"""Rank of a queue without candidates."""
 LEAST_QUEUES = 8
 
 
@@ -56,7 +56,7 @@ class Heads:
         self.segments += more.segments
 
     def copy(self) -> Heads:
-        """As they are now."""
+        """Copy of the heads in their current state."""
         out = Heads(0)
         out.ranks, out.since, out.depths = self.ranks.copy(), self.since.copy(), self.depths.copy()
         out.segments = self.segments[:]
@@ -69,14 +69,14 @@ class Chooser(Protocol):
     on_moved: Callable[[int], None]
 
     def govern(self, *, decides: bool, weighs_cost: bool) -> None:
-        """From now on it chooses by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
+        """Set how it chooses: by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
 
     def arrived(self, path: Path, now: float, waited: float) -> Parts:
         """A request has come, ``waited`` seconds ago; the resident blocks of its path are in its segments from now
         on."""
 
     def lesson(self) -> Callable[[], bool] | None:
-        """What is to be called until it says that it is over, when nobody else is served; None: nothing is new."""
+        """Callable to be called until it says that it is over, while no call is served; None: nothing is new."""
 
     def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
         """The request has computed its first ``blocks`` blocks; those ``new_from`` on have just come to the index."""
@@ -99,7 +99,7 @@ class Chooser(Protocol):
         """The queue in which candidates of the segment wait."""
 
     def since(self, segment: int) -> float:
-        """When the age of the segment counts from, seconds."""
+        """Time from which the age of the segment counts, seconds."""
 
     def let_go(self, segment: int, blocks: int, now: float, *, is_host: bool) -> None:
         """Blocks of the segment leave the host, or a device."""
@@ -108,7 +108,7 @@ class Chooser(Protocol):
         """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""
 
     def worth(self, segment: int, now: float) -> Worth | None:
-        """What is known of blocks of the segment; None of one that is nobody's."""
+        """Known worth of blocks of the segment; None for slot 0."""
 
     def pick(self, heads: Heads, now: float) -> int:
         """The queue whose head goes next; -1 where there is none."""
@@ -141,7 +141,7 @@ class QueuedLeaves(LeafOrder):
         self._queue_of_row.frombytes(bytes(2 * (rows - len(self._queue_of_row))))
 
     def adopt(self, order: LeafOrder) -> None:
-        """Its candidates, of the same ranks, wait here from now on, in the queue of those that are nobody's."""
+        """Take over its candidates, of the same ranks, into the queue of blocks without a segment."""
         entries = SortedEntries()
         self._filed, self._count = order.filed, len(order)
         entries.take_over(order)

@@ -1,6 +1,6 @@
-"""The prompts of a model's last requests: what a simulation of another policy, or of bigger pools, is run on.
+"""The prompts of a model's last requests: input of simulations of another policy, or of bigger pools.
 
-Of each block so much of its key is kept that two are not taken for one. Nothing is decided by it.
+Of each block a part of its key is kept that distinguishes it from all others. Nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 from cachesvc.model.keys import KEY_BYTES
 
 ID_BYTES = 8
-"""Of a key: among a million blocks two are taken for one once in thirty million times."""
+"""Bytes kept of a key: among a million blocks two are taken for one once in thirty million times."""
 REQUEST_BLOCKS = 16
-"""What keeping a request costs beside its blocks' ids, in ids (some 120 bytes)."""
+"""Cost of keeping a request beside its blocks' ids, in ids (some 120 bytes)."""
 
 
 class RecentRequest:
-    """When it came (seconds), ``ID_BYTES`` of each of its blocks' keys, root to leaf, and the tokens of its output (0:
-    nobody told)."""
+    """Time of its arrival (seconds), ``ID_BYTES`` of each of its blocks' keys, root to leaf, and the tokens of its
+    output (0: not reported)."""
 
     __slots__ = ("block_ids", "output_tokens", "seconds")
 
@@ -30,12 +30,12 @@ class RecentRequest:
 
     @property
     def blocks(self) -> int:
-        """How long it was."""
+        """Its length in blocks."""
         return len(self.block_ids) // ID_BYTES
 
 
 class RecentRequests:
-    """The last requests that had blocks, oldest first, in the memory of so many blocks' ids as may be kept."""
+    """The last requests that had blocks, oldest first, in the memory of a limited number of blocks' ids."""
 
     def __init__(self) -> None:
         self._ids = 0
@@ -53,5 +53,5 @@ class RecentRequests:
         return request
 
     def all(self) -> list[RecentRequest]:
-        """As they are now, oldest first."""
+        """Copy of the requests, oldest first."""
         return list(self._kept)

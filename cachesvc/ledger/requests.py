@@ -1,4 +1,4 @@
-"""What a policy that follows requests is told of them: where their paths lead, what they seal, how they end."""
+"""Reports on requests to a policy that follows them: their paths, what they seal, and their ends."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Request:
             index.take_over()
 
     def sealed(self, first: int, path: Sequence[int]) -> None:
-        """Its blocks from ``first`` on are the rows ``path``: new ones, or such as others sealed before it."""
+        """Note that its blocks from ``first`` on are the rows ``path``: new ones, or ones that others sealed before
+        it."""
         segments, parts, chooser = self._index.segments, self.parts, self._chooser
         new_from = end = first + len(path)
         for position, row in enumerate(path, start=first):
@@ -75,5 +76,5 @@ class Request:
         chooser.grew(parts, new_from, end)
 
     def end(self, blocks: int, key: bytes, now: float) -> None:
-        """It holds nothing any more; ``blocks`` blocks were sealed, the last under ``key``."""
+        """End the request; ``blocks`` blocks were sealed, the last under ``key``."""
         self._chooser.ended(self.parts, blocks, key, self.ended, now)

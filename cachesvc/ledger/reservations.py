@@ -1,9 +1,9 @@
-"""Free pages that are kept for a call that waits for more, so that nobody takes them before it runs again.
+"""Free pages that are kept for a call that waits for more, so that no other call takes them before it runs again.
 
 A call that must wait reserves what is free of what it wants, and when a transfer that it started has freed pages it
 reserves those, up to what it wants. So a reservation never holds a page that is not free, two calls that wait can never
-hold each other up for good (each waits for transfers, and is refused or goes on once they have ended), and whoever
-comes later pays with evictions of its own. It ends with its call, its sequence or its lease, and by a deadline.
+hold each other up for good (each waits for transfers, and is refused or goes on once they have ended), and a later call
+pays with evictions of its own. It ends with its call, its sequence or its lease, and by a deadline.
 
 Where many pages are wanted they are taken ahead, some in each turn of the call, once all are there: they are the
 sequence's own, in no table yet. If its call is given up meanwhile, its next one begins with them.
@@ -19,10 +19,10 @@ from cachesvc.model.words import PageState
 
 
 class Reservation:
-    """What one call waits for on one place: ``wanted[g]`` pages, of which ``held[g]`` are free and kept for it.
+    """Pages that one call waits for on one place: ``wanted[g]`` pages, of which ``held[g]`` are free and kept for it.
 
     ``line``: all reservations of the place that have not ended. ``until``: seconds, monotonic; then it ends anyhow.
-    ``own[g]``: the pages of whoever it is for; ``ahead[g]``: those of them that were taken ahead.
+    ``own[g]``: pages that the requester already owns; ``ahead[g]``: those of them that were taken ahead.
     """
 
     __slots__ = ("_line", "_own", "_pools", "ahead", "held", "until", "wanted")
@@ -69,25 +69,25 @@ class Reservation:
         return missing <= most
 
     def hand_over(self, count: int) -> list[array[int]]:
-        """Up to ``count`` pages of each group that were taken ahead are no longer kept for a call."""
+        """Take up to ``count`` pages of each group out of those taken ahead; they are no longer kept for a call."""
         pages = [ahead[:count] for ahead in self.ahead]
         for ahead in self.ahead:
             del ahead[:count]
         return pages
 
     def give_back(self) -> None:
-        """What it holds can be taken: its call runs. What it started still frees pages for it."""
+        """Release the held pages to its call, which runs. What it started still frees pages for it."""
         for group, pool in enumerate(self._pools):
             pool.reserved -= self.held[group]
             self.held[group] = 0
 
     def release(self) -> None:
-        """It is over. Once is enough; twice is fine."""
+        """End the reservation. Idempotent."""
         self.give_back()
         self._line.pop(self, None)
 
 
 def expire(line: dict[Reservation, None], now: float) -> None:
-    """End what has outlived its deadline: its call has gone without a word."""
+    """Drop expired reservations of calls that disappeared."""
     for reservation in [each for each in line if each.until < now]:
         reservation.release()

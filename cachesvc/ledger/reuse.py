@@ -1,4 +1,4 @@
-"""What a namespace's prompts found, what they missed and why, and what a cache without end would have found.
+"""Reuse statistics of a namespace: hits, misses by cause, and the hits of an infinite cache.
 
 Keys of blocks that were dropped are remembered in two generations: full, the young one becomes the old one and the old
 one is forgotten. Children are dropped before their parents, so they are forgotten before them too, and what is known,
@@ -19,7 +19,7 @@ LEAST_REMEMBERED = 1024
 
 
 class Miss(Enum):
-    """Why tokens were not hits, or were computed though they had been computed before."""
+    """Cause of a miss, or of computing tokens again."""
 
     NEW = "new"  # never published here, or forgotten since
     EVICTED = "evicted"  # made room for others
@@ -48,7 +48,7 @@ class Reuse:
 
     @property
     def remembered(self) -> int:
-        """Dropped keys that are known still."""
+        """Number of dropped keys that are known still."""
         return len(self._young) + len(self._old)
 
     def matched(self, index: BlockIndex, keys: bytes, blocks: int, hit: int, *, has_windows: bool) -> None:
@@ -67,7 +67,8 @@ class Reuse:
         self.missed[Miss.NEW] += blocks - seen
 
     def known(self, index: BlockIndex, keys: bytes, hit: int, blocks: int) -> tuple[int, int]:
-        """Of a prompt with a hit of ``hit`` blocks, how many the index has, and how many are known or remembered."""
+        """Number of a prompt's blocks that the index has, and number known or remembered; its hit has ``hit``
+        blocks."""
         resident = self._bisect(keys, hit, blocks, (index.rows,))
         if (
             resident > hit
@@ -103,7 +104,7 @@ class Reuse:
                 recomputed[known] = recomputed.get(known, 0) + 1
 
     def computed_again(self, tier: str, cause: Miss) -> None:
-        """A block was published that the index has, on ``tier``."""
+        """Count a publish of a block that the index has, on ``tier``."""
         known = (tier, cause)
         self.recomputed[known] = self.recomputed.get(known, 0) + 1
 
@@ -128,4 +129,4 @@ class Reuse:
 
 
 _KNOWN = {(tier, cause): (tier, cause) for tier in ("device", "host", "storage") for cause in Miss}
-"""One object each, so that a remembered key costs a slot of a dict and no more."""
+"""Shared tuples, so that a remembered key costs a slot of a dict and no more."""

@@ -1,4 +1,4 @@
-"""Sealing what nobody has sealed before, of many sequences in one go: the straight way of ``BlockTables.seal``.
+"""Sealing of new blocks of many sequences in one go: the fast path of ``BlockTables.seal``.
 
 A block whose key is new has no copy, no child and no user anywhere, and its parent is pinned by the sequence or new
 itself. So nothing that is filed anywhere moves, and the columns are written in plain loops.
@@ -78,7 +78,7 @@ def insert_each(
 
 
 def _give_up(group: int, blocks: NewBlocks) -> list[int]:
-    """The pages of these blocks in a group, which are nobody's own from now on."""
+    """Hand over the pages of these blocks in a group: no sequence owns them from now on."""
     pages: list[int] = []
     if isinstance(blocks.bounds, range):
         for tables in blocks.tables:

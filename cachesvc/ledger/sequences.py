@@ -24,11 +24,11 @@ from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState
 
 Keep = Callable[[int, "array[int]"], None]
-"""Takes pages of a group that somebody may still write."""
+"""Takes pages of a group that a process may still write."""
 
 
 WINDOW_COST = 8
-"""A windowed copy that is let go of costs as much as so many pages: it is a candidate from then on."""
+"""Cost of a released windowed copy in pages: it is a candidate from then on."""
 
 
 class SwappedPages(NamedTuple):
@@ -73,11 +73,11 @@ class Sequence(BlockTables):
             held[party] = held.get(party, 0) + size_bytes
 
     def remember(self, recent: RecentRequest) -> None:
-        """It is the request ``recent``, which is told how it ends."""
+        """Set the request ``recent``, which gets the end of this sequence."""
         self.recent = recent
 
     def tell_end(self, ended: Ended) -> None:
-        """What its engine says of its end, which is near."""
+        """Report the engine's facts on its end, which is near."""
         if self.request is not None:
             self.request.ended = ended
         if self.recent is not None and ended.output_tokens is not None:
@@ -89,7 +89,7 @@ class Sequence(BlockTables):
         return self.swapped_out or self.swap_ticket != 0
 
     def reserve(self) -> Reservation:
-        """What keeps pages for its calls that wait."""
+        """Reservation of pages for its waiting calls."""
         if self.room is None:
             self.room = Reservation(self.place.reservations, self.place.pools, self.own)
         return self.room
@@ -118,13 +118,13 @@ class Sequence(BlockTables):
 
     @property
     def swapped_pages(self) -> int:
-        """Its own pages that are on the host."""
+        """Number of its own pages that are on the host."""
         return sum(len(pages.host_pages) for pages in self.swapped)
 
     # -- swap --------------------------------------------------------------------------------------------------
 
     def moving(self) -> list[int]:
-        """How many pages of each group ``own_moves`` would move."""
+        """Number of pages of each group that ``own_moves`` would move."""
         counts = []
         for group, (table, pool) in enumerate(zip(self.tables, self.place.pools, strict=True)):
             pages = column(table)
@@ -133,8 +133,8 @@ class Sequence(BlockTables):
         return counts
 
     def own_moves(self) -> list[MovedPages]:
-        """What a swap out moves: own pages in the tables, and shared ones that windows still need (they come back as
-        own pages). The host pages are still to be chosen."""
+        """Pages that a swap out moves: own pages in the tables, and shared ones that windows still need (they come back
+        as own pages). The host pages are still to be chosen."""
         moves: list[MovedPages] = []
         for group, table in enumerate(self.tables):
             pages = column(table)
@@ -147,8 +147,8 @@ class Sequence(BlockTables):
         return moves
 
     def leave(self, ticket: Ticket, moves: list[MovedPages]) -> None:
-        """Its own pages begin to leave for host pages, of which there are enough; spare ones hold nothing worth taking
-        along and are free. Shared blocks are kept on both until ``swap_ended``: have them come to the host first."""
+        """Begin to move its own pages to host pages, of which there are enough; spare ones hold nothing of use and are
+        freed. Shared blocks are kept on both until ``swap_ended``: have them come to the host first."""
         host = self.ledger.host
         self.free_spares()
         for moved in moves:
@@ -169,7 +169,7 @@ class Sequence(BlockTables):
                 pool.move_all(spares, PageState.FREE)
 
     def come_back(self, ticket: Ticket) -> None:
-        """Its own pages begin to come back to device pages, of which there are enough; its shared blocks are on the
+        """Begin to move its own pages back to device pages, of which there are enough; its shared blocks are on the
         device, or coming."""
         place, host = self.place, self.ledger.host
         moves: list[MovedPages] = []
@@ -196,12 +196,12 @@ class Sequence(BlockTables):
         self.swap_ticket = ticket.id
 
     def swap_ended(self, ticket: Ticket) -> list[array[int]]:
-        """A swap has ended, well or not; the sequence may have ended before it.
+        """End a swap, successful or not; the sequence may have ended before it.
 
         Its own pages are private where it is now, and free where it is not. Only where a swap in failed do the device
         pages stay its own too, as spares: the failure has released launches that waited for it, and they write there.
-        Pages to which copies may still come stay in quarantine, and are nobody's. Returns, by group, the device pages
-        of a sequence that has ended, in flight still: whoever was to write them may do so.
+        Pages to which copies may still come stay in quarantine, without an owner. Returns, by group, the device pages
+        of a sequence that has ended, in flight still: their writers may go on.
         """
         left = ticket.direction is Direction.STORE
         failed = bool(ticket.failing)
@@ -245,7 +245,7 @@ class Sequence(BlockTables):
             self.tables[group] = no_pages(self.blocks)
 
     def _is_in(self) -> None:
-        """Back on the device, or never gone."""
+        """Note that the sequence is on the device: it came back, or never went."""
         self.swapped_out = False
         self.swapped = []
         self._host.let_go()
@@ -264,7 +264,7 @@ class Sequence(BlockTables):
         """Let go of ``most`` of its pages and keys of each kind; True when it has nothing any more. ``freed``: device
         pages that have come back by then. Nothing else is done with a sequence that has begun to end.
 
-        ``keep``: takes the own pages of a group that somebody may still write, instead of freeing them. Pages of a
+        ``keep``: takes the own pages of a group that a process may still write, instead of freeing them. Pages of a
         running swap are settled when it has ended.
         """
         if self.is_open:

@@ -1,12 +1,12 @@
-"""What the ledger knows of storage: pages that blocks come to, before they are blocks, and host blocks being written.
+"""State of storage transfers in the ledger: pages of fetches, before they are blocks, and host blocks being written.
 
     a fetch's page     IN_FLIGHT   its bytes are on their way
                        SEALED      all of its block has verified: it is a copy like any other, and the fetch's no more
                        FREE        its block does not come
                        QUARANTINED its block does not come, but bytes may still land in it
 
-Blocks of a fetch enter the index in order of depth, each under the one before, which is pinned until then. What is
-stored where is not here: that is the engine's knowledge, and a hint.
+Blocks of a fetch enter the index in order of depth, each under the one before, which is pinned until then. The places
+of objects are not here: the engine knows them, as hints.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HeldPages(NamedTuple):
 
 
 class Fetch:
-    """Blocks on their way from storage to the host, root first. ``ticket``: who waits for them.
+    """Blocks on their way from storage to the host, root first. ``ticket``: of its waiters.
 
     ``keys``: theirs; the first comes under ``pin``'s row, whose key is ``parent``. ``out``: of each block, how many of
     its objects may still write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed
@@ -78,7 +78,7 @@ class Fetch:
 
     @property
     def pin(self) -> Pin:
-        """What keeps the block that the next one comes under."""
+        """Pin of the block that the next one comes under."""
         return self._pin
 
     @property
@@ -104,7 +104,7 @@ class Fetch:
         return pages
 
     def pages(self) -> list[array[int]]:
-        """Of each group a page for each key, or NO_PAGE: as they are now."""
+        """Current page for each key of each group, or NO_PAGE."""
         return [pages[:] for pages in self._pages]
 
     def held(self) -> Iterator[HeldPages]:
@@ -173,7 +173,7 @@ class Fetch:
         return True
 
     def stop(self) -> None:
-        """Nothing more is admitted: pages whose objects have come back are free, the others in quarantine."""
+        """Stop admitting: pages whose objects have come back are free, the others in quarantine."""
         self.end = self.admitted
         self.is_over = True
         for at in range(self.admitted, len(self.keys)):
@@ -181,7 +181,7 @@ class Fetch:
         self._pin.let_go()
 
     def came_back(self, block: int) -> None:
-        """One of a block's objects writes no more."""
+        """Note that one of a block's objects writes no more."""
         self.out[block] -= 1
         if self.is_over and not self.out[block]:
             self._free(block, PageState.FREE)
@@ -218,15 +218,15 @@ class Keep:
         yield from held_by(self._pin, self._windows)
 
     def let_go(self) -> None:
-        """Nobody reads its pages any more."""
+        """Unpin its pages: they have no reader any more."""
         self._windows.let_go()
         self._pin.let_go()
 
 
 @dataclass(slots=True)
 class Stored:
-    """One model's. ``fetching``: which fetch brings a key; ``wanted``: keys to write, in their order, once somebody has
-    time; ``coming``: those that are on their way to the host for that. ``written``: keys that were, newest last, and
+    """State of one model. ``fetching``: the fetch of a key; ``wanted``: keys to write, in their order, once the loop is
+    idle; ``coming``: those that are on their way to the host for that. ``written``: keys that were, newest last, and
     when."""
 
     fetches: dict[int, Fetch] = field(default_factory=dict)
@@ -257,12 +257,12 @@ class Stored:
             self.written.popitem(last=False)
 
     def begin(self, fetch: Fetch) -> None:
-        """Keys come with a fetch: others wait for it."""
+        """Register the keys of a fetch: other calls wait for it."""
         self.fetches[fetch.ticket] = fetch
         self.fetching |= dict.fromkeys(fetch.keys, fetch)
 
     def end(self, fetch: Fetch) -> None:
-        """Nobody need wait for it any more; what is in quarantine stays its."""
+        """End its waits; what is in quarantine stays its."""
         for key in fetch.keys:
             if self.fetching.get(key) is fetch:
                 del self.fetching[key]

@@ -17,7 +17,7 @@ from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
 
 
 class Sealed(NamedTuple):
-    """What became of computed blocks: ``rows`` sealed now, ``doubles`` positions that somebody else had sealed first,
+    """Result of sealing: ``rows`` sealed now, ``doubles`` positions that another sequence had sealed first,
     and ``spares``, the sequence's own (group, page) there."""
 
     rows: list[int]
@@ -32,9 +32,9 @@ def no_pages(blocks: int) -> array[int]:
 
 class BlockTables(Hold):
     """``tables[g][i]`` is a page or NO_PAGE, int32. ``own[g]``: pages that this request alone may write, in its tables
-    or spare (their key was sealed by somebody else first). ``cursors[g]``: first position behind the sinks that a
-    windowed group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as
-    being computed by this request. ``request``: what an eviction policy that follows requests is told by.
+    or spare (another sequence sealed their key first). ``cursors[g]``: first position behind the sinks that a windowed
+    group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as being
+    computed by this request. ``request``: its handle in an eviction policy that follows requests.
     """
 
     __slots__ = ("cursors", "declared", "keys", "own", "request", "tables")
@@ -60,7 +60,7 @@ class BlockTables(Hold):
 
     @property
     def known_keys(self) -> int:
-        """How many blocks' keys are known."""
+        """Number of blocks with known keys."""
         return len(self.keys) // KEY_BYTES
 
     def own_pages(self) -> list[tuple[int, int]]:
@@ -85,7 +85,7 @@ class BlockTables(Hold):
         return True
 
     def follow(self, request: Request) -> None:
-        """An eviction policy follows it from now on."""
+        """Let an eviction policy follow it from now on."""
         self.request = request
 
     # -- growing -----------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class BlockTables(Hold):
             self._put_windows(hit)
 
     def _put_windows(self, hit: Hit) -> None:
-        """What windowed groups have in place for a hit is in their tables, and is kept."""
+        """Put into the tables, and keep, what windowed groups have in place for a hit."""
         place, layout = self.place, self.ledger.layout
         prefix = Prefix(self.ledger.index, self.keys, hit.device_row)
         for group in place.window_groups:
@@ -202,8 +202,8 @@ class BlockTables(Hold):
         return out
 
     def sealed_new(self, keys: Sequence[bytes], path: Sequence[int]) -> None:
-        """Its next blocks were sealed in the rows ``path``, under ``keys`` that were new; the last one is to be pinned
-        instead of the one that was until now."""
+        """Note that its next blocks were sealed in the rows ``path``, under ``keys`` that were new; move its pin to the
+        last one."""
         first = self.sealed
         last = self.sealed = first + len(path)
         if self.declared > first:

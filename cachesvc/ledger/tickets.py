@@ -1,4 +1,4 @@
-"""Transfer jobs from the ledger's side: which copies are moving, and what has become of them.
+"""Transfer jobs from the ledger's side: the moving copies, and the results.
 
 A load whose blocks lie below those of another one is linked to it. A good ticket ends after those above it, a failed
 one after those below, which fail with it: no block is ever there without its parent. Landing a ticket looks at those
@@ -45,20 +45,20 @@ class MovedPages:
 
 
 class Waiter(Protocol):
-    """Relies on a load."""
+    """Sequence or prefetch that relies on a load."""
 
     def load_ended(self, ticket: int, reason: str) -> None:
         """The load has ended; ``reason``: why it failed, empty where it did not."""
 
 
 class Traveller(Protocol):
-    """Whose own pages a swap moves."""
+    """Owner of the pages that a swap moves."""
 
     id: int
     lease: str
 
     def swap_ended(self, ticket: Ticket) -> list[array[int]]:
-        """The swap has ended. Returns, by group, device pages in flight that nobody needs any more."""
+        """End the swap. Returns, by group, device pages in flight that are needed no more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +134,7 @@ class Ticket:
         return taken
 
     def forget_parts(self) -> None:
-        """Keep only what is told of an ended ticket: a page each of thousands of tickets is work for the collector."""
+        """Keep only the result of an ended ticket: a page each of thousands of tickets is work for the collector."""
         self.moved_blocks = self.blocks
         self.rows, self.drains, self.moves, self.waiters = array("i"), [], [], []
         self.traveller = self.pin = self.room = None
@@ -213,7 +213,7 @@ class TicketBook:
         return [ticket, *self._fail(ticket, outcome.reason)] if isinstance(outcome, Failed) else [ticket]
 
     def _fail(self, ticket: Ticket, reason: str) -> list[Ticket]:
-        """All below fails with it. Returns those that are told so now."""
+        """Fail a ticket and all below it. Returns those that end now."""
         known = bool(ticket.failing)
         ticket.failing = reason
         told: list[Ticket] = []
@@ -226,7 +226,7 @@ class TicketBook:
         return told
 
     def may_end(self, ticket: Ticket) -> bool:
-        """True where its copy has ended, and so has what must end before it."""
+        """True where its copy has ended, and all tickets that must end before it."""
         is_due = ticket.landed is not None and not (ticket.below if ticket.failing else ticket.above)
         return is_due and ticket.id in self.running
 

@@ -1,4 +1,4 @@
-"""Candidates of one place in the order in which they would go, as if those taken so far were gone. Changes nothing."""
+"""Walk over the eviction candidates of one place, in order, as if those taken so far were dropped. Changes nothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cachesvc.model.words import ABSENT, READY
 
 IS_ABSENT, IS_READY = int(ABSENT), int(READY)
 FEW = 8
-"""Up to here the rows of a run are looked at one by one: columns cost as much as some twenty rows, and most paths that
-hang from a shared prompt are short."""
+"""Longest run whose rows are read one by one: columns cost as much as some twenty rows, and most paths that hang from a
+shared prompt are short."""
 
 
 class Front:
-    """What is filed, and what has become a candidate since, lowest entry first."""
+    """Filed rows, and candidates that have appeared since, lowest entry first."""
 
     def __init__(self, filed: Iterable[int]) -> None:
         self._filed = iter(filed)
@@ -46,12 +46,12 @@ class Front:
         return entry
 
     def push(self, entry: int) -> None:
-        """A further candidate."""
+        """Add a further candidate."""
         heapq.heappush(self._exposed, entry)
 
 
 class Walk:
-    """In the order of their ranks."""
+    """Walk over candidates in the order of their ranks."""
 
     def __init__(self, ledger: BlockLedger, place: Place) -> None:
         self.ledger = ledger
@@ -88,8 +88,8 @@ class Walk:
         return self._climb(row, most, self.ledger.index.children, IS_ABSENT)
 
     def backed_run(self, row: int, most: int) -> list[int]:
-        """As ``run``, of rows that another place has whole, so that they stay in the index whatever hangs below them
-        there: each is the parent of the one before, and that its only child on this place."""
+        """Run like ``run``, of rows that another place has whole, so that they stay in the index whatever hangs below
+        them there: each is the parent of the one before, and that its only child on this place."""
         index, place = self.ledger.index, self.place
         run = self._climb(row, min(most, FEW), place.children, IS_READY)
         if len(run) < FEW or most == FEW:
@@ -131,7 +131,7 @@ class Walk:
         self.take(top)
 
     def _family(self, row: int) -> tuple[Sequence[int], int, int]:
-        """A column, and between what the blocks above have there that come next: none is younger than ``row``."""
+        """A column and the bounds of its values for the next blocks above: none of them is younger than ``row``."""
         stamp, following = self._stamp(row), self._front.first
         is_alone = following is None or following >> ROW_BITS > self.ledger.rank(stamp, 0, 0)
         return self.ledger.index.stamp, 0, stamp if self._goes_by_use and is_alone else -1
@@ -182,7 +182,7 @@ class QueueWalk(Walk):
         super().take(row)
 
     def _family(self, row: int) -> tuple[Sequence[int], int, int]:
-        """Those of the same segment."""
+        """Rows of the same segment."""
         segments = self._leaves.segments
         return segments, segments[row], segments[row]
 

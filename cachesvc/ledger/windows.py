@@ -1,4 +1,4 @@
-"""What windowed groups need of a prefix, and the longest prefix of which they have it.
+"""Blocks of a prefix that windowed groups need, and the longest prefix of which they have them.
 
 A prefix of n blocks needs, in a windowed group, its last window and the sinks, and nothing between them. So a search
 looks at those alone. Only where something is missing does it step back, and then at once to the missing block itself:
@@ -17,7 +17,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import READY
 
-IS_READY = int(READY)  # an enum takes thrice as long to compare
+IS_READY = int(READY)  # an enum takes three times as long to compare
 
 
 def hit_window_blocks(layout: Layout, group: int) -> int:
@@ -46,7 +46,7 @@ class WindowNeed(NamedTuple):
 
 
 def window_needs(layout: Layout) -> tuple[WindowNeed, ...]:
-    """One for each windowed group."""
+    """Needs of each windowed group."""
     return tuple(
         WindowNeed(group, hit_window_blocks(layout, group), layout.sink_blocks(group)) for group in layout.window_groups
     )
@@ -112,7 +112,8 @@ class WindowSearch:
         self._host = host
         self._device_blocks = device_blocks
         self._blocks = blocks
-        self._loadable = blocks  # the host has all blocks from here to the end; further up nobody has looked yet
+        # the host has all blocks from here to the end; the search has not looked further up yet
+        self._loadable = blocks
         self._looked_to = blocks
         self._asked_host = False
 
@@ -136,7 +137,7 @@ class WindowSearch:
         return best
 
     def in_place(self, blocks: int) -> int:
-        """How many of the first ``blocks`` blocks (``longest``) need nothing from the host, windowed copies too."""
+        """Number of the first ``blocks`` blocks (``longest``) that need nothing from the host, windowed copies too."""
         least = min(blocks, self._device_blocks)
         for group, window, sinks in self._needs if self._asked_host else ():
             states = self._place.states[group]

@@ -156,7 +156,7 @@ class Arbiter:
         return piece
 
     def next_time(self, direction: Direction, now: float) -> float | None:
-        """When ``pop`` may give something if nothing else changes; None where nothing waits."""
+        """Time at which ``pop`` may give something if nothing else changes; None where nothing waits."""
         lane = self._lanes[direction]
         if not lane.jobs:
             return None
@@ -208,7 +208,7 @@ class Arbiter:
         lane.paused_until = max(lane.paused_until, until)
 
     def limit(self, direction: Direction, bytes_per_second: int, now: float) -> None:
-        """Another byte budget from now on; 0 is none."""
+        """Set another byte budget; 0 is none."""
         bucket = self._lanes[direction].bucket
         bucket.fill(now)
         bucket.bytes_per_second = bytes_per_second

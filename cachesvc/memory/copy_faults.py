@@ -1,4 +1,4 @@
-"""Copies that fail on purpose, for tests of what comes after: reached by the flag ``--fault-copies`` alone.
+"""Fault injection for copies, for tests of the recovery: enabled by the flag ``--fault-copies`` alone.
 
 A fault is either a slice of which nothing was copied, or one that broke half way: then its target holds some new bytes
 and some old ones, as after a fault of a real copy engine. Its word is not set, and its job fails.

@@ -51,7 +51,7 @@ class CopyThread:
         self._errors: dict[int, Exception] = {}
         self._jobs: dict[int, CopyJob] = {}
         self._begun: set[int] = set()  # those of which slices may be on their way
-        self._fresh: deque[tuple[CopyJob, float]] = deque()  # begun, and when; not told yet
+        self._fresh: deque[tuple[CopyJob, float]] = deque()  # begun, and when; not reported yet
         self._is_idle = False  # the thread sleeps, and nothing is on its way
         self._guest: threading.Thread | None = None  # thread that does its work for once
         self._guest_broke: Exception | None = None
@@ -380,7 +380,7 @@ def _nobody() -> None:
 
 
 def _wake(changes: Iterable[threading.Condition]) -> None:
-    """Their lock is held."""
+    """Wake threads; their lock is held."""
     for changed in changes:
         changed.notify_all()
 

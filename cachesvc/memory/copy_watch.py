@@ -15,7 +15,8 @@ PATIENCE_S = 30.0
 """Time limit of a slice, seconds. It takes a millisecond; a driver that is busy with pinning may hold it for
 seconds."""
 SLOWEST_BYTES_PER_S = 100e6
-"""Beside the patience. Slices are small, so no link's own figure is needed: the narrowest rows go at 1 GB/s."""
+"""Slowest rate beside the patience. Slices are small, so no link's own figure is needed: the narrowest rows go at 1
+GB/s."""
 MOST_COUNTED_S = 5.0
 """Between two looks, which come every two seconds."""
 
@@ -35,7 +36,7 @@ class Errand:
 
 
 class Watched(Protocol):
-    """A copy thread."""
+    """Copy thread with a time limit."""
 
     name: str
     errand: Errand | None

@@ -193,7 +193,7 @@ class CudaBackend:
             at.copying.pause_background(seconds)
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
-        """Another byte budget for every device."""
+        """Set another byte budget for every device."""
         for copying in (at.copying for at in self._devices.values()):
             copying.limit(direction, bytes_per_second)
 

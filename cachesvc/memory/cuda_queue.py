@@ -78,7 +78,7 @@ class CudaRunner:
         self._health = health
 
     def begin(self) -> None:
-        """Nothing to do on the thread: calls make the context current by themselves."""
+        """No-op: calls make the context current by themselves."""
 
     def submit(self, piece: Slice) -> _OnWay:
         """Queue the copies and the word. Raises CopyOutOfBounds, RuntimeError, and Unavailable once the GPU has broken;

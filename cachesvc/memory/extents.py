@@ -1,4 +1,4 @@
-"""Where a pool's page ids lie: extents of consecutive pages, each inside one region."""
+"""Places of a pool's page ids: extents of consecutive pages, each inside one region."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Extent:
 
 
 class Places(NamedTuple):
-    """Where pages lie: each one's number in its extent, and the extent's own place, as one number where all lie in one
+    """Places of pages: each one's number in its extent, and the extent's own place, as one number where all lie in one
     extent."""
 
     page: Int64s
@@ -33,7 +33,7 @@ class Places(NamedTuple):
     region: Int64s | int
 
     def part(self, which: Int64s | slice) -> Places:
-        """Some of them."""
+        """Selection of the pages."""
         if isinstance(self.offset, int) or isinstance(self.region, int):
             return Places(self.page[which], self.offset, self.region)
         return Places(self.page[which], self.offset[which], self.region[which])
@@ -54,7 +54,7 @@ class ExtentTable:
 
     @classmethod
     def whole(cls, region: int, pages: int) -> ExtentTable:
-        """One extent from offset 0 on: a device slab."""
+        """Table of one extent from offset 0 on: a device slab."""
         return cls([Extent(0, pages, region, 0)])
 
     @property
@@ -63,7 +63,7 @@ class ExtentTable:
         return int((self.ends - self.firsts).sum())
 
     def places(self, pages: Int64s, what: str, *, is_sorted: bool = False) -> Places:
-        """Where pages lie. Raises InvalidRequest as ``locate``."""
+        """Places of pages. Raises InvalidRequest as ``locate``."""
         if self._is_one_for(pages, is_sorted=is_sorted):
             only = self.extents[0]
             return Places(pages - only.first_page if only.first_page else pages, int(only.offset), int(only.region))

@@ -46,7 +46,7 @@ class FreeRanges:
         self._nodes: Int64s = np.array([-1 if node is None else node for node in nodes], np.int64)
 
     def copy(self) -> Self:
-        """The same free bytes, to take from on their own."""
+        """Independent copy of the free ranges."""
         return copy.copy(self)
 
     @property

@@ -1,7 +1,6 @@
-"""Whether a GPU still works for this process.
-
-After a fault on the device every call of CUDA fails, in this process and for good: it is said once in the log, and
-nothing is tried again. One that hangs is not even called to give something back: the call would not return.
+"""Health of a GPU for this process. After a fault on the device every call of CUDA fails, in this process and for good:
+the log says so once, and nothing is tried again. One that hangs is not even called to give something back: the call
+would not return.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class GpuHealth:
-    """One GPU's. Any thread may tell and ask."""
+    """Health of one GPU. Thread-safe."""
 
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
@@ -33,17 +32,17 @@ class GpuHealth:
             log.error("gpu_broken device=%s reason=%s", self._uuid, self._reason)
 
     def hung(self, why: str) -> None:
-        """The GPU does not answer any more."""
+        """Note that the GPU does not answer any more."""
         self.hangs = True
         self.broke(RuntimeError(why))
 
     @property
     def reason(self) -> str:
-        """Why the GPU no longer works; empty while it does."""
+        """Reason why the GPU no longer works; empty while it does."""
         return self._reason
 
     def check(self) -> None:
-        """Raises Unavailable once the GPU has broken."""
+        """Raise Unavailable once the GPU has broken."""
         if self._reason:
             raise Unavailable(
                 f"GPU {self._uuid} no longer works for this daemon ({self._reason}); recompute, and restart the daemon"

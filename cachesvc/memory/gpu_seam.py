@@ -18,7 +18,7 @@ class GpuMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """First byte."""
+        """Address of the first byte."""
 
     @property
     def size_bytes(self) -> int:
@@ -26,7 +26,7 @@ class GpuMemory(Protocol):
 
     @property
     def handle(self) -> bytes:
-        """The legacy IPC handle, or nothing."""
+        """Legacy IPC handle, or nothing."""
 
     @property
     def fd(self) -> int | None:
@@ -37,13 +37,13 @@ class GpuMemory(Protocol):
 
 
 class GpuMark(Protocol):
-    """A point on a queue."""
+    """Point on a queue."""
 
     def wait(self) -> None:
         """Sleep until the queue has come here. Raises RuntimeError for what broke on the way."""
 
     def close(self) -> None:
-        """Let it go."""
+        """Release the mark."""
 
 
 class GpuQueue(Protocol):
@@ -51,7 +51,7 @@ class GpuQueue(Protocol):
     another brings unless the caller has waited between them. Failures raise RuntimeError."""
 
     def start(self) -> None:
-        """Make it."""
+        """Make the stream."""
 
     def submit(self, copies: PitchedCopies, words: Sequence[tuple[int, int]]) -> GpuMark:
         """Queue copies; once they and everything before are done, set each word (address, value) in order.
@@ -63,7 +63,7 @@ class GpuQueue(Protocol):
         """Wait until everything is done."""
 
     def close(self) -> None:
-        """Wait, and give it back. Idempotent."""
+        """Wait, and release the stream. Idempotent."""
 
 
 class GpuDevice(Protocol):
@@ -71,7 +71,7 @@ class GpuDevice(Protocol):
 
     @property
     def uuid(self) -> str:
-        """Its name in every container and process."""
+        """Name of the GPU in every container and process."""
 
     @property
     def context_bytes(self) -> int:
@@ -99,10 +99,10 @@ class GpuDevice(Protocol):
         """Pin host memory for the copies of every GPU of this process."""
 
     def unregister_host(self, address: int) -> None:
-        """Let pinned memory go."""
+        """Unpin host memory."""
 
     def device_address(self, host_address: int) -> int:
-        """Where the GPU sees pinned host memory."""
+        """Address at which the GPU sees pinned host memory."""
 
     def read(self, address: int, size_bytes: int) -> bytes:
         """Bytes of device memory, waited for."""

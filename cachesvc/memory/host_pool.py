@@ -42,7 +42,7 @@ from cachesvc.model.words import Run
 log = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 1 << 30
-"""One larger registration holds a driver-wide lock for too long."""
+"""Largest chunk: a larger registration holds a driver-wide lock for too long."""
 SLICE_BYTES = 32 << 20
 """Bytes that a thread populates or zeroes before it checks whether to stop: some 10 ms."""
 
@@ -152,7 +152,7 @@ class HostPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no slab holds."""
+        """Number of bytes that no slab holds."""
         with self._changed:
             return self._free.free_bytes
 
@@ -337,7 +337,7 @@ class HostPool:
                 self._tell(news)
 
     def _zero(self, slab: HostSlab, extent: HostExtent) -> bool:
-        """False where the slab or the pool went first."""
+        """Zero an extent; False where the slab or the pool went first."""
         place = extent.place
         view = self._chunks[place.chunk].view
         assert view is not None

@@ -24,7 +24,7 @@ class HostExtent:
 
     @property
     def run(self) -> Run:
-        """Its page ids."""
+        """Page ids of the slab."""
         return Run(self.first_page, self.pages)
 
 

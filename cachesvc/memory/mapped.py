@@ -116,7 +116,7 @@ def populate(view: memoryview, start: int, size_bytes: int) -> None:
 
 
 def populate_file(view: memoryview, start: int, size_bytes: int) -> None:
-    """The same for a memory file, in huge pages where the kernel makes them (Linux 6.1 and later): a page of each is
+    """Populate a memory file, in huge pages where the kernel makes them (Linux 6.1 and later): a page of each is
     touched and the kernel fills the rest, which needs no setting of the machine's. Raises OSError."""
     address = _address(view, start, size_bytes)
     if address % HUGE_BYTES or size_bytes % HUGE_BYTES:

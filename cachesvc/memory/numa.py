@@ -1,4 +1,4 @@
-"""NUMA: which nodes there are, and memory near one of them. What cannot be had is said, logged once, and
+"""NUMA: the machine's nodes, and memory near one of them. What cannot be had is said, logged once, and
 never fatal.
 
 Topology comes from sysfs. Placement is libnuma's ``mbind`` (the package ``py-libnuma`` where it is
@@ -110,7 +110,7 @@ def refusal(error_number: int) -> Placement:
 
 @cache
 def _told(placement: Placement, node: int, detail: str = "") -> Placement:
-    """Log a reason, once for each."""
+    """Log a reason, once for each kind."""
     log.info("numa_not_applied node=%d reason=%r detail=%r", node, placement.value, detail)
     return placement
 

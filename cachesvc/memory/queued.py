@@ -1,4 +1,4 @@
-"""Copy jobs that wait for a link: the oldest and the lightest of them at once, however many there are."""
+"""Copy jobs that wait for a link: finds the oldest and the lightest at once, for any number of jobs."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ class Queued:
 
     @property
     def weight(self) -> int:
-        """Least goes first."""
+        """Weight of the job: the least goes first."""
         return self.left_bytes * self.size_bytes
 
     def cut(self) -> Slice:
-        """Have the next slice ready. Plans it too, so it takes its time, and raises what stands against it. By one
-        thread at a time."""
+        """Plan and cut the next slice, which takes time. Raises the planner's errors. For one thread at a time."""
         if self.head is None:
             self.head = next(self.rest)
         return self.head
 
 
 class Rivals:
-    """Those of one urgency in one direction."""
+    """Jobs of one urgency in one direction."""
 
     def __init__(self) -> None:
         self._by_age: OrderedDict[int, Queued] = OrderedDict()
@@ -52,11 +51,11 @@ class Rivals:
         return len(self._by_age)
 
     def __iter__(self) -> Iterator[Queued]:
-        """Oldest first."""
+        """Iterate, oldest first."""
         return iter(list(self._by_age.values()))
 
     def add(self, queued: Queued) -> None:
-        """One more, at its age."""
+        """Add a job, at its age."""
         is_youngest = not self._by_age or next(reversed(self._by_age)) < queued.number
         self._by_age[queued.number] = queued
         if not is_youngest:
@@ -64,14 +63,14 @@ class Rivals:
         self.weigh(queued)
 
     def weigh(self, queued: Queued) -> None:
-        """Less is left of it."""
+        """Weigh a job again, of which less is left."""
         heapq.heappush(self._by_weight, (queued.weight, queued.number))
         if len(self._by_weight) > STALE + 2 * len(self._by_age):  # beneath ever lighter ones the old never comes up
             self._by_weight = [(each.weight, each.number) for each in self._by_age.values()]
             heapq.heapify(self._by_weight)
 
     def remove(self, queued: Queued) -> None:
-        """It is through."""
+        """Remove a job that is done."""
         del self._by_age[queued.number]
 
     @property

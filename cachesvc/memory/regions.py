@@ -1,4 +1,4 @@
-"""Where regions lie, for copies by address."""
+"""Addresses of regions, for copies."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class SliceRunner(Protocol):
     """Executes the slices of one direction on one device, in the order of their start. Used by one thread at a time."""
 
     depth: int
-    """Slices that may be on their way at a time."""
+    """Most slices in flight at a time."""
     only_queues: bool
     """True where ``submit`` copies nothing by itself, so that any thread may call it that has the stream to itself."""
 
@@ -127,7 +127,7 @@ class Timeline(Protocol):
     words: int
 
     def sheet(self, number: int) -> Sheet:
-        """Raises NotFound where it is not open."""
+        """Find an open sheet. Raises NotFound."""
 
     def read(self, word: int) -> int:
         """Present value of a word."""
@@ -188,10 +188,11 @@ class DeviceMemory(Protocol):
         in processes of their own need."""
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
-        """Another byte budget in one direction for every device from now on; 0 is none."""
+        """Set another byte budget in one direction for every device; 0 is none."""
 
     def fault(self, device: str) -> str:
-        """Why a device no longer works for this process, and never will; empty while it does. Raises NotFound."""
+        """Reason why a device no longer works for this process, and never will; empty while it does. Raises
+        NotFound."""
 
     def probe(self) -> None:
         """Find out which devices still work, for ``fault``. Any thread; waits for drivers, raises nothing."""

@@ -66,7 +66,7 @@ class ShmRunner:
             self._write_word(piece.job.word, piece.word_value)
 
     def wait(self, started: object) -> None:
-        """It has landed."""
+        """No-op: the slice has landed already."""
 
 
 class ShmBackend:
@@ -182,7 +182,7 @@ class ShmBackend:
         return self._copying[device].peers
 
     def can_reach(self, source: str, target: str) -> bool:
-        """Always: all is one memory."""
+        """True: all devices share one memory."""
         self._check_device(source)
         self._check_device(target)
         return True
@@ -200,17 +200,17 @@ class ShmBackend:
             copying.pause_background(seconds)
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
-        """Another byte budget for every device."""
+        """Set another byte budget for every device."""
         for copying in self._copying.values():
             copying.limit(direction, bytes_per_second)
 
     def fault(self, device: str) -> str:
-        """None: memory of the machine itself."""
+        """Return no fault: the memory is the machine's own."""
         self._check_device(device)
         return ""
 
     def probe(self) -> None:
-        """Nothing to find out."""
+        """No-op: there is no driver to ask."""
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         """Make host memory copyable; it must stay mapped until ``close``."""

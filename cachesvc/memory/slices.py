@@ -1,4 +1,4 @@
-"""Cuts copy jobs into slices, lazily: short pieces of work between which the arbiter can change its mind.
+"""Cuts copy jobs into slices, lazily: short pieces of work between which the arbiter can choose again.
 
 A step is cut between its copies; only a copy that is larger than a slice is cut itself, by rows, and a row that is
 larger than a slice by width. The pieces in order are the very bytes of the step in order.
@@ -15,8 +15,8 @@ from cachesvc.memory.extents import Int64s
 from cachesvc.memory.seam import COPY_FIELDS, CopyBatch, CopyJob, CopyStep, Slice
 
 _REACH_LIMIT = 1 << 61
-"""No memory is as large. A copy that reaches beyond is not cut, because its arithmetic may overflow: it is for the
-runner's check to refuse."""
+"""Offset beyond all memory. A copy that reaches further is not cut, because its arithmetic may overflow: the runner's
+check refuses it."""
 
 
 def cut(job: CopyJob, slice_bytes: int) -> tuple[int, Iterator[Slice]]:

@@ -58,7 +58,7 @@ class Sheet:
         return address_of(self._view)
 
     def place(self, word: int) -> int:
-        """Address of a word for what copies."""
+        """Address of a word for copies."""
         return self.address + WORD_BYTES * word
 
     def read(self, word: int) -> int:
@@ -121,14 +121,14 @@ class HostTimeline:
             before.close()
 
     def sheet(self, number: int) -> Sheet:
-        """Raises NotFound where it is not open."""
+        """Find an open sheet. Raises NotFound."""
         found = self._sheets.get(number)
         if found is None:
             raise NotFound("sheet", number)
         return found
 
     def sheets(self) -> dict[int, Sheet]:
-        """Those that are open, by number."""
+        """Open sheets by number."""
         return dict(self._sheets)
 
     def close_sheet(self, number: int) -> None:
@@ -139,7 +139,7 @@ class HostTimeline:
             sheet.close()
 
     def place(self, word: int) -> int:
-        """Address of a word for what copies."""
+        """Address of a word for copies."""
         number, at = divmod(word, self.words)
         return self._sheets[number].place(at)
 

@@ -121,7 +121,7 @@ class KeyReused(InvalidRequest):
 
 
 class NotFound(CacheError):
-    """Nothing is known under that name."""
+    """The name is unknown."""
 
     code = ErrorCode.NOT_FOUND
     kind: str | None = None
@@ -226,7 +226,7 @@ class PoolExhausted(CacheError):
 
 
 class LimitExceeded(CacheError):
-    """More than a configured limit."""
+    """A configured limit is exceeded."""
 
     code = ErrorCode.LIMIT
     what: str | None = None
@@ -289,7 +289,7 @@ class SubscriberTooSlow(EventsMissed):
 
 
 class QuotaExceeded(CacheError):
-    """More than the tenant may have. ``got`` is None for a rate."""
+    """A tenant's quota is exceeded. ``got`` is None for a rate."""
 
     code = ErrorCode.QUOTA_EXCEEDED
     tenant: str | None = None

@@ -1,4 +1,4 @@
-"""Where a page's bytes lie on a tier: offsets and strides as data, so that movers never know a layout.
+"""Places of a page's bytes on a tier: offsets and strides as data, so that movers never know a layout.
 
 Device slabs are plane-major (each plane one tensor ``[pages, *page_shape]``; planes of equal width lie at one
 constant stride). Host pages are block-major (all planes of a block one after another, in the same order).
@@ -46,7 +46,7 @@ class Geometry:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Those that have a plane here, in order."""
+        """Layers that have a plane here, in order."""
         return tuple(sorted({span.plane.layer for span in self.spans}))
 
 

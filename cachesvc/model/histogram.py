@@ -23,10 +23,10 @@ LATENCY_SECONDS = (
     10.0,
     30.0,
 )
-"""From a call that is a look-up to one that waits for its whole limit."""
+"""Bounds from a call that is a look-up to one that waits for its whole limit, seconds."""
 
 AGE_SECONDS = (1, 5, 15, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 24 * 3600, 7 * 24 * 3600)
-"""From thrashing to idle for a week."""
+"""Bounds from thrashing to idle for a week, seconds."""
 
 
 class Histogram:

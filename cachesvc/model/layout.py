@@ -196,7 +196,7 @@ class Layout:
         return tuple(tuple(groups) for groups in found.values())
 
     def slab_pages(self, pages: Sequence[int]) -> tuple[int, ...]:
-        """For each group, the pages of the slab that it lies in; ``pages``: of each group."""
+        """Pages of the slab of each group; ``pages``: of each group."""
         sums = {group: sum(pages[each] for each in pool) for pool in self.pools for group in pool}
         return tuple(sums[group] for group in range(len(self.groups)))
 

@@ -33,7 +33,7 @@ class Urgency(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A transfer has ended: every byte has arrived."""
+    """Outcome of a transfer that ended well: every byte has arrived."""
 
 
 class CopiesHang(Exception):
@@ -92,7 +92,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class TimelineSlot:
-    """Where the progress of a transfer can be read: layer l is there once ``word`` has reached ``base + l + 1``.
+    """Words that show the progress of a transfer: layer l is there once ``word`` has reached ``base + l + 1``.
 
     Comparison is cyclic over 32 bits: reached means ``(value - target) mod 2^32 < 2^31``. ``failed_word`` holds
     ``base + layers`` of the last transfer on this slot that failed; ``word`` reaches its end even then.

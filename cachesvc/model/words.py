@@ -1,4 +1,4 @@
-"""The nouns that every floor shares: tiers, copy states, page runs and write policies."""
+"""Types shared by all layers: tiers, copy states, page runs and write policies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAMP_BITS = 48
 
 
 class Tier(Enum):
-    """Where bytes can lie, fastest first."""
+    """Tiers of memory, fastest first."""
 
     DEVICE = "device"
     HOST = "host"
@@ -33,7 +33,7 @@ ABSENT, FILLING, READY, DRAINING = CopyState
 
 
 class PageState(IntEnum):
-    """Where a page is; it is in exactly one of these at any moment."""
+    """State of a page; it has exactly one of these at any moment."""
 
     FREE = 0
     PRIVATE = 1
@@ -43,10 +43,9 @@ class PageState(IntEnum):
 
 
 class WritePolicy(Enum):
-    """When a sealed block's bytes are copied to the host tier.
-
-    ``WRITE_THROUGH``: as soon as the block is sealed. ``WRITE_THROUGH_SELECTIVE``: once it was hit often enough.
-    ``WRITE_BACK``: only when its last device copy is evicted.
+    """Time at which a sealed block's bytes are copied to the host tier. ``WRITE_THROUGH``: as soon as the block is
+    sealed. ``WRITE_THROUGH_SELECTIVE``: once it was hit often enough. ``WRITE_BACK``: only when its last device copy is
+    evicted.
     """
 
     WRITE_THROUGH = "write_through"

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from gpu_ops.gpu import Gpu
 
 SWITCH_SECONDS = 0.0002
-"""How long one thread may keep the interpreter from another: a job that has come waits for no earlier one's plan."""
+"""Interval after which one thread yields the interpreter to another, seconds: a new job waits for no earlier one's
+plan."""
 BACKLOG = 1
 
 log = logging.getLogger("cachesvc.mover")
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def equip(settings: Settings) -> Equipment:
-    """What a mover of these settings works with. Raises Unavailable, InvalidRequest."""
+    """Equipment of a mover with these settings. Raises Unavailable, InvalidRequest."""
     if settings.kind == "shm":
         return _shm(settings)
     if settings.kind == "cuda":
@@ -75,7 +76,7 @@ def equip(settings: Settings) -> Equipment:
 
 
 def _equip_only(device: str, settings: Settings) -> Equipment:
-    """For one device alone, where it has a name. Raises as ``equip``."""
+    """Equip for one device alone, where it has a name. Raises as ``equip``."""
     if device and settings.device != device:
         raise InvalidRequest(f"this mover is for {device}, not for {settings.device}")
     return equip(settings)
@@ -189,7 +190,7 @@ def _make_way(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
         if connection.connect_ex(path) != errno.ECONNREFUSED:
-            raise FileExistsError(f"{path} is another mover's, or nobody's to remove: choose another --socket")
+            raise FileExistsError(f"{path} is another mover's, or not a socket: choose another --socket")
     Path(path).unlink(missing_ok=True)
 
 

@@ -1,6 +1,6 @@
-"""What the daemon asks of a mover that is not urgent: one question at a time, an answer, descriptors beside them.
+"""Connection for rare questions of the daemon to a mover: one at a time, an answer, descriptors beside them.
 
-A message is 8 bytes (length of its head, length of its body), the head as JSON, the body as it is. Both sides are this
+A message is 8 bytes (length of its head, length of its body), the head as JSON, the raw body. Both sides are this
 package at one version, which the first answer tells; a mover of another one is refused.
 """
 
@@ -30,7 +30,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class Message(NamedTuple):
-    """Whoever receives one owns its descriptors."""
+    """Message whose receiver owns its descriptors."""
 
     head: dict[str, Any]
     body: bytes = b""
@@ -100,7 +100,7 @@ def _wait_at_most(connection: socket.socket, until: float | None) -> None:
 
 
 class Channel:
-    """The asking side. Any thread."""
+    """Asking side of a connection. Thread-safe."""
 
     def __init__(self, connection: socket.socket, on_broken: Callable[[], None]) -> None:
         """``on_broken``: nothing more can be asked, and the other side is to end."""
@@ -139,7 +139,7 @@ class Channel:
             self._on_broken()
 
     def close(self) -> None:
-        """Say that nothing more is asked, which is how a mover is told to end. Idempotent."""
+        """End the questions, by which a mover learns to end. Idempotent."""
         with contextlib.suppress(OSError):  # the other side went first
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -150,7 +150,7 @@ class Channel:
 
 
 def answer_all(connection: socket.socket, answer: Callable[[Message], Message]) -> None:
-    """The answering side, until the other one hangs up. What ``answer`` raises is told."""
+    """Answer questions until the other side closes. An error of ``answer`` goes back as its answer."""
     while True:
         try:
             asked = receive(connection)
@@ -178,5 +178,5 @@ def told_as(error: Exception) -> tuple[str, str]:
 
 
 def error_again(code: str, said: str) -> Exception:
-    """The error that ``told_as`` told of; one without a code is a MoverFault."""
+    """Error that ``told_as`` has encoded; one without a code is a MoverFault."""
     return BY_CODE[ErrorCode(code)].from_message(said) if code else MoverFault(said)

@@ -1,7 +1,7 @@
 """One device's mover, life after life: its jobs under way, its memory, and a new process when one has died.
 
-With a process go the slabs that it made; the words that its jobs' waiters wait for are set here then, so that nobody
-waits for ever. A new life begins with an empty device, with the words where they stood, and with the host's chunks.
+With a process go the slabs that it made; the words of its jobs' waiters are set here then, so that no waiter hangs. A
+new life begins with an empty device, with the words where they stood, and with the host's chunks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between attempts to start a mover again; pauses double. The first one comes at once."""
 LINGERING_PAUSE_S = 600.0
-"""After an attempt whose process could not be killed: each leaves one behind, with its memory."""
+"""Pause after an attempt whose process could not be killed, seconds: each leaves one behind, with its memory."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class SlabOfMover:
 
 @dataclass(slots=True)
 class _State:
-    """What changes with each life, under the lock of the mover. ``fault``: why the device does not work now."""
+    """State of one life, under the lock of the mover. ``fault``: reason why the device does not work now."""
 
     life: Life | None = None
     fault: str = ""
@@ -98,7 +98,7 @@ class DeviceMover:
         self._is_stopped = False
         self._limits: dict[Direction, int] = {}
         self.timeline = HostTimeline(words)  # of this life, or of the last one
-        self._opening = threading.Lock()  # of sheets: each is told to each life once
+        self._opening = threading.Lock()  # of sheets: each life gets each sheet once
         self._freeing = threading.Lock()  # of slabs: one that is being freed makes room for the next
         self._thread: threading.Thread | None = None
 
@@ -119,17 +119,17 @@ class DeviceMover:
         self._thread.start()
 
     def listen(self, on_end: OnEnd) -> None:
-        """Tell of jobs that end from now on."""
+        """Report ended jobs from now on."""
         self._on_end = on_end
 
     @property
     def fault(self) -> str:
-        """Why the device does not work now; empty while it does."""
+        """Reason why the device does not work now; empty while it does."""
         return self._now.fault
 
     @property
     def pid(self) -> int:
-        """The process of now, or of last."""
+        """Process id of the current or last process."""
         life = self._now.life
         return 0 if life is None else life.pid
 
@@ -159,7 +159,7 @@ class DeviceMover:
         self.timeline.close()
 
     def probe(self) -> None:
-        """Ask whether the device works; a mover whose device does not, or that is silent, gives way to a new one."""
+        """Ask whether the device works; a mover whose device does not, or that is silent, is replaced."""
         life = self._now.life
         if life is None or self._closing.is_set():
             return
@@ -172,7 +172,7 @@ class DeviceMover:
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def submit(self, job: RankJob) -> None:
-        """Hand a job over; one that nobody can take ends at once."""
+        """Hand a job over; a job without a live mover ends at once."""
         with self._lock:
             now = self._now
             if now.life is not None and not now.fault and not self._is_stopped:
@@ -184,7 +184,7 @@ class DeviceMover:
         self._end(job, RankEnd(job.ticket, self.device, Unavailable(f"the mover of {self.device} {why}"), None))
 
     def expedite(self, direction: Direction, ticket: int) -> None:
-        """A ticket is awaited now."""
+        """Make a ticket awaited."""
         self._put(records.expedite_record(direction, ticket))
 
     def pause_background(self, seconds: float) -> None:
@@ -192,19 +192,19 @@ class DeviceMover:
         self._put(records.pause_record(seconds))
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
-        """Another byte budget, which a mover that comes later gets too."""
+        """Set another byte budget; later movers get it too."""
         self._limits[direction] = bytes_per_second
         self._put(records.limit_record(direction, bytes_per_second))
 
     def forget(self, pools: Sequence[Pool]) -> None:
-        """No job names these pools any more."""
+        """Forget pools that no job names any more."""
         with self._lock:
             if self._now.life is not None:
                 for record in self._now.teller.forget(pools):
                     self._now.life.put(record)
 
     def began(self, ticket: int) -> float | None:
-        """When a job's first slice was started."""
+        """Time at which a job's first slice was started."""
         return self._now.began.get(ticket)
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ class DeviceMover:
             undo.pop_all()
         for limit in list(self._limits.items()):  # others may come meanwhile
             life.put(records.limit_record(*limit))
-        if self._closing.is_set():  # and who closes may have come before there was a life
+        if self._closing.is_set():  # a close may have come before there was a life
             life.kill()
 
     def _serve(self) -> None:

@@ -1,6 +1,6 @@
 """One life of a mover's process, as its daemon sees it: started or found, opened, and over when its connection ends.
 
-What the mover says comes as records to ``take``, on the thread of whoever calls it; the last one says that it died, and
+What the mover says comes as records to ``take``, on the reader's thread; the last one says that it died, and
 by then its process has ended: nothing of it writes to any memory any more.
 """
 
@@ -27,7 +27,7 @@ HURRY_SECONDS = 2.0
 ANSWER_SECONDS = 60.0
 """The longest that a question may take: making a GPU's context, pinning a chunk, or the end of copies under way."""
 GOING_SECONDS = 2.0
-"""How long a process may take to end after it has hung up; then it is killed."""
+"""Time limit of a process to end after it has hung up, seconds; then it is killed."""
 
 
 UNKILLABLE_SECONDS = 30.0
@@ -99,12 +99,12 @@ class Life:
         self, name: str, *, descriptors: Sequence[int] = (), seconds: float = ANSWER_SECONDS, **fields: Any
     ) -> Message:
         """Ask the mover, from any thread. Raises what it refuses with, and Unavailable where it is gone, or has not
-        answered in so many seconds: then it is ended."""
+        answered in ``seconds`` seconds: then it is ended."""
         return self._channel.ask(name, seconds, descriptors=descriptors, **fields)
 
     def open_sheet(self, number: int, before: Sheet | None = None) -> Sheet:
-        """Make words of a model, which go on where those of ``before`` stood, and have the mover write them: nobody
-        else can but this process, unless engines must. Raises as ``ask``."""
+        """Make words of a model, which go on where those of ``before`` stood, and have the mover write them: no other
+        process can but this one, unless engines must. Raises like ``ask``."""
         with ExitStack() as undo:
             try:
                 sheet = Sheet(self._settings.timeline_words, is_shared=self._settings.kind == "cuda")
@@ -136,7 +136,7 @@ class Life:
         sizes, files = [(chunk.region, chunk.size_bytes) for chunk in batch], [chunk.fd for chunk in batch]
         try:
             told = self.ask("register_hosts", descriptors=files, chunks=sizes).head["refused_of"]
-        except (CacheError, MoverFault) as error:  # whoever brought a chunk is to hear of it
+        except (CacheError, MoverFault) as error:  # the sender of a chunk must learn of it
             self._refused.update((chunk.region, error) for chunk in batch)
             return
         for chunk, refused in zip(batch, told, strict=True):
@@ -162,8 +162,8 @@ class Life:
                 self.ask("close_peer", region=region)
 
     def kill(self) -> None:
-        """It is of no use any more: end its process. One that was found and has not said what it is may be another
-        daemon's: that one is let go."""
+        """End the process. One that was found and has not said what it is may be another daemon's: that one is left
+        alone."""
         process = self._process
         if process is None or not (process.is_child or self._is_ours):
             self._channel.close()
@@ -182,14 +182,14 @@ class Life:
         self._channel.close()
 
     def wait_over(self) -> None:
-        """It was hung up on: wait until its work is over. One that takes too long is killed."""
+        """Wait, after hanging up, until its work is over. One that takes too long is killed."""
         self._watcher.join(ANSWER_SECONDS)
         if self._watcher.is_alive():
             self.kill()
             self._watcher.join()
 
     def give_back(self) -> None:
-        """It is over and all that it said was taken: close what is left of it, but for the words."""
+        """Close what is left of an ended life whose records were all taken, but for the words."""
         self._watcher.join()
         self._forget_process()
         self._jobs.close()
@@ -206,7 +206,7 @@ class Life:
         Writer(self._rings[1]).put(records.died_record())
 
     def _greet(self) -> dict[str, Any]:
-        """What it is. Raises Unavailable."""
+        """Greeting of the mover. Raises Unavailable."""
         try:
             return self.ask("hello").head
         except MoverGone as silent:

@@ -1,4 +1,4 @@
-"""Asks which GPUs there are, by a short-lived process: the daemon itself never calls the driver."""
+"""Lists the GPUs by a short-lived process: the daemon itself never calls the driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.model.interpreter import module_command
 
 LIST_SECONDS = 60.0
-"""The longest that the driver may take."""
+"""Time limit of the driver, seconds."""
 
 
 class ListedGpu(TypedDict):
@@ -28,7 +28,7 @@ class Listing:
     that is never asked ends by itself."""
 
     def __init__(self) -> None:
-        """Raises Unavailable."""
+        """Start the listing. Raises Unavailable."""
         command = module_command("cachesvc.mover", "--list")
         try:
             self._process = subprocess.Popen(  # noqa: S603
@@ -38,9 +38,11 @@ class Listing:
             raise _unlisted(error) from error
 
     def gpus(self) -> dict[str, Any]:
-        """What it said: ``gpus``, each with what it reaches; or why there are none (``absent``, ``broken``). Once.
+        """Its result, once: ``gpus``, each with the devices that it reaches; or why there are none (``absent``,
+        ``broken``).
 
-        Raises Unavailable."""
+        Raises Unavailable.
+        """
         said = b""
         try:
             told, said = self._process.communicate(timeout=LIST_SECONDS)

@@ -28,13 +28,13 @@ class Process(Protocol):
     is_child: bool
 
     def kill(self) -> None:
-        """End it. Nothing where it has ended."""
+        """End the process. No-op where it has ended."""
 
     def has_ended(self, seconds: float | None) -> bool:
         """Wait so long for its end (None: for as long as it takes)."""
 
     def close(self) -> None:
-        """It is not asked for any more. Idempotent."""
+        """Forget the process. Idempotent."""
 
 
 Begin = Callable[[], tuple[socket.socket, Process | None]]
@@ -50,11 +50,11 @@ class Child:
         self._process = process
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the child."""
         self._process.kill()
 
     def has_ended(self, seconds: float | None) -> bool:
-        """Wait for it."""
+        """Wait for its end."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -62,7 +62,7 @@ class Child:
         return True
 
     def close(self) -> None:
-        """It was waited for."""
+        """Forget a process that has ended."""
 
 
 class Found:
@@ -75,13 +75,13 @@ class Found:
         self._lock = threading.Lock()
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         with self._lock, contextlib.suppress(ProcessLookupError):
             if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def has_ended(self, seconds: float | None) -> bool:
-        """Wait for it."""
+        """Wait for its end."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(None if seconds is None else seconds * 1e3))

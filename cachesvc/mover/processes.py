@@ -1,7 +1,7 @@
 """The movers of all devices as processes: the daemon's memory and its movers in one, without any device's driver here.
 
-Regions have the daemon's numbers. A chunk of the host pool is told to every mover, a slab to its own and to those that
-reach its device. Whatever a mover must know is kept here, for the one that comes after it.
+Regions have the daemon's numbers. Every mover gets each chunk of the host pool; a slab goes to its own mover and to
+those that reach its device. Whatever a mover must know is kept here, for the one that comes after it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROBE_ANSWER_SECONDS = 10.0
 
 
 ASKED_SECONDS = 1.0
-"""How long movers are waited for that are asked at once. One that hangs answers, or is ended, while others go on."""
+"""Time limit of movers that are asked at once, seconds. One that hangs answers, or is ended, while others go on."""
 
 
 class _Chunk(NamedTuple):
@@ -68,7 +68,7 @@ class Processes:
         self._slabs: dict[int, tuple[DeviceMover, SlabOfMover]] = {}
         self._lives: dict[str, Life] = {}
         self._figures: dict[str, dict[str, Any]] = {}
-        self._untold: Counter[tuple[str, str]] = Counter()  # slabs that a target is not told of, by (source, target)
+        self._untold: Counter[tuple[str, str]] = Counter()  # slabs that a target does not know of, by (source, target)
         self._on_lost: Callable[[str, str], None] = _nobody_told
         self._at = {
             one.device: DeviceMover(
@@ -93,7 +93,7 @@ class Processes:
 
     @property
     def memory(self) -> Processes:
-        """Itself."""
+        """Memory of the devices: this object."""
         return self
 
     def devices(self) -> tuple[str, ...]:
@@ -155,11 +155,11 @@ class Processes:
         mover.open_sheet(sheet)
 
     def close_sheet(self, device: str, sheet: int) -> None:
-        """No job of the model comes any more."""
+        """Forget a model's words: no job of it comes any more."""
         _at_once([partial(self._mover(device).close_sheet, sheet)])
 
     def can_reach(self, source: str, target: str) -> bool:
-        """As the hardware says, while the target's mover knows the source's slabs."""
+        """True where the hardware can, while the target's mover knows the source's slabs."""
         self._mover(source)
         self._mover(target)
         return source == target or (self._is_wired(source, target) and not self._untold[source, target])
@@ -185,12 +185,12 @@ class Processes:
         return region
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
-        """Another byte budget for every device."""
+        """Set another byte budget for every device."""
         for mover in self._at.values():
             mover.limit_copies(direction, bytes_per_second)
 
     def fault(self, device: str) -> str:
-        """Why a device does not work now; empty while it does."""
+        """Reason why a device does not work now; empty while it does."""
         return self._mover(device).fault
 
     def probe(self) -> None:
@@ -211,8 +211,8 @@ class Processes:
         return slab[0].life().ask("read", region=region, offset=offset, size_bytes=size_bytes).body
 
     def measure(self) -> dict[str, dict[str, Any]]:
-        """What each device that works is and what its link costs, by name, measured on all at once; movers that come
-        later plan by it too. Raises Unavailable."""
+        """Facts and link figures of each device that works, by name, measured on all at once; movers that come later
+        plan by them too. Raises Unavailable."""
         lives = {device: mover.life() for device, mover in self._at.items() if not mover.fault}
         with ThreadPoolExecutor(len(self._at)) as threads:
             figures = threads.map(lambda life: life.ask("measure").head, lives.values())
@@ -220,7 +220,7 @@ class Processes:
         return self._figures
 
     def facts(self, device: str) -> dict[str, Any]:
-        """What is known of a device, as its mover told. Raises Unavailable."""
+        """Known facts of a device, as its mover reported them. Raises Unavailable."""
         return self._mover(device).life().facts
 
     def mover_pids(self) -> dict[str, int]:
@@ -262,12 +262,12 @@ class Processes:
         self._at[job.device].submit(job)
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
-        """A ticket is awaited now."""
+        """Make a ticket awaited."""
         for device in devices:
             self._mover(device).expedite(direction, ticket)
 
     def began(self, device: str, ticket: int) -> float | None:
-        """When a job's first slice was started."""
+        """Time at which a job's first slice was started."""
         return self._at[device].began(ticket)
 
     def pause_background(self, device: str, seconds: float) -> None:
@@ -275,14 +275,14 @@ class Processes:
         self._mover(device).pause_background(seconds)
 
     def forget(self, pools: Sequence[Pool]) -> None:
-        """No job names these pools any more."""
+        """Forget pools that no job names any more."""
         for mover in self._at.values():
             mover.forget(pools)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _equip(self, device: str, life: Life) -> None:
-        """A new life: what comes while it is equipped is told to it too, and all of it once."""
+        """Equip a new life: what comes meanwhile reaches it too, and all of it once."""
         with self._lock:
             self._lives[device] = life
             chunks, slabs = dict(self._chunks), list(self._slabs.values())
@@ -294,7 +294,7 @@ class Processes:
                 _tolerated(partial(life.learn_peer, slab.region, slab.handle, slab.fd))
 
     def _probe(self, device: str) -> None:
-        """Nothing while it is being asked."""
+        """Probe a device, unless a probe is in flight."""
         with self._lock:
             if device in self._asked:
                 return
@@ -360,7 +360,7 @@ def _at_once(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def _tolerated(call: Callable[[], object]) -> None:
-    """A mover that dies meanwhile is told with its next life, or never again."""
+    """Run a call; a mover that dies meanwhile learns of it with its next life, or never again."""
     try:
         call()
     except (CacheError, MoverFault) as refused:

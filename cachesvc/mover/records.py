@@ -1,8 +1,8 @@
-"""What the rings carry: jobs and their pools as columns of numbers, and their ends.
+"""Records of the rings: jobs and their pools as columns of numbers, and their ends.
 
-A pool is told once: its geometry (rows of layer, offset, width, stride) and its table (rows of first page, pages,
+A pool is sent once: its geometry (rows of layer, offset, width, stride) and its table (rows of first page, pages,
 region, offset), each under a number. A job is then ``JOB_FIELDS``, six numbers for each group that it moves (two pools
-and two counts), and the page ids as they are: some microseconds and 16 bytes a block. All numbers have 64 bits; few are
+and two counts), and the plain page ids: some microseconds and 16 bytes a block. All numbers have 64 bits; few are
 packed and unpacked without NumPy, each of whose functions takes a processor that has just woken 10 us and more.
 """
 
@@ -36,10 +36,10 @@ _END = struct.Struct("<4q")
 _BY_COSTS = -2
 _WAYS, _URGENCIES = tuple(Direction), tuple(Urgency)
 _FROM_PEER = len(_WAYS)
-"""The way of a load from another replica."""
+"""Number of the way of a load from another replica."""
 MOST_REASON_BYTES = 4096
 KEPT_TABLES = 64
-"""Tables of one geometry that are told before all are told anew: a host pool has a new one when a chunk comes."""
+"""Tables of one geometry that are sent before all are sent anew: a host pool has a new one when a chunk comes."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -53,7 +53,7 @@ class _Told(NamedTuple):
 
 
 class Teller:
-    """The daemon's side of one mover's pools: what it was told already. One thread at a time."""
+    """The daemon's side of one mover's pools: what that mover knows already. One thread at a time."""
 
     def __init__(self) -> None:
         self._told: dict[int, _Told] = {}
@@ -132,7 +132,7 @@ class Listener:
         self._pools.pop(int(numbers[1]), None)
 
     def job(self, record: bytes) -> RankJob:
-        """The job of a record. Raises KeyError for pools that were never told."""
+        """Job of a record. Raises KeyError for unknown pools."""
         _, ticket, way, urgency, step, *places, count = _HEAD.unpack_from(record)
         pages = np.frombuffer(record, np.int64, offset=_HEAD.size + _MOVE.size * count)
         moves: list[GroupMove] = []
@@ -150,37 +150,37 @@ class Listener:
 
 
 def expedite_record(direction: Direction, ticket: int) -> list[Part]:
-    """Somebody waits for a ticket now."""
+    """Record that makes a ticket awaited."""
     return [_packed(EXPEDITE, _WAYS.index(direction), ticket)]
 
 
 def expedited(numbers: Int64s) -> tuple[Direction, int]:
-    """What ``expedite_record`` says."""
+    """Contents of ``expedite_record``."""
     return _WAYS[int(numbers[1])], int(numbers[2])
 
 
 def pause_record(seconds: float) -> list[Part]:
-    """Hold background stores back for a while."""
+    """Record that holds background stores back for a while."""
     return [_packed(PAUSE, round(seconds * 1e6))]
 
 
 def limit_record(direction: Direction, bytes_per_second: int) -> list[Part]:
-    """Another byte budget."""
+    """Record of another byte budget."""
     return [_packed(LIMIT, _WAYS.index(direction), bytes_per_second)]
 
 
 def limited(numbers: Int64s) -> tuple[Direction, int]:
-    """What ``limit_record`` says."""
+    """Contents of ``limit_record``."""
     return _WAYS[int(numbers[1])], int(numbers[2])
 
 
 def stop_record() -> list[Part]:
-    """Take nothing more."""
+    """Record that ends the jobs."""
     return [_packed(STOP)]
 
 
 def end_record(end: RankEnd) -> list[Part]:
-    """A job has ended."""
+    """Record of a job's end."""
     began = -1 if end.began is None else round(end.began * 1e9)
     head = _packed(ENDED, end.ticket, began, end.error is not None)
     if end.error is None:
@@ -190,7 +190,7 @@ def end_record(end: RankEnd) -> list[Part]:
 
 
 def end_of(record: bytes, device: str) -> RankEnd:
-    """What ``end_record`` says."""
+    """Contents of ``end_record``."""
     _, ticket, began, is_failed = _END.unpack_from(record)
     code, _, said = record[_END.size :].decode(errors="replace").partition(" ")
     error = error_again(code, said) if is_failed else None
@@ -198,22 +198,22 @@ def end_of(record: bytes, device: str) -> RankEnd:
 
 
 def began_record(ticket: int, began: float) -> list[Part]:
-    """The first slice of a job was started."""
+    """Record of the start of a job's first slice."""
     return [_packed(BEGAN, ticket, round(began * 1e9))]
 
 
 def began_of(numbers: Int64s) -> tuple[int, float]:
-    """What ``began_record`` says."""
+    """Contents of ``began_record``."""
     return int(numbers[1]), float(numbers[2]) / 1e9
 
 
 def broken_record(fault: str) -> list[Part]:
-    """The device no longer works for this mover."""
+    """Record of a device that no longer works for this mover."""
     return [_packed(BROKEN), fault.encode()[:MOST_REASON_BYTES]]
 
 
 def died_record() -> list[Part]:
-    """Nothing comes after this."""
+    """Record of a mover's death: the last one."""
     return [_packed(DIED)]
 
 

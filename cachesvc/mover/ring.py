@@ -1,12 +1,12 @@
 """Records from one process to another through shared memory, in order, with a futex in place of a socket.
 
-    word 0    how far the writer has come    (in units of 8 bytes, cyclic over 32 bits)
-    word 16   how far the reader has come    (in a cache line of its own)
+    word 0    position of the writer    (in units of 8 bytes, cyclic over 32 bits)
+    word 16   position of the reader    (in a cache line of its own)
     page 1 .. the bytes, as a circle
 
 A record is cut into frames: 8 bytes (length, and whether more of the record follows), then the bytes, filled up to 8.
-Whoever moves a word wakes who waits on it; a wake that nobody waits for costs a microsecond. One process writes and one
-reads. Memory that the other side can write is believed: both ends are the daemon's own.
+The side that moves a word wakes its waiter; a wake without a waiter costs a microsecond. One process writes and one
+reads. Each side trusts memory that the other can write: both ends are the daemon's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FRAME = struct.Struct("<II")
 _MORE = 1
 CYCLE = 0xFFFFFFFF
 LOOK_S = 0.25
-"""How late a writer notices at most that it was closed, or a reader that it was stopped."""
+"""Longest delay after which a writer notices that it was closed, or a reader that it was stopped, seconds."""
 Part = bytes | npt.NDArray[np.int64]
 
 
@@ -39,7 +39,7 @@ class Ring:
     """The shared memory of one ring. ``size_bytes``: of the circle, a power of two from 4096 on."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Takes over ``fd``."""
+        """Map the ring; takes over ``fd``."""
         assert size_bytes >= HEAD_BYTES
         assert not size_bytes & (size_bytes - 1)
         self.fd = fd
@@ -51,11 +51,11 @@ class Ring:
 
     @classmethod
     def make(cls, name: str, size_bytes: int) -> Ring:
-        """An empty one. Raises OSError."""
+        """Make an empty ring. Raises OSError."""
         return cls(sealed_memfd(name, HEAD_BYTES + size_bytes), size_bytes)
 
     def mark(self, word: int) -> int:
-        """How far a side has come: ``WRITTEN`` or ``READ``. What it did before is seen from here on."""
+        """Position of a side: ``WRITTEN`` or ``READ``. What it did before is seen from here on."""
         come = self._marks[word]
         fence()
         return come
@@ -112,7 +112,7 @@ class Writer:
                 threading.Thread(target=self._pump, name="ring-pump", daemon=True).start()
 
     def close(self) -> None:
-        """Forget what found no room. Idempotent."""
+        """Drop records that found no room. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._waiting.clear()
@@ -155,7 +155,7 @@ class Reader:
 
     def wait(self) -> bool:
         """Sleep until something is there that was not read; False once it was stopped. What was taken before is done
-        with now: the writer is told here, and not before it is carried out, which begins at once."""
+        with now: the writer learns it here, and not before it is carried out, which begins at once."""
         words, target = self._ring.words, self._at + 1
         if self._ring.mark(READ) != self._at:
             store_and_wake(words, READ, self._at)
@@ -169,7 +169,7 @@ class Reader:
         wake(self._ring.words, WRITTEN)
 
     def take(self) -> list[bytes]:
-        """All whole records that are there, in order."""
+        """Take all whole records, in order."""
         ring, found = self._ring, []
         written = ring.mark(WRITTEN)
         while self._at != written:

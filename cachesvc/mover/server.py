@@ -32,8 +32,8 @@ from cachesvc.swap.movers import Inside, RankEnd
 log = logging.getLogger(__name__)
 
 READER_SECONDS = 2.0
-"""How long the end waits for who reads jobs. Longer, it stands in a call of the driver: the backend waits for that at
-its end, or finds that it hangs."""
+"""Time for which the end waits for the thread that reads jobs, seconds. Longer, it stands in a call of the driver: the
+backend waits for that at its end, or finds that it hangs."""
 
 
 class MoverBackend(Backend, Protocol):
@@ -50,8 +50,8 @@ class MoverBackend(Backend, Protocol):
 
 
 class Equipment(NamedTuple):
-    """What a mover works with. ``facts``: what is known of its device, by the names of DeviceStatus. ``measure``: its
-    link's figures by name, and what plans cost on it; None: nothing can be measured. ``costs``: until then."""
+    """Equipment of a mover. ``facts``: known facts of its device, by the names of DeviceStatus. ``measure``: its link's
+    figures by name, and the costs of plans on it; None: nothing can be measured. ``costs``: until then."""
 
     backend: MoverBackend
     facts: Callable[[], dict[str, Any]]
@@ -69,7 +69,7 @@ class Server:
         self._work: _Work | None = None
 
     def serve(self) -> None:
-        """Until the daemon hangs up; then give everything back."""
+        """Serve until the daemon hangs up, then free everything."""
         try:
             answer_all(self._connection, self._answer)
         finally:
@@ -92,7 +92,7 @@ class Server:
 
 
 class _Work:
-    """One device, between ``start`` and ``close``."""
+    """State of one device, between ``start`` and ``close``."""
 
     def __init__(self, device: str, equipment: Equipment, jobs: int, ends: int) -> None:
         """The descriptors are the connection's; copies of them are kept."""
@@ -122,7 +122,7 @@ class _Work:
         }
 
     def start(self) -> Message:
-        """Take the device and begin to take jobs; tells of the device."""
+        """Take the device and begin to take jobs; returns the device's facts."""
         self._backend.start()
         self._inside.listen(self._ended)
         self._thread.start()
@@ -160,7 +160,7 @@ class _Work:
                     self._carry_out(kind, record)
                 except Exception as broken:
                     log.exception("mover_record_broke kind=%d", kind)
-                    if kind == records.JOB:  # nobody else would end it; its words are the daemon's to set
+                    if kind == records.JOB:  # no other code would end it; its words are the daemon's to set
                         ticket = int.from_bytes(record[8:16], "little")
                         self._ended(RankEnd(ticket, self._device, broken, None))
 
@@ -216,8 +216,8 @@ class _Work:
         return Message({})
 
     def _register_hosts(self, asked: Message) -> Message:
-        """Side by side, for the driver pins by one thread more slowly than several fill memory; tells of each what
-        refused it, if anything did."""
+        """Register memory at the mover and the GPU side by side, for the driver pins by one thread more slowly than
+        several fill memory; reports the refusal of each, if any."""
         with ThreadPoolExecutor(MOST_DESCRIPTORS) as pins:
             return Message({"refused_of": list(pins.map(self._register_host, asked.head["chunks"], asked.descriptors))})
 
@@ -254,7 +254,7 @@ class _Work:
         return Message(figures)
 
     def _plan_by(self, asked: Message) -> Message:
-        """Another mover of this device has measured."""
+        """Plan by another mover's measurements of this device."""
         self._inside.plan_by(costs_told(asked.head["figures"]))
         return Message({})
 
@@ -264,7 +264,7 @@ class _Work:
         return Message({"fault": self._backend.fault(self._device)})
 
     def _close(self, asked: Message) -> Message:
-        """The daemon has told this mover by the ring to stop."""
+        """Stop: the daemon has sent this mover a stop by the ring."""
         del asked
         self._finish()
         return Message({})

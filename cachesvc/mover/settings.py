@@ -1,4 +1,4 @@
-"""What a mover is told at its start: which device it is for, and how copies share the link."""
+"""Settings of a mover at its start: its device, and the rules by which copies share the link."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from cachesvc.memory.arbiter import SLICE_BYTES, CopyRules
 from cachesvc.memory.timeline import TIMELINE_WORDS
 
 JOBS_BYTES = 4 << 20
-"""Of the ring of jobs: a quarter of a million pages of either side that are not read yet; more wait in the daemon."""
+"""Size of the ring of jobs: a quarter of a million pages of either side that are not read yet; more wait in the
+daemon."""
 ENDS_BYTES = 1 << 20
-"""Of the ring of ends: of every job of a model that can be under way, were each to fail with a reason of 200 bytes."""
+"""Size of the ring of ends: of every job of a model that can be in flight, were each to fail with a reason of 200
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,10 @@ class Settings:
     log_level: str = "info"
 
     def told(self) -> dict[str, Any]:
-        """As numbers and words, for ``Settings(**told)``."""
+        """The settings as numbers and words, for ``Settings(**told)``."""
         return asdict(self)
 
     @property
     def rules(self) -> CopyRules:
-        """How copies share the link."""
+        """Rules by which copies share the link."""
         return CopyRules(self.slice_bytes, self.load_limit, self.store_limit)

@@ -8,6 +8,6 @@
     Beat every few seconds, Return              pins go; without a beat they go when the lease lapses
 
 The reader owns the destination and reads by itself, so no byte of a dead or late peer lands in memory that is another's
-by now. The lender sends from pinned pages and unpins only when nobody sends from them any more. No memory is open to
-whoever reaches a port: bytes go out for a secret of 256 bits that is good for one connection of one lease.
+by now. The lender sends from pinned pages and unpins only when no stream sends from them any more. No memory is open to
+a host that reaches a port: bytes go out for a secret of 256 bits that is good for one connection of one lease.
 """

@@ -27,17 +27,17 @@ from cachesvc.telemetry import events
 THREADS = 4
 MOST_WAITING = 1024
 ASK_SECONDS = 0.5
-"""For an answer without bytes."""
+"""Time limit of an answer without bytes, seconds."""
 CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 5.0
 UNUSED_SECONDS = 10.0
-"""What was borrowed and is not read by then is given back."""
+"""Time after which unread loans are given back, seconds."""
 CLOSE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
 class Held:
-    """What a peer lends: ``numbers`` by name."""
+    """Loan of a peer: ``numbers`` by name."""
 
     peer: Peer
     loan: Loan
@@ -94,13 +94,13 @@ class PeerStorage:
         self._keeper.start()
 
     def register(self, chunk: memoryview) -> None:
-        """Any memory will do."""
+        """No-op: any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
-        """Peers know their models by themselves."""
+        """No-op: peers know their models by themselves."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
-        """They have to be asked, unless none can be, or all were a moment ago."""
+        """Return None, since peers must be asked, unless none can be, or all were a moment ago."""
         first = keys[:KEY_BYTES]
         can_be_asked = any(peer.is_usable and not peer.lacks(first) for peer in self.peers)
         return None if can_be_asked and first else 0
@@ -120,7 +120,7 @@ class PeerStorage:
         self._add(Job(ask, partial(found, nothing), deadline))
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """What was borrowed. All else is a MISS."""
+        """Read borrowed objects. All others are a MISS."""
         missing = dict(enumerate(items))
         wanted: list[Wanted] = []
         with self._changed:
@@ -155,7 +155,7 @@ class PeerStorage:
         return getattr(self._telling, "peer", None) is not None
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """What just came from a peer was not what its name says: that peer is not asked for a while."""
+        """Note that an object from a peer was not what its name says: that peer is not asked for a while."""
         peer: Peer | None = getattr(self._telling, "peer", None)
         if peer is not None and names:
             peer.counts["wrong"] += 1
@@ -163,11 +163,11 @@ class PeerStorage:
             events.warning("peer_object_wrong", peer=peer.control.address)
 
     def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
-        """Nothing here is ours."""
+        """Purge nothing: peers own their objects."""
         return 0
 
     def status(self) -> StoreStatus:
-        """Nothing is kept."""
+        """Report an empty store."""
         return StoreStatus()
 
     def attention(self) -> list[str]:
@@ -180,7 +180,7 @@ class PeerStorage:
         ]
 
     def holds(self, name: ObjectName) -> bool:
-        """True for what is borrowed."""
+        """True for borrowed objects."""
         return name in self._held
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class PeerStorage:
                 events.failure("peer_job_broke")
 
     def _borrow(self, names: list[ObjectName]) -> list[bool]:
-        """Which of the names a peer lends from now on; all of one scope."""
+        """Borrow names of one scope; return the leading ones that a peer lends from now on."""
         scope = names[0].scope
         keys = list(dict.fromkeys(name.key for name in names))
         parts = list(dict.fromkeys(name.part for name in names))
@@ -266,14 +266,14 @@ class PeerStorage:
         return [name in lent for name in names]
 
     def _refuse(self, wanted: Wanted, each: Each) -> None:
-        """From any thread, which waits for no peer: it is given back with the next beat."""
+        """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""
         for index, _ in wanted.items:
             each(index, Outcome.BUSY)
         with self._changed:
             self._unread.append(wanted.held)
 
     def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
-        """All items of a loan, over one stream. Each of them ends, and is not written to any more then."""
+        """Read all items of a loan, over one stream. Each of them ends, and is not written to any more then."""
         held, left = wanted.held, deque(wanted.items)
         self._telling.peer = held.peer
         try:
@@ -287,7 +287,7 @@ class PeerStorage:
         self._give_back(held)
 
     def _stream(self, held: Held, left: deque[tuple[int, Item]], deadline: float, each: Each) -> None:
-        """Raises OSError; what is ``left`` then has not come."""
+        """Read items from a stream. Raises OSError; the items ``left`` then have not come."""
         numbers = [held.numbers[item.name] for _, item in left]
         limit = min(deadline - time.monotonic(), CONNECT_SECONDS)
         if limit <= 0:
@@ -341,7 +341,7 @@ class PeerStorage:
                 self._give_back(held, min(ASK_SECONDS, left))
 
     def beat(self) -> None:
-        """Tell peers what is still wanted, and give back what nobody came for."""
+        """Send heartbeats for loans still wanted, and give back abandoned ones."""
         for held in self._take_unread():
             self._give_back(held)
         now = self._clock()

@@ -1,4 +1,4 @@
-"""What a borrower asks of another daemon, apart from the bytes themselves."""
+"""Questions of a borrower to another daemon, apart from the bytes themselves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class HandshakeFailed(Unavailable):
 
 
 class Loan(NamedTuple):
-    """What another daemon lends. ``lent``: for each key and part (parts of a key together) whether it is there.
-    ``host``, ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a beat."""
+    """Loan of another daemon. ``lent``: for each key and part (parts of a key together) whether it is there. ``host``,
+    ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a heartbeat."""
 
     lease: int
     epoch: int
@@ -31,16 +31,16 @@ class PeerControl(Protocol):
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
+        """Address of the peer, HOST:PORT."""
 
     def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan | None:
         """Have what is there of packed ``keys`` kept; None where nothing is. ``seconds``: for the answer."""
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
-        """They are still wanted."""
+        """Keep loans with a heartbeat."""
 
     def give_back(self, lease: int, seconds: float) -> None:
-        """It is not wanted any more."""
+        """Give back a loan."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""

@@ -1,7 +1,7 @@
-"""What this daemon lends: pinned pages by lease, for as long as beats come, and not a moment too short for a sender.
+"""Loans of this daemon: pinned pages by lease, while heartbeats come, and until the last sender has finished.
 
-A lease that is given back or lapses is over at once: its streams are cut. ``quiet`` is told of it when the last sender
-has let go of its pages, and only then may they be used for anything else.
+A lease that is given back or lapses is over at once: its streams are cut. ``quiet`` is called for it when the last
+sender has finished with its pages; only then may they be used for anything else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Lent:
 
 
 class Desk:
-    """Any thread. ``quiet(lease)`` is told once of each lease, from any thread."""
+    """Thread-safe. ``quiet(lease)`` is called once for each lease, from any thread."""
 
     def __init__(self, clock: Callable[[], float], quiet: Callable[[int], None]) -> None:
         self._clock = clock
@@ -77,14 +77,14 @@ class Desk:
             return True
 
     def give_back(self, lease: int) -> None:
-        """It is over. Twice is fine."""
+        """End a loan. Idempotent."""
         with self._lock:
             lent = self._lent.get(lease)
         if lent is not None:
             self._end(lent)
 
     def expire(self) -> None:
-        """Now and then: what has not been heard of is over."""
+        """End loans whose heartbeats have stopped. Called periodically."""
         now = self._clock()
         with self._lock:
             late = [lent for lent in self._lent.values() if not lent.is_over and lent.until <= now]
@@ -93,7 +93,7 @@ class Desk:
             self._end(lent)
 
     def end_all(self) -> None:
-        """The daemon ends."""
+        """End all loans, at the daemon's end."""
         for lease in list(self._lent):
             self.give_back(lease)
 
@@ -112,7 +112,7 @@ class Desk:
 
     @contextmanager
     def sending(self, lent: Lent) -> Iterator[bool]:
-        """Its pages stay meanwhile. False where it is over: nothing may be sent."""
+        """Hold a loan's pages while they are sent. False where the loan is over: nothing may be sent."""
         with self._lock:
             may_send = not lent.is_over
             lent.senders += may_send
@@ -139,7 +139,7 @@ class Desk:
             self._quiet(lent.lease)
 
     def _is_quiet(self, lent: Lent) -> bool:
-        """Under the lock: nobody sends from its pages, and nobody will; it is forgotten then."""
+        """Under the lock: true once no stream sends from its pages, and none will; it is forgotten then."""
         is_quiet = lent.is_over and not lent.senders and lent.lease in self._lent
         if is_quiet:
             del self._lent[lent.lease]
@@ -147,7 +147,7 @@ class Desk:
 
 
 def cut(stream: socket.socket) -> None:
-    """Whoever sends or receives there is told at once."""
+    """Cut a stream: its sender and its receiver get an error at once."""
     try:
         stream.shutdown(socket.SHUT_RDWR)
     except OSError:  # it has ended already

@@ -1,4 +1,4 @@
-"""Whether another daemon is asked: not for a while after it failed, twice as long each time."""
+"""Health of another daemon: it is not asked for a while after it failed, twice as long each time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 WARN_SECONDS = 300.0
 """Between two warnings that certificates are not trusted."""
 ABSENT_SECONDS = 1.0
-"""How long a prefix that it did not have is not asked for again."""
+"""Time for which an absent prefix is not asked for again, seconds."""
 MOST_ABSENT = 4096
 
 
@@ -40,12 +40,12 @@ class Peer:
         return self._clock() >= self._until
 
     def lacks(self, key: bytes) -> bool:
-        """True where it was asked lately, and had nothing that begins with this block."""
+        """True where a recent question found nothing that begins with this block."""
         with self._lock:
             return self._absent.get(key, 0.0) > self._clock()
 
     def worked(self, epoch: int) -> None:
-        """It answered in time. With another epoch it is another life, which may have what the last one lacked."""
+        """Note an answer in time. Another epoch is another life, which may have what the last one lacked."""
         with self._lock:
             self._pause = 0.0
             self.distrust = ""
@@ -54,7 +54,7 @@ class Peer:
                 self._absent.clear()
 
     def had_nothing(self, key: bytes) -> None:
-        """Of the blocks from this one on."""
+        """Note that the peer lacks the blocks from this one on."""
         with self._lock:
             self.counts["absent"] += 1
             self._absent[key] = self._clock() + ABSENT_SECONDS
@@ -63,7 +63,8 @@ class Peer:
                 self._absent.popitem(last=False)
 
     def distrusts(self, reason: str) -> bool:
-        """Its certificate is not trusted here, or ours not there. True where it is time to warn again."""
+        """Note that a certificate is not trusted, the peer's here or ours there. True where it is time to warn
+        again."""
         with self._lock:
             is_new, self.distrust = not self.distrust, reason
             is_due = is_new or self._clock() >= self._warn_at
@@ -72,7 +73,7 @@ class Peer:
             return is_due
 
     def failed(self, reason: str) -> None:
-        """It did not answer, or not in time, or wrongly."""
+        """Note a missing, late or wrong answer."""
         with self._lock:
             self.counts["failed"] += 1
             self.reason = reason

@@ -27,15 +27,15 @@ from cachesvc.telemetry import events
 
 MOST_STREAMS = 64
 MOST_STREAMS_OF_ONE = 16
-"""Of one address: a borrower has four at a time."""
+"""Most streams of one address: a borrower has four at a time."""
 PAUSE_SECONDS = 0.1
-"""Before the next attempt where no descriptor is left."""
+"""Pause before the next attempt where no descriptor is left, seconds."""
 HELLO_SECONDS = 5.0
-"""For a secret; who has none does not keep a place."""
+"""Time limit for a secret, seconds: a connection without one does not keep a place."""
 SILENT_SECONDS = 60.0
 """Between two requests of a stream: its lease ends it sooner."""
 STUCK_SECONDS = 10.0
-"""Of a borrower that takes nothing more."""
+"""Time limit of a borrower that takes nothing more, seconds."""
 
 
 class Lender:
@@ -132,7 +132,7 @@ class Lender:
         return lent
 
     def _send(self, stream: socket.socket, lent: Lent, number: int) -> None:
-        """One object, from pages that stay until it is sent. Raises OSError."""
+        """Send one object, from pages that stay until it is sent. Raises OSError."""
         with self._desk.sending(lent) as may_send:
             if not may_send:
                 raise StreamEnded("the lease is over")

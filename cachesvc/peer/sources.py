@@ -30,7 +30,7 @@ from cachesvc.storage.seam import (
 
 
 class Sources:
-    """``peers`` first, then ``store``."""
+    """Two engines in one: ``peers`` first, then ``store``."""
 
     def __init__(self, peers: PeerStorage, store: StorageBackend) -> None:
         self.kind = store.kind
@@ -39,30 +39,30 @@ class Sources:
         self.store = store
 
     def start(self) -> None:
-        """Both. Raises a CacheError that says what is missing."""
+        """Start both. Raises a CacheError that says what is missing."""
         self.store.start()
         self.peers.start()
 
     def register(self, chunk: memoryview) -> None:
-        """With the store: peers need none."""
+        """Register memory with the store: peers need none."""
         self.store.register(chunk)
 
     def describe(self, scope: Scope, label: str) -> None:
-        """To the store."""
+        """Set the label in the store."""
         self.store.describe(scope, label)
 
     def watch(self, gone: Gone) -> None:
-        """The store's."""
+        """Watch the store's evictions."""
         self.store.watch(gone)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        """None while a peer can be asked, else what the store says."""
+        """Return None while a peer can be asked, else the store's hint."""
         stored = self.store.expects(scope, keys, parts)
         has_all = stored is not None and stored * KEY_BYTES == len(keys)
         return stored if has_all or self.peers.expects(scope, keys, parts) is not None else None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """What either has."""
+        """Find the objects that either has."""
 
         def lent(there: Sequence[bool]) -> None:
             rest = [name for name, is_there in zip(names, there, strict=True) if not is_there]
@@ -79,7 +79,7 @@ class Sources:
         self.peers.exists(names, deadline, lent)
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """What is borrowed from its peer (LENT), or else from the store."""
+        """Read what is borrowed from its peer (LENT), or else from the store."""
         lent: list[int] = []
         mine: list[int] = []
         for index, item in enumerate(items):
@@ -98,34 +98,34 @@ class Sources:
             self._get_stored(mine, items, deadline, each)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """To the store."""
+        """Write to the store."""
         self.store.put(items, deadline, each)
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """Where it came from: a peer's wrong object says nothing against the store's."""
+        """Remove an object where it came from: a peer's wrong object says nothing against the store's."""
         if self.peers.is_telling:
             self.peers.remove(names)
         else:
             self.store.remove(names)
 
     def purge(self, scope: Scope | None) -> int:
-        """The store's."""
+        """Purge the store."""
         return self.store.purge(scope)
 
     def status(self) -> StoreStatus:
-        """The store's."""
+        """Status of the store."""
         return self.store.status()
 
     def totals(self) -> Totals:
-        """The store's."""
+        """Totals of the store."""
         return self.store.totals()
 
     def check_all(self, check: Check) -> Checked:
-        """The store's."""
+        """Check the store."""
         return self.store.check_all(check)
 
     def close(self) -> None:
-        """Both."""
+        """Close both."""
         self.peers.close()
         self.store.close()
 
@@ -135,7 +135,7 @@ class Sources:
 
 
 class Nowhere:
-    """In place of a store where there is none: keeps the last few small objects, so that a canary comes back."""
+    """Empty store for nodes without storage: it keeps the last few small objects, so that a canary comes back."""
 
     kind = "peers"
     MOST_OBJECTS = 4
@@ -147,28 +147,28 @@ class Nowhere:
         self._is_open = False
 
     def start(self) -> None:
-        """Nothing to begin."""
+        """Open at once."""
         self._is_open = True
 
     def register(self, chunk: memoryview) -> None:
-        """Nothing comes there."""
+        """No-op: no memory is written."""
 
     def describe(self, scope: Scope, label: str) -> None:
-        """Nobody asks."""
+        """Do nothing: labels have no reader here."""
 
     def watch(self, gone: Gone) -> None:
-        """Nothing is kept."""
+        """No-op: nothing is evicted."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
-        """Nothing."""
+        """Expect nothing."""
         return 0
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:  # noqa: ARG002
-        """Of the last few."""
+        """Find none, for the last few calls."""
         found([name in self._kept for name in names])
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
-        """Of the last few."""
+        """Answer MISS, for the last few calls."""
         for index, item in enumerate(items):
             content = self._kept.get(item.name, b"")
             if len(content) != len(item.head) + item.payload_bytes:
@@ -181,7 +181,7 @@ class Nowhere:
             each(index, Outcome.OK)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
-        """Small ones, for a moment."""
+        """Keep small objects for a moment."""
         for index, item in enumerate(items):
             if not self._is_open or item.payload_bytes > self.MOST_BYTES:
                 each(index, Outcome.BUSY)
@@ -192,26 +192,26 @@ class Nowhere:
             each(index, Outcome.OK)
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """Forget them."""
+        """Forget objects."""
         for name in names:
             self._kept.pop(name, None)
 
     def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
-        """There is nothing to forget."""
+        """Purge nothing."""
         return 0
 
     def status(self) -> StoreStatus:
-        """Nothing is kept."""
+        """Report an empty store."""
         return StoreStatus()
 
     def totals(self) -> Totals:
-        """Nothing."""
+        """Report no objects."""
         return Totals(0, 0, 0, 0)
 
     def check_all(self, check: Check) -> Checked:  # noqa: ARG002 - the seam's
-        """There is nothing to look at."""
+        """Check nothing."""
         return Checked()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close. Idempotent."""
         self._is_open = False

@@ -23,7 +23,7 @@ COUNT = struct.Struct("<I")
 ANSWER = struct.Struct("<IIQ")
 OK, GONE = 0, 1
 MOST_NUMBERS = 1 << 16
-"""In one request."""
+"""Most numbers in one request."""
 
 
 class StreamEnded(OSError):
@@ -31,7 +31,7 @@ class StreamEnded(OSError):
 
 
 def send_pieces(stream: socket.socket, pieces: Sequence[memoryview | bytes]) -> None:
-    """All of them. Raises OSError."""
+    """Send all pieces. Raises OSError."""
     for piece in pieces:
         stream.sendall(piece)
 
@@ -51,19 +51,19 @@ def receive_into(stream: socket.socket, piece: memoryview, deadline: float) -> N
 
 
 def receive(stream: socket.socket, size_bytes: int, deadline: float) -> bytes:
-    """Some bytes. Raises OSError."""
+    """Receive some bytes. Raises OSError."""
     content = bytearray(size_bytes)
     receive_into(stream, memoryview(content), deadline)
     return bytes(content)
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """A request."""
+    """Pack a request."""
     return COUNT.pack(len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers)
 
 
 def receive_numbers(stream: socket.socket, deadline: float) -> tuple[int, ...]:
-    """A request. Raises OSError."""
+    """Receive a request. Raises OSError."""
     (count,) = COUNT.unpack(receive(stream, COUNT.size, deadline))
     if not 0 < count <= MOST_NUMBERS:
         raise StreamEnded(f"a request for {count} objects")

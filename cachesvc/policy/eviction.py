@@ -21,7 +21,7 @@ RankRule = Callable[[int, int, int], int]
 
 
 def lru(stamp: int, hits: int, depth: int) -> int:
-    """Least recently used first."""
+    """Rank by the last access: least recently used first."""
     return stamp
 
 
@@ -57,7 +57,7 @@ class Eviction:
 
 
 def same_order(before: str, after: str) -> bool:
-    """True where the second policy can go on from where the first one is: equal candidates go in the same order."""
+    """True where the second policy can continue from the first one's state: equal candidates go in the same order."""
     return eviction_policy(before).rank is eviction_policy(after).rank
 
 

@@ -1,4 +1,4 @@
-"""When sealed blocks are copied to the host tier.
+"""Rules for copying sealed blocks to the host tier.
 
 write_through: when sealed. write_through_selective: at the ``threshold``-th reuse (a match that passes through the
 block), counts of dropped blocks being remembered. write_back: only when the last device copy is evicted.

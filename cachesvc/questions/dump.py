@@ -21,7 +21,7 @@ KEYS_A_STEP = 8192
 
 
 class PoolRoom(NamedTuple):
-    """One pool's size."""
+    """Size of one pool."""
 
     place: str
     group: str

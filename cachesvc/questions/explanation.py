@@ -1,4 +1,4 @@
-"""What became of a block: where its copies are, who keeps them there, what happened last."""
+"""Explanation of a block: its copies, their holders, and its last events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOLDERS_LISTED = 64
 CLIMBED_MAX = 8192
 """Blocks that are walked up for one explanation, some 0.4 ms."""
 PREFETCH = -1
-"""What stands for the number of a sequence."""
+"""Number that stands in place of a sequence's."""
 PREFIX_BYTES_MIN = 2
 EVENTS_MAX = 256
 EVENTS_DEFAULT = 16
@@ -58,7 +58,7 @@ class Holder(NamedTuple):
 
 
 class EventLine(NamedTuple):
-    """One change of a block's copies. ``age_seconds``: how long ago."""
+    """One change of a block's copies. ``age_seconds``: its age."""
 
     number: int
     age_seconds: float
@@ -85,7 +85,7 @@ class BlockExplanation(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What is known of the keys that begin alike. ``forgotten_before_seconds``: how far back the events reach."""
+    """Known facts of the keys that begin alike. ``forgotten_before_seconds``: age of the oldest events."""
 
     blocks: list[BlockExplanation]
     truncated: bool
@@ -190,7 +190,7 @@ def _ends(model: Model, hold: Hold, depth: int) -> Iterator[tuple[int, int, int]
 
 
 def _events_of(model: Model, prefix: bytes) -> Question[dict[bytes, list[Event]]]:
-    """What the journal knows of the keys that begin with ``prefix``, oldest first."""
+    """Events in the journal of the keys that begin with ``prefix``, oldest first."""
     journal = model.blocks.journal
     found: dict[bytes, list[Event]] = {}
     for start in range(journal.first, journal.last + 1, EVENTS_A_STEP):
@@ -238,7 +238,7 @@ def _why_here(model: Model, row: int, holders: list[Holder], tickets: list[int])
 
 
 def _worth(model: Model, row: int) -> str:
-    """What a policy that learns makes of the block, to be said behind why it is here."""
+    """Worth of the block to a policy that learns, as an addition to the reason why it is here."""
     blocks = model.blocks
     if blocks.chooser is None:
         return ""
@@ -250,7 +250,7 @@ def _worth(model: Model, row: int) -> str:
 
 
 def _storage_words(view: View, model: Model, key: bytes) -> str:
-    """Whether storage has the block too, to be said behind why it is here or not."""
+    """Words on storage's copy of the block, as an addition to the reason why it is here or not."""
     seconds = model.stored.written.get(key)
     if seconds is not None:
         return f"; storage has it: written, or seen there, {view.now() - seconds:.1f} s ago"

@@ -1,8 +1,8 @@
 """Follow one model's blocks: a snapshot that is exact although the ledger goes on changing, then every change.
 
-The snapshot goes through the rows piece by piece. Before each piece the changes since the last one are told, though
-only those of rows that were passed already: what lies ahead is read later as it is then. So at every answer the
-follower has exactly the truth of that moment for the rows passed, and at the last piece for all of them.
+The snapshot goes through the rows piece by piece. Before each piece it sends the changes since the last one, though
+only those of rows that were passed already: rows ahead are read later, in their state at that time. So at every answer
+the follower has exactly the truth of that moment for the rows passed, and at the last piece for all of them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cachesvc.questions.view import View
 
 ROWS_AT_ONCE = 1024
 CHANGES_AT_ONCE = 1024
-"""What one answer holds: a millisecond or two of the ledger thread."""
+"""Most changes of one answer: a millisecond or two of the ledger thread."""
 
 
 class Part(IntEnum):
-    """Where in a snapshot an answer stands. As in the API."""
+    """Position of an answer in a snapshot. Values of the API."""
 
     NONE = 0
     FIRST = 1
@@ -57,8 +57,8 @@ class Changes(NamedTuple):
 def find_model(view: View, model_id: int, namespace: bytes) -> Model:
     """The model that a follower names. Raises NotOwned where it does not prove that it may, NotFound, InvalidRequest.
 
-    To know the namespace is to know the model, its layout and the tenant's salt, so only a caller who may see all that
-    anyway can do without. Models outside of the view are not there, whatever else is wrong.
+    To know the namespace is to know the model, its layout and the tenant's salt, so only a caller that may see all
+    models anyway can do without. Models outside of the view are not there, whatever else is wrong.
     """
     if not namespace:
         if not view.sight.is_of_all:
@@ -149,7 +149,7 @@ class Feed:
         return Changes(part, 0, self._next - 1, runs)
 
     def _read(self, start: int, stop: int) -> list[BlockRun]:
-        """What rows ``start`` to ``stop`` hold now, as far as the journal has told it."""
+        """Runs of blocks in rows ``start`` to ``stop`` now, as far as the journal has reported them."""
         index = self.model.blocks.index
         runs: list[BlockRun] = []
         for place in index.told:

@@ -1,4 +1,4 @@
-"""What belongs to a tenant, and how much of it: another tenant's is answered just as one that is not there."""
+"""Ownership and use of a tenant: another tenant's objects get the same answer as absent ones."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def require_no_others(core: Core, own: Lease | None, lease_id: str) -> None:
 
 
 def why_lost(core: Core, lease_id: str) -> str | None:
-    """Why a lease ended of which nothing is left; None where it is not known, or something is."""
+    """Reason why a lease ended of which nothing is left; None where it is unknown, or something is left."""
     return None if lease_id in core.ledger.leases else core.ledger.lost.get(lease_id)
 
 
 def require_model(core: Core, tenant: str, model_id: int, namespace: bytes) -> None:
     """Raises NotFound for another tenant's model, and for one made with a salt where ``namespace`` is not its own.
 
-    The namespace of such a model is known to those who registered with the salt, and to nobody else.
+    Only clients that registered with the salt know the namespace of such a model.
     """
     model = core.ledger.models.get(model_id)
     if model is None:
@@ -47,7 +47,7 @@ def require_model(core: Core, tenant: str, model_id: int, namespace: bytes) -> N
 
 
 def models_named(core: Core, namespace: bytes) -> list[Model]:
-    """Models of a namespace, whoever's: who knows it knows the salt."""
+    """Models of a namespace, of any tenant: a caller that knows it knows the salt."""
     return [model for model in core.ledger.models.values() if model.namespace == namespace]
 
 
@@ -88,7 +88,7 @@ def private_pages_of(core: Core, tenant: str) -> int:
 
 
 def usage(core: Core, tenant: str) -> dict[str, int]:
-    """What a tenant holds now, by the names of the quotas."""
+    """Current use of a tenant, by the names of the quotas."""
     models = [model for model in core.ledger.models.values() if model.tenant == tenant]
     leases = leases_of(core, tenant)
     return {

@@ -1,4 +1,4 @@
-"""What operators see of the index: blocks and trees.
+"""Operators' views of the index: blocks and trees.
 
 Each question copies the columns that it needs in one go, computes off the loop which rows to show, and looks these few
 up again; rows that have gone meanwhile are passed over.
@@ -155,7 +155,7 @@ def keys_beginning(model: Model, digits: str, limit: int) -> Question[list[bytes
 
 
 class Ranking:
-    """Which blocks come first: by last access, or by hits. ``first`` is pure."""
+    """Order of blocks: by last access, or by hits. ``first`` is pure."""
 
     def __init__(self, model: Model, *, by_hits: bool) -> None:
         index = model.blocks.index
@@ -184,7 +184,7 @@ def block_lines(model: Model, rows: list[int]) -> list[BlockLine]:
 
 
 def block_line(model: Model, row: int) -> BlockLine:
-    """What is known of a row that holds a block."""
+    """Line of a row that holds a block."""
     index = model.blocks.index
     copies = tuple(
         CopyLine(place.name, model.layout.groups[group].name, CopyState(states[row]).name, place.pages[group][row])

@@ -26,7 +26,7 @@ from cachesvc.questions.steps import Question, off_loop
 MOST_TOLD = 256
 """Problems that one part tells; the rest are counted."""
 ROWS_A_STEP = 128
-"""Some 0.2 ms: a slice of the loop ends behind the step in which its time was up."""
+"""Rows of a step of some 0.2 ms: a slice of the loop ends behind the step in which its time was up."""
 
 
 class Part(NamedTuple):
@@ -59,7 +59,7 @@ def walked(name: str, walk: Callable[[], Iterator[list[str]]]) -> Part:
 
 
 def block_parts(model: Model) -> list[Part]:
-    """What is to be said of blocks alone: keys, tree, closures, and candidates for eviction."""
+    """Checks of blocks alone: keys, tree, closures, and candidates for eviction."""
     index = model.blocks.index
     where = f"model {model.id}"
     out = [
@@ -144,7 +144,7 @@ def recount_tree(where: str, tree: _Tree) -> list[str]:
 
 
 def _chains(where: str, tree: _Tree, rows: Any) -> list[str]:
-    """At most one child goes on with its parent's chain, and the others begin one."""
+    """Check that at most one child goes on with its parent's chain, and that the others begin one."""
     on = rows[tree.head[rows] != rows]
     above = tree.parent[on]
     alien = on[(above == NO_ROW) | (tree.head[on] != tree.head[above])]
@@ -167,8 +167,8 @@ class _Closure:
 
 
 def recount_closure(seen: _Closure) -> list[str]:
-    """Full groups move together, nothing is here without its block, nor on a device without its parent; and operators
-    are told as many blocks of each state as there are."""
+    """Check that full groups move together, that nothing is here without its block nor on a device without its parent,
+    and that operators' counts of blocks by state are right."""
     there = np.bincount(seen.states[seen.lead], minlength=len(seen.counted))
     out = [
         f"{seen.name}: {there[state]} blocks are {state.name}, {seen.counted[state]} are counted"
@@ -194,7 +194,7 @@ def recount_closure(seen: _Closure) -> list[str]:
 
 
 def walk_pieces(model: Model, place: Place) -> Iterator[list[str]]:
-    """What is kept of block tables is what a walk finds. A step looks at some 128 blocks."""
+    """Compare what is kept of block tables with a walk. A step looks at some 128 blocks."""
     pieces, index = place.pieces, model.blocks.index
     rows, many = list(pieces.kept), max(1, ROWS_A_STEP // pieces.piece_blocks)
     for first in range(0, len(rows), many):
@@ -214,7 +214,7 @@ def walk_pieces(model: Model, place: Place) -> Iterator[list[str]]:
 
 
 class _Candidates:
-    """Who is filed in one order, and the columns that say who should be; ``group`` is None for whole blocks."""
+    """Candidates filed in one order, and the columns that decide; ``group`` is None for whole blocks."""
 
     def __init__(self, name: str, model: Model, place: Place, order: LeafOrder, group: int | None) -> None:
         index = model.blocks.index
@@ -230,7 +230,7 @@ class _Candidates:
 
 
 def recount_candidates(seen: _Candidates) -> list[str]:
-    """Who may go is filed, and nobody else."""
+    """Check that exactly the candidates are filed."""
     idle = (seen.states == READY) & (seen.pins == 0) & (seen.children == 0) & ~seen.is_moving
     out = told(np.flatnonzero(idle & (seen.filed == 0)), lambda row: f"{seen.name} row {row}: may go, but is not filed")
     out += told(np.flatnonzero(~idle & (seen.filed != 0)), lambda row: f"{seen.name} row {row}: filed, but may not go")

@@ -1,4 +1,4 @@
-"""What sequences and transfers hold, recounted: pins, flights, block tables, keys that are being computed."""
+"""Holds of sequences and transfers, recounted: pins, flights, block tables, keys that are being computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cachesvc.questions.snapshot import int32s, place_states, uint16s
 
 
 def hold_parts(ledger: Ledger, model: Model) -> list[Part]:
-    """What is to be said of a model's sequences and transfers."""
+    """Checks of a model's sequences and transfers."""
     where = f"model {model.id}"
     return [
         captured(f"{where}: pins and transfers", partial(_Holds, ledger, model), recount_holds),
@@ -31,7 +31,7 @@ def hold_parts(ledger: Ledger, model: Model) -> list[Part]:
 
 
 class _PlaceHolds:
-    """Pins of one place as counted by row, and the rows that somebody has pinned, once for each pin."""
+    """Pins of one place as counted by row, and the pinned rows, once for each pin."""
 
     def __init__(self, place: Place) -> None:
         self.name = place.name
@@ -46,7 +46,7 @@ class _PlaceHolds:
 
 
 class _Holds:
-    """Pins and transfers as counted by row, and everybody who holds one."""
+    """Pins and transfers as counted by row, and all their holders."""
 
     def __init__(self, ledger: Ledger, model: Model) -> None:
         index = model.blocks.index
@@ -73,8 +73,8 @@ class _Holds:
 
 
 def recount_holds(seen: _Holds) -> list[str]:
-    """Every pin has its holder and is on a copy that is there; every transfer has its ticket, and whatever fills or
-    drains is transferred; and operators are told as many pins as there are."""
+    """Check that every pin has its holder and is on a copy that is there, that every transfer has its ticket and every
+    filling or draining copy a transfer, and that operators' counts of pins are right."""
     rows = len(seen.flights)
     out: list[str] = []
     for place in seen.places.values():
@@ -103,7 +103,7 @@ def recount_holds(seen: _Holds) -> list[str]:
 
 
 def _count_above(rows: Any, parent: Any) -> int:
-    """How many blocks the rows and all their ancestors are."""
+    """Number of blocks of the rows and all their ancestors."""
     seen = np.zeros(len(parent), np.bool_)
     while len(rows):
         rows = rows[~seen[rows]]
@@ -136,7 +136,7 @@ def walk_sequences(ledger: Ledger, model: Model) -> Iterator[list[str]]:
 
 
 def _tables(model: Model, sequence: Sequence) -> list[str]:
-    """On the device every position that may be read has the page of its block, or one of the sequence's own."""
+    """Check that every readable position on the device has the page of its block, or one of the sequence's own."""
     place = model.any_replica(sequence.replica).place
     path = model.blocks.index.path(sequence.anchor)
     if len(path) != sequence.sealed:
@@ -165,7 +165,7 @@ def _tables(model: Model, sequence: Sequence) -> list[str]:
 
 
 def _waits(ledger: Ledger, sequence: Sequence) -> list[str]:
-    """Its loads know of it, and so does the ticket that swaps it."""
+    """Check that its loads know of it, and the ticket that swaps it."""
     running = ledger.tickets.running
     out = [
         f"sequence {sequence.id}: waits for ticket {number}, which does not know it"
@@ -179,7 +179,8 @@ def _waits(ledger: Ledger, sequence: Sequence) -> list[str]:
 
 
 def _from_host(model: Model, sequence: Sequence) -> list[str]:
-    """All shared blocks of a sequence that is swapped out, or that a load will bring, are whole on the host."""
+    """Check that all shared blocks of a sequence that is swapped out, or that a load will bring, are whole on the
+    host."""
     host_blocks = len(model.blocks.index.path(sequence.host_anchor))
     if sequence.swapped_out and host_blocks != sequence.sealed:
         return [f"sequence {sequence.id}: swapped out, but the host keeps {host_blocks} of {sequence.sealed} blocks"]

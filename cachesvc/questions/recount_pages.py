@@ -46,7 +46,7 @@ class Held:
 
 @dataclass
 class PlacePages:
-    """A place's copies and pools of one moment, and who else holds pages there."""
+    """A place's copies and pools of one moment, and the other holders of pages there."""
 
     name: str
     copies: list[Bytes]
@@ -66,7 +66,7 @@ def page_parts(ledger: Ledger, model: Model) -> list[Part]:
 
 
 def capture_pages(ledger: Ledger, model: Model, place: Place) -> PlacePages:
-    """What ``recount_pages`` compares."""
+    """Columns that ``recount_pages`` compares."""
     seen = PlacePages(
         place.name,
         place_states(place),
@@ -141,7 +141,7 @@ def _device_holders(ledger: Ledger, model: Model, replica: int, seen: PlacePages
 
 
 def recount_pages(seen: PlacePages) -> list[str]:
-    """What does not add up."""
+    """Inconsistencies."""
     out: list[str] = []
     for group, pool in enumerate(seen.pools):
         out += _absent(seen, group)
@@ -157,7 +157,7 @@ def _absent(seen: PlacePages, group: int) -> list[str]:
 
 
 def _holders(seen: PlacePages, group: int, pool: PoolColumns) -> list[str]:
-    """Every page against whoever holds it."""
+    """Compare every page with its holders."""
     rows = np.flatnonzero(seen.copies[group] != ABSENT)
     settled = seen.copies[group][rows] == READY
     pages = [seen.pages[group][rows].astype(np.int64)]

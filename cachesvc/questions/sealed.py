@@ -1,4 +1,4 @@
-"""Sealed pages named so that somebody may read them later and know whether they were still the same pages."""
+"""Names of sealed pages: a later reader can tell whether they are still the same pages."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def is_still(core: Core, sealed: SealedPage) -> bool:
 
 
 def ranks_of(core: Core, sealed: SealedPage) -> int:
-    """How many ranks keep bytes of their own for the page."""
+    """Number of ranks that keep bytes of their own for the page."""
     model: Model = core.ledger.models[sealed.model]
     return model.layout.host_ranks(sealed.group) if sealed.place == HOST_NUMBER else model.layout.ranks
 

@@ -48,7 +48,7 @@ def place_states(place: Place) -> list[Bytes]:
 
 
 def live_rows(rows: int, columns: list[list[Bytes]]) -> Mask:
-    """Which rows have a copy in any of the places whose states are given: all that the index knows."""
+    """Mask of the rows with a copy in any of the places whose states are given: all that the index knows."""
     live = np.zeros(rows, np.bool_)
     for place in columns:
         for column in place:
@@ -62,7 +62,7 @@ def live_now(index: BlockIndex) -> Mask:
 
 
 class Shape:
-    """Parents, depths and who is there, of one moment; computes subtrees. Everything but the making is pure."""
+    """Parents, depths and presence, of one moment; computes subtrees. Everything but the making is pure."""
 
     def __init__(self, index: BlockIndex) -> None:
         self.parent = int32s(index.parent)

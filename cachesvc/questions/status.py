@@ -1,4 +1,4 @@
-"""What an operator asks first: what is full, who holds it, what hits were worth, what is moving, who fell silent."""
+"""First questions of an operator: full pools and their holders, the worth of hits, transfers, silent leases."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MOST_LISTED = 16
 SEQUENCES_A_STEP = 256
 """Some 0.1 ms."""
 HELD_SHARE = 0.8
-"""A pool whose pages are so far in use by sequences, transfers or quarantine has little left to evict."""
+"""Share of a pool's pages in use by sequences, transfers or quarantine above which it has little left to evict."""
 
 SCRAPS = 64
-"""A model has scraps of a tier where all models have more than so many times as much there."""
+"""A model has scraps of a tier where all models have more than this number of times as much there."""
 
 SILENT_SHARE = 0.5
-"""Of what a lease survives: heartbeats come several times as often."""
+"""Share of the time that a lease survives in silence: heartbeats come several times as often."""
 
 
 class PoolLine(NamedTuple):
@@ -70,7 +70,7 @@ class HitLine(NamedTuple):
 
     @property
     def missed_blocks(self) -> int:
-        """What engines had to compute."""
+        """Blocks that engines had to compute."""
         return max(0, self.looked_up_blocks - self.device_blocks - self.host_blocks - self.storage_blocks)
 
 
@@ -106,7 +106,7 @@ class Status(NamedTuple):
 
 
 def status(view: View, silence_limit_seconds: float) -> Question[Status]:
-    """What the caller may see at a glance. ``silence_limit_seconds``: after which a lease is lost."""
+    """Overview for the caller. ``silence_limit_seconds``: after which a lease is lost."""
     leases = yield from lease_lines(view)
     models, running = view.models(), view.running()
     quiet, full = silent(leases, silence_limit_seconds), pools(models)
@@ -171,7 +171,7 @@ def pools(models: Collection[Model]) -> list[PoolLine]:
 
 
 def silent(lines: list[LeaseLine], silence_limit_seconds: float) -> list[LeaseLine]:
-    """Live leases that have not been heard for long, the longest first."""
+    """Live leases without a recent heartbeat, the longest first."""
     late = [
         line
         for line in lines
@@ -181,14 +181,14 @@ def silent(lines: list[LeaseLine], silence_limit_seconds: float) -> list[LeaseLi
 
 
 def hits(models: Collection[Model]) -> HitLine:
-    """Since the models were registered."""
+    """Hits since the models were registered."""
     found = {tier: sum(model.hit_blocks[tier] for model in models) for tier in ("device", "host", "storage")}
     looked_up = sum(model.reuse.requested for model in models)
     return HitLine(looked_up, found["device"], found["host"], found["storage"])
 
 
 def transfers(running: Collection[Ticket], counters: Mapping[str, int]) -> TransferLine:
-    """Now, and since the start."""
+    """Counts of running transfers, and since the start."""
     loads = sum(ticket.direction is Direction.LOAD for ticket in running)
     count = counters.get
     return TransferLine(

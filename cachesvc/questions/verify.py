@@ -1,4 +1,5 @@
-"""Verify: does everything add up? Each page is in exactly one place, each pin has its holder, each count is right.
+"""Verify: recount everything in parts, and report inconsistencies. Each page is in exactly one place, each pin has its
+holder, each count is right.
 
 Which parts there are is decided anew for every model, and a model that was evicted since is passed over.
 """
@@ -19,8 +20,8 @@ MOST_PROBLEMS = 1024
 
 
 class Verified(NamedTuple):
-    """What was looked at, and at most ``MOST_PROBLEMS`` things that are wrong. ``sound``: those of the ``models`` with
-    nothing wrong."""
+    """Counts of what was checked, and at most ``MOST_PROBLEMS`` problems. ``sound``: those of the ``models`` without a
+    problem."""
 
     problems: list[str]
     checks: list[str]
@@ -53,11 +54,11 @@ def verify(view: View, model_id: int) -> Question[Verified]:
 
 
 def parts(ledger: Ledger, model: Model) -> list[Part]:
-    """What is to be looked at of one model. Its places must not change until all are taken."""
+    """Checks of one model. Its places must not change until all are taken."""
     return [*block_parts(model), *page_parts(ledger, model), *hold_parts(ledger, model)]
 
 
 def verify_at_once(core: Core) -> list[str]:
-    """All parts in one go: what is wrong. For tests and tools that own the ledger."""
+    """Run all parts in one go and return the problems. For tests and tools that own the ledger."""
     every = [part for model in core.ledger.models.values() for part in parts(core.ledger, model)]
     return [problem for part in every for problem in answer_at_once(part.look())]

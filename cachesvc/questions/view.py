@@ -16,7 +16,7 @@ from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.errors import InvalidRequest, NotFound
 
 SHOWN_LETTERS = 12
-"""Of a lease's id, where the whole is not shown: it is the key to the lease."""
+"""Letters of a lease's id where the whole is not shown: it is the key to the lease."""
 
 MODELS_NAMED = 8
 
@@ -31,7 +31,7 @@ class Listed(NamedTuple, Generic[Line]):
 
 
 class Sight(NamedTuple):
-    """What a caller may see. ``tenant`` None: the things of every tenant. ``whole_ids``: of leases. ``salted``: the
+    """Limits of a caller's view. ``tenant`` None: the things of every tenant. ``whole_ids``: of leases. ``salted``: the
     namespaces and whole lease ids of models whose engines keep a salt of their own."""
 
     tenant: str | None = None
@@ -40,7 +40,7 @@ class Sight(NamedTuple):
 
     @property
     def is_of_all(self) -> bool:
-        """True for one who may see every namespace anyway."""
+        """True for a caller that may see every namespace anyway."""
         return self.tenant is None and self.salted
 
     def covers(self, tenant: str) -> bool:
@@ -52,7 +52,7 @@ EVERYTHING = Sight()
 
 
 class View:
-    """What ``sight`` covers of a ledger, as it is whenever it is asked. ``now()``: seconds, as flows call time."""
+    """Part of a ledger that ``sight`` covers, in its state at each question. ``now()``: seconds, as flows call time."""
 
     def __init__(self, core: Core, sight: Sight, now: Callable[[], float]) -> None:
         self._core = core
@@ -92,7 +92,7 @@ class View:
         return self._core.ledger.models.get(model.id) is model
 
     def namespace_of(self, model: Model) -> bytes:
-        """A model's namespace; empty where it is the secret of those who know the salt."""
+        """A model's namespace; empty where it is the secret of the engines that know the salt."""
         return b"" if model.is_salted and not self.sight.salted else model.namespace
 
     # -- leases ------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class View:
         return (ticket for ticket in every if self._shows(ticket))
 
     def _shows(self, ticket: Ticket) -> bool:
-        """One of a model that has gone is for those who see every tenant."""
+        """A ticket of a removed model shows to callers that see every tenant."""
         model = self._core.ledger.models.get(ticket.model)
         return self.sight.tenant is None if model is None else self.sight.covers(model.tenant)
 
@@ -153,10 +153,10 @@ class View:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What was counted since the start, over all tenants; empty for a caller who does not see them all."""
+        """Counts since the start, over all tenants; empty for a caller that does not see them all."""
         return self._core.counters if self.sight.tenant is None else {}
 
     def ledger_of(self, model: Model) -> Ledger:
-        """What a recount of the model's holders reads; the model came from this view."""
+        """Ledger that a recount of the model's holders reads; the model came from this view."""
         assert self.sight.covers(model.tenant)
         return self._core.ledger

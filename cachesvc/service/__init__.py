@@ -1,1 +1,1 @@
-"""Who may ask, and how: the gRPC edge. A servicer converts, calls one flow, and converts back."""
+"""The edge: transports, access and the dispatcher. A servicer converts, calls one flow, and converts back."""

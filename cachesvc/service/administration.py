@@ -1,4 +1,4 @@
-"""What operators do to the ledger: drain, evict."""
+"""Operators' changes of the ledger: drain, evict."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Administration:
         return live
 
     async def wait_for_engines(self) -> None:
-        """Until no lease is live, at most ``drain_seconds``."""
+        """Wait until no lease is live, at most ``drain_seconds``."""
         view = self._node.view()
         for _ in range(round(self.drain_seconds / DRAIN_LOOK_SECONDS)):
             if not view.live_leases:

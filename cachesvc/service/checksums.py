@@ -30,14 +30,14 @@ WAITING_MAX = 4096
 
 PAGES_AT_ONCE = 32
 SAMPLE = 16
-"""With ``sample``, one block of so many."""
+"""With ``sample``, one block of this number."""
 
 MOST_MISMATCHES = 1024
 MOST_REASONS = 8
 
 MOST_SUMS = 16
-"""Of one block and group: a block that comes and goes has new pages each time. With so many, copies of pages that have
-gone are passed over, since the checksum of what they were copied from may be forgotten."""
+"""Most checksums of one block and group: a block that comes and goes has new pages each time. Beyond them, copies of
+pages that have gone are passed over, since the checksum of what they were copied from may be forgotten."""
 
 
 class Sums(NamedTuple):
@@ -74,7 +74,7 @@ class Checksums:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop the task."""
         self._node.core.on_sealed = None
         if self._task is not None:
             self._task.cancel()
@@ -134,7 +134,7 @@ class Checksums:
             known.remove(same_group[0])
 
     def _sums(self, pages: list[tuple[SealedPage, int]]) -> list[Sums]:
-        """Off the loop."""
+        """Compute checksums off the loop."""
         out: list[Sums] = []
         for page, ranks in pages:
             sums: list[int | None] = []
@@ -178,7 +178,7 @@ class Checksums:
     # -- comparing ---------------------------------------------------------------------------------------------
 
     async def compare(self, slices: TimeSlices, models: Collection[int]) -> inspect_pb2.ChecksumStatus:
-        """Read every page of the models whose checksum is known and compare; nothing is told of other models."""
+        """Read every page of the models whose checksum is known and compare; other models are left out."""
         answer = inspect_pb2.ChecksumStatus(mode=self.mode)
         await self._catch_up()
         self._forget_models()
@@ -193,7 +193,7 @@ class Checksums:
         return answer
 
     async def _catch_up(self) -> None:
-        """Until every publish that waits now has its checksums; what is published meanwhile is not waited for."""
+        """Wait until every publish that waits now has its checksums; later publishes are not waited for."""
         if self._task is None:
             return
         async with self._ended:

@@ -1,6 +1,6 @@
 """Python's cyclic collector, run between calls instead of within them.
 
-Left to itself it runs when so many objects were made, which is in the middle of somebody's call, and a full pass over
+Left to itself it runs after a number of new objects, which is in the middle of a call, and a full pass over
 the bookkeeping of a million blocks takes 20 ms. So it is off. What is new is passed over in a turn of its own whenever
 there is some of it, which keeps each pass short, and the sweep has it run where hardly anything was done lately:
 between two calls of an engine at work there is no room for a full pass. What the ledger keeps for long is taken out of
@@ -22,16 +22,16 @@ FULL_EVERY_SECONDS = 300.0
 LATE_SECONDS = 30.0
 """A daemon that is never idle collects all the same, after so long: garbage in cycles would grow without bound."""
 FULL_SHARE = 1e-4
-"""And makes full passes that take so much of its time at most."""
+"""Most of its time that full passes may take, as a share."""
 QUIET_FLOWS = 20
 """Flows between two sweeps, a second, up to which the daemon is idle: signs of life, and the sweep itself."""
 FREEZE_ROWS = 5_000
 YOUNG_OBJECTS = 2_000
-"""So many new objects are passed over in some 0.2 ms."""
+"""Number of new objects that a pass of some 0.2 ms looks at."""
 PASS_SECONDS = 0.2e-3
 MOST_FLOWS = 256
-"""Flows between two passes over what is new, at most. The collector's own count says too little: old objects that
-go are taken off it, and a full cache replaces old by new."""
+"""Most flows between two passes over new objects. The collector's own count is too low: it subtracts old objects that
+go, and a full cache replaces old by new."""
 
 
 class Collector:
@@ -60,7 +60,7 @@ class Collector:
         gc.disable()
 
     def close(self) -> None:
-        """As it was."""
+        """Restore the collector."""
         gc.enable()
         gc.unfreeze()
 
@@ -84,7 +84,7 @@ class Collector:
         return True
 
     def _pass_over(self, generation: int) -> float:
-        """Seconds that it took."""
+        """Run a collection; returns its seconds."""
         began = self._clock()
         gc.collect(generation)
         return self._clock() - began
@@ -113,7 +113,7 @@ class Collector:
 
 
 def collector_between_calls(node: Node, admission: Admission, rows: Callable[[], int]) -> Collector:
-    """One that the node's sweep has run, where no call is being served and no flow has turns left."""
+    """Make a collector that the node's sweep runs while no call is being served and no flow has turns left."""
     collector = Collector(lambda: not (admission.work.held or node.has_turns), rows)
     node.on_sweep = collector.rest
     node.on_work = partial(collector.glance, node.core.chores)

@@ -1,11 +1,9 @@
 """The dispatcher: carries out every call, by whichever transport it came, in one order. Nothing here knows gRPC.
 
-    caller and lease    the token still holds; the lease that is named is the caller's own. It is heard of, whatever
-                        becomes of the call
-    admission           room among calls of its kind, the tenant's rates, limits of fields
-    repeats             a request_id that was answered gets the same answer
-    the call itself     resolved, held to the tenant's quotas, and run: ``Method.carry``
-    telemetry           one observation a call
+    caller and lease    the token still holds; the lease that is named is the caller's own. It counts as alive, whatever
+    becomes of the call admission           room among calls of its kind, the tenant's rates, limits of fields repeats
+    a request_id that was answered gets the same answer the call itself     resolved, held to the tenant's quotas, and
+    run: ``Method.carry`` telemetry           one observation a call
 
 ``serve`` answers at once where the call does not wait, without a task or a future; else with a future. A refusal is a
 value either way, an OperationError, which the transport turns into what it has for refusals. So is a defect of the
@@ -47,7 +45,7 @@ Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
 INTERNAL = "INTERNAL"
-"""The code of a defect. It is no ErrorCode: no caller did it, and none can mend it."""
+"""Code of an internal error: not caused by the caller, and not one of the API's codes."""
 BROKEN = "the daemon failed to serve this call; its log says why"
 
 Outcome: TypeAlias = Union[R, OperationError]  # noqa: UP007 - a generic alias
@@ -57,7 +55,7 @@ Served: TypeAlias = Union[R, OperationError, asyncio.Future[Any]]  # noqa: UP007
 
 @dataclass(slots=True)
 class Ask:
-    """One call, once it is known who makes it. ``lease``: of the caller's own, by the id that the call names.
+    """One call of a known caller. ``lease``: one of the caller's own, by the id that the call names.
 
     ``began``: when it came, ``deadline``: when its caller gives it up; monotonic seconds. ``goes_on``: a part of it is
     done for good, so it is carried through whatever becomes of its caller, and its answer is kept for a retry.
@@ -113,7 +111,7 @@ class Dispatcher:
         self._is_stopping = False
 
     def stop(self) -> None:
-        """The daemon stops: calls that wait and calls that come are told so."""
+        """Stop: calls that wait and calls that come are refused."""
         self._is_stopping = True
         self.node.stop_waiting()
 
@@ -128,8 +126,8 @@ class Dispatcher:
         seconds: float | None = None,
         parent: Parent = None,
     ) -> Served[R]:
-        """Carry out one call. ``process``: who calls where no lease tells; ``contents``: the request as it came, where
-        that is at hand; ``seconds``: left of the caller's deadline.
+        """Carry out one call. ``process``: the caller where no lease names it; ``contents``: the request as it came,
+        where that is at hand; ``seconds``: left of the caller's deadline.
 
         A future goes on where the caller is gone, unless it is cancelled.
         """
@@ -190,7 +188,7 @@ class Dispatcher:
         return resolve(node.core.ledger, ask.lease_id, node.now())
 
     def until(self, ask: Ask) -> float:
-        """How long the call may wait for transfers, monotonic seconds."""
+        """Deadline of the call's waits for transfers, monotonic seconds."""
         return min(ask.deadline, ask.began + self.node.wait_seconds)
 
     def broke(self, method: str, lease: Lease | None) -> OperationError:
@@ -241,7 +239,7 @@ class Dispatcher:
         return self._carry(ask, method, request)
 
     def _again(self, ask: Ask, repeats: Repeats, request_id: int, mark: Mark) -> Served[Any]:
-        """What the method answered under this id. Raises KeyReused, LimitExceeded."""
+        """Answer of the method under this id. Raises KeyReused, LimitExceeded."""
         known = repeats.find(request_id, mark)
         if isinstance(known, asyncio.Future):
             repeats.retry(request_id)
@@ -298,7 +296,7 @@ def is_final(outcome: Message) -> bool:
 
 
 async def _first_answer(first: asyncio.Future[Any]) -> Any:
-    """What the first call under a request_id is answered. Raises Unavailable where it was given up."""
+    """Answer to the first call under a request_id. Raises Unavailable where it was given up."""
     await asyncio.wait((first,))
     if first.cancelled():
         raise Unavailable("the first call with this request_id was given up; send it again")

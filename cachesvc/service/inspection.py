@@ -1,4 +1,4 @@
-"""Questions of operators that need more than the ledger, or may not be asked by many at a time."""
+"""Operators' questions that need more than the ledger, or have a limit on concurrent calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from cachesvc.service.node import Node
 from cachesvc.service.time_slices import TimeSlices
 
 DUMPS_MAX = 2
-"""Each holds a copy of the index's columns, some 60 bytes a block, until its caller has read all of it."""
+"""Most dumps at a time: each holds a copy of the index's columns, some 60 bytes a block, until its caller has read all
+of it."""
 
 
 class Inspection:

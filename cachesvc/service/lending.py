@@ -1,4 +1,4 @@
-"""What this node lends to others: from their calls to the ledger's pins, and back when nobody sends any more."""
+"""Loans to other nodes: from their calls to the ledger's pins, and back when no stream sends any more."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from cachesvc.storage.seam import ObjectName, Part, Scope
 from cachesvc.storage.shapes import Shape, Shapes, shapes_of
 
 MOST_BLOCKS = 1024
-"""Of one lease."""
+"""Most blocks of one lease."""
 MOST_LEASES = 256
 LEND_SECONDS = 0.4
-"""How long a borrower waits at most for what is on a device alone: it gives up asking a little later."""
+"""Longest wait of a borrower for what is on a device alone, seconds: it gives up asking a little later."""
 
 View = Callable[[int, int, int, int], memoryview]
 """``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError."""
 
 
 class LendingDesk:
-    """On the ledger thread. ``view``: from any thread. ``lease_seconds``: silence after which a lease is over."""
+    """Desk on the ledger thread. ``view``: from any thread. ``lease_seconds``: silence after which a lease is over."""
 
     def __init__(self, node: Node, view: View, lease_seconds: float) -> None:
         self.lease_seconds = lease_seconds
@@ -42,7 +42,7 @@ class LendingDesk:
 
     @property
     def epoch(self) -> int:
-        """Of this daemon's life."""
+        """Epoch of this daemon's life."""
         return self._node.epoch
 
     async def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> Lent | None:
@@ -72,15 +72,15 @@ class LendingDesk:
         return await self._hand_out(model, scope, wanted, answer)
 
     def give_back(self, lease: int) -> None:
-        """Idempotent."""
+        """End a loan. Idempotent."""
         self.desk.give_back(lease)
 
     def tick(self) -> None:
-        """Now and then: leases lapse."""
+        """End lapsed leases. Called periodically."""
         self.desk.expire()
 
     def close(self) -> None:
-        """All leases are over."""
+        """End all leases."""
         self.desk.end_all()
 
     def _find(self, scope: Scope) -> tuple[Model, Shapes] | None:
@@ -123,7 +123,7 @@ class LendingDesk:
         return found
 
     def _quiet(self, lease: int) -> None:
-        """From any thread: nobody sends from its pages any more."""
+        """From any thread: no stream sends from its pages any more."""
         self._node.soon(partial(self._end, lease))
 
     def _end(self, lease: int) -> None:

@@ -1,4 +1,4 @@
-"""The line of long work: whose turn it is on the event loop.
+"""Queue of long work: the order of turns on the event loop, round robin by process.
 
 A flow of more than one turn, a call that wakes up, a landing and a chore each take one turn. One turn is taken in each
 round of the loop, round robin by party: a process, or the daemon's own background work. Within a party the first comes
@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable
 
 Party = bytes | str
-"""Whose work it is: a process as admission knows it, or one of the following."""
+"""Owner of work: a process as admission knows it, or one of the following."""
 
 BACKGROUND = "(background)"
-"""The daemon's own: landings, chores, lost devices."""
+"""The daemon's own work: landings, background tasks, lost devices."""
 OTHER_NODES = "(other nodes)"
-"""What other nodes borrow."""
+"""Loans to other nodes."""
 
 Turn = Callable[[], None]
 
@@ -81,17 +81,17 @@ class Sleeper:
         self._is_due = False
 
     def rouse(self) -> None:
-        """What it waits for is there: it takes its turn."""
+        """Take a turn: what the call waits for is there."""
         if not self._is_due:
             self._is_due = True
             self._line.take(self._party, self.wake)
 
     def yield_turn(self) -> None:
-        """It waits for its next turn alone."""
+        """Wait for the next turn alone."""
         self._is_due = True
         self._line.add(self._party, self.wake)
 
     def wake(self) -> None:
-        """Wake it up at once; twice is fine."""
+        """Wake it up at once. Idempotent."""
         if not self.future.done():
             self.future.set_result(None)

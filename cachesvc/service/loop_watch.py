@@ -1,6 +1,7 @@
-"""How long the event loop was held at a time, by what held it: so long everybody else has waited.
+"""Longest holds of the event loop, by flow: all other calls waited that long.
 
-The longest of the last one to two minutes is told, to however many look. It costs two readings of a clock a callback.
+It reports the longest hold of the last one to two minutes, to any number of readers. It costs two readings of a clock a
+callback.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class LoopWatch:
         self._until = time.perf_counter() + WINDOW_SECONDS
 
     def note(self, what: str, began: float) -> float:
-        """``what`` held the loop since ``began`` (``time.perf_counter``): for so many seconds."""
+        """Note that ``what`` held the loop since ``began`` (``time.perf_counter``); returns the seconds."""
         now = time.perf_counter()
         held = now - began
         if now >= self._until:
@@ -32,7 +33,7 @@ class LoopWatch:
 
     @contextmanager
     def watching(self, what: str) -> Iterator[None]:
-        """``what`` holds the loop meanwhile."""
+        """Count the time for which ``what`` holds the loop."""
         began = time.perf_counter()
         try:
             yield

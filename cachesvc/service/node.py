@@ -39,7 +39,7 @@ Flow = Callable[[Core, Call], Answer | Wait]
 
 
 def end_wait(wait: Wait) -> None:
-    """Nobody waits any more: what was kept for the call can be taken. Twice is fine."""
+    """End a wait: what was kept for the call can be taken. Idempotent."""
     if wait.reserved is not None:
         wait.reserved.release()
 
@@ -56,7 +56,7 @@ class Node:
         self.epoch = epoch
         self.lease_seconds = lease_seconds
         self.now: Callable[[], float] = time.monotonic
-        """Monotonic seconds: what flows call time."""
+        """Clock of the flows, monotonic seconds."""
         self.started = self.now()
         self.on_change: Callable[[], None] | None = None
         self.on_sweep: Callable[[float], None] | None = None
@@ -94,14 +94,14 @@ class Node:
                 sleeper.wake()
 
     async def close(self) -> None:
-        """Stop sweeping, and let nobody wait."""
+        """Stop sweeping, and end all waits."""
         self.stop_waiting()
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
 
     def view(self, sight: Sight = EVERYTHING) -> View:
-        """What ``sight`` covers of the ledger."""
+        """View of the ledger within ``sight``."""
         return View(self.core, sight, self.now)
 
     # -- from other threads ------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Node:
         self._soon(self._landed, ticket, outcome)
 
     def on_host_pages(self, model: int, group: int, run: Run) -> None:
-        """More host pages are usable; called by the host pool's threads."""
+        """Use more host pages; called by the host pool's threads."""
         self._soon(host_pages_arrived, self.core, model, group, run)
 
     def soon(self, call: Callable[[], None]) -> None:
@@ -218,7 +218,7 @@ class Node:
         return not self._line.is_empty
 
     def running(self, tickets: Iterable[int]) -> list[int]:
-        """Those of the tickets that have not ended."""
+        """Tickets that have not ended."""
         return [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
 
     def knows(self, token: bytes) -> bool:
@@ -226,11 +226,11 @@ class Node:
         return token in self.core.ledger.processes
 
     def process_gone(self, token: bytes) -> None:
-        """The kernel says that a process has ended."""
+        """Handle the end of a process, as the kernel reports it."""
         self._line.take(BACKGROUND, partial(self.run, partial(process_gone, self.core, token)))
 
     def descriptor(self, process: bytes, token: bytes) -> int | None:
-        """What is behind a handle's token, for a process that has attached it."""
+        """Descriptor behind a handle's token, for a process that has attached it."""
         shared = self.vault.shared(token)
         return shared.fd if shared is not None and may_map(self.core, process, *shared[1:]) else None
 
@@ -277,7 +277,7 @@ class Node:
             self._line.take(BACKGROUND, self._land_some)
 
     def _land_some(self) -> None:
-        """Land as many transfers as a turn is for."""
+        """Land a turn's worth of transfers."""
         running, a_turn = self.core.ledger.tickets.running, self.core.turns.landed
         left = float(LANDINGS)
         while self._landings and left > 0:
@@ -337,7 +337,7 @@ class Node:
                 sleeper.rouse()
 
     def _changed(self) -> None:
-        """A flow, or a part of one, has run."""
+        """Follow up on a flow, or a part of one, that has run."""
         if self.on_change is not None:
             self.on_change()
         if self.on_work is not None:

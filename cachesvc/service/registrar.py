@@ -1,8 +1,8 @@
 """Registers models one at a time: begun and entered on the event loop, planned and made on a thread.
 
-So nobody's calls wait for a driver, two engines that register the same model at once get one pool, and two that
-register different ones never get more than there is. A caller that goes away before its turn leaves nothing; after
-that its model is made all the same, and found by whoever asks next.
+So no call waits for a driver, two engines that register the same model at once get one pool, and two that
+register different ones never get more than there is. A caller that disappears before its turn leaves nothing; after
+that its model is made all the same, and the next Register finds it.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Registrar:
             made = node.run(begun.enter, node.core, node.vault, node.now())
         except CacheError:
             raise
-        except Exception:  # the caller may have gone: nobody else would tell
+        except Exception:  # the caller may have gone: no other code would log it
             events.failure("registration_broke", model_name=begun.request.name)
             raise
-        if made.replica.gone:  # it is in the ledger like any other that was lost, and found by nobody
+        if made.replica.gone:  # it is in the ledger like any other lost replica, and no Register finds it
             raise Unavailable(f"{made.replica.gone}; register again")
         events.event(
             "model_registered",

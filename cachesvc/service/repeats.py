@@ -15,19 +15,21 @@ KEEP_ANSWERS = 256
 KEEP_LEAST = 32
 """Answers that are kept beside large ones: more than a client has steps under way."""
 KEEP_BYTES = 1 << 20
-"""What answers beyond those may take."""
+"""Bytes that further answers may take."""
 KEEP_MOST_BYTES = 8 << 20
-"""What all answers of a lease may take, but for the last: one message is no larger."""
+"""Bytes that all answers of a lease may take, but for the last: one message is no larger."""
 TENANT_BYTES = 64 << 20
-"""What the answers of all leases of one tenant may take. Beyond it each lease has its part of it, and beyond twice as
-much not even its last answer for certain: whoever has so many large answers pays for them with retries of its own."""
+"""Bytes that the answers of all leases of one tenant may take. Beyond it each lease has its part of it, and beyond
+twice as much not even its last answer for certain: a tenant with that many large answers pays for them with retries of
+its own."""
 MOST_RETRIES = 16
 """Calls that wait for the answer of one that is under way."""
 KEEP_CONTENTS_BYTES = 128 << 10
-"""Up to here a request itself is kept beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
+"""Largest request that is kept itself beside its answer: that is cheaper than a hash. Match of 2,048 blocks is half."""
 
 Mark = tuple[str, type[Message], bytes | int]
-"""What tells requests under one id apart: the call, its message, and their bytes or 64 bits of a hash over them."""
+"""Mark that distinguishes requests under one id: the call, its message, and their bytes or 64 bits of a hash over
+them."""
 
 
 def mark_of(name: str, request: Message, came: bytes) -> Mark:
@@ -52,7 +54,7 @@ def _as_we_write(request: Message) -> bytes:
 
 
 class Purse:
-    """What the answers of one tenant's leases take."""
+    """Bytes of the answers of one tenant's leases."""
 
     __slots__ = ("held", "leases")
 
@@ -96,12 +98,13 @@ class Repeats:
         self._under_way[request_id] = mark, future
 
     def end(self, request_id: int) -> None:
-        """It is over. Unless it is kept, a retry starts anew."""
+        """End the first call. Unless its answer is kept, a retry starts anew."""
         del self._under_way[request_id]
         self._retries.pop(request_id, None)
 
     def retry(self, request_id: int) -> None:
-        """One call more waits for the answer of the first. Raises LimitExceeded for more than a client would send."""
+        """Count one more call that waits for the answer of the first. Raises LimitExceeded for more than a client would
+        send."""
         retries = self._retries.get(request_id, 0) + 1
         if retries > MOST_RETRIES:
             raise LimitExceeded(f"retries of request {request_id}, which is under way", retries, MOST_RETRIES)
@@ -120,7 +123,7 @@ class Repeats:
             self._purse.held -= size_bytes
 
     def forget(self) -> None:
-        """The lease is gone."""
+        """Take the lease's answers out of its tenant's account."""
         self._purse.held -= self._bytes
         self._purse.leases -= 1
 

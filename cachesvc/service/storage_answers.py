@@ -1,4 +1,4 @@
-"""What operators ask of the storage tier, and do to it."""
+"""Operators' questions to the storage tier, and changes of it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Configured(Protocol):
 
     @property
     def text(self) -> str:
-        """Empty where there is none."""
+        """Configured text; empty where there is none."""
 
 
 class StorageAnswers:
-    """About the storage that is ``configured``."""
+    """Answers about the storage that is ``configured``."""
 
     def __init__(self, node: Node, configured: Configured) -> None:
         self._node = node
@@ -44,7 +44,8 @@ class StorageAnswers:
         self._busy = asyncio.Lock()
 
     async def status(self, view: View) -> storage_pb2.GetStorageResponse:
-        """Of scopes those whose models the caller may see; who sees all, of models too that are not registered now."""
+        """Status of the scopes whose models the caller may see; a caller that sees all gets models too that are not
+        registered now."""
         tier = self._configured.tier
         if tier is None:
             return storage_pb2.GetStorageResponse()
@@ -91,7 +92,7 @@ class StorageAnswers:
         )
 
     async def check(self) -> storage_pb2.CheckStorageResponse:
-        """One at a time. Raises Unavailable, NotSupported."""
+        """Check the store, one call at a time. Raises Unavailable, NotSupported."""
         tier = self._require()
         async with self._busy:
             began = time.monotonic()
@@ -106,8 +107,8 @@ class StorageAnswers:
         )
 
     async def purge(self, name: str) -> storage_pb2.PurgeStorageResponse:
-        """Remove what is kept of every tenant's model of that name, or of one namespace by how its number begins; an
-        empty name: all. Raises Unavailable, NotFound."""
+        """Remove the objects of every tenant's model of that name, or of the namespace whose number begins so; of all
+        models where the name is empty. Raises Unavailable, NotFound."""
         tier = self._require()
         async with self._busy:
             found = await asyncio.to_thread(tier.backend.status)

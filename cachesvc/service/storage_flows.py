@@ -18,7 +18,7 @@ Run = Callable[[int, Callable[[], None]], None]
 
 
 class StorageFlows:
-    """What flows call storage. ``run``: see ``Run``."""
+    """Storage seam of the flows. ``run``: see ``Run``."""
 
     def __init__(self, tier: Tier, core: Core, run: Run) -> None:
         self.tier = tier
@@ -46,7 +46,7 @@ class StorageFlows:
         return self.tier.keep(request.model, request.key, request.pages, request.parent)
 
     def tick(self) -> None:
-        """Now and then, on the ledger thread."""
+        """Do periodic work, on the ledger thread."""
         self.tier.tick()
         pump_all(self._core)
 

@@ -1,4 +1,4 @@
-"""What the storage tier has counted, as metrics; zeros where there is none."""
+"""Counts of the storage tier as metrics; zeros where there is none."""
 
 from __future__ import annotations
 

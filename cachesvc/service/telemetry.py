@@ -1,4 +1,4 @@
-"""What an operator has asked to be told: metrics to scrape, metrics and traces by OTLP. By default nothing."""
+"""Telemetry that an operator has asked for: metrics to scrape, metrics and traces by OTLP. By default nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODULES = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)
 class Telemetry:
     """``start_tracing`` before calls come, ``start_metrics`` once all run.
 
-    ``watch``: counts calls; the dispatcher is given it only where anything is told (``is_on``). ``metrics_port``: of
+    ``watch``: counts calls; the dispatcher gets it only where anything is exported (``is_on``). ``metrics_port``: of
     the scrape endpoint, 0 while there is none.
     """
 
@@ -34,7 +34,7 @@ class Telemetry:
 
     @property
     def is_on(self) -> bool:
-        """True where anything is told."""
+        """True where anything is exported."""
         return bool(self._metrics_listen) or self._otlp is not None
 
     def start_tracing(self) -> None:

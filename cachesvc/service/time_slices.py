@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from cachesvc.questions.steps import Question
 
 SLICE_SECONDS = 0.0005
-"""How long a question goes on before calls get their turn, and how long they get."""
+"""Length of a question's slice before calls get their turn, and of their turn, seconds."""
 
 Result = TypeVar("Result")
 

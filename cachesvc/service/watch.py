@@ -23,12 +23,12 @@ class CallWatch:
         self.tracer = tracer
 
     def know(self, names: Iterable[str]) -> None:
-        """Methods that there are: shown before their first call, and told apart where a call is let past to none."""
+        """Known methods: shown before their first call, and counted apart in refusals."""
         for name in names:
             self.seconds.setdefault(name, Histogram())
 
     def refused(self, path: str, code: str) -> None:
-        """A call that was let past to no service. Its caller chooses ``path``: only known ones are told apart."""
+        """Count a call that no service got. Its caller chooses ``path``: unknown ones count together."""
         name = path.removeprefix("/kvcache.v1.")
         key = (name if name in self.seconds else OTHER, code)
         self.codes[key] = self.codes.get(key, 0) + 1
@@ -45,7 +45,7 @@ class CallWatch:
         current_span.set(None)
 
     def end(self, name: str, seconds: float, code: str, span: Span | None = None) -> None:
-        """A call was answered, refused, or given up."""
+        """Observe a call that was answered, refused, or given up."""
         key = (name, code)
         self.codes[key] = self.codes.get(key, 0) + 1
         self.seconds[name].observe(seconds)

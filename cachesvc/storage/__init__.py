@@ -1,1 +1,2 @@
-"""What is cached outlives the daemon: host pages to a storage engine and back, believed only once they are verified."""
+"""Storage tier, which outlives the daemon: host pages to a storage engine and back, used only once they are
+verified."""

@@ -1,6 +1,6 @@
-"""A request to the engine until it is begun: it comes to an end, whatever becomes of those who carry it.
+"""A request to the engine until it is begun: it ends, even if its carrier fails.
 
-    WAITING ── claim ──▶ CLAIMED ── begun ──▶ BEGUN     the store tells of each item, or that it is LATE
+    WAITING ── claim ──▶ CLAIMED ── begun ──▶ BEGUN     the store reports each item, or that it is LATE
        └── expire, fail ────┴── fail ───────▶ OVER      all of it was refused: no byte moves for it
 
 What was begun has a deadline of its own, after which its memory is in quarantine until the engine answers after all.
@@ -16,7 +16,7 @@ from cachesvc.storage.seam import Outcome
 
 
 class Stage(Enum):
-    """How far it has come; see above."""
+    """Progress of a request; see above."""
 
     WAITING = "waiting"
     CLAIMED = "claimed"
@@ -36,15 +36,15 @@ class Asked:
 
     @property
     def is_settled(self) -> bool:
-        """True where nobody need look after it any more."""
+        """True where the request needs no further care."""
         return self.stage in (Stage.BEGUN, Stage.OVER)
 
     def put_to_engine(self) -> None:
-        """The engine was asked what it has. If it does not say so in time, that is its fault."""
+        """Note that the engine was asked. A late answer counts against the engine."""
         self._was_put = True
 
     def claim(self) -> bool:
-        """Whoever claims it begins it, or fails. False where it is over."""
+        """Claim the request: the claimer begins it, or fails it. False where it is over."""
         with self._lock:
             is_mine = self.stage is Stage.WAITING
             if is_mine:
@@ -52,17 +52,17 @@ class Asked:
         return is_mine
 
     def begun(self) -> None:
-        """The store tells of its items from now on."""
+        """Note that the store reports its items from now on."""
         with self._lock:
-            assert self.stage is Stage.CLAIMED, "whoever begins it has claimed it"
+            assert self.stage is Stage.CLAIMED, "it was claimed before it begins"
             self.stage = Stage.BEGUN
 
     def expire(self) -> None:
-        """Its time has passed. Nothing where it is on its way."""
+        """End a request whose time has passed. No-op once it was begun."""
         self._end(Stage.WAITING)
 
     def fail(self) -> None:
-        """Whoever carried it broke. Nothing where it was begun."""
+        """Fail the request of a broken carrier. No-op where it was begun."""
         self._was_put = True
         self._end(Stage.WAITING, Stage.CLAIMED)
 

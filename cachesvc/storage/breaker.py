@@ -1,5 +1,5 @@
-"""Says whether an engine is used. It opens on errors and on latency, since what is frozen does not err, and closes when
-a canary came back: no engine's word is taken for its health."""
+"""Circuit breaker of a storage engine: decides whether it is used. It opens on errors and on latency, since what is
+frozen does not err, and closes when a canary came back: no engine's word is taken for its health."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
 LAST_OUTCOMES = 32
 MOST_BAD = 8.0
-"""Of the last outcomes, weighed: more open it."""
+"""Weighed sum of the last outcomes above which the breaker opens."""
 
 
 class State(Enum):
@@ -22,7 +22,7 @@ class State(Enum):
 
 
 class Breaker:
-    """One engine's. One thread. ``reason``: why it opened last; ``opened``: how often it has."""
+    """Breaker of one engine, for one thread. ``reason``: why it opened last; ``opened``: how often it has."""
 
     def __init__(self) -> None:
         self.state = State.CLOSED

@@ -1,9 +1,9 @@
-"""How much may be written: so many bytes a second, and so many under way."""
+"""Limits of writing: bytes a second, and bytes in flight."""
 
 from __future__ import annotations
 
 LONGEST_SECONDS = 1.0
-"""What is not written in one second is not written twice in the next."""
+"""Most seconds of unused rate that count: what is not written in one second is not written twice in the next."""
 
 
 ANY_BLOCK_BYTES = 1 << 40
@@ -30,7 +30,7 @@ class WriteBudget:
         return max(0, min(int(self._tokens), self._most - self.under_way))
 
     def begin(self, size_bytes: int) -> None:
-        """They are on their way."""
+        """Count bytes in flight."""
         self._tokens -= size_bytes
         self.under_way += size_bytes
 

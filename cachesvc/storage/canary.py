@@ -23,7 +23,7 @@ class Canary:
         self._page: memoryview | None = None
 
     def fly(self, deadline: float, flown: Flown) -> None:
-        """Write a canary and read it back: ``flown`` is told once, on any thread, whether it came back by
+        """Write a canary and read it back: ``flown`` is called once, on any thread, with whether it came back by
         ``deadline`` (monotonic seconds)."""
         page = self._take_page()
         content = secrets.token_bytes(CANARY_BYTES)

@@ -27,7 +27,7 @@ class Carrier(Protocol):
 
 
 class Errand(NamedTuple):
-    """A call, and what is called where it raises."""
+    """Job: a call, and what is called where it raises."""
 
     call: Callable[[], None]
     fail: Callable[[], None]
@@ -44,7 +44,7 @@ def carry(errand: Errand) -> None:
 
 
 class Courier:
-    """One thread. What it is given is bounded by whoever gives it."""
+    """One thread. Its callers bound what they give it."""
 
     def __init__(self, name: str) -> None:
         self._calls: deque[Errand] = deque()

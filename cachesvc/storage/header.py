@@ -1,4 +1,4 @@
-"""An object's header: 256 bytes that name it whole, and by which it is told from anything else.
+"""An object's header: 256 bytes that name it whole, and that distinguish it from anything else.
 
     0    magic "cskvobj" and format    8     56   block key            32    144  xxh3_128 of the payload   16
     8    group, rank, ranks, 0      2 each   88   parent's key         32    160  xxh3_128 of all before    16
@@ -9,8 +9,8 @@ A key stands for all blocks before it, and its parent is a part of what it names
 block than the reader says is not the one that was asked for. A root block's parent is zero. Format 1 had no parent:
 what is left of it counts as missing.
 
-The checksums catch accidents: torn writes, late ones into memory that is others' by now, decay. They catch no forger;
-whoever may write where objects lie is trusted with them (SECURITY.md).
+The checksums catch accidents: torn writes, late ones into memory that is others' by now, decay. They catch no forger: a
+process that may write there is trusted (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIELDS = struct.Struct("<8s4H32s8s32s32sQ16x")
 _PARENT = slice(88, 120)
 _DIGEST_AT, _END = _FIELDS.size + 16, _FIELDS.size + 32
 ANY_PARENT = None
-"""Of a reader who knows of no parent: any will do."""
+"""Parent of a reader that knows of none: any will do."""
 
 Digest = Callable[[Sequence[memoryview | bytes]], bytes]
 

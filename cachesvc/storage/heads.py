@@ -29,6 +29,6 @@ class Heads:
         return taken
 
     def give_back(self, slot: memoryview) -> None:
-        """Nobody writes it any more."""
+        """Take back a slot that is written no more."""
         with self._lock:
             self._free.append(slot)

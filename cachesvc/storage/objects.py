@@ -1,8 +1,8 @@
-"""Calls to a storage engine with headers, verification and deadlines: what comes out of here may be believed.
+"""Calls to a storage engine with headers, verification and deadlines: results are verified.
 
-A deadline ends the wait for a call: its items that have not come back are LATE, and whoever made the call keeps their
-memory in quarantine until ``back`` tells that no more bytes will land there. An item ends once: by its outcome, or by
-LATE and later by ``back``.
+A deadline ends the wait for a call: its items that have not come back are LATE, and the caller keeps their memory in
+quarantine until ``back`` reports that no more bytes will land there. An item ends once: by its outcome, or by LATE and
+later by ``back``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from cachesvc.storage.heads import Heads
 from cachesvc.storage.seam import CAME, Checked, Each, Item, ObjectName, Outcome, Part, Scope, StorageBackend
 
 FADING = 0.9
-"""What older calls count for in the bandwidth that was seen, at the end of each."""
+"""Weight of older calls in the measured bandwidth, at the end of each."""
 
 Back = Callable[[int], None]
-"""``(index)``: the item was LATE, and is back: its memory is nobody's any more."""
+"""``(index)``: the item was LATE, and is back: its memory is free again."""
 
 
 class Way(Enum):
-    """What a call does."""
+    """Direction of a call."""
 
     GET = "get"
     PUT = "put"
@@ -163,8 +163,8 @@ class ObjectStore:
         back: Back,
         parents: Sequence[bytes] | None = None,
     ) -> Callable[[], None]:
-        """As ``get`` or ``put``; what is returned begins it, and is called once. Where this raises, nothing is told of
-        any item; once it has returned, of all: what the engine is given and does not answer is LATE."""
+        """Prepare a ``get`` or ``put``; the returned callable begins it, and is called once. Where this raises, no item
+        is reported; once it has returned, all are: items that the engine gets and does not answer are LATE."""
         assert self._digest is not None, "it was started"
         above = [b""] * len(names) if parents is None else parents
         items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, above, strict=True)]
@@ -181,7 +181,7 @@ class ObjectStore:
         return self.backend.check_all(partial(check_content, self._digest, self.heads.slot_bytes))
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        """As the engine's."""
+        """Ask the engine's ``expects``."""
         return self.backend.expects(scope, keys, parts)
 
     def expire(self) -> int:
@@ -216,7 +216,7 @@ class ObjectStore:
         return outcome
 
     def gave_up(self, call: Call, index: int) -> bool:
-        """The engine itself waits for an item no more, and answers later whether its memory is nobody's."""
+        """Note that the engine itself has given an item up, and answers later whether its memory is free."""
         with self._lock:
             is_late = call.take_late_one(index)
             self.counts.items[call.way, Outcome.LATE] += is_late

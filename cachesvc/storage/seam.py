@@ -1,7 +1,7 @@
 """The seam between the daemon and a storage engine. It moves host pages, never device memory.
 
 An object is what one block leaves in a group on one host rank, with a header that names it whole (``header.py``). No
-engine's "stored", "exists" or "healthy" is believed: whoever gets an object verifies it (``objects.py``).
+engine's "stored", "exists" or "healthy" is trusted: the reader of an object verifies it (``objects.py``).
 
 A deadline ends the wait for a call, not the call: an engine may write into an item's memory until it has answered for
 that item, and never after. So ``each`` is the item's end, and memory of an item without one is not used for anything.
@@ -22,7 +22,7 @@ LAYOUT_ID_BYTES = 8
 
 
 class Outcome(Enum):
-    """What became of one item of a call."""
+    """Outcome of one item of a call."""
 
     OK = "ok"
     LENT = "lent"  # as good as OK, but it came from another node: what we store ourselves may not have it
@@ -39,7 +39,7 @@ CAME = frozenset((Outcome.OK, Outcome.LENT))
 
 
 class Part(NamedTuple):
-    """Which bytes of a block an object has: those of ``group`` on host rank ``rank`` of ``ranks``."""
+    """Part of a block in an object: the bytes of ``group`` on host rank ``rank`` of ``ranks``."""
 
     group: int
     rank: int
@@ -47,23 +47,23 @@ class Part(NamedTuple):
 
 
 WHOLE = 0xFFFF
-"""In place of a group: all groups without a window, on all host ranks, one after another."""
+"""Group number of all groups without a window, on all host ranks, one after another."""
 
 
 class Scope(NamedTuple):
-    """Where keys live: 32 bytes of namespace and 8 of the layout's fingerprint."""
+    """Scope of keys: 32 bytes of namespace and 8 of the layout's fingerprint."""
 
     namespace: bytes
     layout: bytes
 
     @property
     def text(self) -> str:
-        """As it is part of a name."""
+        """The part in a name's text."""
         return f"{self.namespace.hex()}/{self.layout.hex()}"
 
 
 class ObjectName(NamedTuple):
-    """What an object is. Equal names stand for equal bytes."""
+    """Name of an object. Equal names stand for equal bytes."""
 
     scope: Scope
     key: bytes
@@ -71,7 +71,7 @@ class ObjectName(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For engines that know objects by texts."""
+        """Text of the name, for engines that know objects by texts."""
         group = "w" if self.part.group == WHOLE else self.part.group
         return f"{FORMAT}/{self.scope.text}/{self.key.hex()}/{group}.{self.part.rank}of{self.part.ranks}"
 
@@ -108,7 +108,7 @@ Gone = Callable[[Sequence[ObjectName]], None]
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """What an engine is like. ``is_shared``: other nodes see its objects. ``survives``: ``daemon`` or ``node``.
+    """Properties of an engine. ``is_shared``: other nodes see its objects. ``survives``: ``daemon`` or ``node``.
 
     ``head_bytes``: of an item's header, which lies on a border of as many bytes, rounded up to 256. ``max_bytes``: of
     an object with its header; 0: any. ``evicts_itself``: objects may go without our doing. ``needs_registration``:
@@ -125,7 +125,7 @@ class Caps:
 
 @dataclass(slots=True)
 class Kept:
-    """What is kept of one scope: ``label`` is what it was described as. Ages in seconds; None where nobody knows."""
+    """Objects kept of one scope: ``label`` is what it was described as. Ages in seconds; None where unknown."""
 
     label: str
     objects: int = 0
@@ -136,8 +136,8 @@ class Kept:
 
 @dataclass(slots=True)
 class StoreStatus:
-    """What an engine says of itself; none of it is believed where bytes are at stake. ``capacity_bytes``: 0 where it
-    has none of its own. ``is_complete``: what was there at the start has been counted."""
+    """Status that an engine reports; it is never trusted where bytes are at stake. ``capacity_bytes``: 0 where it has
+    none of its own. ``is_complete``: what was there at the start has been counted."""
 
     objects: int = 0
     size_bytes: int = 0
@@ -153,7 +153,7 @@ Check = Callable[[ObjectName, memoryview], bool]
 
 @dataclass(slots=True)
 class Checked:
-    """What was found when every object was read."""
+    """Findings of reading every object."""
 
     objects: int = 0
     size_bytes: int = 0
@@ -163,7 +163,7 @@ class Checked:
 
 
 class Totals(NamedTuple):
-    """How much an engine keeps, without looking; ``capacity_bytes`` 0: none of its own."""
+    """Size of an engine's contents, without looking; ``capacity_bytes`` 0: none of its own."""
 
     objects: int
     size_bytes: int
@@ -185,25 +185,25 @@ class StorageBackend(Protocol):
         """Pages may lie in this memory; it stays until ``close``."""
 
     def describe(self, scope: Scope, label: str) -> None:
-        """How operators call a scope: a model's name."""
+        """Set operators' label of a scope: a model's name."""
 
     def watch(self, gone: Gone) -> None:
         """Have ``gone`` told from ``start`` on, as far as the engine knows what it lets go of."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        """Of how many of packed ``keys``, from the first on, it believes to have all ``parts``, without looking
-        anywhere but in memory: some 0.1 us a key. None: it has to be asked by ``exists``. A hint."""
+        """Number of leading packed ``keys`` of which it expects to have all ``parts``, from memory alone: some 0.1 us a
+        key. None: ``exists`` must be asked. A hint."""
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """Which objects it believes to have: a hint, never a hit. ``deadline``: monotonic seconds. Told once, or never
-        where it hangs: no memory waits for it."""
+        """Find the objects that it expects to have: a hint, never a hit. ``deadline``: monotonic seconds. Reports once,
+        or never where it hangs: no memory waits for it."""
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Bring objects into their items. OK says that bytes have come, and nothing of what they are. Items that are
         not begun by ``deadline`` (monotonic seconds) are BUSY."""
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """Keep objects. One that is there under its name already may stay as it is."""
+        """Keep objects. One that is there under its name already may stay."""
 
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Forget objects: best effort. What is being read may still be read to its end."""
@@ -212,7 +212,7 @@ class StorageBackend(Protocol):
         """Forget all objects of a scope, or (None) of all: how many were known. Waits for it: not on the loop."""
 
     def status(self) -> StoreStatus:
-        """What it keeps, by its own account. May take milliseconds: not on the loop."""
+        """Its own account of its contents. May take milliseconds: not on the loop."""
 
     def totals(self) -> Totals:
         """The sums of ``status``, at once."""

@@ -1,4 +1,4 @@
-"""Which objects a model's blocks become: one for each group and host rank, or one for all where pages are small."""
+"""Objects that a model's blocks become: one for each group and host rank, or one for all where pages are small."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ each byte that one of 1 MiB does (ext4, direct I/O, 2026-11)."""
 
 
 class ModelFacts(Protocol):
-    """What a tier wants to know of a model."""
+    """Facts of a model that a tier needs."""
 
     @property
     def id(self) -> int:
-        """Its number in this daemon."""
+        """Number of the model in this daemon."""
 
     @property
     def name(self) -> str:
-        """What operators call it."""
+        """Operators' name of the model."""
 
     @property
     def namespace(self) -> bytes:
-        """What its keys are told apart by."""
+        """Namespace of its keys."""
 
     @property
     def layout(self) -> Layout:
-        """Its groups and pages."""
+        """Groups and pages of the model."""
 
 
 class Shape(NamedTuple):
@@ -50,12 +50,12 @@ class Shapes(NamedTuple):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Of all that a block must have."""
+        """Parts that a block must have."""
         return tuple(shape.part for shape in self.full)
 
 
 def shapes_of(model: ModelFacts) -> Shapes:
-    """What the blocks of a model become."""
+    """Shapes of a model's objects."""
     layout = model.layout
     full, windows = _alone(layout, layout.full_groups), _alone(layout, layout.window_groups)
     if len(full) > 1 and max(map(layout.page_bytes, layout.full_groups)) < SMALL_PAGE_BYTES:

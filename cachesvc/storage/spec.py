@@ -1,4 +1,4 @@
-"""What ``--storage`` says: an engine, where it keeps things, and how the tier uses it.
+"""Value of ``--storage``: an engine, where it keeps things, and how the tier uses it.
 
     KIND:WHERE?option=value&option=value      file:/var/cache/cachesvc?capacity=200GiB&write=through
 
@@ -21,7 +21,7 @@ _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 class WriteWhen(Enum):
-    """Which host pages are written: none, those that were used again, or all."""
+    """Host pages to write: none, those that were used again, or all."""
 
     NEVER = "never"
     SELECTIVE = "selective"
@@ -31,7 +31,7 @@ class WriteWhen(Enum):
 @dataclass(frozen=True, slots=True)
 class TierOptions:
     """``write``: which host pages are kept. ``write_rate``: bytes a second at most, over a second.
-    ``wait``: seconds that a Match waits at most. ``deadline``: seconds after which nobody waits for a call any more.
+    ``wait``: seconds that a Match waits at most. ``deadline``: seconds after which the wait for a call ends.
     ``recompute``: tokens a second that engines prefill; where the store is slower than that it is not used; 0: use it.
     """
 

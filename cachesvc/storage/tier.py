@@ -29,11 +29,11 @@ from cachesvc.storage.spec import TierOptions, WriteWhen
 UNDER_WAY_BYTES = 64 << 20
 """Host blocks that are pinned for writing at a time."""
 TRY_ANYWAY = 64
-"""Where loading is slower than computing, one look-up in so many is fetched all the same: the store may have got
+"""Number of look-ups of which one is fetched although loading is slower than computing: the store may have got
 faster."""
 BAD = {Outcome.OK: 0.0, Outcome.LENT: 0.0, Outcome.BUSY: 0.0, Outcome.MISPLACED: 0.0, Outcome.MISS: 0.25}
-"""What an outcome says against the engine; all others are 1. What was expected and is missing is bad, a little; to have
-no room is no fault, and neither is what a reader says of a block's parent."""
+"""Weight of an outcome against the engine; all others are 1. A miss of an expected object is bad, a little; to have no
+room is no fault, and neither is a reader's other parent of a block."""
 
 MOST_GONE = 1 << 16
 """Blocks of which it is yet to be told that they have gone; more are passed over."""
@@ -47,7 +47,7 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class News(NamedTuple):
-    """What has become of an object: of a fetch (``ticket``), or of a block that was written (``key``)."""
+    """News of an object: of a fetch (``ticket``), or of a block that was written (``key``)."""
 
     model: int
     ticket: int
@@ -73,7 +73,7 @@ class Coming(NamedTuple):
         return key_at(self.keys, block - 1) if block else self.parent
 
     def wanted(self) -> list[tuple[int, Shape]]:
-        """Its objects, by block."""
+        """Objects of the fetch, by block."""
         return [
             (block, shape)
             for block in range(len(self.keys) // KEY_BYTES)
@@ -82,7 +82,7 @@ class Coming(NamedTuple):
         ]
 
     def news(self) -> list[News]:
-        """Of each, without an outcome."""
+        """News of each, without an outcome."""
         return [News(self.model, self.ticket, b"", block, shape.groups, None) for block, shape in self.wanted()]
 
 
@@ -95,7 +95,7 @@ TellGone = Callable[[int, list[bytes]], None]
 
 
 class Tier:
-    """``tell`` is told what became of what was asked. ``clock``: monotonic seconds."""
+    """``tell`` gets the news of each request. ``clock``: monotonic seconds."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Tier:
     # -- on the ledger thread ------------------------------------------------------------------------------------
 
     def shapes(self, model: ModelFacts) -> Shapes:
-        """What the model's blocks are kept as."""
+        """Shapes of the model's objects."""
         known = self._shapes.get(model.id)
         if known is None:
             known = self._shapes[model.id] = shapes_of(model)
@@ -158,7 +158,7 @@ class Tier:
         self._shapes.pop(model_id, None)
 
     def expects(self, model: ModelFacts, keys: bytes) -> int | None:
-        """Of how many of packed ``keys`` it is worth while to ask for; None where the engine must be asked."""
+        """Number of leading packed ``keys`` worth fetching; None where the engine must be asked."""
         if not self.breaker.is_closed:
             return 0
         shapes = self.shapes(model)
@@ -212,7 +212,7 @@ class Tier:
         return asked
 
     def kept(self, model: ModelFacts) -> None:
-        """All objects of a block that was written have ended."""
+        """Note that all objects of a written block have ended."""
         self.budget.end(self.shapes(model).block_bytes)
 
     def room(self) -> int:
@@ -220,14 +220,14 @@ class Tier:
         return self.budget.room(self._clock()) if self.breaker.is_closed else 0
 
     def lagged(self) -> None:
-        """Somebody has waited for as long as calls wait, and nothing came for him. Where others got something
-        meanwhile it is slow, and not frozen."""
+        """Note that a call has waited for the longest time in vain. Where others got something meanwhile the engine is
+        slow, and not frozen."""
         now = self._clock()
         if now - self._last_news >= self.wait_seconds:
             self.breaker.open(f"nothing came within {self.wait_seconds} s", now)
 
     def tick(self) -> None:
-        """Now and then: waits end, and a canary is sent where one is due."""
+        """Do periodic work: end waits, and send a canary where one is due."""
         now = self._clock()
         while self._asked and (self._asked[0].is_settled or self._asked[0].deadline <= now):
             self._asked.popleft().expire()
@@ -335,7 +335,7 @@ class Tier:
             self._tell_later(each._replace(outcome=outcome))
 
     def _tell_later(self, news: News) -> None:
-        """From any thread."""
+        """Queue news, from any thread."""
         with self._lock:
             self._news.append(news)
             is_first = len(self._news) == 1
@@ -343,7 +343,7 @@ class Tier:
             self._post(self._deliver)
 
     def _deliver(self) -> None:
-        """On the ledger thread."""
+        """Deliver news on the ledger thread."""
         with self._lock:
             news, self._news = self._news, deque()
         now = self._clock()
@@ -358,7 +358,7 @@ class Tier:
                 self.tell(model, ticket, key, list(some))
 
     def _let_go(self, names: Sequence[ObjectName]) -> None:
-        """From any thread: an object less is a block less."""
+        """Note evicted objects, from any thread: an object less is a block less."""
         with self._lock:
             is_first = not self._gone
             room = MOST_GONE - len(self._gone)
@@ -368,7 +368,7 @@ class Tier:
             self._post(self._deliver_gone)
 
     def _deliver_gone(self) -> None:
-        """On the ledger thread."""
+        """Deliver evictions on the ledger thread."""
         with self._lock:
             gone, self._gone = self._gone, {}
         models = {shapes.scope: model for model, shapes in self._shapes.items()}
@@ -378,5 +378,5 @@ class Tier:
 
     @property
     def state(self) -> State:
-        """Of the breaker."""
+        """State of the breaker."""
         return self.breaker.state

@@ -29,12 +29,12 @@ class HostPages(Protocol):
 
     @property
     def table(self) -> ExtentTable:
-        """Where the usable pages lie."""
+        """Places of the usable pages."""
 
 
 @dataclass(frozen=True)
 class AttachedReplica:
-    """One GPU for each rank; ``pools[rank][group]``."""
+    """Replica with one GPU for each rank; ``pools[rank][group]``."""
 
     devices: tuple[str, ...]
     pools: tuple[tuple[Pool, ...], ...]

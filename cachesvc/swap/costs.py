@@ -13,7 +13,7 @@ SINGLE_LOST_US = 0.08
 """Link time lost with each of a call's single rows, where nothing was measured: 1D batches reach 0.87 of it at 32 KiB,
 0.96 at 64 (H100, 2026-11)."""
 LEAST_LOST_US = 0.02
-"""Where it was, and less than can be measured was lost: they reach 0.95 at 32 KiB, 0.99 at 64 (H200, 2026-11)."""
+"""Least loss where it was measured and too small to see: 0.95 at 32 KiB, 0.99 at 64 (H200, 2026-11)."""
 PROCESSOR_US = 0.7
 """Processor time of one of a call's single rows: planning, and 0.4 to 0.6 in the driver (H200, 2026-11)."""
 PEER_BYTES_PER_US = 375_000.0
@@ -139,4 +139,4 @@ def _next_width(figures: ByWidth, width: int) -> tuple[int, float]:
 
 
 H100_COSTS = LinkCosts(per_single_us=0.65)
-"""With the driver's call for single rows (CUDA 12.8 and later), where nothing was measured."""
+"""Costs with the driver's call for single rows (CUDA 12.8 and later), where nothing was measured."""

@@ -246,8 +246,7 @@ class SwapEngine:
             self._movers.pause_background(device, seconds)
 
     def page_bytes(self, model_id: int, replica_id: int | None, rank: int, group: int, page: int) -> bytes:
-        """One page in copy order, from a replica or (None) from the host. Raises NotFound and
-        InvalidRequest."""
+        """Read one page in copy order, from a replica or (None) from the host. Raises NotFound and InvalidRequest."""
         with self._lock:
             model = self._model(model_id)
             replica = None if replica_id is None else model.replica(replica_id)
@@ -263,7 +262,7 @@ class SwapEngine:
         return ALL_BUT_FIRST if transfer.short_suffix and self.layers_per_step is None else self.layers_per_step
 
     def _began(self, flight: _Flight) -> float | None:
-        """When the first slice of the first rank was started."""
+        """Time at which the first slice of the first rank was started."""
         told = [flight.began, *(self._movers.began(device, flight.transfer.ticket) for device in flight.devices)]
         return min((began for began in told if began is not None), default=None)
 

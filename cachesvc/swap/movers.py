@@ -80,13 +80,13 @@ class Movers(Protocol):
         """Make a ticket's jobs awaited. No-op where they have ended."""
 
     def began(self, device: str, ticket: int) -> float | None:
-        """When the first slice of a job that has not ended was started, in monotonic seconds; None: not yet."""
+        """Time at which the first slice of a job in flight was started, monotonic seconds; None: not yet."""
 
     def pause_background(self, device: str, seconds: float) -> None:
         """Start no slice of BACKGROUND stores on the device for a while. Raises NotFound (device)."""
 
     def forget(self, pools: Sequence[Pool]) -> None:
-        """No job names these pools any more."""
+        """Forget pools that no job names any more."""
 
     def stop(self) -> None:
         """Take no more jobs; those that are there end with the memory. Idempotent."""
@@ -94,7 +94,7 @@ class Movers(Protocol):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A job that has not ended."""
+    """Job that has not ended."""
 
     job: RankJob
     urgency: Urgency
@@ -111,7 +111,7 @@ class Inside:
         costs: LinkCosts | None = None,
         on_begin: Callable[[int, float], None] | None = None,
     ) -> None:
-        """``on_begin``: told a ticket once its job's first slice was started, and when."""
+        """``on_begin``: called with a ticket and the time once its job's first slice was started."""
         self._backend = backend
         self._costs = costs or LinkCosts()
         self._peer_costs = peer_costs(self._costs)
@@ -123,7 +123,7 @@ class Inside:
 
     @property
     def memory(self) -> Backend:
-        """The backend."""
+        """Backend that it drives."""
         return self._backend
 
     def plan_by(self, costs: LinkCosts) -> None:
@@ -161,7 +161,7 @@ class Inside:
             self._end(mine, failure)
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
-        """A ticket is awaited now."""
+        """Make a ticket awaited."""
         del direction
         for device in devices:
             if (mine := self._under_way.get((device, ticket))) is not None:
@@ -169,7 +169,7 @@ class Inside:
             self._backend.expedite(device, ticket)
 
     def began(self, device: str, ticket: int) -> float | None:
-        """When a job's first slice was started."""
+        """Time at which a job's first slice was started."""
         mine = self._under_way.get((device, ticket))
         return None if mine is None else mine.began
 
@@ -178,7 +178,7 @@ class Inside:
         self._backend.pause_background(device, seconds)
 
     def forget(self, pools: Sequence[Pool]) -> None:
-        """Nothing is kept of pools here."""
+        """No-op: no pools are kept here."""
 
     def stop(self) -> None:
         """Take no more jobs."""

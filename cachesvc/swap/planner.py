@@ -210,7 +210,7 @@ def _joined(batches: Sequence[CopyBatch]) -> CopyBatch:
 
 
 def _copies_a_page(pieces: Sequence[tuple[Piece, Piece]], runs: Runs, costs: LinkCosts, when: When) -> float:
-    """About how many copies a page takes."""
+    """Approximate number of copies that a page takes."""
     _, length = runs.about()
     return sum(way_of(shape, length, costs, when)[2] for _, shape in pieces) / length
 

@@ -12,7 +12,7 @@ DIRECTIONS = ("h2d", "d2h", "p2p")
 
 
 def direction_of(transfer: Transfer) -> str:
-    """One of DIRECTIONS."""
+    """Direction of a transfer, one of DIRECTIONS."""
     if transfer.source_replica is not None:
         return "p2p"
     return "h2d" if transfer.direction is Direction.LOAD else "d2h"

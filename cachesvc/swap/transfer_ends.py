@@ -12,10 +12,10 @@ class TransferEnds:
         self._told: list[Callable[[int, Exception | None], None]] = []
 
     def connect(self, told: Callable[[int, Exception | None], None]) -> None:
-        """Tell this one too."""
+        """Add a listener."""
         self._told.append(told)
 
     def tell(self, ticket: int, error: Exception | None) -> None:
-        """A transfer has ended; from any thread."""
+        """Report an ended transfer, from any thread."""
         for told in self._told:
             told(ticket, error)

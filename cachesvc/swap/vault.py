@@ -1,4 +1,4 @@
-"""Where pools get their bytes: device slabs from the backend, host slabs from the host pool.
+"""Allocator of pools: device slabs from the backend, host slabs from the host pool.
 
 Making and freeing memory waits for drivers, so it may be done on any thread, by one at a time: ``open_host``,
 ``open_replica``, ``close_model`` and ``close_retired``. Everything else is called where the ledger is and never waits.
@@ -41,7 +41,7 @@ OnHostPages = Callable[[int, int, Run], None]
 
 
 class Arrivals:
-    """On how many ranks each host page of a model is usable."""
+    """Number of ranks on which each host page of a model is usable."""
 
     def __init__(self, pages: Sequence[int], ranks: Sequence[int]) -> None:
         """``pages`` and the ``ranks`` that keep them, of each group."""
@@ -49,7 +49,7 @@ class Arrivals:
         self._arrived: list[npt.NDArray[np.uint8]] = [np.zeros(count, np.uint8) for count in pages]
 
     def count(self, group: int, run: Run) -> list[Run]:
-        """One rank's pages have arrived; returns the runs of them that now have on every rank."""
+        """Count one rank's new pages; returns the runs of them that now have arrived on every rank."""
         if self._ranks[group] == 1:
             return [run]
         arrived = self._arrived[group][run.first : run.first + run.count]

@@ -51,12 +51,12 @@ def _histogram(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Is it hitting, and if not, why": (
-        _counter("requested_tokens", MODEL, "Tokens of full blocks that Match was asked for, within `max_blocks`."),
+        _counter("requested_tokens", MODEL, "Tokens of full blocks in Match requests, within `max_blocks`."),
         _counter("hit_tokens", (*MODEL, "tier"), "Tokens that Match found: `device` in place, `host` to be loaded."),
         _counter(
             "ceiling_tokens",
             MODEL,
-            "Tokens that a cache without end would have found: the reuse ceiling. A lower bound where more blocks were "
+            "Tokens that an unbounded cache would have found: the reuse ceiling. A lower bound where more blocks were "
             "dropped than are remembered (`remembered_keys`).",
         ),
         _counter(
@@ -79,7 +79,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _counter(
             "compared_tokens",
             MODEL,
-            "Tokens that Match was asked for while the eviction policy was one that learns; from a sample of blocks.",
+            "Tokens in Match requests while the eviction policy was one that learns; from a sample of blocks.",
         ),
         _counter(
             "compared_hit_tokens",
@@ -87,7 +87,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "Of these, hits in place: `own`, those that there were, and `lru`, those that least recently used would "
             "have had with as many pages. Where `lru` stays ahead, set `eviction` to it.",
         ),
-        _gauge("remembered_keys", MODEL, "Keys of dropped blocks that are remembered to tell why prompts miss."),
+        _gauge("remembered_keys", MODEL, "Keys of dropped blocks that are remembered, to explain misses."),
     ),
     "Is memory full, and of what": (
         _gauge(
@@ -103,13 +103,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "pinned_blocks",
             (*MODEL, "tier"),
-            "Blocks that open sequences keep from being evicted. One that n sequences keep counts n times.",
+            "Blocks that open sequences pin. A block that n sequences pin counts n times.",
         ),
         _counter("dropped_blocks", (*MODEL, "tier"), "Blocks whose copy on the tier was dropped."),
         _counter(
             "dropped_unused_blocks",
             (*MODEL, "tier"),
-            "Of these, blocks that nobody had used since they came: no hit on `device`, no load from `host`.",
+            "Of these, blocks that were not used since they came: no hit on `device`, no load from `host`.",
         ),
         _counter(
             "dropped_unused_bytes",
@@ -147,26 +147,24 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "Objects that were asked for (`get`) or written (`put`), by how that ended: `ok` (verified, or kept), "
             "`lent` (verified, and of another node), `miss`, `wrong` (not what its name says: removed), `misplaced` "
             "(below another block than the reader says), `busy` (not begun: no room, or too late), `failed`, `late` "
-            "(nobody waits any more). Zeros without `--storage`, as all of these.",
+            "(the wait had timed out). Zeros without `--storage`, as all of these.",
         ),
         _counter("storage_moved_bytes", ("way",), "Bytes of those that were `ok` or `lent`."),
-        _gauge("storage_objects", (), "Objects that are kept, as far as is known."),
-        _gauge("storage_bytes", (), "Bytes that they take."),
-        _gauge("storage_capacity_bytes", (), "Bytes that they may take; 0: the engine has no bound of its own."),
+        _gauge("storage_objects", (), "Stored objects, as far as the daemon knows."),
+        _gauge("storage_bytes", (), "Bytes of the stored objects."),
+        _gauge("storage_capacity_bytes", (), "Capacity in bytes; 0: the engine has no limit of its own."),
         _counter("storage_evicted_objects", (), "Objects that made room for others, or were not used for too long."),
         _gauge("storage_closed", (), "1 while storage is used; 0 while it is given up, or there is none."),
-        _counter("storage_given_up", (), "How often it was given up: for errors, or because nothing came."),
+        _counter("storage_given_up", (), "Times that storage was given up: for errors, or because nothing came."),
         _gauge(
             "storage_items_under_way",
             (),
-            "Objects whose host pages the engine reads or writes now, those included that nobody waits for any more.",
+            "Objects whose host pages the engine reads or writes now, those included whose wait has timed out.",
         ),
     ),
     "Who is there, and who is silent": (
         _gauge("leases", ("state",), "Leases: `live`, or `quarantined` (lost, with pages that may still be written)."),
-        _gauge(
-            "lease_silence_seconds", (), "Time since the live lease that is silent longest was heard; 0 without one."
-        ),
+        _gauge("lease_silence_seconds", (), "Longest time since the last heartbeat of a live lease; 0 without one."),
         _gauge("lease_silence_limit_seconds", (), "Silence after which a lease is lost."),
         _counter("leases_ended", ("cause",), "Leases that ended: `closed`, `silent`, `process_ended`, `other`."),
         _gauge("processes", (), "Processes with a life connection."),
@@ -181,37 +179,38 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _counter(
             "rpc_calls",
             ("method", "code"),
-            "Calls (of Step and KeepAlive: messages) by outcome, those refused at the door too; see ERRORS.md.",
+            "Calls (of Step and KeepAlive: messages) by outcome, with those that no service got; see ERRORS.md.",
         ),
-        _counter("transport_calls", ("transport",), "Calls by the way that they came: `lane` or `grpc`."),
+        _counter("transport_calls", ("transport",), "Calls by transport: `lane` or `grpc`."),
         _gauge("lanes", (), "Lanes that are open."),
         _counter("step_operations", ("operation", "code"), "Operations carried by Steps, by outcome."),
         _gauge("calls_in_flight", (), "Calls being served for more than a turn of the event loop, without waiting."),
         _gauge("calls_in_flight_limit", (), "Calls in flight above which more are refused."),
         _gauge("waiting_calls", (), "Calls that wait for transfers."),
         _gauge("waiting_calls_limit", (), "Waiting calls above which more are refused."),
-        _gauge("loop_lag_seconds", (), "How long this reading waited for the event loop: what a call waits at least."),
+        _gauge("loop_lag_seconds", (), "Time that this reading waited for the event loop: the least wait of a call."),
         _gauge(
             "loop_longest_seconds",
             ("flow",),
-            "Longest time of the last one to two minutes that a flow held the event loop: so long others waited. Flows "
-            "are methods, `landing` (of transfers), `chore` (what is left of long flows), `sweep` and `collector`.",
+            "Longest time of the last one to two minutes that a flow held the event loop, while other calls waited. "
+            "Flows are methods, `landing` (of transfers), `chore` (the rest of long flows), `sweep` and `collector`.",
         ),
     ),
     "The daemon itself": (
         _gauge("info", ("version", "backend"), "Always 1."),
         _gauge("uptime_seconds", (), "Time since the daemon started."),
-        _gauge("draining", (), "1 while nothing new is opened."),
-        _gauge("event_subscribers", (), "Who follows changes of blocks."),
+        _gauge("draining", (), "1 while the daemon opens nothing new."),
+        _gauge("event_subscribers", (), "Open subscriptions to changes of blocks."),
         _counter(
             "events",
             ("event",),
-            "What flows count: evictions, peer loads, pauses and so on, by the names that GetStatus tells too.",
+            "Counts of flows: evictions, peer loads, pauses and so on, by the names of GetStatus.",
         ),
         _gauge(
             "tokens_stale_seconds",
             (),
-            "How long the tokens' file could not be read, so that entries taken out of it are accepted; 0: it is read.",
+            "Time for which the tokens' file could not be read, so that entries taken out of it are accepted; 0: it is "
+            "read.",
         ),
         _gauge(
             "tokens_retired_shown",

@@ -89,12 +89,12 @@ def lost_lines() -> int:
 
 
 def event(name: str, **fields: object) -> None:
-    """Something that operators want to know."""
+    """Log an event for operators."""
     _log.info(name, extra={"fields": fields})
 
 
 def warning(name: str, **fields: object) -> None:
-    """Something that should not happen often."""
+    """Log an event that should be rare."""
     _log.warning(name, extra={"fields": fields})
 
 

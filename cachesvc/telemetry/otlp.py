@@ -71,7 +71,7 @@ class Otlp:
         if self._push is not None:
             self._push.close()
             self._push = None
-        if self._provider is not None:  # a thread, because the exporter goes on trying, whatever it was told
+        if self._provider is not None:  # a thread, because the exporter goes on trying, even after a shutdown
             last = threading.Thread(target=self._provider.shutdown, name="otlp-last", daemon=True)
             last.start()
             last.join(CLOSE_SECONDS)

@@ -55,11 +55,11 @@ class _Collector:
         self._reader = reader
 
     def describe(self) -> list[Family]:
-        """Nothing: else the registry would take a reading to learn the names."""
+        """Describe nothing: else the registry would take a reading to learn the names."""
         return []
 
     def collect(self) -> Iterator[Family]:
-        """All families, those without a series too, so that dashboards find every name."""
+        """Collect all families, those without a series too, so that dashboards find every name."""
         yield from families(self._reader.read())
 
 

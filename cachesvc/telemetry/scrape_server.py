@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 Page = Callable[[dict[str, str]], Answer]
 """The page for a request's headers, by their names in lower case; made on the server's thread."""
 Admit = Callable[[str], None]
-"""Whether a request with this bearer token (empty: none) gets the page. Raises Unauthenticated, PermissionDenied."""
+"""Check of a request's bearer token (empty: none). Raises Unauthenticated, PermissionDenied."""
 
 
 class ScrapeServer:

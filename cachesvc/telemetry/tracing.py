@@ -24,15 +24,15 @@ class Times(Protocol):
 
     @property
     def submitted(self) -> float:
-        """It was queued."""
+        """Time of its submission."""
 
     @property
     def began(self) -> float | None:
-        """Its first slice was started; None: it never was."""
+        """Start of its first slice; None: it never started."""
 
     @property
     def ended(self) -> float:
-        """It ended."""
+        """Time of its end."""
 
 
 class Span:
@@ -52,7 +52,7 @@ class Span:
         return self._span
 
     def event(self, name: str, **attributes: str | int | float) -> None:
-        """Something that happened within it."""
+        """Add an event that happened within it."""
         self._span.add_event(name, attributes)
 
     def end(self, code: str) -> None:

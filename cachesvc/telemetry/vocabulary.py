@@ -25,8 +25,10 @@ VOCABULARY: dict[str, Event] = {
         "The daemon serves. `port`, `metrics_port`, `web_port`: 0 where there is none.",
         ("socket", "port", "metrics_port", "web_port", "backend", "devices", "epoch", "pid", "seconds"),
     ),
-    "draining": Event("info", "Nothing new is opened; so many leases are still live.", ("live_leases",)),
-    "start_refused": Event("error", "The daemon could not start, and why: a taken socket or port, say.", ("reason",)),
+    "draining": Event("info", "The daemon opens nothing new; `live_leases` leases are still live.", ("live_leases",)),
+    "start_refused": Event(
+        "error", "The daemon could not start, with the reason, such as a taken socket or port.", ("reason",)
+    ),
     "stopped": Event("info", "The daemon has ended in order."),
     # devices and memory
     "no_gpu": Event("info", "Backend auto found no GPU and takes shared memory.", ("reason",)),
@@ -43,7 +45,7 @@ VOCABULARY: dict[str, Event] = {
     "device_lost": Event(
         "warning", "A GPU is broken: nothing new is registered there, readiness is off.", ("device", "reason", "...")
     ),
-    "device_back": Event("info", "A device that was broken works again, with a new mover.", ("device",)),
+    "device_back": Event("info", "A broken device works again, with a new mover.", ("device",)),
     "device_memory_by_handles": Event(
         "warning",
         "The driver of these GPUs has no VMM memory: pools are mapped by IPC handles, and engines on them do not come "
@@ -52,7 +54,7 @@ VOCABULARY: dict[str, Event] = {
     ),
     "device_memory_lost": Event(
         "warning",
-        "The slabs of a device went with its mover: so many leases are lost, and what replicas had there.",
+        "The slabs of a device were lost with its mover: `leases` leases are lost, and its replicas' contents.",
         ("device", "reason", "leases"),
     ),
     "memory_kept": Event(
@@ -64,68 +66,70 @@ VOCABULARY: dict[str, Event] = {
         "error", "A defect: the ledger still counts on memory that is gone.", ("device", "traceback")
     ),
     "mover_died": Event(
-        "error", "A device's mover has ended: so many of its jobs fail.", ("device", "pid", "reason", "jobs")
+        "error", "A device's mover has ended: `jobs` of its jobs fail.", ("device", "pid", "reason", "jobs")
     ),
     "mover_started": Event("warning", "A device has a mover again.", ("device", "pid", "lives")),
     "mover_not_started": Event(
         "warning",
-        "A mover could not be started again yet, why, and when the next attempt comes.",
+        "A mover could not be restarted yet, with the reason and the time of the next attempt.",
         ("device", "again_s", "reason"),
     ),
     "mover_not_closed": Event("warning", "A mover did not end in order.", ("device", "reason")),
-    "mover_not_probed": Event("warning", "A mover did not say how its device is.", ("device", "reason")),
-    "mover_slab_gone": Event("info", "A slab was to be freed, and had gone with its mover.", ("device", "reason")),
-    "mover_sheet_gone": Event("info", "Words were to be closed, and had gone with their mover.", ("device", "reason")),
+    "mover_not_probed": Event("warning", "A mover did not report its device's state.", ("device", "reason")),
+    "mover_slab_gone": Event("info", "A slab to free had already ended with its mover.", ("device", "reason")),
+    "mover_sheet_gone": Event("info", "Words to close had already ended with their mover.", ("device", "reason")),
     "mover_chunk_not_told": Event("info", "A mover died before it had mapped a chunk of host memory.", ("reason",)),
-    "mover_peer_not_told": Event("info", "A mover was not told of another one's slab, and why.", ("reason",)),
-    "mover_loss_not_told": Event("error", "A defect: nobody is there to hear of lost memory.", ("device", "reason")),
+    "mover_peer_not_told": Event("info", "A mover did not get another one's slab, with the reason.", ("reason",)),
+    "mover_loss_not_told": Event("error", "A defect: lost memory has no listener.", ("device", "reason")),
     "mover_record_broke": Event("error", "A defect: a record between daemon and mover broke.", ("kind", "traceback")),
     "mover_burial_broke": Event(
         "error", "A defect: a part of what follows a mover's death broke.", ("device", "traceback")
     ),
     "mover_answer_broke": Event("error", "A defect: a mover's answer broke.", ("question", "traceback")),
-    "mover_serves": Event("info", "A mover that was started by hand serves a daemon.", ("pid",)),
-    "serving": Event("info", "What health checks answer from now on.", ("ready", "live")),
-    "copies_are_made_to_fail": Event("warning", "The flag for tests is on: this share of copies fails.", ("share",)),
-    "host_pool_whole": Event("info", "All of the host pool is there.", ("bytes", "seconds")),
+    "mover_serves": Event("info", "A mover started by hand serves a daemon.", ("pid",)),
+    "serving": Event("info", "New answer of health checks.", ("ready", "live")),
+    "copies_are_made_to_fail": Event("warning", "The test flag is on: this share of copies fails.", ("share",)),
+    "host_pool_whole": Event("info", "The host pool is populated whole.", ("bytes", "seconds")),
     "host_pool_node": Event("info", "A NUMA node that gets its part of the host pool.", ("node", "gpus")),
     "numa_node_unreadable": Event("warning", "A NUMA node of the system could not be read.", ("node", "error")),
-    "numa_not_applied": Event("info", "Memory was not bound to its NUMA node, and why.", ("node", "reason", "detail")),
+    "numa_not_applied": Event(
+        "info", "Memory was not bound to its NUMA node, with the reason.", ("node", "reason", "detail")
+    ),
     "numa_library_missing": Event(
-        "info", "libnuma is not installed: memory lies where it falls.", ("library", "error")
+        "info", "libnuma is not installed: memory has no NUMA placement.", ("library", "error")
     ),
     "host_pool_filling_failed": Event(
-        "error", "The host pool stays smaller than configured, and why.", ("ready_chunks", "chunks", "reason")
+        "error", "The host pool stays smaller than configured, with the reason.", ("ready_chunks", "chunks", "reason")
     ),
-    "host_pages_callback_failed": Event(
-        "error", "Host pages came and could not be given out.", ("first_page", "pages")
-    ),
+    "host_pages_callback_failed": Event("error", "New host pages could not be granted.", ("first_page", "pages")),
     # storage shared by nodes
     "storage_connected": Event("info", "The store's master was found.", ("storage", "master")),
-    "storage_unreachable": Event("info", "The store's master is not there; it is asked again.", ("storage", "reason")),
+    "storage_unreachable": Event(
+        "info", "The store's master is absent; the daemon asks it again.", ("storage", "reason")
+    ),
     "storage_memory_refused": Event(
         "warning",
-        "The store's client refused memory of the host pool: nothing comes to it or goes from it.",
+        "The store's client refused memory of the host pool: that memory is not used for storage.",
         ("storage", "size_bytes", "code"),
     ),
     "storage_batch_broke": Event("error", "A defect: a batch of reads or writes has failed."),
-    "storage_connect_broke": Event("error", "A defect: no client of the store could be made; it is tried again."),
-    "storage_question_broke": Event("error", "A defect: what was asked of the store has no answer."),
+    "storage_connect_broke": Event("error", "A defect: no client of the store could be made; the daemon tries again."),
+    "storage_question_broke": Event("error", "A defect: a question to the store has no answer."),
     # other nodes
     "peers_ready": Event("info", "Other nodes can borrow, at these ports.", ("port", "data_port")),
     "peer_failed": Event("info", "Another node did not answer, or wrongly; it rests for a while.", ("peer", "reason")),
     "peer_distrusted": Event(
         "warning",
-        "The TLS handshake with another node fails for certificates, and why: nothing is borrowed of it. Logged every "
-        "5 minutes.",
+        "The TLS handshake with another node fails for certificates, with the reason: the daemon borrows "
+        "nothing from it. Logged every 5 minutes.",
         ("peer", "reason"),
     ),
-    "peer_object_wrong": Event("warning", "Another node sent something that is not what was asked for.", ("peer",)),
-    "peer_refused": Event("info", "Somebody without a token wanted to borrow.", ("method",)),
-    "peer_stream_refused": Event("info", "Somebody came for bytes without a secret that is good for any."),
+    "peer_object_wrong": Event("warning", "Another node sent an object other than the requested one.", ("peer",)),
+    "peer_refused": Event("info", "A peer without a token tried to borrow.", ("method",)),
+    "peer_stream_refused": Event("info", "A connection for bytes had no valid secret."),
     "peer_stream_broke": Event("error", "A defect: a stream of bytes to another node has ended."),
-    "peer_job_broke": Event("error", "A defect: something that was to be borrowed does not come."),
-    "peer_beat_broke": Event("error", "A defect: a beat to other nodes was not sent."),
+    "peer_job_broke": Event("error", "A defect: a borrow job has failed."),
+    "peer_beat_broke": Event("error", "A defect: a heartbeat to other nodes was not sent."),
     # models, leases, processes
     "model_registered": Event(
         "info",
@@ -135,34 +139,38 @@ VOCABULARY: dict[str, Event] = {
     "registration_broke": Event("error", "A defect: a model's pools were not made or not entered.", ("model_name",)),
     "lease_opened": Event("info", "An engine has a lease.", ("lease", "engine", "model", "replica")),
     "lease_joined": Event(
-        "info", "A process shares the lease of its engine's others.", ("lease", "engine", "model", "replica")
+        "info", "A process joined the lease of its engine's other processes.", ("lease", "engine", "model", "replica")
     ),
     "lease_closed": Event("info", "An engine closed its lease.", ("lease", "quiesced")),
-    "lease_silent": Event("warning", "A lease was silent for too long and is lost.", ("lease", "seconds")),
-    "life_connection_refused": Event(
-        "warning", "A process wanted a life connection that it may not have.", ("uid", "pid", "reason")
-    ),
+    "lease_silent": Event("warning", "A lease without a heartbeat for too long is lost.", ("lease", "seconds")),
+    "life_connection_refused": Event("warning", "A process was refused a life connection.", ("uid", "pid", "reason")),
     "life_connection_dropped": Event(
-        "info", "A life connection without lease and lane gave way to others of its user.", ("pid", "uid")
+        "info", "A life connection without lease and lane was closed in favour of others of its user.", ("pid", "uid")
     ),
-    "life_connection_broke": Event("info", "A life connection was ended: it broke, or is not read.", ("pid", "reason")),
+    "life_connection_broke": Event(
+        "info", "A life connection was closed: it broke, or its peer does not read.", ("pid", "reason")
+    ),
     "life_not_accepting": Event(
-        "warning", "No descriptor is left for life connections; tried again after the seconds.", ("reason", "seconds")
+        "warning",
+        "No descriptor is left for life connections; the daemon tries again after `seconds`.",
+        ("reason", "seconds"),
     ),
     "lane_opened": Event("info", "A process has a lane; `lanes`: of its life connection.", ("lanes",)),
-    "lane_closed": Event("info", "A lane ended, after so many calls.", ("reason", "calls")),
-    "lane_refused": Event("warning", "What came on a lane is none of its protocol, or proves nobody.", ("reason",)),
+    "lane_closed": Event("info", "A lane ended, after `calls` calls.", ("reason", "calls")),
+    "lane_refused": Event(
+        "warning", "A lane got bytes outside of its protocol, or no valid proof of its caller.", ("reason",)
+    ),
     "lane_broke": Event("error", "A defect: a lane could not be served and was ended."),
     "tokens_read": Event("info", "Tokens, peers and quotas are those of the file.", ("entries", "tenants")),
     "token_retired": Event(
         "info",
-        "An engine's token left the tokens' file: for so long it still serves the leases that its engine has.",
+        "An engine's token left the tokens' file: for this time it still serves the leases that its engine has.",
         ("caller", "tenant", "seconds"),
     ),
     "token_retired_shown": Event(
         "warning",
-        "Callers still show a token that left the tokens' file, and lose their leases in so long: give them the new "
-        "one. Logged once for each token.",
+        "Callers still show a token that left the tokens' file, and lose their leases after this time: give them the "
+        "new one. Logged once for each token.",
         ("caller", "tenant", "seconds"),
     ),
     "token_refused": Event(
@@ -173,26 +181,31 @@ VOCABULARY: dict[str, Event] = {
     ),
     "tokens_not_read": Event(
         "warning",
-        "The tokens' file cannot be used, or is gone; what was read before holds, for so long. Told every minute.",
+        "The tokens' file cannot be used, or is gone; the last reading holds, for this time so far. Logged "
+        "every minute.",
         ("reason", "seconds"),
     ),
     "certificate_read": Event(
         "info", "A certificate is served, or shown to other nodes, from now on.", ("certificate",)
     ),
-    "certificate_not_read": Event("warning", "The certificate cannot be used; the one before goes on.", ("reason",)),
+    "certificate_not_read": Event(
+        "warning", "The certificate cannot be used; the previous one stays in use.", ("reason",)
+    ),
     "reloaded": Event("info", "Settings changed while running, one field each.", ("...",)),
-    "reload_refused": Event("warning", "The file asks for what cannot be, or not live; nothing changed.", ("reason",)),
-    "reload_too_early": Event("info", "SIGHUP came before the daemon was up; its files are being read anyway."),
-    "reload_by_signal_refused": Event("debug", "SIGHUP asked for that reload.", ("code",)),
-    "process_ended": Event("info", "The kernel says that an engine's process is gone.", ("pid",)),
+    "reload_refused": Event(
+        "warning", "The file has an impossible setting, or one that cannot change live; nothing changed.", ("reason",)
+    ),
+    "reload_too_early": Event("info", "SIGHUP came before the daemon had started; it reads its files anyway."),
+    "reload_by_signal_refused": Event("debug", "A reload by SIGHUP was refused.", ("code",)),
+    "process_ended": Event("info", "An engine's process has ended, by the kernel's report.", ("pid",)),
     "connection_ended": Event(
         "info", "A process counts as gone: its connection ended, and the grace is over.", ("pid",)
     ),
     # transfers and calls
     "transfer_failed": Event(
-        "warning", "A transfer failed, and why; whoever waits for it is told.", ("ticket", "reason")
+        "warning", "A transfer failed, with the reason; its waiters get the error.", ("ticket", "reason")
     ),
-    "swap_done_callback_failed": Event("error", "A defect: the end of a transfer could not be told.", ("ticket",)),
+    "swap_done_callback_failed": Event("error", "A defect: the end of a transfer could not be reported.", ("ticket",)),
     "copy_stream_broken": Event("error", "A defect: a copy stream takes no more jobs. Restart the daemon.", ("name",)),
     "copy_slice_failed": Event("error", "A defect: a slice's end on a broken stream.", ("name",)),
     "copy_waiters_not_released": Event("error", "A defect: waiters of a job were not released.", ("ticket",)),
@@ -202,38 +215,36 @@ VOCABULARY: dict[str, Event] = {
         "A page was not read for its checksum; those after it with the same reason are not logged.",
         ("model", "page", "reason"),
     ),
-    "subscriber_cut_off": Event("warning", "A subscriber fell behind what is kept.", ("behind", "kept")),
+    "subscriber_cut_off": Event("warning", "A subscriber fell behind the event history.", ("behind", "kept")),
     "subscriber_hung": Event("info", "A subscriber that was cut off did not take its status.", ("reason",)),
-    "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be told.", ("ticket",)),
+    "copy_done_callback_failed": Event("error", "A defect: the end of a copy could not be reported.", ("ticket",)),
     "weights_announced": Event(
         "info",
         "An operator announced the version of weights that a model's engines load next.",
         ("model", "version", "previous"),
     ),
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
-    "tokens_watch_broke": Event("error", "A defect: the tokens' file could not be looked at; it is tried again."),
-    "sweep_broke": Event("error", "A defect: silent leases could not be looked for; it is tried again."),
-    "device_look_broke": Event("error", "A defect: the devices could not be looked at; it is tried again."),
+    "tokens_watch_broke": Event("error", "A defect: the check of the tokens' file failed; the daemon tries again."),
+    "sweep_broke": Event("error", "A defect: the search for silent leases failed; the daemon tries again."),
+    "device_look_broke": Event("error", "A defect: the check of the devices failed; the daemon tries again."),
     "call_broke": Event(
         "error",
         "A defect: a call failed inside the daemon; the traceback says where. `model` 0: of none.",
         ("method", "model"),
     ),
-    "chore_refused": Event(
-        "warning", "What was left of a long flow cannot be had any more; nothing is lost by it.", ("model", "reason")
-    ),
-    "chore_broke": Event("error", "A defect: what was left of a long flow could not be carried through.", ("model",)),
-    "landing_broke": Event("error", "A defect: the end of a transfer could not be carried through.", ("ticket",)),
+    "chore_refused": Event("warning", "The rest of a long flow was refused; nothing is lost.", ("model", "reason")),
+    "chore_broke": Event("error", "A defect: the rest of a long flow failed.", ("model",)),
+    "landing_broke": Event("error", "A defect: the landing of a transfer failed.", ("ticket",)),
     "model_distrusted": Event(
         "warning",
-        "A defect was met in a call of the model: it is out of service until Verify finds it sound.",
+        "A call of the model met a defect: the model is out of service until Verify finds it sound.",
         ("model", "reason"),
     ),
-    "model_trusted": Event("info", "The model was found sound and is served again.", ("model",)),
+    "model_trusted": Event("info", "Verify found the model sound; it is served again.", ("model",)),
     # storage
-    "storage_ready": Event("info", "The storage tier; what is there is still being found.", ("storage",)),
+    "storage_ready": Event("info", "The storage tier serves; the scan for its objects goes on.", ("storage",)),
     "storage_purged": Event(
-        "info", "An operator had objects removed; an empty name: of all models.", ("model_name", "objects")
+        "info", "An operator removed objects; an empty name: of all models.", ("model_name", "objects")
     ),
     "storage_not_direct": Event("info", "The filesystem refuses direct I/O: the page cache is used.", ("folder",)),
     "storage_read_failed": Event(
@@ -250,15 +261,13 @@ VOCABULARY: dict[str, Event] = {
     ),
     "storage_not_touched": Event("info", "The time of an object's last use could not be kept.", ("reason",)),
     "storage_label_not_kept": Event("warning", "A model's name could not be kept beside its objects.", ("reason",)),
-    "storage_scan_broke": Event("error", "A defect: the folder could not be looked through; it is tried again."),
+    "storage_scan_broke": Event("error", "A defect: the scan of the folder failed; the daemon tries again."),
     "storage_job_broke": Event("error", "A defect: an object was not read or written, and its pages are held."),
-    "storage_call_broke": Event("error", "A defect: what was asked of storage was not carried out."),
-    "storage_news_broke": Event(
-        "error", "A defect: what became of stored blocks could not be carried through.", ("model",)
-    ),
+    "storage_call_broke": Event("error", "A defect: a storage call was not carried out."),
+    "storage_news_broke": Event("error", "A defect: news of stored blocks could not be handled.", ("model",)),
     # telemetry itself
     "metrics_push_failed": Event("warning", "A reading was not taken or sent; the next one may be.", ("reason",)),
     "scrape_failed": Event("error", "A defect: the page of metrics could not be made; the scraper got none."),
-    "log_lines_lost": Event("warning", "Lines that standard error did not take: it was full or closed.", ("lines",)),
-    "library_log": Event("info", "A library's own words, at its level.", ("logger", "text")),
+    "log_lines_lost": Event("warning", "Standard error was full or closed, and lost lines.", ("lines",)),
+    "library_log": Event("info", "A library's message, at its level.", ("logger", "text")),
 }

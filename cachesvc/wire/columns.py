@@ -19,14 +19,14 @@ PUBLISH = cache_pb2.STEP_COLUMN_PUBLISH
 RECYCLE = cache_pb2.STEP_COLUMN_RECYCLE
 RELEASE = cache_pb2.STEP_COLUMN_RELEASE
 IN_ORDER = (GROW, PUBLISH, RECYCLE, RELEASE)
-"""As they are applied."""
+"""Columns in the order in which they are applied."""
 OPERATION_NAMES = {GROW: "extend", PUBLISH: "publish", RECYCLE: "recycle", RELEASE: "release"}
-"""What StepOperation and OperationResult call an entry."""
+"""Names of an entry in StepOperation and OperationResult."""
 ANSWER_FIELDS = {GROW: "grown_blocks", PUBLISH: "sealed_blocks", RECYCLE: "recycled_pages", RELEASE: "freed_pages"}
 NOT_TOLD = 0xFFFFFFFF
-"""In ``release_output_tokens``: the engine does not say."""
+"""Value in ``release_output_tokens`` of an engine that does not report them."""
 ODD = 0xFFFFFFFF
-"""In an answer's column: ``odd`` has the answer."""
+"""Value in an answer's column where ``odd`` has the answer."""
 
 Column: TypeAlias = "cache_pb2.StepColumn.ValueType"
 
@@ -41,7 +41,7 @@ class StepColumns(NamedTuple):
     releases: Releases
 
     def sequences(self, column: Column) -> Sequence[int]:
-        """Whose the entries of a column are."""
+        """Sequences of a column's entries."""
         if column == GROW:
             return self.growth.sequences
         if column == PUBLISH:
@@ -141,7 +141,7 @@ def _read_releases(message: cache_pb2.StepColumns) -> Releases:
 
 
 def _read_starts(name: str, raw: bytes, entries: int) -> Sequence[int]:
-    """Where each entry begins among the blocks of all, and where the last one ends."""
+    """Beginning of each entry among the blocks of all, and the end of the last one."""
     if not raw:
         return range(entries + 1)
     return list(accumulate(_unpack("I", name, raw, entries), initial=0))

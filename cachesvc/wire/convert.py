@@ -140,7 +140,7 @@ def ticket_to_proto(ticket: TicketView) -> common_pb2.Ticket:
 
 
 def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:
-    """Where each plane of a slab lies."""
+    """Places of a slab's planes."""
     return [
         engine_pb2.PlanePlacement(
             name=span.plane.name,

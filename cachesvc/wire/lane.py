@@ -14,7 +14,7 @@ from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 VERSION = 1
 LANE_QUESTION = b"LN"
-"""What a process asks on its life connection; ``OK`` brings its end of the lane along."""
+"""Request of a process on its life connection; ``OK`` brings its end of the lane along."""
 
 HEADER = struct.Struct("<IBBHQ")
 NO_ANSWER, ERROR, TRACED = 1, 2, 4
@@ -39,9 +39,9 @@ METHODS = {
 
 MAX_UNANSWERED_FRAMES = 16
 MAX_UNANSWERED_BYTES = 1 << 20
-"""The daemon reads no further from a lane on which so much has no answer."""
+"""Unanswered bytes above which the daemon reads no further from a lane."""
 READ_BYTES = 256 << 10
-"""As much as a socket holds: one read takes all that has come."""
+"""Bytes of one read: as much as a socket holds, so one read takes all that has come."""
 
 
 HELLO_BYTES = 8 << 10
@@ -92,13 +92,13 @@ class FrameReader:
         self._least, self._most = READ_BYTES, MAX_MESSAGE_BYTES
 
     def room(self) -> memoryview:
-        """Where the next bytes go; never empty. Frames that have come must have been taken."""
+        """Buffer for the next bytes; never empty. Frames that have come must have been taken."""
         if self.end == len(self._bytes):
             self._make_room()
         return self._view[self.end :]
 
     def add(self, count: int) -> None:
-        """So many bytes were put into ``room()``."""
+        """Count bytes that were put into ``room()``."""
         self.end += count
 
     def next(self) -> Frame | None:
@@ -122,7 +122,7 @@ class FrameReader:
         return Frame(method, flags, deadline, tag, body[TRACE_BYTES:], parent)
 
     def _begin_anew(self) -> None:
-        """All was taken: begin at the front, and keep no large frame's room."""
+        """Begin at the front, and keep no large frame's room, after all frames were taken."""
         self._first = self.end = 0
         if len(self._bytes) != self._least:
             self._view, self._bytes = memoryview(b""), bytearray(self._least)

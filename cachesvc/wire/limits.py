@@ -1,4 +1,4 @@
-"""How long every text, every bytes and every list of a request may be: one table, held by the edge.
+"""Length limits of every text, bytes and list of a request: one table, enforced by the edge.
 
 A field that is not here may not be in a request: ``tests/unit/test_limits.py`` walks all protos. ``Where.EDGE`` is
 refused by ``check_fields`` before a handler looks at the message, ``Where.FLOW`` by the flow that reads it (because its
@@ -18,7 +18,7 @@ from cachesvc.model.layout import MAX_DIMS, MAX_GROUPS, MAX_NAME_BYTES, MAX_PLAN
 
 
 class Where(Enum):
-    """Who holds a limit."""
+    """Layer that enforces a limit."""
 
     EDGE = "edge"
     FLOW = "flow"
@@ -118,11 +118,11 @@ _APART = frozenset({"StepRequest.operations"})
 """Messages that are checked one by one as they are served."""
 
 _LEAST_ENTRY_BYTES = 2
-"""Of a message in a list, by its tag and its length."""
+"""Bytes of a message in a list, by its tag and its length."""
 
 _Row = tuple[int, str, Bound, str, str]
 _CHECKS: dict[Any, tuple[_Row, ...]] = {}
-"""By message: its rows, those first that the shortest message can exceed."""
+"""Rows of each message, those first that the shortest message can exceed."""
 
 
 def check_fields(message: Any, size_bytes: int | None = None) -> None:
@@ -156,8 +156,8 @@ def check_fields(message: Any, size_bytes: int | None = None) -> None:
 
 
 def _rows(kind: Descriptor) -> tuple[_Row, ...]:
-    """What is to be looked at in a message: the bytes of the longest one that cannot exceed the bound, name, bound,
-    shape (length, texts; of what is within it: messages, one), and its whole name."""
+    """Checks of a message: the bytes of the longest one that cannot exceed the bound, name, bound, shape (length,
+    texts; of what is within it: messages, one), and its whole name."""
     rows: list[_Row] = []
     for field in kind.fields:
         full_name = f"{kind.name}.{field.name}"

@@ -23,11 +23,11 @@ from cachesvc.wire.limits import LIMITS
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 WALKED_BYTES = 72 << 10
-"""What is longer is walked before it is parsed. Keys of 2,048 blocks are shorter."""
+"""Size above which a message is walked before it is parsed. Keys of 2,048 blocks are shorter."""
 MAX_FIELDS = 16 * MAX_OPERATIONS
-"""Fields of one message, with those of all messages in it: the longest Step has so many at most."""
+"""Fields of one message, with those of all messages in it: as many as the longest Step has."""
 SKIPPED_BYTES = 4 * MAX_FIELDS
-"""Of small entries that are not walked: their parser makes twice ``MAX_FIELDS`` objects at most."""
+"""Bytes of small entries that are not walked: their parser makes at most twice ``MAX_FIELDS`` objects."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _LONGEST_VARINT = 10

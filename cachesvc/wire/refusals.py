@@ -13,7 +13,7 @@ MAX_FACT_CHARACTERS = 256
 """Longer texts are cut: metadata of a call is limited to 16 KiB."""
 
 NUMBERS = range(-(1 << 63), 1 << 63)
-"""What an ``int64`` field can hold; larger numbers stay in the sentence alone."""
+"""Range of an ``int64`` field; larger numbers stay in the sentence alone."""
 
 
 def refusal(error: CacheError) -> OperationError:

@@ -1,4 +1,4 @@
-"""Which gRPC status each kind of failure becomes, and the metadata key that names the kind itself."""
+"""gRPC status of each kind of failure, and the metadata key that names the kind itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GRPC_CODES: dict[ErrorCode, grpc.StatusCode] = {
 AUTHORIZATION_METADATA_KEY = "authorization"
 BEARER = "Bearer "
 PROCESS_METADATA_KEY = "kv-process-token-bin"
-"""What a call may prove its caller by: a token of the tokens' file, or what the life socket gave to its process."""
+"""Proof of a call's caller: a token of the tokens' file, or what the life socket gave to its process."""
 
 MAX_METADATA_BYTES = 16 << 10
 MAX_STREAMS = 1024

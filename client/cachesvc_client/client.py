@@ -171,7 +171,7 @@ class CacheClient:
         self.close(quiesced=None if kind is None else False)
 
     def _show(self, lease: AsyncLease) -> Lease:
-        """One handle for each lease."""
+        """Handle of a lease, one for each."""
         known = self._leases.get(lease)
         if known is not None:
             return known

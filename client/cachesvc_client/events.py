@@ -29,7 +29,7 @@ from cachesvc_client.wire.settings import ChannelOptions, default_socket
 from cachesvc_client.wire.trust import may_show
 
 DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
-"""A subscriber is in no hurry."""
+"""Channel options of a subscriber, which is in no hurry."""
 
 __all__ = ["Batch", "BlockMirror", "EventSubscriber", "Kind", "Part", "Run", "Spot", "subscription"]
 
@@ -81,9 +81,9 @@ class EventSubscriber:
         self._maker = Maker()
 
     def subscribe(self, *, snapshot: bool = True, epoch: int = 0, after: int | None = None) -> Iterator[Batch]:
-        """One subscription, as ``subscription`` says; ends quietly only at ``close``.
+        """Subscribe once, as ``subscription`` says; ends without an error only at ``close``.
 
-        Raises SubscriberTooSlow, EventsMissed (``after`` is too long ago), NotFound (the model gave way), NotOwned,
+        Raises SubscriberTooSlow, EventsMissed (``after`` is too long ago), NotFound (the model was evicted), NotOwned,
         LimitExceeded, DaemonUnavailable, Unauthenticated, PermissionDenied.
         """
         request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after, storage=self._storage)

@@ -19,10 +19,11 @@ class PendingStep:
         self._calls = calls
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
-        """One entry for each operation of the batch, in order: its result, or a CacheClientError (not raised).
+        """Results of the batch's operations, one each, in order: a result, or a CacheClientError (not raised). Answers
+        of steps sent before it are taken in first.
 
-        Answers of steps sent before it are taken in first. Raises DeadlineExceeded (ask again for the same step),
-        DaemonUnavailable, and what refused the step as a whole, such as LeaseLost.
+        Raises DeadlineExceeded (ask again for the same step), DaemonUnavailable, and what refused the step as a whole,
+        such as LeaseLost.
         """
         return drive(self._calls.results(timeout_s))
 

@@ -18,7 +18,7 @@ PLANES = 64
 
 
 class Calibrate(Command):
-    """No daemon is asked: the GPUs here are measured."""
+    """Measure the GPUs of this machine, without a daemon."""
 
     name = "calibrate"
     about = "measure what bytes and copies between host and GPUs cost"

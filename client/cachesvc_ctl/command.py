@@ -36,7 +36,7 @@ class Command(ABC):
 
     name: ClassVar[str]
     about: ClassVar[str]
-    """One line, for the list of commands."""
+    """Summary in one line, for the list of commands."""
     epilog: ClassVar[str] = ""
     flags: ClassVar[tuple[Flag, ...]] = ()
 
@@ -62,11 +62,11 @@ class Command(ABC):
 
 
 class DaemonCommand(Command):
-    """One that asks a daemon, which flags or the environment name."""
+    """Command that asks a daemon, which flags or the environment name."""
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """Its flags, and which daemon."""
+        """Add its flags, and those of the daemon."""
         super().add_flags(parser)
         add_target(parser)
 

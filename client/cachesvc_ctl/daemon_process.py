@@ -1,4 +1,4 @@
-"""A daemon of one's own: started as a process, waited for until it serves, stopped by SIGTERM."""
+"""A child daemon: started as a process, awaited until it serves, stopped by SIGTERM."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class DaemonProcess:
 
 
 def reason_of(log: str) -> str:
-    """Why a daemon refused to start, by its log's last line; empty where that says nothing of it."""
+    """Reason why a daemon refused to start, from its log's last line; empty where that has none."""
     last = log.rpartition("\n")[2]
     if '"event": "start_refused"' not in last:
         return ""

@@ -40,7 +40,7 @@ class Describe(DaemonCommand):
     )
 
     def run(self) -> int:
-        """Raises MissingExtraError, UnknownSymbol."""
+        """Print a description from the daemon's reflection. Raises MissingExtraError, UnknownSymbol."""
         try:
             from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""``cachesvc events``: what happens to blocks, as it happens; for people, for scripts, and for routers."""
+"""``cachesvc events``: live changes of blocks; for people, for scripts, and for routers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Events(DaemonCommand):
     )
 
     def run(self) -> int:
-        """Until interrupted."""
+        """Run until interrupted."""
         return follow(self.arguments)
 
 
 def follow(arguments: argparse.Namespace, say: Say = print) -> int:
-    """Until interrupted, or ``--count`` is reached."""
+    """Follow until interrupted, or until ``--count`` is reached."""
     target = target_of(arguments)
     model = _model(target, arguments.model)
 

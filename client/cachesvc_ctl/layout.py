@@ -59,7 +59,7 @@ class Fit:
 
 
 class LayoutOfModel(Command):
-    """No daemon is asked: a config.json says it all."""
+    """Compute a layout from a config.json, without a daemon."""
 
     name = "layout"
     about = "what a model's cache takes and what fits, from its config.json"

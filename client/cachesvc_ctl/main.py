@@ -53,7 +53,7 @@ COMMANDS: tuple[type[Command], ...] = (
     *(Dump, Load, Describe),
     *(LayoutOfModel, Calibrate, Replay, Simulate, Synth),
 )
-"""In the order of the list of commands."""
+"""Commands in the order of the list."""
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 class _Columns(argparse.HelpFormatter):
-    """One line a command."""
+    """Formatter with one line a command."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=16)

@@ -1,4 +1,4 @@
-"""A file that is there whole or not at all: what fails half way, a full disk say, leaves nothing behind."""
+"""A file that is written whole or not at all: a failure half way, such as a full disk, leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Target:
         return open_remote(self.address, self.credentials)
 
     def make_channel(self, socket_path: str, options: ChannelOptions = PATIENT_OPTIONS) -> grpc.Channel:
-        """The same for callers that make channels by path and options."""
+        """Make a channel, for callers that do so by path and options."""
         return open_remote(socket_path, self.credentials, options)
 
 

@@ -1,4 +1,4 @@
-"""``cachesvc wait``: until the daemon takes work, for whatever starts after it and for container engines."""
+"""``cachesvc wait``: wait until the daemon takes work, for programs that start after it and for container engines."""
 
 from __future__ import annotations
 

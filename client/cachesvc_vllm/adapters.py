@@ -37,7 +37,7 @@ class Reading:
 
 @dataclass(slots=True)
 class Adapter:
-    """One that this engine has, as its first request named it. ``look``: whether its files are as they were, by the
+    """Adapter of this engine, as its first request named it. ``look``: whether its files are as they were, by the
     last look, which began at ``looked_s``. ``own``: a random salt of this engine, once the files that it computes with
     are unknown."""
 
@@ -49,7 +49,7 @@ class Adapter:
 
 
 class Adapters:
-    """Those of one engine, by vLLM's number of them. ``locate``: where an adapter's files are, which may take long and
+    """Adapters of one engine, by vLLM's numbers. ``locate``: where an adapter's files are, which may take long and
     raise anything. Used from vLLM's scheduler thread, which touches no file: another thread does."""
 
     def __init__(self, locate: Callable[[str], str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,7 +99,7 @@ class Adapters:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, path: str) -> Reading:
-        """Raises OSError, and what ``locate`` raises."""
+        """Read an adapter's folder, stamp and digest. Raises OSError, and what ``locate`` raises."""
         folder = Path(self._locate(path))
         stamp = _stamp(folder)
         return Reading(folder, stamp, bytes.fromhex(files_digest([folder / each[0] for each in stamp], folder)))

@@ -62,11 +62,11 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         return list(self._hits.values())
 
     def hide_hits(self) -> None:
-        """Let vLLM find none."""
+        """Hide the hits of the current request from vLLM."""
         self._current, self._hits = None, {}
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
-        """A block of the current request's hit."""
+        """Find a block of the current request's hit."""
         block = self._hits.get(block_hash)
         return None if block is None else [block]
 
@@ -99,7 +99,8 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
-        """These blocks will be full. vLLM says so when it schedules: they are sealed once they are computed."""
+        """Note that these blocks will be full. vLLM says so when it schedules: they are sealed once they are
+        computed."""
         self.filling[request.request_id] = (request, num_full_blocks)
         if (pages := self.book.find(request.request_id)) is not None:
             pages.full_blocks = num_full_blocks
@@ -121,7 +122,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         return self.book.free_blocks(self.num_gpu_blocks - 1, self._current)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        """Nothing to do: what vLLM did not compute well was never sealed, and what is sealed is everybody's."""
+        """No-op: what vLLM did not compute well was never sealed, and all engines share what is sealed."""
 
     def reset_prefix_cache(self) -> bool:
         """Go on under the keys of the weights that the engine has now. False while requests have blocks."""
@@ -133,7 +134,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         return True
 
     def emit_cached_block_events(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: ``kv_events`` announces what the daemon has."""
+        """No-op: ``kv_events`` announces what the daemon has."""
 
     def cache_partial_block(self, *args: Any, **kwargs: Any) -> None:
         """Raise: models with several groups alone need it, and these are refused."""

@@ -12,7 +12,8 @@ from cachesvc_vllm.file_digests import FileDigests, Progress
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 DECIDING = (*WEIGHTS, ".json", ".py")
-"""Beside weights: configurations of the model and of its quantisation, indexes, and code that comes with it."""
+"""Suffixes that decide bytes beside weights: configurations of the model and of its quantisation, indexes, and code
+that comes with it."""
 
 HARMLESS = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

@@ -44,13 +44,13 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nothing that is not published is missed by anybody."""
+        """False: unpublished blocks may be lost without harm."""
         return False
 
     # -- worker ------------------------------------------------------------------------------------------------------
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """Where KV memory comes from."""
+        """Context in which KV memory is allocated."""
         assert self._worker is not None
         return self._worker.memory_context()
 
@@ -92,13 +92,13 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker.lapsed_blocks()
 
     def build_connector_worker_meta(self) -> WorkerLease | None:
-        """For the scheduler, where it asked to move: the lease that this worker is on."""
+        """Lease that this worker is on, for a scheduler that asked to move."""
         assert self._worker is not None
         return self._worker.take_lease()
 
     def get_handshake_metadata(self) -> WorkerShare | None:
-        """For the scheduler: whether, and as what, the memory is the daemon's. Asked once, when the worker has warmed
-        up and before any request: later hooks come when the first request's table is written."""
+        """Share of this worker, for the scheduler: whether, and as what, the memory is the daemon's. Asked once, when
+        the worker has warmed up and before any request: later hooks come when the first request's table is written."""
         assert self._worker is not None
         self._worker.end_warm_up()
         worker = self._worker
@@ -129,7 +129,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler.bind(self._kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come."""
+        """Note a new request."""
         if self._scheduler is not None:
             self._scheduler.expect(request)
 
@@ -154,7 +154,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.note_ends(ended or (), failed or ())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """For the workers."""
+        """Message for the workers."""
         if self._scheduler is None:
             return StepTransfers()
         is_empty = not scheduler_output.total_num_scheduled_tokens
@@ -166,7 +166,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.has_late_pages
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended; its blocks may be freed."""
+        """Note the end of a request; its blocks may be freed."""
         if self._scheduler is not None:
             self._scheduler.finish(request)
         return False, None

@@ -1,5 +1,5 @@
-"""When an engine gives back what it got for requests that wait. Engines on one pool know nothing of each other: two of
-which neither runs anything may each have what the other waits for."""
+"""Back-off of an engine: it gives back what it got for requests that wait. Engines on one pool know nothing of each
+other: two of which neither runs anything may each have what the other waits for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 
 TRIES_S = 0.05
-"""So long an engine that runs nothing tries; then it is away for once to twice as long, so that engines come apart."""
+"""Time for which an engine that runs nothing tries, seconds; then it backs off for once to twice as long, so that
+engines separate."""
 
 
 class GivingWay:
@@ -25,7 +26,7 @@ class GivingWay:
         return self._clock() < self._away_until_s
 
     def admit(self) -> None:
-        """A request found room."""
+        """Reset the back-off: a request found room."""
         self._since_s = math.inf
 
     def is_due(self, *, is_idle: bool) -> bool:

@@ -106,7 +106,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
     "LoRAConfig": frozenset({"max_loras", "max_cpu_loras", "specialize_active_lora"}),
     "SpeculativeConfig": frozenset(
         {
-            # the target, told already; the drafter by its name: ``drafter`` has its bytes
+            # the target, named already; the drafter by its name: ``drafter`` has its bytes
             *("target_model_config", "target_parallel_config", "model", "revision"),
             # how much is drafted and accepted: ``draft_lookahead`` says what of it pages depend on
             *("num_speculative_tokens", "num_speculative_tokens_per_batch_size", "max_model_len", "enforce_eager"),
@@ -275,7 +275,7 @@ def _type_name(kind: type) -> str:
 
 
 def _parts(value: Any) -> dict[str, Any]:
-    """Its fields, or what else it has; nothing of what is no data."""
+    """Fields of a value, or what else it has; nothing of what is no data."""
     if is_dataclass(value):
         return {each.name: getattr(value, each.name, None) for each in fields(value)}
     return dict(vars(value)) if hasattr(value, "__dict__") else {}

@@ -1,8 +1,8 @@
-"""A process that keeps an engine's lease alive for as long as the engine lives: its beats need nothing of the engine's.
+"""A process that keeps an engine's lease alive while the engine lives: its heartbeats need nothing of the engine's.
 
 vLLM may hold the interpreter for longer than a lease may be silent: while it loads weights, compiles, or schedules a
-very large batch. The engine starts this beside itself; it ends with the engine, and says nothing for one that is
-stopped, whose pages others wait for.
+very large batch. The engine starts this beside itself; it ends with the engine, and sends no heartbeat for a stopped
+engine, whose pages others wait for.
 
 A keeper that ends before its lease is replaced by another one. It finds its modules where the engine found them: not
 in the working directory, which ``python -m`` would search first.

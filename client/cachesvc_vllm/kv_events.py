@@ -119,11 +119,11 @@ class Announcer:
         )
 
     def drop(self, request_id: str) -> None:
-        """The request has ended. Its blocks may live on."""
+        """Forget an ended request. Its blocks may stay cached."""
         self._noted.pop(request_id, None)
 
     def reset(self) -> None:
-        """Nothing older can be hit by this engine any more."""
+        """Drop all older events: this engine can hit none of their blocks any more."""
         self._noted.clear()
         self._tokens.forget()
 

@@ -28,15 +28,15 @@ class Matches:
         return self._sent is not None
 
     def expect(self, request_id: str, wish: Wish) -> None:
-        """It has come, and will be begun."""
+        """Note a request that has come, and will be begun."""
         self._coming[request_id] = wish
 
     def forget(self, request_id: str) -> None:
-        """It was begun, or ended before."""
+        """Forget a request that was begun, or ended before."""
         self._coming.pop(request_id, None)
 
     def next_coming(self, room_blocks: int) -> dict[str, Wish]:
-        """Those that have come first, as far as ``room_blocks`` go."""
+        """Requests that have come first, as far as ``room_blocks`` go."""
         chosen: dict[str, Wish] = {}
         for request_id, wish in self._coming.items():
             room_blocks -= wish.first_blocks
@@ -105,4 +105,4 @@ def refused(what: str, request_id: str, error: CacheClientError) -> None:
 
 
 _told: dict[str, tuple[str, type[CacheClientError]]] = {}
-"""By what was asked for: of which request, and why, it was told last."""
+"""Request and error last reported, by what was asked for."""

@@ -12,7 +12,7 @@ from cachesvc_vllm.errors import ConnectorRefused
 
 
 class SlabMode(TorchFunctionMode):  # type: ignore[misc]
-    """While it is entered, ``torch.zeros`` of exactly the slab's size gives ``slab`` (int8 ``[bytes]``)."""
+    """Mode in which ``torch.zeros`` of exactly the slab's size gives ``slab`` (int8 ``[bytes]``)."""
 
     def __init__(self, slab: Any) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ def _nothing() -> dict[str, Any]:
 
 @dataclass
 class CacheStats(KVConnectorStats):  # type: ignore[misc]
-    """Since it was made or reset."""
+    """Statistics since they were made or reset."""
 
     data: dict[str, Any] = field(default_factory=_nothing)
 
@@ -49,7 +49,7 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
         self.data = _nothing()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """This one, with what another process of the engine saw, or a later moment."""
+        """Add what another process of the engine saw, or a later moment."""
         for name in COUNTS:
             self.data[name] += other.data[name]
         for name in TIMES:
@@ -58,7 +58,7 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: counts, and the times of iterations and of loads, in the middle and at most."""
+        """Reduce for vLLM's log: counts, and the times of iterations and of loads, in the middle and at most."""
         told: dict[str, int | float] = {name: self.data[name] for name in COUNTS}
         for name in TIMES:
             if seconds := self.data[name]:
@@ -73,8 +73,8 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Stopwatch:
-    """``with`` it around what happens in an iteration; ``lap`` ends the iteration. Used from one thread; what is
-    entered while it runs counts once."""
+    """Stopwatch of an iteration: a context manager around its work, and ``lap`` at its end. Used from one thread;
+    nested use counts once."""
 
     def __init__(self) -> None:
         self._depth = 0

@@ -1,7 +1,7 @@
 """The name under which engines share: equal exactly where one engine may use what another one computed.
 
-All that decides the bytes of a page, and the keys, is in it (``identity``). What two engines may differ in without harm
-is not: pool sizes, batching, graphs, sampling, and where a checkpoint lies.
+It contains all that decides the bytes of a page, and the keys (``identity``). It leaves out what may differ without
+harm: pool sizes, batching, graphs, sampling, and the place of a checkpoint.
 """
 
 from __future__ import annotations

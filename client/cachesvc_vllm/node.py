@@ -35,7 +35,7 @@ FOLLOW_S = 30.0
 """Time that a worker may find a restarted daemon later than its scheduler."""
 
 LOOK_S = 0.1
-"""So long a step waits for that. It computes nothing, but requests may end meanwhile."""
+"""Time that a step waits for that, seconds. It computes nothing, but requests may end meanwhile."""
 
 TIMEOUTS = Timeouts(call_s=2.0)
 """vLLM's scheduler waits for a match: a daemon that hangs must not hold it for long."""
@@ -107,7 +107,7 @@ class Node:
 
     @property
     def socket_path(self) -> str:
-        """Where the daemon is looked for."""
+        """Path of the daemon's socket."""
         return self._client.socket_path
 
     @property
@@ -117,7 +117,7 @@ class Node:
         return "" if back is None or back.is_lost else back.id
 
     def page_check(self) -> PageCheck:
-        """For debugging, as the settings want it."""
+        """Page check for debugging, where the settings want it."""
         settings = self._settings
         model_id = self.lease.registration.model_id
         return PageCheck(self.socket_path, settings.token_file, model_id, settings.verify_steps)

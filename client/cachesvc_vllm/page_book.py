@@ -233,7 +233,7 @@ class PageBook:
         """Mix keys with another salt from now on. No request has a page."""
         for request_id in list(self._requests):
             self.forget(request_id)
-        self.untold.forget_blocks()  # they would be told under the new keys
+        self.untold.forget_blocks()  # they would be reported under the new keys
         self.salt = salt
 
     def close(self) -> None:
@@ -347,7 +347,7 @@ class PageBook:
         return True
 
     def _allocate(self, request: RequestPages, blocks: int) -> bool:
-        """Have the daemon make the table ``blocks`` long, in a step that tells of growth first; and, as far as they go,
+        """Have the daemon make the table ``blocks`` long, in a step that reports growth first; and, as far as they go,
         those of others that were matched and may run next."""
         try:
             self._collect()

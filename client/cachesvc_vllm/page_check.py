@@ -16,7 +16,7 @@ from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
 from cachesvc_vllm.errors import ConnectorRefused
 
 DEADLINE_S = 600.0
-"""All sealed pages are read, at the daemon's ``--checksum-limit``."""
+"""Time limit of a check, seconds: it reads all sealed pages, at the daemon's ``--checksum-limit``."""
 
 
 class PageChanged(RuntimeError):
@@ -34,7 +34,7 @@ class PageCheck:
         self._seen = 0
 
     def step(self) -> None:
-        """An iteration has ended. Raises as ``check``."""
+        """Count an iteration that has ended. Raises as ``check``."""
         self._seen += 1
         if self._steps and self._seen % self._steps == 0:
             self.check(f"iteration {self._seen}")

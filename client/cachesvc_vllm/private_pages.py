@@ -24,7 +24,7 @@ class PrivatePages:
             self._pages += cells.pages
 
     def take_ended(self, ended: Iterable[RequestPages]) -> None:
-        """And so is what these requests leave."""
+        """Take the pages of ended requests too."""
         for request in ended:
             self._pages += request.private_pages()
 

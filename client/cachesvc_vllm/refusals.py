@@ -17,7 +17,8 @@ DRAFTERS = (
     *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"),
     *("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
 )
-"""Methods without KV of their own, and those whose KV the keys cover. Others may write KV at what no key says."""
+"""Methods without KV of their own, and those whose KV the keys cover. Other methods may write KV that depends on more
+than the keys."""
 
 ROLES = ("kv_both", "kv_consumer")
 """Roles for which vLLM keeps the pages of an ended request until no step under way writes them. Of a producer it frees

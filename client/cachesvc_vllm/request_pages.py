@@ -106,7 +106,7 @@ class RequestPages:
 
     @property
     def is_usable(self) -> bool:
-        """True while the daemon has what this says, and loads it."""
+        """True while the daemon has the sequence and can load its blocks."""
         if self.sequence is None:
             return False
         return self.sequence.record.failure is None and not self.sequence.record.has_failed_load

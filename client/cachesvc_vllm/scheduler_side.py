@@ -96,7 +96,7 @@ class SchedulerSide:
         manager.get_computed_blocks, manager.allocate_slots = self.get_computed_blocks, self.allocate_slots
 
     def expect(self, request: Any) -> None:
-        """A request has come; vLLM will schedule it."""
+        """Note a new request, which vLLM will schedule."""
         with self._watch:
             wish = self._wish(request, None)
             if wish is not None:
@@ -173,7 +173,7 @@ class SchedulerSide:
         return self._node.back_id if self._book.is_moving and self._book.is_empty else ""
 
     def move(self, lease_id: str) -> None:
-        """All workers are on this lease's slab: go on under it, if it is the new one; empty: they differ."""
+        """Go on under the lease of this slab, which all workers are on, if it is the new one; empty: they differ."""
         with self._watch:
             if not lease_id or lease_id != self.next_lease or not self._node.move(lease_id):
                 return
@@ -298,12 +298,12 @@ class SchedulerSide:
         self._stats.data[f"preempted_{name}" if again else name] += tokens
 
     def _look(self) -> None:
-        """Once in an iteration, before it schedules anything: what is lost is used no more."""
+        """Check the lease once in an iteration, before it schedules anything: lost pages are used no more."""
         if self._vouching.look():
             self._book.is_with_daemon()
 
     def _wish(self, request: Any, most_tokens: int | None) -> Wish | None:
-        """None while its adapter is read."""
+        """Match for a request; None while its adapter is read."""
         return self._wishes.of(request, most_tokens, may_hit=self._manager.prefix_cache_lookup_enabled(request))
 
     def _take_less(self, request: Any, device_blocks: int, blocks: int) -> RequestPages | None:
@@ -373,7 +373,7 @@ class SchedulerSide:
 
     def _fills_nothing(self, request: Any, pages: RequestPages, num_new_tokens: int) -> bool:
         """True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs, has a slot for each
-        token, and whose full blocks vLLM has told of: most of what decoding costs there, in most iterations."""
+        token, and whose full blocks vLLM has reported: most of what decoding costs there, in most iterations."""
         tokens = request.num_computed_tokens + num_new_tokens
         return num_new_tokens > 0 and min(tokens // self._block_tokens, len(request.block_hashes)) <= pages.full_blocks
 
@@ -395,6 +395,6 @@ class SchedulerSide:
         return full_blocks
 
     def _leave_if_back(self) -> None:
-        """After a loss: once there is a new lease, preempt everything; then the workers are asked to move."""
+        """Return after a loss: once there is a new lease, preempt everything; then ask the workers to move."""
         if self._node.back_id:
             self._book.is_moving = True

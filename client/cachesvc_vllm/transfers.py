@@ -16,8 +16,8 @@ from cachesvc_vllm.node import Share
 
 @dataclass
 class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """From a worker, once: its memory is the daemon's, under this name. ``comes_back``: after a loss it can go on with
-    the next daemon. ``instance``: the one of ``Node``, for the scheduler's."""
+    """Message of a worker, sent once: its memory is the daemon's, under this name. ``comes_back``: after a loss it can
+    go on with the next daemon. ``instance``: the one of ``Node``, for the scheduler's."""
 
     share: Share
     comes_back: bool
@@ -26,7 +26,7 @@ class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
-    """To the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
+    """Message to the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
     ``next_lease``: after a loss, the lease that they are to move to, while nothing uses any page; else empty.
     ``is_empty``: the step computes nothing."""
 
@@ -37,11 +37,11 @@ class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerLease(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers, to a step with a ``next_lease``: the lease whose slab their tensors lie on; empty where one has
-    another one than the rest."""
+    """Message of the workers, to a step with a ``next_lease``: the lease whose slab their tensors lie on; empty where
+    one has another one than the rest."""
 
     lease_id: str
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerLease:
-        """Combine the messages of two ranks."""
+        """Combine two ranks' leases: the common one, or an empty name where they differ."""
         return self if self == other else WorkerLease("")

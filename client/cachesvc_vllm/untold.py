@@ -43,7 +43,7 @@ class Untold:
         self.ready, self._late, self._fresh = _Part(), _Part(), _Part()
 
     def __bool__(self) -> bool:
-        """True where there is something that may be told."""
+        """True where a report may be sent."""
         return bool(self.ready.sealing or self.ready.ended)
 
     @property

@@ -1,4 +1,4 @@
-"""No token is given out whose pages may have been another engine's by the time that they were read.
+"""Fencing: discard a step's tokens unless the lease was held while their pages were read.
 
 An engine that was stopped for longer than its lease goes on where it was: in the middle of a step, whose hits the
 daemon let go meanwhile, and others may have written. So an iteration begins with a look at the lease, after which what
@@ -50,7 +50,7 @@ class Vouching:
         return True
 
     def begin_step(self, *, computes: bool) -> None:
-        """A step was scheduled."""
+        """Note a scheduled step."""
         self._has_looked = False
         self._under_way.append(self._lease() if computes else None)
 

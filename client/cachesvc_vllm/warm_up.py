@@ -6,7 +6,7 @@ from typing import Any
 
 
 class WarmUp:
-    """From ``begin`` to ``end``; does nothing where this vLLM has no runner that warms up so."""
+    """Guard from ``begin`` to ``end``; does nothing where this vLLM has no runner that warms up so."""
 
     def __init__(self) -> None:
         self._tables: Any = None

@@ -14,7 +14,7 @@ from cachesvc_vllm.media import Media
 from cachesvc_vllm.request_pages import Wish
 
 AHEAD_DIVISOR = 8
-"""Requests that wait are given at most so small a part of the pool ahead of their turn: others want it too."""
+"""Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""
 
 
 def blocks_ahead(step_tokens: int, registration: Registration) -> int:

@@ -99,7 +99,7 @@ class WorkerSide:
         return self._mode
 
     def check_memory(self, kv_caches: Mapping[str, Any]) -> None:
-        """Raises ConnectorRefused unless all layers lie on the slab. From here on vLLM may warm up."""
+        """Check that all layers lie on the slab, before vLLM warms up. Raises ConnectorRefused."""
         if self._node is None or self._mode is None:
             return
         require_on_slab(kv_caches, self._mode.slab, self._mode.given)
@@ -113,8 +113,8 @@ class WorkerSide:
         self._check("the start, after warm-up")
 
     def begin_step(self, next_lease: str) -> None:
-        """After a loss, when nothing uses any page, the scheduler asks to move to another lease, whose pages it uses
-        once all ranks have. Raises as ``Node.follow``."""
+        """Move to another lease, which the scheduler asks for after a loss, when nothing uses any page; it uses that
+        lease's pages once all ranks have moved. Raises as ``Node.follow``."""
         if self._node is None or not next_lease:
             return
         if self._node.pool.is_on_gpu:
@@ -122,7 +122,7 @@ class WorkerSide:
         self._told = WorkerLease(self._node.follow(next_lease))
 
     def take_lease(self) -> WorkerLease | None:
-        """For the scheduler, in a step in which it asked: the lease whose slab the tensors lie on."""
+        """Lease whose slab the tensors lie on, for the scheduler, in a step in which it asked."""
         told, self._told = self._told, None
         return told
 
@@ -155,8 +155,8 @@ class WorkerSide:
         return results
 
     def lapsed_blocks(self) -> set[int]:
-        """All blocks, where the daemon says in a step that computes that the lease is lost: what was read may have been
-        others'. Kernels may run yet, and this process be stopped again: the scheduler has the last word."""
+        """All blocks, where the daemon reports in a computing step that the lease is lost: the step may have read
+        others' pages. Kernels may still run, and this process may be stopped again, so the scheduler decides."""
         node = self._node
         if node is None or self._may_wait or node.lease.is_sure:
             return set()

@@ -1,4 +1,4 @@
-"""Where the arithmetic runs: NumPy, or torch on a device. The model is written once, for what both have in common."""
+"""Backends of the arithmetic: NumPy, or torch on a device. The model is written once, for what both have in common."""
 
 from __future__ import annotations
 

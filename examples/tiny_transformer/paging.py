@@ -1,4 +1,4 @@
-"""Where a call's rows lie in the pages, and what they may see there. Knows no attention.
+"""Places of a call's rows in the pages, and the rows visible to them. Knows no attention.
 
 A call is cut into chunks at block borders, and a chunk always has block_tokens rows: what a row is worth must
 not depend on which of its neighbours were computed in the same call. So the blocks that a chunk gathers come

@@ -34,7 +34,7 @@ class Reach:
     sink_tokens: int = 0
 
     def check(self) -> None:
-        """Raises ValueError."""
+        """Check the fields. Raises ValueError."""
         require(self.window_tokens >= 0, f"window_tokens: {self.window_tokens} is negative")
         require(self.sink_tokens >= 0, f"sink_tokens: {self.sink_tokens} is negative")
 
@@ -153,7 +153,7 @@ def window_rows_paged(starts_q: Any, cached: Any, table: BlockTable, reach: Reac
 
 
 def window_rows_gathered(starts_q: Any, starts_k: Any, cached: Any, reach: Reach, rows_out: Any, stream: int) -> None:
-    """The same for prefill: rows of the buffer that ``gather_latents`` fills by the same ``starts_k`` and reach."""
+    """Window rows for prefill: rows of the buffer that ``gather_latents`` fills by the same ``starts_k`` and reach."""
     starts, before, rows = _read_rows(starts_q, cached)
     keys = operand("starts_k", starts_k, Kind.INT32, (rows + 1,)).dense()
     out = _read_window(rows_out, reach)
@@ -217,7 +217,7 @@ def _splits_words(table: Operand) -> bool:
 
 
 def _signed(word: int) -> int:
-    """The same 64 bits as a signed number."""
+    """Signed number of the same 64 bits."""
     return word - (1 << 64) if word >> 63 else word
 
 

@@ -25,13 +25,13 @@ QUERIES = 16
 LEAST_SPLIT_TOKENS = 256
 """Below this a split's start and its part of the merge cost more than what it reads."""
 BLOCKS_PER_SM = 8
-"""Some four waves of what fits at once, so that the last one's idle share is small."""
+"""Blocks a multiprocessor: some four waves of what fits at once, so that the last one's idle share is small."""
 MAX_SPLITS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadRules:
-    """For each kv head which of a sequence's ``tables`` it reads, and what it sees; on a device."""
+    """Tables that each kv head reads of a sequence's ``tables``, and its reach; on a device."""
 
     heads: int
     tables: int
@@ -43,7 +43,7 @@ class HeadRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitSpace:
-    """Where splits leave their sums, float32, until they are merged: for one launch at a time. One split needs none."""
+    """Buffer of the splits' sums, float32, until they are merged: for one launch at a time. One split needs none."""
 
     splits: int
     sums: Any

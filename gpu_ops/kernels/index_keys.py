@@ -30,7 +30,7 @@ class Rounding(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexPlanes:
-    """Where codes and scales lie; ``whole_pages`` and ``apart`` make it. ``scales_offset``: from page 0's begin."""
+    """Places of codes and scales; ``whole_pages`` and ``apart`` make it. ``scales_offset``: from page 0's begin."""
 
     codes: Operand
     scales: Operand

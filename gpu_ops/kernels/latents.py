@@ -59,7 +59,7 @@ def gather_latents(pool: Any, new: NewLatents, whose: Gathering, latent_out: Any
 def gather_packed_latents(
     pool: Any, new: NewLatents, whose: Gathering, latent_out: Any, rope_out: Any, stream: int, half: Half
 ) -> None:
-    """The same from packed rows, ``[pages, 1, block_tokens, 656]`` bytes.
+    """Gather from packed rows, ``[pages, 1, block_tokens, 656]`` bytes.
 
     Code times scale in fp32, rounded to ``half``; rope and new tokens are copied. Raises ValueError, with nothing
     queued.

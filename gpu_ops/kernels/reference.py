@@ -25,7 +25,7 @@ def page_bytes(seeds: Seeds, width: int) -> PageBytes:
 
 
 def count_wrong(content: PageBytes, seeds: Seeds) -> npt.NDArray[np.uint32]:
-    """For each page the words (a last part of one counts as one) that are not what its seed says."""
+    """Number of words of each page (a last part of one counts as one) that differ from its seed's."""
     pages, width = content.shape
     differs = content != page_bytes(seeds, width)
     padded = np.zeros((pages, -(-width // WORD_BYTES) * WORD_BYTES), np.bool_)

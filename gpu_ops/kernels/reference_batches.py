@@ -44,7 +44,7 @@ def cumulate_lengths(added: Lengths, cached: Lengths, reach: Reach = EVERYTHING)
 
 
 def places(starts_q: Lengths, cached: Lengths) -> Iterator[tuple[int, int, int]]:
-    """For each new token its number, its row and its position."""
+    """Number, row and position of each new token."""
     for row, (begin, end) in enumerate(zip(starts_q[:-1].tolist(), starts_q[1:].tolist(), strict=True)):
         for token in range(begin, end):
             yield token, row, int(cached[row]) + token - begin
@@ -111,7 +111,7 @@ def window_rows_paged(
 def window_rows_gathered(
     starts_q: Lengths, starts_k: Lengths, cached: Lengths, reach: Reach, shape: tuple[int, int]
 ) -> Table:
-    """The same as rows of what ``gather`` returns with the same reach."""
+    """Window rows of what ``gather`` returns with the same reach."""
     out = np.full((shape[0], 1, shape[1]), -1, np.int32)
     for token, row, position in places(starts_q, cached):
         before = int(cached[row])

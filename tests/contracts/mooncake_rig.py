@@ -47,7 +47,7 @@ REQUIRE_VARIABLE = "CACHESVC_REQUIRE_MOONCAKE"
 
 @cache
 def why_not() -> str:
-    """Why there is no Mooncake here; empty where there is."""
+    """Reason why there is no Mooncake here; empty where there is."""
     try:
         load()
     except Unavailable as error:

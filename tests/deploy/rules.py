@@ -252,7 +252,7 @@ def proven(documents: list[Doc]) -> Iterator[str]:
 
 
 def _unreadable(pod: Pod, container: Doc, path: str) -> str:
-    """Why a container's user cannot read a file of a Secret; empty where he can."""
+    """Reason why a container's user cannot read a file of a Secret; empty where it can."""
     mount = mounts(container).get(str(Path(path).parent))
     volume: Doc = next(
         (each for each in pod.spec["volumes"] if mount is not None and each["name"] == mount["name"]), {}

@@ -31,7 +31,7 @@ TOKEN = "a-token-that-only-nodes-know-0123456789"
 
 @cache
 def why_not() -> str:
-    """Why there can be no namespaces here; empty where there can."""
+    """Reason why there can be no namespaces here; empty where there can."""
     for program in ("ip", "tc", "openssl"):
         if shutil.which(program) is None:
             return f"{program} is not installed"

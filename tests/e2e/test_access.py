@@ -265,7 +265,7 @@ class Authority:
 
 
 def port_of(daemon: DaemonProcess) -> int:
-    """Where it listens on TCP."""
+    """TCP address of the daemon."""
     *_, ready = (line for line in daemon.log.read_text(encoding="utf-8").splitlines() if '"ready"' in line)
     return int(ready.split('"port": ')[1].split(",")[0])
 

@@ -34,7 +34,7 @@ PLACES = {"host": Spot(0, "host", 0), "replica 0": Spot(0, "device", 0)}
 
 
 def admin_truth(node: Node, model: int, groups: tuple[str, ...] = ("full",)) -> dict[bytes, set[Spot]]:
-    """Where AdminService says that every block of a model has whole copies."""
+    """Copies of every block of a model, as AdminService lists them."""
     out: dict[bytes, set[Spot]] = {}
     for block in node.admin.ListBlocks(admin_pb2.ListBlocksRequest(model_id=model, limit=4096)).blocks:
         spots = {

@@ -62,7 +62,7 @@ class Stage:
         return RemoteEngine(self.socket, name="newcomer", device_pages=64)
 
     def lets_in(self) -> bool:
-        """Whether one more engine can start and serve."""
+        """True where one more engine can start and serve."""
         self._seed += 1
         with self.newcomer() as other:
             try:

@@ -18,7 +18,7 @@ WAIT = "?wait=5s&deadline=20s"
 
 
 def peer_port(node: Node) -> int:
-    """Where a node lends."""
+    """Address at which a node lends."""
     for line in node.log().splitlines():
         said = json.loads(line)
         if said.get("event") == "peers_ready":

@@ -21,7 +21,7 @@ PROBE_SECONDS = 10.0
 
 
 class Files:
-    """Where one node has its certificate, key and authorities, and its tokens."""
+    """Files of one node: its certificate, key and authorities, and its tokens."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -60,7 +60,7 @@ def told(node: Node) -> list[str]:
 
 
 def borrows(source: Engine, engine: Engine, seeds: Iterator[int]) -> bool:
-    """Whether another prompt of the lender's is a hit: a peer that failed rests for a while."""
+    """True where another prompt of the lender's is a hit: a peer that failed rests for a while."""
     asked = prompt(next(seeds), BLOCKS)
     source.serve(asked)
     return engine.serve(asked).computed == 0

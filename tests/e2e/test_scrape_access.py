@@ -37,7 +37,7 @@ def page(daemon: DaemonProcess, token: str = "") -> tuple[int, str]:
 
 
 def metrics_port(daemon: DaemonProcess) -> int:
-    """Where the page is."""
+    """URL of the page."""
     *_, ready = (line for line in daemon.log.read_text(encoding="utf-8").splitlines() if '"event": "ready"' in line)
     return int(json.loads(ready)["metrics_port"])
 

@@ -31,7 +31,7 @@ def said(daemon: DaemonProcess, event: str) -> list[dict[str, Any]]:
 
 
 def is_said(daemon: DaemonProcess, event: str) -> Callable[[], bool]:
-    """Whether the log has the event."""
+    """Predicate: the log has the event."""
     return lambda: bool(said(daemon, event))
 
 

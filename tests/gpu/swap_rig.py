@@ -39,7 +39,7 @@ class PinnedPages:
 
     @property
     def table(self) -> ExtentTable:
-        """Where they lie."""
+        """Pages of the blocks."""
         half = self.pages // 2
         behind = half * self.page_bytes + HOST_GAP
         return ExtentTable((Extent(0, half, self.region, 0), Extent(half, self.pages - half, self.region, behind)))

@@ -191,7 +191,7 @@ def test_rows_of_bytes_are_numpys_to_the_byte() -> None:
 
 
 def test_packed_rows_are_those_of_the_kernel_to_the_byte() -> None:
-    """Where latents are bf16 to begin with, as the kernel takes them."""
+    """Latents in bf16 from the start, as the kernel takes them."""
     torch = pytest.importorskip("torch", reason="torch is not installed beside this GPU")
     arrays, draw = torch_arrays(CUDA), np.random.default_rng(12)
     keys = arrays.put(draw.standard_normal((64, 576), np.float32)).to(torch.bfloat16)

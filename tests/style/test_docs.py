@@ -19,6 +19,18 @@ def test_every_goal_that_the_docs_name_exists() -> None:
     assert not unknown, "\n".join(unknown)
 
 
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "docs/internals.md"])
+def test_every_file_that_the_map_names_exists(page: str) -> None:
+    named = re.findall(r"`((?:\w+/)+\w+\.py)", (ROOT / page).read_text(encoding="utf-8"))
+    assert len(named) > 20
+    roots = (ROOT, ROOT / "cachesvc", ROOT / "client")
+    assert [path for path in named if not any((root / path).exists() for root in roots)] == []
+
+
+def test_the_map_is_short() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split()) <= 2500, "docs/internals.md has reasons"
+
+
 def test_every_goal_has_a_line_of_help() -> None:
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)

@@ -34,5 +34,5 @@ def expire(lease: Lease) -> None:
 
 
 def sure(what: Lease | Tenure) -> bool:
-    """Whether it is, which changes."""
+    """True while it is valid, which changes."""
     return what.is_sure

@@ -1,4 +1,4 @@
-"""What is left of a flow and cannot be had any more is no defect; what breaks half-way is one."""
+"""Background tasks that are refused are no defect; those that break half-way are."""
 
 from __future__ import annotations
 

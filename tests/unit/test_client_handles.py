@@ -109,7 +109,8 @@ def test_a_call_that_is_interrupted_is_asked_for_again_before_the_next(daemon: F
     main, interrupted = threading.get_ident(), threading.Event()
 
     def interrupt() -> None:
-        """Where gRPC holds no lock, which an interrupt would leave held; and again where one was lost in a callback."""
+        """An interrupt comes where gRPC holds no lock, which would stay held; and again where one was lost in a
+        callback."""
         arrived.wait(60)
         while not interrupted.is_set():
             if waits_for_an_answer(main):

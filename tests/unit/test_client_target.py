@@ -1,4 +1,4 @@
-"""Where a client looks for its daemon: what it is given, else the environment, else the place of every installation."""
+"""Address of a client's daemon: the given one, else the environment's, else the default of every installation."""
 
 from __future__ import annotations
 

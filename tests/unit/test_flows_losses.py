@@ -40,7 +40,7 @@ def tidy_all(rig: Rig) -> None:
 
 
 def is_forgotten(rig: Rig, replica: int = 0) -> bool:
-    """Whether nothing of a lost replica is left."""
+    """True where nothing of a lost replica is left."""
     rig.run(empty_lost)
     tidy_all(rig)
     assert [each.id for each in rig.model.lost] == [place.number - 1 for place in rig.model.blocks.index.lost]

@@ -1,4 +1,4 @@
-"""Where no transfer can begin: flows say so before they change anything, and no dead ticket is reported as running."""
+"""Transfers that cannot begin: flows refuse before they change anything, and no dead ticket is reported as running."""
 
 from __future__ import annotations
 

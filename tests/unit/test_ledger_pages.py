@@ -98,7 +98,7 @@ def test_a_page_that_has_not_arrived_moves_nowhere() -> None:
 @pytest.mark.parametrize("count", [2, 40])
 @pytest.mark.parametrize("wrong", [[NO_PAGE], [0]])
 def test_what_are_not_distinct_pages_move_nowhere(count: int, wrong: list[int]) -> None:
-    """Where a table has no page it says -1, which is not the last page of the pool."""
+    """A missing page is -1 in a table, which is not the last page of the pool."""
     pool = pool_of(count + 1)
     pages = pool.take(count + 1, PRIVATE)
     with pytest.raises(IllegalMove):

@@ -1,4 +1,4 @@
-"""What a lost device had is copied from, counted and trusted by no flow, and goes in slices of bounded work."""
+"""Contents of a lost device: no flow copies from, counts or trusts them, and they go in slices of bounded work."""
 
 from __future__ import annotations
 

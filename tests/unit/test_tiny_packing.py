@@ -42,7 +42,7 @@ def test_bf16_rounds_to_nearest_even() -> None:
 
 
 def test_rows_are_those_of_the_kernels() -> None:
-    """Where latents are bf16 to begin with, as the kernels take them: the same bytes, and the same numbers back."""
+    """Latents in bf16 from the start, as the kernels take them: the same bytes, and the same numbers back."""
     draw = np.random.default_rng(8)
     values = draw.standard_normal((40, 576)) * 10.0 ** draw.integers(-3, 3, (40, 1))
     bits = narrow(values.astype(np.float32), BF16)

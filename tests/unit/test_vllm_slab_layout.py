@@ -14,7 +14,7 @@ from tests.unit.vllm_rig import FullAttentionSpec, KVCacheConfig, KVCacheTensor,
 
 
 def starts(config: KVCacheConfig) -> list[tuple[int, int]]:
-    """Where planes begin in the slab, and how far their pages are apart."""
+    """Beginnings of the planes in the slab, and the distance of their pages."""
     return [
         (span.offset, span.page_stride) for span in device_geometry(slab_layout(config), 0, config.num_blocks).spans
     ]

@@ -31,7 +31,7 @@ Chain = tuple[tuple[int, ...], ...]
 
 
 class Index:
-    """Where an engine has which tokens, as its events say."""
+    """Blocks and tokens of an engine, by its events."""
 
     def __init__(self, context: Any, endpoint: str) -> None:
         self._socket = context.socket(zmq.SUB)

@@ -113,7 +113,7 @@ class Engine:
         return self
 
     def refusal(self) -> str:
-        """Why it did not start."""
+        """Reason why it did not start."""
         return str(self._read()["refused"])
 
     def send(self, *prompts: Prompt) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 BINS = 30
 EDGES = np.array([2 ** (k / 2) - 1 for k in range(BINS)])
-"""Where each bin begins, in seconds."""
+"""Beginnings of the bins, in seconds."""
 WIDTHS = np.append(np.diff(EDGES), 1e5)
 """Seconds of each bin; the last one has no end."""
 
@@ -21,7 +21,7 @@ def bin_of(age: float) -> int:
 
 
 def begin_of(number: int) -> float:
-    """Where a bin begins, in seconds."""
+    """Beginning of a bin, in seconds."""
     return _EDGES[number]
 
 

@@ -38,7 +38,7 @@ from cachesvc.policy.hazard.uses import HostUses
 from cachesvc.policy.hazard.worth import NO_RANK, worth_of
 
 REMEMBERED = 8192
-"""Requests whose landmarks are followed."""
+"""Number of requests whose landmarks are followed."""
 ENDS_AT_ONCE = 64
 GHOSTS_LOOKED = 1024
 """Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
@@ -67,8 +67,8 @@ class _End(NamedTuple):
 
 
 class History:
-    """One model's. ``on_moved``: told of a segment whose class has changed. ``weighs_cost``: a hit is worth more the
-    later in a prompt it is."""
+    """History of one model. ``on_moved``: called for a segment whose class has changed. ``weighs_cost``: a hit is worth
+    more the later in a prompt it is."""
 
     def __init__(self, block_tokens: int, *, weighs_cost: bool = False) -> None:
         self.segments = Segments()
@@ -93,7 +93,7 @@ class History:
         self.classes.row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: blocks without a segment
 
     def govern(self, *, decides: bool, weighs_cost: bool) -> None:
-        """From now on it chooses by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
+        """Set how it chooses: by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
         self.decides, self.weighs_cost = decides, weighs_cost
 
     @property
@@ -194,7 +194,7 @@ class History:
             self._end(parts.number, min(at, now))
 
     def advance(self, now: float) -> None:
-        """It is ``now``: what is due by then is done, but for ends beyond ``ENDS_AT_ONCE``, which wait for the next."""
+        """Advance to ``now``: do what is due, but for ends beyond ``ENDS_AT_ONCE``, which wait for the next call."""
         for _ in range(ENDS_AT_ONCE):
             if not self._ending or self._ending[0][0] > now:
                 break
@@ -234,7 +234,7 @@ class History:
         return self.segments.queue_after[segment] or self.segments.queue[segment]
 
     def since(self, segment: int) -> float:
-        """When the age of the segment counts from (seconds): the end of its request, or its arrival."""
+        """Time from which the age of the segment counts (seconds): the end of its request, or its arrival."""
         segments = self.segments
         return segments.ended[segment] if segments.queue_after[segment] else segments.arrived[segment]
 
@@ -304,8 +304,8 @@ class History:
         return (since if since >= 0 else now), shared
 
     def _shared_above(self, path: Path, slot: int, top: int, at: int) -> int:
-        """Where several blocks are known to follow, in the run of a segment's blocks ``[top, at)`` on a path: how many
-        blocks there are down to the deepest such one; 0 where it has none."""
+        """Number of blocks down to the deepest one with several known followers, in a segment's run ``[top, at)`` on a
+        path; 0 where it has none."""
         segments, children, key = self.segments, self._lines.children, path.key
         if at == path.resident < path.known:  # what follows has left the cache: it may be the segment's own
             if children(key(at - 1)) > 1:
@@ -353,7 +353,7 @@ class History:
                     self.uses.unused(rows, segments.last[slot] - segments.top[slot])
 
     def _forget(self, parts: Parts, now: float) -> None:
-        """The request is no longer followed."""
+        """Stop following a request."""
         segments = self.segments
         for slot in (parts.shared, parts.own):
             if slot == NOBODY:

@@ -14,7 +14,7 @@ class Landmarks:
         return len(self.segment_of)
 
     def remember(self, segment: int, key: bytes) -> None:
-        """A landmark of the segment has left the cache."""
+        """Remember a landmark of the segment that has left the cache."""
         self.segment_of[key] = segment
         self._keys.setdefault(segment, []).append(key)
 

@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 class Bounded(Generic[Value]):
-    """The last ``most`` keys that were written."""
+    """Dict of the last ``most`` keys that were written."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -105,6 +105,6 @@ class Lines:
             self._children.put(key, 0)
 
     def go_on(self, key: bytes) -> None:
-        """The request that had ended at ``key`` goes on below it after all."""
+        """Undo the end of a request at ``key``: it continues below that key."""
         if self._children.get(key) == 0:
             self._children.put(key, 1)

@@ -14,7 +14,7 @@ PRIOR_BLOCKS = 200
 FOLLOWS = 0.001
 DECAY = 0.95
 DECAY_EVERY = 400
-"""Requests."""
+"""Number of requests between two decays."""
 
 
 class HostUses:

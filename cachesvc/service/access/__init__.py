@@ -1,1 +1,1 @@
-"""Who may call, and how much: tokens, tenants, quotas, ownership."""
+"""Access: callers and their rights, by tokens, tenants, quotas and ownership."""

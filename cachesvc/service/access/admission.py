@@ -1,4 +1,4 @@
-"""How many calls at a time: by what they are, in all, and for each process and tenant.
+"""Limits of concurrent calls: by kind, in all, and for each process and tenant.
 
 * **LIFE**: a heartbeat, Close, Detach, Release. They keep a lease or give memory back, and end in one turn of the event
   loop. Never refused for load or for a rate. Nor is a retry, whatever it asks: what it asks for may have been done, and
@@ -8,7 +8,7 @@
 * **WAITS**: what waits for transfers, or for the first answer to its request_id. It costs memory and no time, so it is
   counted apart, and a call that begins to wait gives its place among WORK back.
 
-A stream costs memory for as long as it is open, though nothing comes: streams have places of their own.
+A stream costs memory while it is open, though nothing comes: streams have places of their own.
 
 A process is known by the lease that a call names (the process that opened it), else by its life-socket token, else by
 its connection. What one process or tenant has under way keeps no other one out that stays below its share.
@@ -24,7 +24,7 @@ from cachesvc.model.sharing import share_of
 from cachesvc.service.access.quota import Meter, Quotas
 
 CallerKey = bytes | str
-"""Who calls, as far as can be told: a life-socket token, or the name of a connection."""
+"""Known identity of a caller: a life-socket token, or the name of a connection."""
 
 
 MOST_STREAMS = 4096
@@ -32,7 +32,7 @@ MOST_STREAMS = 4096
 
 
 class Kind(Enum):
-    """What a call is to admission."""
+    """Kind of a call for admission."""
 
     LIFE = "life"
     WORK = "work"
@@ -40,20 +40,20 @@ class Kind(Enum):
 
 
 class Holder(NamedTuple):
-    """Whom a call counts for. ``meter``: of its tenant, where there are quotas."""
+    """Holder of a call's places: a process and a tenant. ``meter``: of its tenant, where there are quotas."""
 
     process: CallerKey
     meter: Meter | None
 
 
 class Counts:
-    """How many places each of several callers holds."""
+    """Number of places that each of several callers holds."""
 
     def __init__(self) -> None:
         self._held: dict[CallerKey, int] = {}
 
     def held(self, key: CallerKey) -> int:
-        """Places of one caller."""
+        """Number of places of one caller."""
         return self._held.get(key, 0)
 
     def share(self, key: CallerKey, limit: int) -> int:
@@ -61,7 +61,7 @@ class Counts:
         return share_of(limit, len(self._held) + (key not in self._held))
 
     def add(self, key: CallerKey, count: int) -> None:
-        """One place more or less. A caller that holds none is not remembered."""
+        """Count one place more or less. A caller that holds none is forgotten."""
         held = self._held.get(key, 0) + count
         if held:
             self._held[key] = held
@@ -95,7 +95,7 @@ class Places:
                 raise LimitExceeded(f"{self._what} of this tenant", held + 1, most)
 
     def count(self, holder: Holder, by: int) -> None:
-        """One call more (1) or less (-1)."""
+        """Count one call more (1) or less (-1)."""
         self.held += by
         self._processes.add(holder.process, by)
         if holder.meter is not None:
@@ -121,7 +121,7 @@ class Place:
             self._places = self._waiting
 
     def leave(self) -> None:
-        """The call is over."""
+        """End a call."""
         assert self._places is not None, "a place is given back once"
         self._places.count(self._holder, -1)
         self._places = None
@@ -140,7 +140,7 @@ class Admission:
         self._quotas = quotas
 
     def holder(self, process: CallerKey, tenant: str) -> Holder:
-        """Whom a call of this process and tenant counts for."""
+        """Holder for a call of this process and tenant."""
         return Holder(process, None if self._quotas is None else self._quotas.meter(tenant))
 
     def charge_bytes(self, tenant: str, size_bytes: int, now: float) -> None:
@@ -149,7 +149,7 @@ class Admission:
             self._quotas.meter(tenant).admit_bytes(size_bytes, now)
 
     def admit(self, kind: Kind, holder: Holder, now: float) -> None:
-        """One call more: charged to its tenant before any work is done. ``now``: seconds, monotonic.
+        """Admit one call more: charged to its tenant before any work is done. ``now``: seconds, monotonic.
 
         Raises LimitExceeded, QuotaExceeded; never for LIFE, which is charged all the same.
         """

@@ -1,8 +1,8 @@
-"""Who is calling, and what they may do: scopes, callers, and the interceptor that lets nobody past without one.
+"""Callers and their rights: scopes, callers, and the interceptor that refuses calls without one.
 
 A caller is found once for each RPC (for a stream: when it begins) and kept in a context variable, which the task that
 serves the RPC shares with its interceptors. ``caller()`` is how servicers ask. RPCs that no rule names are for
-operators alone, so that a new one is closed until somebody opens it.
+operators alone, so that a new one is closed until a rule opens it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cachesvc.wire.status import (
 
 
 class Scope(Enum):
-    """What a caller may do. ADMIN includes the others, but for METRICS: the page of metrics, and no call at all."""
+    """Right of a caller. ADMIN includes the others, but for METRICS: the page of metrics, and no call at all."""
 
     ENGINE = "engine"
     READ = "read-only"
@@ -39,7 +39,7 @@ class Scope(Enum):
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """Somebody who may call. ``tenant`` None: of all tenants (operators, routers); ``expires``: seconds since 1970.
+    """A known caller. ``tenant`` None: of all tenants (operators, routers); ``expires``: seconds since 1970.
 
     ``revoked`` is set when the tokens' file no longer accepts the entry: streams that are open then end with their next
     message. ``digest``: of its token, where it has one. ``grace_ends``: monotonic seconds, until when a token that was
@@ -98,22 +98,22 @@ class Caller:
 GIVE_NEW = "write the new token to the file that the client reads (token_file=, CACHESVC_TOKEN_FILE)"
 
 EVERYONE = Caller("everyone", frozenset((Scope.ENGINE, Scope.READ, Scope.ADMIN)))
-"""Who calls where no tokens are configured: whoever may open the socket is an engine and an operator."""
+"""Caller where no tokens are configured: any process that may open the socket is an engine and an operator."""
 
 LOOPBACK = Caller("loopback", frozenset({Scope.READ}))
-"""Who calls on TCP without TLS and without tokens: any user of the node can, so they may only read."""
+"""Caller on TCP without TLS and without tokens: any user of the node can connect, so it may only read."""
 
 UNPROVEN = (EVERYONE, LOOPBACK)
-"""Who has proved nothing. Namespaces of models with a salt are kept from them: they are what their engines prove."""
+"""Callers without a proof. Namespaces of models with a salt are kept from them: engines prove themselves by these."""
 
 _CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
 def caller() -> Caller:
-    """Who makes the RPC that the running task serves. Raises Unauthenticated outside of one."""
+    """Caller of the RPC that the running task serves. Raises Unauthenticated outside of one."""
     found = _CALLER.get(None)
     if found is None:
-        raise Unauthenticated("nobody is known to be calling; the call did not come through the server")
+        raise Unauthenticated("no caller is known; the call did not come through the server")
     return found
 
 
@@ -133,18 +133,19 @@ _SERVICES: dict[str, tuple[Scope, ...]] = {
     "EventService": (Scope.ENGINE, Scope.READ),
 }
 _READING = ("Get", "List", "Verify")
-"""How the RPCs of AdminService begin that change nothing."""
+"""Beginnings of the names of AdminService's RPCs that change nothing."""
 _FOR_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _OF_LEASES = (
     *("/kvcache.v1.LeaseService/KeepAlive", "/kvcache.v1.LeaseService/Close", "/kvcache.v1.CacheService/"),
     *("/kvcache.v1.EngineService/Attach", "/kvcache.v1.EngineService/Detach", "/grpc.health.v1.Health/"),
 )
-"""How the calls begin that a replaced token serves: each names a lease, which its engine opened before, or nothing."""
+"""Beginnings of the calls that a replaced token serves: each names a lease, which its engine opened before, or
+nothing."""
 
 
 def scopes_of(method: str) -> tuple[Scope, ...]:
-    """Who may call ``/package.Service/Method``: one of these scopes is enough. Nothing is for who has none: whatever
-    such a caller sent would be held for it."""
+    """Scopes that may call ``/package.Service/Method``: one of them is enough. No scope, no call: the daemon would have
+    to hold whatever such a caller sent."""
     if method.startswith(_FOR_ALL):
         return (Scope.ENGINE, Scope.READ, Scope.ADMIN)
     if not method.startswith(_PREFIX):
@@ -170,15 +171,15 @@ Charge = Callable[[Caller, int], None]
 
 
 def free(_caller: Caller, _size_bytes: int) -> None:
-    """The charge where there are no quotas."""
+    """Charge nothing, where there are no quotas."""
 
 
 class Guard(grpc.aio.ServerInterceptor):
     """Stands before every RPC of one listener.
 
-    ``otherwise``: who calls that proves nothing; None: they are refused. ``by_certificate``: the transport has asked
-    for a certificate, whose names count. ``refused(method, code)`` is told of everybody who does not get past; the
-    method is as they wrote it. ``charge``: what a message's bytes cost its caller, before they are parsed.
+    ``otherwise``: caller without a proof; None: it is refused. ``by_certificate``: the transport has asked
+    for a certificate, whose names count. ``refused(method, code)`` is called for each refused call; the method is the
+    caller's text. ``charge``: what a message's bytes cost its caller, before they are parsed.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _charge_caller(self, size_bytes: int) -> None:
         found = _CALLER.get(None)
-        if found is not None:  # who shows a certificate is known only with the message
+        if found is not None:  # the caller of a certificate is known only with the message
             self._charge(found, size_bytes)
 
     def _find(self, metadata: Any, names: Iterable[str]) -> Caller | None:
@@ -245,7 +246,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def find_caller(keeper: Doorkeeper | None, token: str, process: bytes, names: Iterable[str] = ()) -> Caller | None:
-    """Who shows a token, is a process or has a certificate's name; None: nobody who is known, or nobody is asked.
+    """Caller with this token, process or certificate's name; None where it is unknown, or where no proof is wanted.
 
     Raises Unauthenticated for a token that is not known.
     """
@@ -253,12 +254,12 @@ def find_caller(keeper: Doorkeeper | None, token: str, process: bytes, names: It
 
 
 def otherwise_local(keeper: Doorkeeper | None) -> Caller | None:
-    """Who calls from this node and proves nothing."""
+    """Caller from this node without a proof."""
     return EVERYONE if keeper is None else None
 
 
 def allow(found: Caller | None, scopes: tuple[Scope, ...], method: str) -> Caller:
-    """``found``, if it may call ``method``. Raises Unauthenticated for nobody, PermissionDenied."""
+    """Return ``found``, if it may call ``method``. Raises Unauthenticated without a caller, PermissionDenied."""
     if found is None:
         raise Unauthenticated(
             f"{method.rpartition('/')[2]} needs a token: send it as the metadata 'authorization: Bearer TOKEN' "
@@ -304,7 +305,7 @@ def refusing(error: CacheError) -> Any:
 
 
 def _wrap(handler: Any, enter: Callable[[Any], None]) -> Any:
-    """The same handler, begun with ``enter(context)``."""
+    """Wrap a handler, so that it begins with ``enter(context)``."""
 
     async def one(request: Any, context: Any) -> Any:
         try:

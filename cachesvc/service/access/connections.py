@@ -1,6 +1,6 @@
-"""How many connections each way in may have, and what one that says nothing gets: nothing for long.
+"""Limits of connections for each way in, and time limits of silent ones.
 
-File descriptors are the daemon's own, whoever makes it open them, and gRPC ends the process where it gets none. So each
+File descriptors are the daemon's own, for any peer, and gRPC ends the process where it gets none. So each
 way in has a part of what the process may open, and what memory, GPUs and the daemon's own files need is kept.
 """
 
@@ -12,13 +12,13 @@ from typing import NamedTuple
 from cachesvc.wire.status import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, MAX_STREAMS
 
 MOST_FILES = 1 << 20
-"""What an unlimited process counts on."""
+"""Number of files that an unlimited process counts on."""
 HANDSHAKE_SECONDS = 5
 IDLE_SECONDS = 300
 """A client connects again by itself when it calls again."""
 TCP_CONNECTIONS, TCP_STREAMS, TCP_MESSAGE_BYTES = 64, 16, 320 << 10
-"""Who reads from elsewhere: a few routers and operators, whose longest question asks for 4,096 blocks. What one more
-connection could hold in unfinished messages is their product."""
+"""Connections of readers from elsewhere: a few routers and operators, whose longest question asks for 4,096 blocks.
+What one more connection could hold in unfinished messages is their product."""
 
 Option = tuple[str, int]
 
@@ -34,7 +34,7 @@ class Ways(NamedTuple):
 
 
 def ways_in(files: int | None = None) -> Ways:
-    """Of a process that may open so many files; by default this one, once it has raised its limit."""
+    """Ways into a process that may open ``files`` files; by default this one, once it has raised its limit."""
     if files is None:
         _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = MOST_FILES if files == resource.RLIM_INFINITY else files
@@ -43,17 +43,17 @@ def ways_in(files: int | None = None) -> Ways:
 
 
 def local_options(ways: Ways) -> list[Option]:
-    """Of the server on the unix socket."""
+    """Options of the server on the unix socket."""
     return [*_options(ways.local, MAX_STREAMS), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
 
 
 def tcp_options(ways: Ways) -> list[Option]:
-    """Of the server on TCP."""
+    """Options of the server on TCP."""
     return [*_options(ways.tcp, TCP_STREAMS), ("grpc.max_receive_message_length", TCP_MESSAGE_BYTES)]
 
 
 def rude_options(connections: int) -> list[Option]:
-    """Of any listener: against callers that connect and say nothing."""
+    """Options of any listener against callers that connect and say nothing."""
     return [
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),

@@ -1,4 +1,4 @@
-"""Who is known: the tokens' file as it was read last. Read at the start and again whenever it changes.
+"""Known callers: the tokens' file as last read. Read at the start and again whenever it changes.
 
 Nothing of what callers send is ever logged.
 """
@@ -25,18 +25,18 @@ LOOK_SECONDS = 1.0
 REMIND_SECONDS = 60.0
 MAX_TOKEN_BYTES = 4096
 MIN_TOKEN_CHARACTERS = 22
-"""128 bits in base64. The file has digests alone, so a short token can be told only when somebody shows it."""
+"""128 bits in base64. The file has digests alone, so a short token shows only when a caller sends it."""
 
 Signature = tuple[int, int, int]
-"""By which a file that has changed is known."""
+"""Signature by which a changed file is known."""
 
 
 class Keyring:
     """The current reading. ``process_of`` finds the process behind a token of the life socket; ``now``: monotonic
     seconds. ``grace_seconds``: how long an engine's token that leaves the file still serves that engine's leases.
 
-    A file that cannot be read, or is gone, changes nothing: nobody who works is stopped by a slip of an operator's.
-    So it does not revoke anything either, and is told until it is mended: in the log, as attention and as a metric.
+    A file that cannot be read, or is gone, changes nothing: an operator's slip stops no engine. So it does not revoke
+    anything either, and is reported until it is mended: in the log, as attention and as a metric.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Keyring:
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Stop watching the file."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -123,7 +123,7 @@ class Keyring:
 
     @property
     def stale_seconds(self) -> float:
-        """How long the file has not been readable, so that what was in it before holds; 0 while it is read."""
+        """Time for which the file has not been readable, so that what was in it before holds; 0 while it is read."""
         return 0.0 if self._stale_since is None else max(self._now() - self._stale_since, 0.001)
 
     def find(self, token: str, process: bytes, names: Iterable[str]) -> Caller | None:
@@ -140,7 +140,7 @@ class Keyring:
                 )
             digest = hashlib.sha256(token[:MAX_TOKEN_BYTES].encode(errors="replace")).hexdigest()
             found = callers.get(("token", digest)) or self._retired.find(digest)
-            # The look-up compares digests, which nobody can steer; this one leaves no doubt.
+            # The look-up compares digests, which a caller cannot steer; this one leaves no doubt.
             if found is None or not hmac.compare_digest(found.digest, digest):
                 raise Unauthenticated("the token is not known to this daemon; ask its operator for one")
             found.check()
@@ -156,7 +156,7 @@ class Keyring:
         return self._retired.shown()
 
     def admit_scraper(self, token: str) -> None:
-        """Whether the page of metrics is for who shows this token. Safe to call from another thread.
+        """Admit a scraper with this token to the page of metrics. Safe to call from another thread.
 
         The page goes over plain HTTP, so what opens it must open nothing else. Raises Unauthenticated,
         PermissionDenied.
@@ -183,7 +183,7 @@ class Keyring:
         return self._keys.tenants()
 
     def working_tenants(self) -> set[str]:
-        """Those that may hold leases and models."""
+        """Tenants that may hold leases and models."""
         return self._keys.working_tenants()
 
     async def _watch(self) -> None:

@@ -1,4 +1,4 @@
-"""How leases are named, and what callers may see of whose things."""
+"""Names of leases, and the limits of what callers may see of others' things."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shown_id(lease_id: str) -> str:
 
 
 def no_lease(core: Core, lease_id: str, epoch: int) -> NotFound | LeaseLost:
-    """What to say of a lease that ``own_lease`` does not find."""
+    """Error for a lease that ``own_lease`` does not find."""
     if (why := why_lost(core, lease_id)) is not None:
         return LeaseLost(lease_id, why)
     if is_of_another_epoch(lease_id, epoch):
@@ -40,8 +40,8 @@ def is_of_another_epoch(lease_id: str, epoch: int) -> bool:
 
 
 def sight() -> Sight:
-    """What the caller of the running RPC may see. The whole id of a lease is a key to it, so those who may only read
-    get its beginning; callers who have proved nothing get neither ids nor namespaces of models with a salt."""
+    """Limits of the running RPC's caller. The whole id of a lease is a key to it, so those who may only read get its
+    beginning; callers without a proof get neither ids nor namespaces of models with a salt."""
     who = caller()
     return Sight(
         tenant=None if who.sees_all else who.tenant,

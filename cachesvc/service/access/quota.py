@@ -1,4 +1,4 @@
-"""What a tenant may take: memory, leases, sequences, pages, and how much it may ask in a second.
+"""Quotas of a tenant: memory, leases, sequences, pages, and calls a second.
 
 A quota of 0 is none. Memory is counted from the ledger itself: pools belong to one namespace and a namespace to one
 tenant, so what a tenant holds is what its pools count, and nothing has to be kept beside it.
@@ -21,7 +21,7 @@ from cachesvc.questions.view import View
 _SIZES = ("device_bytes", "host_bytes", "bytes_per_second")
 
 FREE_BYTES = 1024
-"""Of a message: so much is in the price of a call."""
+"""Bytes of a message that are in the price of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def parse_quota(table: Any, where: str) -> Quota:
 
 @dataclass(slots=True)
 class Bucket:
-    """Up to ``per_second`` a second, of which one second's worth can be saved up.
+    """Token bucket of ``per_second`` a second, of which one second's worth can be saved up.
 
     Something larger than that goes through a full bucket and leaves it in debt.
     """
@@ -102,7 +102,7 @@ class Bucket:
 
 
 class Meter:
-    """What one tenant asks just now."""
+    """Current rates of one tenant."""
 
     def __init__(self, tenant: str, quota: Quota) -> None:
         self.tenant = tenant
@@ -111,19 +111,19 @@ class Meter:
         self.use(quota)
 
     def use(self, quota: Quota) -> None:
-        """Count against this quota from now on."""
+        """Set the quota to count against."""
         self.quota = quota
         self.calls = Bucket(quota.calls_per_second) if quota.calls_per_second else None
         self.operations = Bucket(quota.operations_per_second) if quota.operations_per_second else None
         self.bytes = Bucket(quota.bytes_per_second) if quota.bytes_per_second else None
 
     def admit(self, now: float) -> None:
-        """One call more. Raises QuotaExceeded."""
+        """Admit one call. Raises QuotaExceeded."""
         if self.calls is not None and (seconds := self.calls.take(1, now)):
             raise self._too_fast("calls_per_second", self.calls.per_second, seconds)
 
     def charge(self, now: float) -> None:
-        """One call more, of those that are never refused."""
+        """Charge one call of those that are never refused."""
         if self.calls is not None:
             self.calls.charge(1, now)
 
@@ -143,7 +143,7 @@ class Meter:
 
 
 class TenantLine(NamedTuple):
-    """What a tenant holds and may hold, by the quotas' names; ``limits`` has those that are set."""
+    """Use of a tenant and its limits, by the quotas' names; ``limits`` has those that are set."""
 
     tenant: str
     used: dict[str, int]
@@ -152,7 +152,7 @@ class TenantLine(NamedTuple):
 
 class Quotas:
     """The quotas of all tenants against what the ledger holds. ``of(tenant)`` may answer anew after a reload, as may
-    ``tenants()``, who are configured."""
+    ``tenants()``, the configured ones."""
 
     def __init__(self, core: Core, of: Callable[[str], Quota], tenants: Callable[[], Iterable[str]] = tuple) -> None:
         self._core = core
@@ -171,19 +171,20 @@ class Quotas:
         return meter
 
     def budget(self, tenant: str) -> Budget:
-        """What its pools may take."""
+        """Budget of its pools."""
         quota = self._of(tenant)
         return Budget(tenant, quota.device_bytes, quota.host_bytes, quota.models, quota.pages)
 
     def check_open(self, tenant: str) -> int:
-        """Before a lease is opened: the tenant's quota of leases, 0 where it has none. Raises QuotaExceeded."""
+        """Check before a lease is opened; returns the tenant's quota of leases, 0 where it has none. Raises
+        QuotaExceeded."""
         quota = self._of(tenant)
         if quota.leases and len(held := leases_of(self._core, tenant)) >= quota.leases:
             self._refuse(tenant, "leases", len(held) + 1, quota.leases, "close one")
         return quota.leases
 
     def require_sequence(self, call: Call) -> None:
-        """Before a sequence is opened. Raises QuotaExceeded."""
+        """Check the quota before a sequence is opened. Raises QuotaExceeded."""
         tenant, lease = call.model.tenant, call.lease
         quota = self._of(tenant)
         if quota.lease_sequences and len(lease.sequences) >= quota.lease_sequences:
@@ -194,14 +195,14 @@ class Quotas:
                 self._refuse(tenant, "sequences", count + 1, quota.sequences, "release some")
 
     def require_blocks(self, call: Call, sequence_id: int, blocks: int) -> None:
-        """Before a sequence's tables become ``blocks`` long. Raises QuotaExceeded."""
+        """Check the quota before a sequence's tables become ``blocks`` long. Raises QuotaExceeded."""
         sequence = call.lease.sequences.get(sequence_id)
         if sequence is not None:
             fresh = max(0, blocks - max(sequence.blocks, sequence.hit_blocks))
             self._require_pages(call, fresh * call.lease.groups)
 
     def require_swapped(self, call: Call, sequence_id: int) -> None:
-        """Before a sequence that is swapped out gets its pages back. Raises QuotaExceeded."""
+        """Check the quota before a sequence that is swapped out gets its pages back. Raises QuotaExceeded."""
         sequence = call.lease.sequences.get(sequence_id)
         if sequence is not None and sequence.swapped_out:
             self._require_pages(call, sequence.swapped_pages)
@@ -244,7 +245,7 @@ class Quotas:
         raise QuotaExceeded(tenant, what, got, limit, hint)
 
     def lines(self, view: View) -> list[TenantLine]:
-        """Every tenant of the view that has models or is configured."""
+        """Lines of all tenants of the view that have models or are configured."""
         names = {model.tenant for model in view.models()} | set(filter(view.sight.covers, self._tenants()))
         return [
             TenantLine(

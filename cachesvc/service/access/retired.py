@@ -1,4 +1,4 @@
-"""Tokens that the tokens' file has no more: what they may still do, for how long, and who still shows them.
+"""Tokens that have left the tokens' file: their remaining rights, their grace, and the callers that still show them.
 
 A token of an engine that leaves the file is *retired*: for a grace it keeps the leases alive that its engine has, and
 serves their calls. The engine's own file changes later than the daemon's, and its requests must not pay for that.
@@ -15,9 +15,9 @@ from cachesvc.service.access.auth import Caller, Scope
 from cachesvc.telemetry import events
 
 MOST_REMEMBERED = 4096
-"""As many as a file may have entries; the oldest are forgotten first, and are then unknown tokens."""
+"""Most tokens remembered, as many as a file may have entries; the oldest are forgotten first, and are then unknown."""
 SHOWN_SECONDS = 30.0
-"""After its last call a token counts as shown for so long: engines send a heartbeat several times within that."""
+"""Time after its last call for which a token counts as shown, seconds: engines send several heartbeats within it."""
 
 
 class Shown(NamedTuple):
@@ -40,7 +40,7 @@ class _Entry:
 
 
 class Retired:
-    """By digest. ``grace_seconds``: 0 accepts none. ``now``: monotonic seconds."""
+    """Retired tokens by digest. ``grace_seconds``: 0 accepts none. ``now``: monotonic seconds."""
 
     def __init__(self, grace_seconds: float, now: Callable[[], float]) -> None:
         self._grace_seconds = grace_seconds
@@ -52,7 +52,7 @@ class Retired:
         return {("token", digest): entry.caller for digest, entry in self._entries.items()}
 
     def find(self, digest: str) -> Caller | None:
-        """Who had this token; None for one that is not remembered."""
+        """Caller that had this token; None for one that is not remembered."""
         entry = self._entries.get(digest)
         return None if entry is None else entry.caller
 
@@ -97,7 +97,7 @@ class Retired:
                 events.warning("token_retired_shown", caller=caller.name, tenant=caller.tenant or "", seconds=left)
 
     def shown(self) -> list[Shown]:
-        """Those that callers have shown lately, the one whose grace ends first at the head."""
+        """Tokens that callers have shown recently, the one whose grace ends first at the head."""
         now = self._now()
         entries = (entry for entry in self._entries.values() if now - entry.shown_at <= SHOWN_SECONDS)
         found = [Shown(e.caller.name, e.caller.tenant or "", _left(e.caller, now)) for e in entries]

@@ -1,8 +1,8 @@
 """Leases and models between tenants that have no quota on them: none takes all.
 
-What is held for hours is not given back when the next tenant comes, so besides its share (``model.sharing``) a
-tenant leaves a quarter of what the others have left: somebody new always gets in. Where one tenant alone may work, it
-may take everything.
+What is held for hours is not given back when the next tenant comes, so besides its share (``model.sharing``) a tenant
+leaves a quarter of what the others have left: a new tenant always gets in. Where one tenant alone may work, it may take
+everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class SharedQuotas(Quotas):
         self._working = working
 
     def check_open(self, tenant: str) -> int:
-        """Before a lease is opened: the tenant's quota of leases, 0 where it has none. Raises QuotaExceeded."""
+        """Check before a lease is opened; returns the tenant's quota of leases, 0 where it has none. Raises
+        QuotaExceeded."""
         quota = super().check_open(tenant)
         ledger = self._core.ledger
         if not quota and self._is_shared(tenant):
@@ -42,7 +43,7 @@ class SharedQuotas(Quotas):
         return quota
 
     def budget(self, tenant: str) -> Budget:
-        """What its pools may take."""
+        """Budget of its pools."""
         found = super().budget(tenant)
         if found.models or not self._is_shared(tenant):
             return found

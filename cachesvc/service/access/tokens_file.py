@@ -1,6 +1,6 @@
-"""The tokens' file: who is accepted, as what, and under which quotas.
+"""The tokens' file: accepted callers, their rights and quotas.
 
-It holds SHA-256 digests, never tokens: whoever reads it learns none that is long enough. TOML, or JSON of the same
+It holds SHA-256 digests, never tokens: a reader learns none that is long enough. TOML, or JSON of the same
 shape where the name ends in ``.json``::
 
     [[token]]                    # metadata "authorization: Bearer TOKEN"
@@ -64,7 +64,7 @@ _UNSAID = {"certificate": [Scope.READ.value]}
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """One reading of the file. ``callers`` by what they prove: (kind, digest, uid, gid or name)."""
+    """Contents of the file as read. ``callers`` by what they prove: (kind, digest, uid, gid or name)."""
 
     callers: dict[tuple[str, Any], Caller] = field(default_factory=dict)
     quotas: dict[str, Quota] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Keys:
         return {each.acts_for for each in self.callers.values() if not each.revoked} | set(self.quotas)
 
     def working_tenants(self) -> set[str]:
-        """Those that may hold leases and models."""
+        """Tenants that may hold leases and models."""
         return {each.acts_for for each in self.callers.values() if Scope.ENGINE in each.scopes and not each.revoked}
 
 

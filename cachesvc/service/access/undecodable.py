@@ -1,4 +1,4 @@
-"""What is decided of a request by its bytes, before it is a message: its size is charged, and bytes that are no
+"""Checks of a request's bytes, before it is a message: its size is charged, and bytes that are no
 message, or one beyond all limits, are refused by name. gRPC would answer INTERNAL and log a traceback for each."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def readable(handler: Any, charge: Callable[[int], None]) -> Any:
 
 
 def unread() -> CacheError | None:
-    """What is wrong where the request at hand could not be read."""
+    """Error of the request at hand where it could not be read."""
     error = _UNREAD.get()
     if error is not None:
         _UNREAD.set(None)

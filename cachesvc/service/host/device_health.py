@@ -1,9 +1,9 @@
-"""What health checks answer when a device broke.
+"""Answers of health checks when a device broke.
 
 After a fault a driver refuses every call of this process for good, so only a new process heals it. But as long as other
 devices serve, or engines still hold leases (hits in place go on), ending this one would cost more than it brings:
 
-* ready: no device is broken, and the daemon does not drain. Nobody new should be sent here.
+* ready: no device is broken, and the daemon does not drain. Else no new engine should be sent here.
 * live: there is something to keep alive. Not so once every device is broken, or one is and no lease is left; but where
   devices have movers in processes of their own, which are started again, the daemon has no part in it.
 
@@ -52,18 +52,18 @@ class DeviceHealth:
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def faults(self) -> dict[str, str]:
-        """Broken devices, and what broke them."""
+        """Broken devices, and the cause of each."""
         told = {device: self._backend.fault(device) for device in self._backend.devices()}
         return {device: reason for device, reason in told.items() if reason}
 
     def serving(self) -> Serving:
-        """What is so now."""
+        """Current answers."""
         faults = self.faults()
         if not faults:
             return Serving(ready=not self._view.is_draining, live=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Link(Protocol):
-    """What was measured of a device's link."""
+    """Measured figures of a device's link."""
 
     @property
     def load_bytes_per_us(self) -> float:
@@ -19,19 +19,19 @@ class Link(Protocol):
 
     @property
     def both_bytes_per_us(self) -> float:
-        """Both at once, together."""
+        """Rate of both directions at once, summed."""
 
     @property
     def per_copy_us(self) -> float:
-        """What a copy costs beside its rows and bytes."""
+        """Cost of a copy beside its rows and bytes."""
 
     @property
     def per_row_ns(self) -> float:
-        """What a row costs beside its bytes."""
+        """Cost of a row beside its bytes."""
 
     @property
     def per_step_us(self) -> float:
-        """What a step costs beside its copies."""
+        """Cost of a step beside its copies."""
 
     @property
     def narrow_plane_bytes(self) -> int:
@@ -49,12 +49,12 @@ class DeviceLine:
     link: Link | None
 
     def logged(self) -> dict[str, object]:
-        """For the log, whose events have a name of their own."""
+        """Fields for the log, whose events have a name of their own."""
         known = self.shown()
         return {"device": known.pop("uuid"), "device_name": known.pop("name")} | known
 
     def shown(self) -> dict[str, object]:
-        """By the names of DeviceStatus."""
+        """Fields by the names of DeviceStatus."""
         known: dict[str, object] = {
             "uuid": self.uuid,
             "name": self.name,

@@ -1,4 +1,4 @@
-"""What is told of the daemon beside its ledger: what it is, how it is set, its devices and its host memory."""
+"""Facts of the daemon beside its ledger: version, settings, devices and host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cachesvc.service.host.device_line import DeviceLine
 
 
 class Transports(NamedTuple):
-    """Which way calls come: lanes that are open, and calls since the start."""
+    """Transports of calls: lanes that are open, and calls since the start."""
 
     lanes: int
     lane_calls: int
@@ -48,17 +48,17 @@ class Facts:
 
     @property
     def uptime_seconds(self) -> float:
-        """Since the daemon started."""
+        """Seconds since the daemon started."""
         return time.monotonic() - self.started
 
     @property
     def host_pool_ready_bytes(self) -> int:
-        """How much of the host pool can be used by now."""
+        """Usable bytes of the host pool by now."""
         return min(self.host_pool_bytes, self.host_pool.ready_chunks * self.host_chunk_bytes)
 
     @property
     def tokens_stale_seconds(self) -> float:
-        """How long the tokens' file could not be read; 0 where it is, or there is none."""
+        """Time for which the tokens' file could not be read, seconds; 0 where it is read, or there is none."""
         return 0.0 if self.keyring is None else self.keyring.stale_seconds
 
     def retired_shown(self) -> list[Shown]:

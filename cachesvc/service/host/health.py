@@ -1,4 +1,4 @@
-"""A port for probes: it answers ``grpc.health.v1.Health/Check`` and nothing else, without TLS and to anybody.
+"""A port for probes: it answers ``grpc.health.v1.Health/Check`` and nothing else, without TLS, for any caller.
 
 Kubelets probe by TCP on the pod's address, speak no TLS and no unix socket. So that this may listen beyond loopback,
 nothing that it answers tells or changes anything: no other service, no reflection, no ``Watch``, whose streams would
@@ -23,12 +23,12 @@ LIVE = "live"
 MAX_PROBE_BYTES = 4096
 CALLS_A_CONNECTION = 8
 CONNECTION_SECONDS = 30
-"""Kubelets connect anew for every probe. There is no limit of calls over all connections: a caller that held so many
+"""Kubelets connect anew for every probe. There is no limit of calls over all connections: a caller that held that many
 would keep probes out, and so have the daemon killed; held calls end with their connection instead."""
 
 
 class Serving(NamedTuple):
-    """What health checks are to answer."""
+    """Answers of health checks."""
 
     ready: bool
     live: bool
@@ -55,7 +55,7 @@ class _Checks(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it comes
 
 
 class HealthAnswers:
-    """What health checks are answered: for the whole and each of the ``services`` by their full names, and ``live``."""
+    """Answers of health checks: for the whole and each of the ``services`` by their full names, and ``live``."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self.servicer = health.aio.HealthServicer()

@@ -1,12 +1,13 @@
-"""The life socket: who is there, told by the kernel, and file descriptors for those who may map memory.
+"""The life socket: processes that are there, as the kernel reports them, and file descriptors for those that may map
+memory.
 
-What one user or process does here costs that one: connections are shared out by user and process, and whoever leaves an
-answer unread is hung up on, since descriptors on their way are the daemon's until they are read.
+What one user or process does here costs that one: connections are shared out by user and process, and a peer that
+leaves an answer unread is disconnected, since descriptors on their way are the daemon's until they are read.
 
 gRPC for Python does not tell the peer of a unix socket, so every process that attaches also connects here. A process
 counts as gone when the kernel says that it has ended. Where the kernel cannot name the process itself, but at best its
-number, it counts as gone too some time after its connection has ended: else the pages of a lost lease might wait for
-ever for the end of a process that is not theirs.
+number, it counts as gone too some time after its connection has ended: else the pages of a lost lease might wait
+without end for a process that is not theirs.
 
 Greeting to the peer: ``KVL1``, 16-byte process token, epoch as little-endian u64. Then the peer may ask
 ``FD`` + 16-byte handle token for memory, or ``LN`` for a lane, and gets ``OK`` with one descriptor, or ``NO`` and the
@@ -41,7 +42,7 @@ TOKEN_BYTES = 16
 MAX_CONNECTIONS = 4096
 MAX_OF_PROCESS = 256
 IDLE_SECONDS = 30.0
-"""Who has neither lease nor lane for so long gives way where its user's share is used up."""
+"""Time after which a connection without lease or lane is closed where its user's share is used up, seconds."""
 ACCEPT_PAUSE_SECONDS = 1.0
 
 
@@ -55,24 +56,24 @@ class _Peer:
 
 
 class LaneMaker(Protocol):
-    """Makes lanes for processes, by their tokens."""
+    """Maker of lanes for processes, by their tokens."""
 
     def open(self, process: bytes) -> socket.socket:
         """The process's end. Raises NotSupported, LimitExceeded."""
 
     def end(self, process: bytes) -> None:
-        """End all that the process has."""
+        """End all lanes of the process."""
 
 
 class LifeServer:
-    """Runs on the event loop; tells ``arrived(token, pid, uid, gids)`` and ``gone(token)``.
+    """Runs on the event loop; calls ``arrived(token, pid, uid, gids)`` and ``gone(token)``.
 
     ``descriptor(process, token)`` finds the fd of a handle that the process has attached. ``lanes`` end with the
     connection over which they were asked for. ``holds(token)``: whether it matters when the process ends, even if it
     has hung up. Users of ``allowed_uids`` and members of ``allowed_gids`` may connect; others are turned away.
-    ``group``: who may open the socket beside its owner. ``grace_seconds``: how long a process that is not known for
-    certain counts as there after its connection has ended. ``identify``: who connected. ``connections``: at a time, of
-    which a user gets its share.
+    ``group``: group that may open the socket beside its owner. ``grace_seconds``: how long a process that is not known
+    for certain counts as there after its connection has ended. ``identify``: finds the process that connected.
+    ``connections``: at a time, of which a user gets its share.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class LifeServer:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # no descriptor is left: who waits in the queue would be told of again and again
+        except OSError as error:  # no descriptor is left: the waiting connection would be reported again and again
             events.warning("life_not_accepting", reason=str(error), seconds=ACCEPT_PAUSE_SECONDS)
             self._loop.remove_reader(self._listener)
             self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._accept_again)
@@ -182,7 +183,7 @@ class LifeServer:
             self._hang_up(peer)
 
     def _refusal(self, process: PeerProcess) -> str | None:
-        """Why it may not connect; None where it may."""
+        """Reason why a process may not connect; None where it may."""
         if process.uid not in self._allowed and not process.gids & self._allowed_gids:
             return "its user may not attach"
         most = min(MAX_OF_PROCESS, self._connections // 4)
@@ -196,7 +197,7 @@ class LifeServer:
         return None
 
     def _drop_idle(self, uid: int) -> bool:
-        """Hang up on who has done nothing with its connection for longest; False where there is nobody."""
+        """Close the connection that has been idle for longest; False where there is none."""
         assert self._loop is not None
         before = self._loop.time() - IDLE_SECONDS
         for peer in self._peers.values():  # in the order of their coming
@@ -209,7 +210,8 @@ class LifeServer:
         return False
 
     def _forget_idle(self) -> None:
-        """Disconnected clients without leases: else one who connects again and again would take every descriptor."""
+        """Disconnected clients without leases: else a process that reconnects again and again would take every
+        descriptor."""
         for peer in list(self._hung_up.values()):
             if not self._holds(peer.token):
                 self._forget(peer)
@@ -305,8 +307,8 @@ def _has_unread(connection: socket.socket) -> bool:
 
 
 def _send_descriptor(connection: socket.socket, descriptor: int) -> None:
-    """Raises OSError. Where the kernel passes no more of the daemon's descriptors, which is nobody's fault that asks,
-    the peer is told so."""
+    """Send a descriptor. Raises OSError. Where the kernel passes no more of the daemon's descriptors, which is no fault
+    of the peer, the peer gets an error."""
     try:
         socket.send_fds(connection, [b"OK"], [descriptor])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which process is at the other end of a unix socket, and a descriptor that tells of its end.
+"""Process at the other end of a unix socket, and a descriptor that reports its end.
 
 Since Linux 6.5 the kernel gives a pidfd of the very process that connected (SO_PEERPIDFD), also across pid namespaces.
 Before that there is its number alone, which may have passed to another process by the time it is looked up:
@@ -26,12 +26,12 @@ SO_PEERPIDFD = 77
 MOST_GROUPS = 256
 PROC = Path("/proc")
 _START_TIME = 19
-"""Its place in /proc/PID/stat, counted from the field after the command's name."""
+"""Index of the start time in /proc/PID/stat, counted from the field after the command's name."""
 
 
 class PeerProcess(NamedTuple):
-    """Who connected. ``pidfd``: readable once the process has ended; -1: it is unknown. ``is_certain``: the kernel has
-    named the process itself, not its number."""
+    """Process that connected. ``pidfd``: readable once the process has ended; -1: it is unknown. ``is_certain``: the
+    kernel has named the process itself, not its number."""
 
     pid: int
     uid: int
@@ -41,7 +41,7 @@ class PeerProcess(NamedTuple):
 
 
 def peer_process(connection: socket.socket) -> PeerProcess:
-    """Who connected, as the kernel tells it. The caller closes the ``pidfd``."""
+    """Find the process that connected, from the kernel. The caller closes the ``pidfd``."""
     accepted = time.clock_gettime(time.CLOCK_BOOTTIME)
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, gid = struct.unpack("iII", raw)

@@ -22,19 +22,19 @@ log = logging.getLogger(__name__)
 
 
 class BoundedSteps(Protocol):
-    """What holds the limit of a step's operations."""
+    """Holder of the limit of a step's operations."""
 
     operations_per_step: int
 
 
 class BoundedLanes(Protocol):
-    """What holds the limit of a process's lanes."""
+    """Holder of the limit of a process's lanes."""
 
     each: int
 
 
 class BoundedDrain(Protocol):
-    """What holds the limit of a drain."""
+    """Holder of the limit of a drain."""
 
     drain_seconds: float
 
@@ -78,7 +78,7 @@ class Reloader:
         return changes
 
     def reload_by_signal(self) -> None:
-        """As ``reload``, where nobody is there to hear of a refusal but the log."""
+        """Call ``reload``; a refusal goes to the log alone."""
         try:
             self.reload()
         except CacheError as refused:
@@ -114,7 +114,8 @@ def live_settings(
     backend: DeviceMemory,
     drain: BoundedDrain,
 ) -> dict[str, Callable[[Any], None]]:
-    """What may change while the daemon runs, and how. Not ``lease_seconds``: engines were told when they opened."""
+    """Settings that may change while the daemon runs, and how. Not ``lease_seconds``: engines learned it when they
+    opened."""
     core = node.core
 
     def limit(name: str, value: int) -> None:

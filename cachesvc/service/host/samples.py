@@ -13,7 +13,7 @@ from cachesvc.questions.view import View
 
 SAMPLE_SECONDS = 1.0
 KEPT_SAMPLES = 600
-"""Ten minutes."""
+"""Number of samples of ten minutes."""
 
 
 class Samples:
@@ -31,7 +31,7 @@ class Samples:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

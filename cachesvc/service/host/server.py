@@ -47,8 +47,8 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where to listen. ``tcp`` is HOST:PORT or empty; certificate and key make it TLS, ``client_ca`` mutual TLS.
-    ``health``: HOST:PORT for probes. ``group``: who may open the unix socket beside its owner."""
+    """Addresses of the listeners. ``tcp`` is HOST:PORT or empty; certificate and key make it TLS, ``client_ca`` mutual
+    TLS. ``health``: HOST:PORT for probes. ``group``: group that may open the unix socket beside its owner."""
 
     unix: str
     tcp: str = ""
@@ -73,9 +73,9 @@ class Server:
         *,
         ways: Ways,
     ) -> None:
-        """``keeper``: knows the callers. Without one, everybody who may open the socket may do everything.
-        ``refused(method, code)`` is told of calls that reach no service. ``charge``: for messages' bytes. ``ways``: how
-        many may connect."""
+        """``keeper``: knows the callers. Without one, any process that may open the socket may do everything.
+        ``refused(method, code)`` is called for calls that reach no service. ``charge``: for messages' bytes. ``ways``:
+        limits of connections."""
         self.port = 0
         self._services = services
         self._listening = listening
@@ -118,7 +118,7 @@ class Server:
         return server
 
     def _add_tcp(self) -> None:
-        """A server of its own, because who may call is another question there."""
+        """Add a server of its own for TCP, because its callers have other rights."""
         listening = self._listening
         if not listening.tcp:
             return

@@ -1,6 +1,6 @@
-"""The files of the daemon's sockets: whose they are, who may open them, and what a killed daemon has left.
+"""The files of the daemon's sockets: their owner and mode, and the leftovers of a killed daemon.
 
-Whether somebody answers on a socket does not tell whether its files can be taken over: a daemon that ends has let go of
+An answer on a socket does not decide whether its files can be taken over: a daemon that ends has let go of
 it, yet still has memory to give back, and would then remove the files of the next one. So a daemon holds a lock beside
 its socket until nothing of it is left. A killed daemon's lock is free.
 """
@@ -23,10 +23,10 @@ from cachesvc.wire.status import LIFE_SUFFIX
 GROUP_MODE = 0o660
 LOCK_SUFFIX = ".lock"
 TAKE_SECONDS = 30.0
-"""How long a daemon waits for one that is ending: to unpin a large host pool takes a while."""
+"""Time that a daemon waits for one that is ending, seconds: to unpin a large host pool takes a while."""
 LOOK_SECONDS = 0.02
 MOST_GROUP = (1 << 32) - 2
-"""The number above it means no change."""
+"""Highest group id: the number above it means no change."""
 
 
 class SocketClaim:
@@ -67,7 +67,7 @@ class SocketClaim:
             raise
 
     def release(self) -> None:
-        """Let the next daemon have it. Idempotent."""
+        """Release the lock for the next daemon. Idempotent."""
         while self._held:
             Path(self._path).unlink(missing_ok=True)
             os.close(self._held.pop())
@@ -100,7 +100,7 @@ def remove_socket(path: str) -> None:
 def open_to_group(path: str, group: str) -> None:
     """Let ``group``, a name or a number, connect; an empty one changes nothing.
 
-    The file was made with mode 0600, so nobody else could connect before. Raises Unavailable for a group that is
+    The file was made with mode 0600, so no other user could connect before. Raises Unavailable for a group that is
     unknown, or that this process may not give the file to.
     """
     if not group:
@@ -128,15 +128,15 @@ def group_number(group: str) -> int:
 
 
 def _answers(path: str) -> bool:
-    """True where somebody listens on the socket."""
+    """True where a process listens on the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(path) == 0
 
 
 def _make_way(path: str) -> None:
-    """Remove a socket file that nobody listens on.
+    """Remove a socket file without a listener.
 
-    Raises Unavailable when somebody does, or when the file is not a socket.
+    Raises Unavailable when a process listens, or when the file is not a socket.
     """
     if not os.path.lexists(path):
         return
@@ -161,6 +161,6 @@ def _make_way_for_life(path: str) -> None:
 
 
 def _require_socket(path: str) -> None:
-    """Raises Unavailable for a file of another kind, which is somebody's and not ours to remove."""
+    """Raise Unavailable for a file of another kind, which has another owner and is not ours to remove."""
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         raise Unavailable(f"{path} exists and is not a socket; move it away or choose another --socket")

@@ -21,7 +21,8 @@ NOT_THERE = "this node's certificate is not accepted there"
 
 
 class Certificates:
-    """A certificate chain with its key, and who signs clients' certificates (``client_ca`` empty: none are asked for).
+    """A certificate chain with its key, and the authority of clients' certificates (``client_ca`` empty: none are asked
+    for).
 
     gRPC asks at every handshake, from threads of its own. Files that do not fit each other, as in the middle of being
     replaced, change nothing: the last good ones go on.
@@ -34,7 +35,7 @@ class Certificates:
         self._seen: Signature = ()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """What the listener serves with. Raises Unavailable for files that cannot be used."""
+        """Credentials of the listener. Raises Unavailable for files that cannot be used."""
         try:
             self._seen = _signature(self._paths)
             first = self._read()
@@ -65,7 +66,8 @@ class Certificates:
 
 
 class NodeCertificates:
-    """What this node shows to other nodes that it calls, and ``authority``: who signs theirs. Any thread.
+    """Certificate that this node shows to other nodes that it calls, and ``authority``, which signs theirs.
+    Thread-safe.
 
     Files that do not fit each other change nothing but the log, once a change: the last good ones go on.
     """
@@ -101,8 +103,8 @@ class NodeCertificates:
             return self._number, self._credentials
 
     def why_refused(self, address: str, seconds: float) -> str:
-        """Why no TLS connection to ``address`` comes about: what one that is made now ends with. Empty where it is not
-        for the certificates: nothing answers, or all is well."""
+        """Error of a new TLS connection to ``address``. Empty where the certificates are not its cause: no answer, or
+        success."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:

@@ -74,7 +74,7 @@ class WebPage:
         )
 
         class QuietServer(uvicorn.Server):
-            """Signals are the daemon's."""
+            """Server that leaves signals to the daemon."""
 
             @contextmanager
             def capture_signals(self) -> Generator[None, None, None]:
@@ -100,7 +100,7 @@ class WebPage:
         return listening
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop the server."""
         await self._samples.close()
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
@@ -137,7 +137,7 @@ class WebPage:
         )
 
     async def status(self, since: int) -> dict[str, Any]:
-        """What the page shows; samples only after the one numbered ``since``."""
+        """Contents of the page; samples only after the one numbered ``since``."""
         facts = self._facts
         found = await TimeSlices().answer(status(self._view, facts.lease_seconds))
         models = self._view.models()
@@ -187,7 +187,7 @@ def allowed_hosts(port: int) -> frozenset[str]:
 
 
 def content_policy(page: str) -> str:
-    """Nothing but this page's own script and style, by their digests, and its own status."""
+    """Policy that allows this page's own script and style, by their digests, and its own status."""
 
     def digests(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

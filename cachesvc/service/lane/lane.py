@@ -51,7 +51,7 @@ from cachesvc.wire.refusals import refusal
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 TURN_SECONDS = 0.25e-3
-"""After so long the others have their turn, where more frames have come. To listen anew costs more than some calls."""
+"""Length of a lane's turn, seconds, where more frames have come. To listen anew costs more than some calls."""
 
 
 class Row(NamedTuple):
@@ -65,8 +65,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What all lanes share. ``admit(token, process)``: the caller, or an Unauthenticated or PermissionDenied.
-    ``tracer``: says whose child a call's span is. ``check_memory`` closes a lane whose process has too much half-read.
+    """Shared parts of all lanes. ``admit(token, process)``: the caller, or an Unauthenticated or PermissionDenied.
+    ``tracer``: finds the parent of a call's span. ``check_memory`` closes a lane whose process has too much half-read.
     """
 
     dispatcher: Dispatcher
@@ -87,7 +87,7 @@ class _Call:
 
 
 class Lane:
-    """The daemon's end. ``process``: whom the life socket knows by this token. ``ended(lane)`` is told once."""
+    """The daemon's end. ``process``: the life socket's token of the process. ``ended(lane)`` is called once."""
 
     def __init__(self, end: socket.socket, process: bytes, desk: Desk, ended: Callable[[Lane], None]) -> None:
         self.process = process
@@ -113,7 +113,7 @@ class Lane:
 
     @property
     def half_read_bytes(self) -> int:
-        """What it keeps for a long frame that has not come whole."""
+        """Bytes kept for a long frame that has not come whole."""
         return self._reader.size_bytes if self._reader.size_bytes > READ_BYTES else 0
 
     def close(self, why: str) -> None:
@@ -205,7 +205,7 @@ class Lane:
             self._serve(who, row, frame)
 
     def _serve_own(self, frame: Frame) -> None:
-        """What is no call: HELLO, PING, CANCEL; and what is nothing of the protocol."""
+        """Serve frames that are no call: HELLO, PING, CANCEL; and refuse what is nothing of the protocol."""
         if frame.method == HELLO:
             self._greet(frame)
         elif self._who is None:
@@ -300,7 +300,7 @@ class Lane:
             self._take()
 
     def _next_step(self, row: Row, lease_id: str) -> None:
-        """One of the Steps that waited, in a turn of its own."""
+        """Serve the next waiting Step, in a turn of its own."""
         if self._is_closed or self._is_closing:
             return
         who, behind = self._who, self._steps[lease_id]
@@ -332,7 +332,7 @@ class Lane:
             self._close_soon("its token is not good any more")
 
     def _break(self, tag: int, error: CacheError) -> None:
-        """Tell what is wrong, and end the lane."""
+        """Send what is wrong, and end the lane."""
         events.warning("lane_refused", reason=str(error))
         self._send(encode(0, ERROR, 0, tag, refusal(error).SerializeToString()))
         self._close_soon(error.code.value)

@@ -1,4 +1,4 @@
-"""The lanes of all processes: opened for whom the life socket knows, ended with their life connections."""
+"""The lanes of all processes: opened for processes that the life socket knows, ended with their life connections."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Lanes:
         return theirs
 
     def end(self, process: bytes) -> None:
-        """Its life connection has ended, or the process itself."""
+        """End the lanes of a process whose life connection, or which itself, has ended."""
         for lane in tuple(self._lanes.get(process, ())):
             lane.close("the life connection ended")
         self._lanes.pop(process, None)
 
     def close(self) -> None:
-        """End all."""
+        """End all lanes."""
         for process in tuple(self._lanes):
             self.end(process)
 

@@ -1,4 +1,4 @@
-"""What goes out on a lane: at once while its peer reads, else kept until it does, up to a bound."""
+"""Outgoing bytes of a lane: sent at once while its peer reads, else kept until it does, up to a bound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 
 MAX_UNREAD_BYTES = 2 * MAX_MESSAGE_BYTES
-"""What is kept for a peer that does not read, before its lane ends: calls under way may be answered meanwhile."""
+"""Bytes kept for a peer that does not read, before its lane ends: calls in flight may be answered meanwhile."""
 
 
 class Outbox:
@@ -23,7 +23,7 @@ class Outbox:
         self.kept = bytearray()
 
     def send(self, data: bytes) -> None:
-        """Send it after what is kept."""
+        """Send bytes after those that are kept."""
         if self.kept:
             self.kept += data
             if len(self.kept) > MAX_UNREAD_BYTES:
@@ -35,8 +35,8 @@ class Outbox:
             asyncio.get_running_loop().add_writer(self._socket, self._writable)
 
     def close(self) -> None:
-        """Drop what is kept, and whoever it would tell: a lane and its outbox know each other, and their buffers would
-        else wait for a full pass of the collector."""
+        """Drop what is kept, and the callbacks: a lane and its outbox know each other, and their buffers would else
+        wait for a full pass of the collector."""
         if self.kept:
             self.kept.clear()
             asyncio.get_running_loop().remove_writer(self._socket)
@@ -52,7 +52,7 @@ class Outbox:
             self._emptied()
 
     def _try(self, data: bytes | bytearray) -> int:
-        """How much the socket took; -1 where it broke."""
+        """Bytes that the socket took; -1 where it broke."""
         try:
             return self._socket.send(data)
         except BlockingIOError:
@@ -63,8 +63,8 @@ class Outbox:
 
 
 def _nobody() -> None:
-    """It is closed."""
+    """Do nothing: the outbox is closed."""
 
 
 def _nobody_told(_: str) -> None:
-    """It is closed."""
+    """Do nothing: the outbox is closed."""

@@ -169,7 +169,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _ask(
         self, context: Context, request: Any, question: Callable[[View], Answer], convert: Callable[[Answer], Reply]
     ) -> Reply:
-        """A question that is answered in one go."""
+        """Answer a question in one go."""
 
         async def call() -> Reply:
             return convert(question(self._inspection.view()))
@@ -183,7 +183,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         question: Callable[[View], Question[Answer]],
         convert: Callable[[Answer], Reply],
     ) -> Reply:
-        """A question that lets others go on meanwhile."""
+        """Answer a question in slices, so that calls go on meanwhile."""
 
         async def call() -> Reply:
             return convert(await TimeSlices().answer(question(self._inspection.view())))

@@ -40,7 +40,7 @@ from cachesvc.wire.convert import ticket_to_proto
 
 MAX_WAITED_TICKETS = 1024
 LONGEST_WAIT_SECONDS = 60.0
-"""A caller without a deadline holds its place among those that wait no longer; it may ask again."""
+"""Longest wait of a call without a deadline, seconds; its caller may ask again."""
 
 ENDS_STREAM = frozenset({INTERNAL, ErrorCode.UNAUTHENTICATED.value})
 """Refusals of a step that end its stream: the daemon has met a defect, or the caller is to prove itself anew."""

@@ -1,4 +1,4 @@
-"""The columns of one step, carried out: in plain loops as far as their entries are straight, else as operations."""
+"""Execution of one step's columns: in plain loops while their entries take the fast path, else as operations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Spot(NamedTuple):
 
 
 class ColumnRun:
-    """How far the columns of a step have come, and what their entries were answered. ``answer`` is written by ``end``.
+    """Progress of a step's columns, and the answers to their entries. ``end`` writes ``answer``.
 
     ``column``: the first that has entries left; None where all have been looked at. ``numbers``: for each column the
     answers so far, ODD where they are still to come or take more than a number. ``weight``: what each block of the last
@@ -78,7 +78,7 @@ class ColumnRun:
         return is_straight
 
     def leave(self) -> Spot:
-        """The next entry is not carried out here."""
+        """Leave the next entry to its operation form; returns the spot of its answer."""
         assert self.column is not None
         numbers = self.numbers[self.column]
         numbers.append(ODD)
@@ -87,7 +87,7 @@ class ColumnRun:
         return spot
 
     def odd(self, spot: Spot) -> cache_pb2.OperationResult:
-        """Where to put an answer that takes more than a number."""
+        """Result for an answer that takes more than a number."""
         return self.answer.odd.add(column=spot.column, index=spot.entry).result
 
     def blocks(self, column: Column, first: int, last: int) -> int:
@@ -96,11 +96,11 @@ class ColumnRun:
         return last - first if starts is None else max(starts[last] - starts[first], last - first)
 
     def end(self) -> None:
-        """Every entry has its answer."""
+        """End: every entry has its answer."""
         pack_answer(self.numbers, self.answer)
 
     def _cut(self, column: Column, first: int, left: int) -> int:
-        """Where ``left`` blocks end, one entry on at least."""
+        """End of the range of ``left`` blocks, one entry on at least."""
         starts = self._starts.get(column)
         last = first + max(left, 1)
         if starts is not None:

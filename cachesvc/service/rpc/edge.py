@@ -1,4 +1,4 @@
-"""gRPC's way to the dispatcher: what a context tells of a call, and outcomes as statuses. Nothing is decided here."""
+"""gRPC's way to the dispatcher: facts of a call from its context, and outcomes as statuses. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ class Edge:
     def serve(
         self, method: Method[Q, R], request: Q, context: Context, parent: Parent, seconds: float | None = None
     ) -> Served[R]:
-        """One message of a call, of any shape."""
+        """Serve one message of a call, of any shape."""
         self.calls += 1
         process = partial(self._process, context)
         return self.dispatcher.serve(caller(), method, request, process=process, seconds=seconds, parent=parent)
 
     def parent(self, context: Context) -> Parent:
-        """Whose child the call's span is."""
+        """Parent of the call's span."""
         return None if self._tracer is None else self._tracer.parent_of(context.invocation_metadata())
 
     def _process(self, context: Context) -> CallerKey:
-        """Who calls: a process that the life socket knows, else whatever is at the other end of the connection."""
+        """Caller: a process that the life socket knows, else the other end of the connection."""
         _, token = credentials_of(context.invocation_metadata())
         return token if self.dispatcher.node.knows(token) else context.peer()
 

@@ -30,7 +30,8 @@ from cachesvc.wire.limits import check_fields
 LINGER_SECONDS = 0.005
 """Changes of this long travel together: an answer costs 0.1 ms, and there may be hundreds of changes in it."""
 GOODBYE_SECONDS = 1.0
-"""How long one who was cut off may take to be told so. It takes nothing off its stream, or it would not be slow."""
+"""Time that a subscriber that was cut off has to take its error, seconds. It takes nothing off its stream, or it would
+not be slow."""
 
 
 class _Subscriber:
@@ -43,7 +44,7 @@ class _Subscriber:
         self.cut: asyncio.Future[CacheError] = asyncio.get_running_loop().create_future()
 
     def end(self, why: CacheError) -> None:
-        """Cut it off, even in the midst of an answer."""
+        """Cut the stream off, even in the midst of an answer."""
         if not self.cut.done():
             self.cut.set_result(why)
         self.wake.set()
@@ -60,7 +61,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self._is_started = False
 
     def start(self) -> None:
-        """Hear of changes from now on, while somebody follows them."""
+        """Follow changes from now on, while there are subscribers."""
         self._is_started = True
         self._hear()
 
@@ -113,7 +114,8 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         return _Subscriber(view, self._feed_of(view, request))
 
     def _require_room(self, tenant: str | None) -> None:
-        """One tenant has its share of the limit while others follow, and three quarters alone. Raises LimitExceeded."""
+        """Check a tenant's share of the limit: equal parts while others follow, three quarters alone. Raises
+        LimitExceeded."""
         following = [each.view.sight.tenant for each in self._subscribers]
         if len(following) >= self._limit:
             raise LimitExceeded("event subscribers", len(following) + 1, self._limit)
@@ -149,11 +151,11 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             await _send(subscriber, context, to_message(self._node.epoch, model.id, changes))
 
     def _hear(self) -> None:
-        """What nobody follows costs no flow a call."""
+        """Follow changes while there are subscribers: without any it costs no flow a call."""
         self._node.on_change = self._changed if self._is_started and self._subscribers else None
 
     def _changed(self) -> None:
-        """A flow has run. Subscribers are told in a moment, together with what follows."""
+        """A flow has run: inform subscribers in a moment, together with what follows."""
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._tell)
@@ -190,7 +192,7 @@ async def _send(subscriber: _Subscriber, context: Context, message: event_pb2.Su
 
 
 async def _say_goodbye(context: Context, error: CacheError) -> None:
-    """``refuse`` one that may never take what it is told."""
+    """``refuse`` a subscriber that may never take its error."""
     try:
         async with asyncio.timeout(GOODBYE_SECONDS):
             await refuse(context, error)
@@ -199,7 +201,7 @@ async def _say_goodbye(context: Context, error: CacheError) -> None:
 
 
 def to_message(epoch: int, model: int, changes: Changes) -> event_pb2.SubscribeResponse:
-    """One answer as a message."""
+    """Message of one answer."""
     return event_pb2.SubscribeResponse(
         epoch=epoch,
         model_id=model,

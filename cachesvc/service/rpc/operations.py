@@ -51,9 +51,9 @@ R = TypeVar("R", bound=Message)
 class Operation(Generic[Q, A, R]):
     """``begin(message)`` gives the flow, to be run until it does not wait; ``reply(answer)`` its message.
 
-    What a call has to remember from one run of its flow to the next is made in ``begin``. ``of`` is the operation's
-    message in a Step, ``into`` its place in a result. ``sequence``: whose order within a Step it keeps; None: nobody's.
-    ``quota`` is held right before each run.
+    ``begin`` makes what a call has to remember from one run of its flow to the next. ``of`` is the operation's
+    message in a Step, ``into`` its place in a result. ``sequence``: the sequence whose order within a Step it keeps;
+    None: of none. ``quota`` is held right before each run.
     """
 
     name: str
@@ -185,7 +185,7 @@ EXTEND: Operation[cache_pb2.ExtendRequest, int, cache_pb2.ExtendResponse] = Oper
 OPERATIONS: dict[str, Operation[Any, Any, Any]] = {
     row.name: row for row in (MATCH, ALLOCATE, PUBLISH, SWAP, RECYCLE, RELEASE, PREFETCH, EXTEND)
 }
-"""By the name that StepOperation and OperationResult have for them."""
+"""Operations by their names in StepOperation and OperationResult."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Runner:
         return self.run_under(self.dispatcher.resolve(ask), operation, message, flow)
 
     def run_under(self, call: Call, operation: Operation[Q, A, R], message: Q, flow: Flow[A]) -> A | Wait:
-        """As ``run``, with what was looked up in this turn of the loop."""
+        """Run like ``run``, with what was looked up in this turn of the loop."""
         if operation.quota is not None and self.quotas is not None:
             operation.quota(self.quotas, call, message)
         node = self.dispatcher.node

@@ -28,7 +28,7 @@ PROBE_PAUSE_SECONDS = 30.0
 
 
 class GrpcControl:
-    """The peer at ``address``. ``files``: this node's own certificate and key, and who signs the peer's."""
+    """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's."""
 
     def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None) -> None:
         self._address = address
@@ -46,7 +46,7 @@ class GrpcControl:
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
+        """Address of the peer, HOST:PORT."""
         return self._address
 
     def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan | None:

@@ -1,4 +1,4 @@
-"""PeerService: Borrow, Beat, Return, on a listener of its own that lets other nodes in and nobody else."""
+"""PeerService: Borrow, Beat, Return, on a listener of its own for other nodes alone."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class PeerTokens:
         return self._tokens
 
     def knows(self, token: str) -> bool:
-        """Compared in constant time."""
+        """True for a known token; compared in constant time."""
         known = [hmac.compare_digest(token.encode(), each.encode()) for each in self.current()]
         return any(known)
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """Raises OSError, InvalidRequest."""
+    """Read the tokens of a file. Raises OSError, InvalidRequest."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     tokens = tuple(line for line in lines if line and not line.startswith("#"))
     if not tokens or any(len(token) < MIN_TOKEN_CHARACTERS for token in tokens):
@@ -65,7 +65,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
 
 
 class PeerGuard(grpc.aio.ServerInterceptor):
-    """Lets nobody past without a token, before anything of the call is read. None: everybody on loopback."""
+    """Refuses calls without a token, before anything of them is read. None: lets in all of loopback."""
 
     def __init__(self, tokens: PeerTokens | None) -> None:
         self._tokens = tokens
@@ -132,7 +132,8 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
 
 @dataclass(frozen=True, slots=True)
 class PeerListening:
-    """``address``: HOST:PORT. Files: certificate, key and who signs those of other nodes; empty: plain text."""
+    """``address``: HOST:PORT. Files: certificate, key and the authority of other nodes' certificates; empty: plain
+    text."""
 
     address: str
     certificate: str = ""
@@ -173,7 +174,7 @@ class PeerServer:
         self._server = server
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the listener. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(0)

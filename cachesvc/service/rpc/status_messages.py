@@ -20,7 +20,7 @@ from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
 
 
 def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetStatusResponse:
-    """Everything at a glance, for ``who``."""
+    """Overview message for the caller ``who``."""
     serving, faults = facts.health.serving(), facts.health.faults()
     return admin_pb2.GetStatusResponse(
         version=facts.version,

@@ -41,10 +41,10 @@ from cachesvc.wire.limits import check_fields
 from cachesvc.wire.refusals import refusal
 
 OPERATION_BLOCKS, FEWEST_BLOCKS = 16, 8
-"""What an operation, or an entry that is not straight, counts for among ``TURN_BLOCKS``, and what entries that go
-together count for at least: they take 25 us and 15 us, however few they are."""
+"""Weight of an operation, or of an entry that is not straight, among ``TURN_BLOCKS``, and least weight of entries that
+go together: they take 25 us and 15 us, for any number."""
 NONE = "none"
-"""The name of an operation that is empty."""
+"""Name of an empty operation."""
 NO_COLUMN = cache_pb2.STEP_COLUMN_UNSPECIFIED
 
 
@@ -152,7 +152,7 @@ class StepRun:
                 call = call or self._dispatcher.resolve(self._ask)
                 is_straight = columns.go_on(self._dispatcher.node.core, call, left, self._behind)
             except CacheError:
-                is_straight = False  # as an operation it is told why
+                is_straight = False  # as an operation it gets the reason
             except Exception as broken:  # noqa: BLE001 - the root of an entry
                 self._count(name, OK, len(numbers) - first)
                 self._distrust(broken)
@@ -188,7 +188,7 @@ class StepRun:
         return name, None if name == NONE else OPERATIONS[name].of(message)
 
     def _sequence_of(self, spot: Spot) -> int | None:
-        """Whose order an operation keeps; None: nobody's."""
+        """Sequence whose order an operation keeps; None: of none."""
         name, inner = self._read(spot)
         operation = OPERATIONS.get(name)
         return None if operation is None or operation.sequence is None else operation.sequence(inner)
@@ -235,15 +235,15 @@ class StepRun:
             waiting = self._run_behind(behind)
 
     def _run_behind(self, behind: deque[Spot]) -> Parked | None:
-        """The operations of one sequence in order, up to one that has to wait."""
+        """Run the operations of one sequence in order, up to one that has to wait."""
         waiting: Parked | None = None
         while behind and waiting is None:
             waiting = self._start(behind.popleft(), None)
         return waiting
 
     def _give_up_waiting(self, why: CacheError) -> None:
-        """Nothing may wait for transfers: refuse what does, and go on behind it. What only waits for its next turn
-        stays."""
+        """Refuse entries that wait for transfers, and go on behind them. Entries that only wait for their next turn
+        stay."""
         parked, self._parked = self._parked, []
         for each, behind in parked:
             waiting: Parked | None = each
@@ -268,7 +268,7 @@ class StepRun:
         self._count(name, error.code.value)
 
     def _distrust(self, broken: Exception) -> None:
-        """What one of the step's own flows has left half-done is not served."""
+        """Take a model out of service that one of the step's own flows has left half-done."""
         lease = self._ask.lease
         if lease is not None:
             self._dispatcher.node.distrust(lease.model, f"{type(broken).__name__}: {broken}")
@@ -280,7 +280,7 @@ class StepRun:
         self._count(name, INTERNAL)
 
     def _result(self, spot: Spot) -> cache_pb2.OperationResult:
-        """Where the answer to an operation goes."""
+        """Result message for an operation."""
         return self._columns.odd(spot) if spot.column and self._columns is not None else self._results[spot.entry]
 
     def _count(self, name: str, code: str, count: int = 1) -> None:
@@ -308,8 +308,8 @@ class StepRun:
         return response
 
     def _fill_stock(self, call: Call | None) -> tuple[GroupCells, ...]:
-        """Pages for the stock; none is no error. What was applied counts: a lease that was lost meanwhile is told by
-        the next call."""
+        """Take pages for the stock; none is no error. What was applied counts: the next call reports a lease that was
+        lost meanwhile."""
         quotas = self._runner.quotas
         try:
             call = call or self._dispatcher.resolve(self._ask)
@@ -325,7 +325,8 @@ class StepRun:
 
 
 def _without_waiting(run: Callable[[], Any]) -> Any:
-    """Run what goes on in turns, or can do without its transfers. Raises DeadlineExceeded for what cannot."""
+    """Run an operation that takes several turns, or can do without its transfers. Raises DeadlineExceeded for one that
+    must wait."""
     return _turns_alone(run(), run)
 
 

@@ -1,6 +1,6 @@
-"""Which objects there are, in the order of their last use: some 230 bytes of memory an object.
+"""Catalogue of objects, in the order of their last use: some 230 bytes of memory an object.
 
-What is here is a hint. Any thread; what the ledger thread asks (``expects``) takes no lock.
+Its contents are hints. Any thread; the ledger thread's question (``expects``) takes no lock.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Entry(NamedTuple):
 
 
 class Catalogue:
-    """``objects`` and ``size_bytes`` of all; objects that are being read are not given out for eviction.
-    ``gone``: told of those that are."""
+    """``objects`` and ``size_bytes`` of all; objects that are being read are not given out for eviction. ``gone``:
+    called with those that are."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -53,7 +53,7 @@ class Catalogue:
         return self._packed(name) in self._entries
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int:
-        """Of how many keys, from the first on, all ``parts`` are here."""
+        """Number of leading keys of which all ``parts`` are here."""
         number = self._numbers.get(scope)
         if number is None:
             return 0
@@ -66,7 +66,7 @@ class Catalogue:
         return len(keys) // KEY_BYTES
 
     def add(self, name: ObjectName, size_bytes: int, used: int) -> None:
-        """An object is there, used last of all."""
+        """Add an object as the most recently used one."""
         with self._lock:
             self._add(name, size_bytes, used)
 
@@ -87,7 +87,7 @@ class Catalogue:
             return self._drop(self._packed(name))
 
     def use(self, name: ObjectName, now: int) -> int | None:
-        """It is used: when it was before; None where it is not known."""
+        """Note a use; returns the time of the last one, None for an unknown object."""
         key = self._packed(name)
         with self._lock:
             value = self._entries.get(key)
@@ -98,13 +98,13 @@ class Catalogue:
             return value & _SECONDS
 
     def begin_read(self, name: ObjectName) -> None:
-        """Nobody is to write over it for a while, known or not: it may be found meanwhile."""
+        """Protect an object from being overwritten for a while, known or not: it may be found meanwhile."""
         with self._lock:
             self._of(name.scope)
             self._reading[self._packed(name)] += 1
 
     def end_read(self, name: ObjectName) -> None:
-        """It was read."""
+        """Note the end of a read."""
         key = self._packed(name)
         with self._lock:
             self._reading[key] -= 1
@@ -131,13 +131,13 @@ class Catalogue:
         return victims
 
     def names(self, scope: Scope | None = None) -> list[ObjectName]:
-        """All objects, or those of a scope."""
+        """Names of all objects, or of a scope's."""
         with self._lock:
             number = None if scope is None else self._numbers.get(scope, b"none")
             return [self._name(key) for key in self._entries if number is None or key.startswith(number)]
 
     def describe(self, scope: Scope, label: str) -> None:
-        """How a scope is called. Takes no lock."""
+        """Set the label of a scope. Takes no lock."""
         self._labels[scope] = label
 
     def status(self, now: int) -> StoreStatus:

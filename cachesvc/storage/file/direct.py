@@ -20,7 +20,7 @@ MOST_PIECES = 512
 
 
 def padded(size_bytes: int) -> int:
-    """Up to the next border."""
+    """Round a size up to the next border."""
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 

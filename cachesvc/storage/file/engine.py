@@ -39,7 +39,7 @@ TOUCH_SECONDS = 60
 NOTE_SECONDS = 10.0
 """Between two lines of the log about objects that cannot be read."""
 FULL_SECONDS = 5.0
-"""How long nothing is written after the filesystem had no room."""
+"""Time without writes after the filesystem had no room, seconds."""
 
 
 class FileStorage:
@@ -77,7 +77,7 @@ class FileStorage:
         self._keeper.start()
 
     def register(self, chunk: memoryview) -> None:
-        """Any memory will do."""
+        """No-op: any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
         """Kept beside the objects."""
@@ -85,11 +85,11 @@ class FileStorage:
         self._writers.add([Job(lambda _: self._describe(scope, label), _nothing, float("inf"))])
 
     def watch(self, gone: Gone) -> None:
-        """Of what it evicts."""
+        """Report evicted objects to ``gone``."""
         self._catalogue.gone = gone
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        """By what was found; None until all was looked through."""
+        """Expect what was found; None until the folder was read whole."""
         return self._catalogue.expects(scope, keys, parts) if self._scanned.is_set() else None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
@@ -100,7 +100,7 @@ class FileStorage:
         self._readers.add([Job(lambda _: found(list(map(os.path.exists, paths))), partial(found, nothing), deadline)])
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """In the order of ``items``, as many at a time as there are readers."""
+        """Read in the order of ``items``, as many at a time as there are readers."""
         self._readers.add(
             [
                 Job(partial(self._read, index, item, each), partial(each, index, Outcome.BUSY), deadline)
@@ -109,7 +109,7 @@ class FileStorage:
         )
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """In the order of ``items``."""
+        """Write in the order of ``items``."""
         self._writers.add(
             [
                 Job(partial(self._write, index, item, each), partial(each, index, Outcome.BUSY), deadline)
@@ -118,7 +118,7 @@ class FileStorage:
         )
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """At once, on the caller's thread: a file is some 20 us."""
+        """Remove at once, on the caller's thread: a file is some 20 us."""
         for name in names:
             self._catalogue.drop(name)
             remove(object_path(self._folder.objects, name))
@@ -172,7 +172,7 @@ class FileStorage:
         self._catalogue.drop(name)
 
     def status(self) -> StoreStatus:
-        """By the catalogue."""
+        """Status by the catalogue."""
         status = self._catalogue.status(int(time.time()))
         status.capacity_bytes = self._options.capacity
         status.evicted_objects = self._space.evicted_objects
@@ -180,7 +180,7 @@ class FileStorage:
         return status
 
     def totals(self) -> Totals:
-        """By the catalogue."""
+        """Totals by the catalogue."""
         known = self._catalogue
         return Totals(len(known), known.size_bytes, self._options.capacity, self._space.evicted_objects)
 
@@ -253,7 +253,7 @@ class FileStorage:
         return Outcome.OK
 
     def _touch(self, name: ObjectName, fd: int, facts: os.stat_result) -> None:
-        """It is used: for the order of eviction now, and after a restart."""
+        """Note a use, for the order of eviction now and after a restart."""
         now = int(time.time())
         if self._catalogue.use(name, now) is None:
             self._catalogue.add(name, facts.st_size, now)  # another daemon's
@@ -309,7 +309,7 @@ class FileStorage:
     # -- the keeper ----------------------------------------------------------------------------------------------
 
     def _keep_house(self) -> None:
-        """Root of the thread that looks what there is, and lets go of what is old or too much."""
+        """Root of the thread that scans the folder, and evicts objects that are old or too many."""
         yield_to_callers()
         pause = 0.0
         while not self._stopping.wait(pause):
@@ -347,4 +347,4 @@ class FileStorage:
 
 
 def _nothing() -> None:
-    """Nobody waits for it."""
+    """Do nothing: there is no waiter."""

@@ -56,7 +56,7 @@ class Folder:
             ) from error
 
     def release(self) -> None:
-        """This daemon writes no more."""
+        """Release the lock: this daemon writes no more."""
         if self._lock_fd is not None:
             shutil.rmtree(self.mine, ignore_errors=True)
             os.close(self._lock_fd)
@@ -82,7 +82,7 @@ class Folder:
         return len(_folders(self.root / "daemons")) == 1
 
     def labels(self) -> dict[Scope, str]:
-        """How scopes are called."""
+        """Labels of scopes."""
         found: dict[Scope, str] = {}
         with contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self.objects):
@@ -142,7 +142,7 @@ def _folders(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Remove what a daemon left that is dead: nobody holds its lock."""
+    """Remove what a dead daemon left: its lock is free."""
     try:
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:

@@ -29,7 +29,7 @@ class FileOptions:
 
 
 def file_options(spec: StorageSpec) -> FileOptions:
-    """Raises InvalidRequest."""
+    """Parse the options. Raises InvalidRequest."""
     readers: dict[str, Callable[[str, str], float]] = {
         "capacity": size_option,
         "floor": size_option,

@@ -1,4 +1,4 @@
-"""Where an object lies, and what a file's name says."""
+"""Paths of objects, and the names in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scope_of(folder: str) -> Scope | None:
 
 
 def object_path(objects: Path, name: ObjectName) -> str:
-    """Where an object lies."""
+    """Path of an object."""
     key, (group, rank, ranks) = name.key.hex(), name.part
     return f"{objects}/{scope_folder(name.scope)}/{key[:FAN_DIGITS]}/{key}.{group}.{rank}of{ranks}"
 

@@ -1,4 +1,4 @@
-"""How much objects may take: a capacity, what the filesystem must keep free, and files to be written over.
+"""Space of objects: a capacity, what the filesystem must keep free, and files to be written over.
 
 Objects, and files on their way to be written over, are within the capacity at any time: room is reserved before a byte
 is written. When it is short, what was used longest ago goes, a batch at a time, down to the lower watermark.
@@ -22,9 +22,9 @@ from cachesvc.telemetry import events
 LOW_SHARE = 0.97
 """The lower watermark, of the capacity."""
 BATCH = 64
-"""Objects that go at a time: some 2 ms."""
+"""Objects that one batch of evictions removes: some 2 ms."""
 WARN_SECONDS = 60.0
-"""Between two warnings that files cannot be removed."""
+"""Time between two warnings that files cannot be removed."""
 FLOOR_EVERY = 32
 """Writes between two looks at what the filesystem has left."""
 
@@ -56,7 +56,7 @@ class Space:
 
     @property
     def used_bytes(self) -> int:
-        """What objects take, are about to take, and took."""
+        """Bytes of objects, of objects to come, and of files to be written over."""
         return self._catalogue.size_bytes + self._reserved + self._spare_bytes
 
     def take(self, size_bytes: int) -> Room | None:
@@ -77,12 +77,12 @@ class Space:
             return Room(size_bytes, None)
 
     def give_back(self, room: Room) -> None:
-        """Its file is an object now, or there is none."""
+        """Give reserved room back: its file is an object now, or there is none."""
         with self._lock:
             self._reserved -= room.size_bytes
 
     def next_path(self) -> str:
-        """A name among the daemon's own files."""
+        """Reserve a name among the daemon's own files."""
         return f"{self.mine}/{next(self._numbers)}"
 
     def shrink(self, before: int) -> int:
@@ -102,7 +102,7 @@ class Space:
         return gone
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Under the lock: let objects go until so much more fits."""
+        """Under the lock: evict objects until ``size_bytes`` more fit."""
         while self.used_bytes + size_bytes > self.capacity:
             target = int(self.capacity * LOW_SHARE) - self._reserved - self._spare_bytes - size_bytes
             victims = self._catalogue.take_oldest(BATCH, max(0, target))

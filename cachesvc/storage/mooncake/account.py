@@ -1,4 +1,4 @@
-"""What this daemon has put into a store that others put into too, and lose things from."""
+"""Account of the objects that this daemon has put into a shared store, which may lose them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from cachesvc.storage.seam import Kept, ObjectName, Scope, StoreStatus, Totals
 
 MOST_NAMES = 1 << 17
-"""Of the last objects, some 230 bytes each; older ones are not counted any more."""
+"""Most recent objects that are counted, some 230 bytes each."""
 
 
 class Account:
@@ -20,12 +20,12 @@ class Account:
         self._lock = threading.Lock()
 
     def describe(self, scope: Scope, label: str) -> None:
-        """How a scope is called."""
+        """Set the label of a scope."""
         with self._lock:
             self._of(scope).label = label
 
     def add(self, name: ObjectName, size_bytes: int) -> None:
-        """It was put, and was there."""
+        """Count an object that was put, and was there."""
         with self._lock:
             self._drop(name)
             self._sizes[name] = size_bytes
@@ -36,12 +36,12 @@ class Account:
                 self._drop(next(iter(self._sizes)))
 
     def drop(self, name: ObjectName) -> None:
-        """It is gone, where it was known at all."""
+        """Forget an object, if it is known."""
         with self._lock:
             self._drop(name)
 
     def purge(self, scope: Scope | None) -> None:
-        """All of a scope, or all."""
+        """Forget all objects of a scope, or all."""
         with self._lock:
             for name in [name for name in self._sizes if scope in (None, name.scope)]:
                 self._drop(name)
@@ -58,7 +58,7 @@ class Account:
             return Totals(len(self._sizes), sum(kept.size_bytes for kept in self._kept.values()), 0, 0)
 
     def names(self) -> list[ObjectName]:
-        """All of them."""
+        """Names of all counted objects."""
         with self._lock:
             return list(self._sizes)
 

@@ -48,12 +48,12 @@ DISCARD_MARGIN_SECONDS = 0.5
 """The hole after a dead writer was seen to last up to 0.3 s longer than the master's limit."""
 QUESTION_SECONDS = 30.0
 DOUBT_SECONDS = 60.0
-"""How long the memory of a read that failed on its way is in quarantine: the library gives a transfer up without saying
-whether bytes of it may still come."""
+"""Time for which the memory of a failed read stays in quarantine, seconds: the library gives a transfer up without
+saying whether bytes of it may still come."""
 
 
 class MooncakeStorage:
-    """The engine."""
+    """Storage engine over a Mooncake Store."""
 
     kind = "mooncake"
 
@@ -93,22 +93,22 @@ class MooncakeStorage:
         self._writers.start()
 
     def register(self, chunk: memoryview) -> None:
-        """With the library's client, as soon as there is one."""
+        """Register memory with the library's client, as soon as there is one."""
         self._registered.add(chunk)
 
     def describe(self, scope: Scope, label: str) -> None:
-        """For this daemon's status alone."""
+        """Set a label for this daemon's status alone."""
         self._account.describe(scope, label)
 
     def watch(self, gone: Gone) -> None:
-        """The store tells nobody what it evicts."""
+        """Do nothing: the store does not report what it evicts."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
         """The master has to be asked."""
         return None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """What the master says: 1 for some seconds also for what a dead server had."""
+        """Ask the master; for some seconds it also claims what a dead server had."""
         texts = [name.text for name in names]
 
         nothing = [False] * len(texts)
@@ -121,22 +121,22 @@ class MooncakeStorage:
         self._questions.add(ask, partial(found, nothing))
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """In batches, each piece to where it belongs."""
+        """Read in batches, each piece to where it belongs."""
         self._readers.add([Task(item, deadline, index, each) for index, item in enumerate(items)])
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """In batches, each piece from where it is."""
+        """Write in batches, each piece from where it is."""
         self._writers.add([Task(item, deadline, index, each) for index, item in enumerate(items)])
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """Behind it; whoever asks meanwhile is told that they are gone."""
+        """Remove objects in the background; look-ups meanwhile miss them."""
         gone = list(names)
         with self._left:
             self._leaving.update(gone)
         self._questions.add(partial(self._remove, gone), partial(self._forget, gone))
 
     def purge(self, scope: Scope | None) -> int:
-        """All nodes' objects. Raises Unavailable."""
+        """Purge all nodes' objects. Raises Unavailable."""
         library = self._library
         pattern = f"^{FORMAT}/" if scope is None else f"^{FORMAT}/{re.escape(scope.text)}/"
         code = -1 if library is None else library.remove_by_regex(pattern, True)
@@ -146,15 +146,15 @@ class MooncakeStorage:
         return code
 
     def status(self) -> StoreStatus:
-        """What this daemon has put and not seen go; not what other nodes have."""
+        """Objects that this daemon has put and not seen go; not those of other nodes."""
         return self._account.status()
 
     def totals(self) -> Totals:
-        """As ``status``."""
+        """Totals of the objects in ``status``."""
         return self._account.totals()
 
     def check_all(self, check: Check) -> Checked:
-        """What this daemon has put lately; others' objects cannot be listed. Raises Unavailable."""
+        """Check what this daemon has put lately; others' objects cannot be listed. Raises Unavailable."""
         library, found = self._library, Checked()
         if library is None:
             raise Unavailable(f"the Mooncake master at {self._options.master} was not found yet; try again")
@@ -268,7 +268,7 @@ class MooncakeStorage:
         return is_sure
 
     def _set_aside(self, task: Task) -> None:
-        """A read has failed on its way: nobody waits for it, and its memory is left alone for a while."""
+        """Set a failed read aside: its wait has ended, and its memory is left alone for a while."""
         if task.set_aside():
             self._readers.put_off(task, time.monotonic() + self._doubt_seconds)
 
@@ -304,7 +304,7 @@ class MooncakeStorage:
             self._settle(task, code, is_there=is_there)
 
     def _settle(self, task: Task, code: int, *, is_there: bool) -> None:
-        """An answered put."""
+        """Handle an answered put."""
         again = time.monotonic() + self._options.discard + DISCARD_MARGIN_SECONDS
         if code == native.OK and is_there:
             self._account.add(task.item.name, HEADER_BYTES + task.item.payload_bytes)
@@ -346,7 +346,7 @@ class MooncakeStorage:
             self._left.notify_all()
 
     def _wait_for_removals(self, batch: list[Task]) -> None:
-        """What is being removed must be gone before it is put again."""
+        """Wait until removals are done: a name must be gone before it is put again."""
         names = {task.item.name for task in batch}
         until = min(time.monotonic() + QUESTION_SECONDS, *(task.deadline for task in batch))
         with self._left:

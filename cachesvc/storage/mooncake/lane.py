@@ -17,7 +17,7 @@ MOST_WAITING = 1 << 16
 """Items that wait for a thread; more are BUSY."""
 BATCH_ITEMS = 32
 BATCH_BYTES = 4 << 20
-"""Of one call to the library: a batch is worth 5 to 10 times at 64 KiB and nothing from 4 MiB on."""
+"""Bytes of one call to the library: a batch is worth 5 to 10 times at 64 KiB and nothing from 4 MiB on."""
 CLOSE_SECONDS = 1.0
 
 
@@ -34,13 +34,13 @@ class Task:
     is_aside: bool = False
 
     def end(self, outcome: Outcome) -> None:
-        """Nothing of it moves any more. The first end counts."""
+        """End a task, none of whose bytes move any more. The first end counts."""
         if not self.is_ended:
             self.is_ended = True
             self.each(self.index, outcome)
 
     def set_aside(self) -> bool:
-        """It is not carried out any more, and something of it may still move. True the first time."""
+        """Set aside a task of which bytes may still move. True the first time."""
         is_first = not self.is_ended and not self.is_aside
         if is_first:
             self.is_aside, self.deadline = True, float("-inf")
@@ -73,7 +73,7 @@ class Lane:
             thread.start()
 
     def add(self, tasks: Sequence[Task]) -> None:
-        """Those that find no room are BUSY."""
+        """Queue tasks. Those that find no room are BUSY."""
         with self._changed:
             room = MOST_WAITING - len(self._waiting) if self._is_open else 0
             self._waiting.extend(tasks[:room])
@@ -92,7 +92,7 @@ class Lane:
         task.end(Outcome.BUSY)
 
     def close(self) -> bool:
-        """What waits is BUSY, what runs has a second. False where a thread hangs still."""
+        """Refuse waiting calls as BUSY and give running ones a second. False where a thread hangs still."""
         with self._changed:
             self._is_open = False
             waiting = [*self._waiting, *(task for _, _, task in self._later)]

@@ -24,7 +24,7 @@ TRANSFER_FAILED = -800
 ABSENT = frozenset((NOT_FOUND, NOT_COMPLETE))
 """Codes of a read: there is no such object, or its writer never ended."""
 KNOCK_SECONDS = 1.0
-"""Until a master that does not answer counts as absent: the client's own setup tries for 90 s (0.3.13)."""
+"""Time after which a silent master counts as absent, seconds: the client's own setup tries for 90 s (0.3.13)."""
 
 PROBE_SECONDS = 20.0
 _PROBE = """
@@ -74,7 +74,7 @@ class Library(Protocol):
         """``force``: also what is leased to readers."""
 
     def remove_by_regex(self, pattern: str, force: bool) -> int:
-        """How many were removed, or a code."""
+        """Number of removed objects, or a code."""
 
     def close(self) -> int:
         """Takes about a second."""
@@ -138,13 +138,13 @@ def connect(module: Any, options: MooncakeOptions) -> Library:
 
 
 def replication(module: Any, replicas: int) -> object:
-    """How objects are to be kept."""
+    """Replication settings of objects."""
     config: object = module.ReplicateConfig()
     config.replica_num = replicas  # type: ignore[attr-defined]
     return config
 
 
 def addresses(head: memoryview, pages: Sequence[memoryview]) -> tuple[list[int], list[int]]:
-    """Where an object's bytes are, and how many there."""
+    """Addresses of an object's bytes, and the sizes there."""
     pieces = (head, *(page for page in pages if len(page)))
     return list(map(address_of, pieces)), list(map(len, pieces))

@@ -35,12 +35,12 @@ class MooncakeOptions:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The master's."""
+        """Host and port of the master."""
         return parse_address("storage", self.master)
 
 
 def mooncake_options(spec: StorageSpec) -> MooncakeOptions:
-    """Raises InvalidRequest."""
+    """Parse the options. Raises InvalidRequest."""
     readers: dict[str, Callable[[str, str], object]] = {
         "host": _text,
         "segment": size_option,

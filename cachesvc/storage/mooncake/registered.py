@@ -1,4 +1,4 @@
-"""Memory that the library's client knows: bytes can come to no other."""
+"""Memory registered with the library's client: transfers can use no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cachesvc.telemetry import events
 
 
 class Registered:
-    """Chunks, told to the client as soon as there is one. Any thread; what is here stays mapped."""
+    """Chunks, which the client gets as soon as there is one. Thread-safe; what is here stays mapped."""
 
     def __init__(self) -> None:
         self._chunks: list[memoryview] = []
@@ -28,7 +28,7 @@ class Registered:
                 self._tell(self._library, chunk)
 
     def connect(self, library: Library) -> None:
-        """A client that knows none of them."""
+        """Set a new client of the library, and register all chunks with it."""
         with self._lock:
             self._library = library
             for chunk in self._chunks:

@@ -99,7 +99,7 @@ class KvEventBridge:
         self.restart()
 
     def _follow(self) -> None:
-        """One subscription, to its end. Raises what ended it."""
+        """Follow one subscription to its end. Raises what ended it."""
         with self._lock:
             if self._closing.is_set():
                 return

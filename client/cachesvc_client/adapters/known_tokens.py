@@ -130,13 +130,13 @@ class KnownTokens:
             return list(self._blocks)
 
     def find(self, key: bytes) -> KnownBlock | None:
-        """One block, where it is known."""
+        """Find one block; None where it is unknown."""
         with self._lock:
             self._take_in()
             return self._blocks.get(key)
 
     def of(self, key: bytes) -> list[int] | None:
-        """One block's tokens; None where they are not known."""
+        """Tokens of one block; None where they are unknown."""
         block = self.find(key)
         return None if block is None else block.token_ids
 

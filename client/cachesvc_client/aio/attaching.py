@@ -1,4 +1,4 @@
-"""Mapping a rank's pool: told to the daemon before, and once the last pool of the rank is unmapped."""
+"""Mapping of a rank's pool: the client reports it to the daemon before, and after the rank's last pool is unmapped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.methods import ATTACH, DETACH
 
 NEEDLESS = (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated)
-"""Why a detach may fail without anything being wrong."""
+"""Errors of a detach that do no harm."""
 
 log = logging.getLogger(__name__)
 

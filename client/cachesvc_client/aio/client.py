@@ -324,7 +324,7 @@ class AsyncCacheClient(ClientCalls):
 
 
 async def carry_over(before: Connection, connection: Connection, lost: Seq[AsyncLease]) -> None:
-    """The same daemon was found again: tell it which leases were closed meanwhile, and let the others' ends be told."""
+    """Report closed leases to the same daemon, found again, and let it report the ends of the others."""
     for lease in lost:
         lease.calls.move(connection)
     untold = connection.untold = before.untold  # one list: the next call reports a close that fails only now

@@ -59,9 +59,9 @@ class AsyncEventSubscriber:
     async def subscribe(
         self, *, snapshot: bool = True, epoch: int = 0, after: int | None = None
     ) -> AsyncIterator[Batch]:
-        """One subscription, as ``subscription`` says; ends quietly only at ``close``.
+        """Subscribe once, as ``subscription`` says; ends without an error only at ``close``.
 
-        Raises SubscriberTooSlow, EventsMissed (``after`` is too long ago), NotFound (the model gave way), NotOwned,
+        Raises SubscriberTooSlow, EventsMissed (``after`` is too long ago), NotFound (the model was evicted), NotOwned,
         LimitExceeded, DaemonUnavailable, Unauthenticated, PermissionDenied.
         """
         request = subscription(self._namespace, snapshot=snapshot, epoch=epoch, after=after, storage=self._storage)

@@ -1,4 +1,4 @@
-"""Keeps a lease alive: a beat every third of the silence limit, one at once where there is something to tell, and word
+"""Keeps a lease alive: a heartbeat every third of the silence limit, one at once for a pending report, and a callback
 at once when the lease is lost."""
 
 from __future__ import annotations

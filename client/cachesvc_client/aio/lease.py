@@ -87,17 +87,16 @@ class AsyncLease(LeaseView):
         return await self.calls.run(self.record.prefetch(keys))
 
     async def pause_write_backs(self, seconds: float) -> None:
-        """Tell the daemon that decode is being hurt: it copies no backups off this lease's devices for ``seconds``.
-
-        At most 1 at a time; tell it again for longer. Returns at once. Swaps and evictions that callers wait for go on.
-        Raises InvalidRequest (more than 1 s).
+        """Report that decode suffers: the daemon copies no backups off this lease's devices for ``seconds``. At most 1
+        at a time; call again for longer. Returns at once. Swaps and evictions that callers wait for go on. Raises
+        InvalidRequest (more than 1 s).
         """
         self.record.ask_pause(seconds)
         self._keeping.nudge()
 
     async def make_sure(self, timeout_s: float) -> None:
-        """Make sure that what was read of the lease's pages up to now was its own. While ``is_sure`` nothing is asked;
-        else the daemon is, which knows whether it took the lease for silent and gave its pages to others.
+        """Validate all reads of the lease's pages up to now. While ``is_sure`` this asks nothing; else it asks the
+        daemon, which knows whether it revoked the lease as silent and granted its pages to others.
 
         Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (unknown:
         the same), DeadlineExceeded.

@@ -41,7 +41,7 @@ class Submitting(Protocol):
         """Send them in a step whose results are not collected."""
 
     async def close(self) -> None:
-        """End it."""
+        """Close the stream."""
 
 
 class LeaseCalls:
@@ -122,8 +122,8 @@ class LeaseCalls:
             log.debug("stock_not_returned lease=%s why=%s", self.record.id, error)
 
     async def end(self, *, quiesced: bool, for_all: bool = False) -> None:
-        """Tell the daemon that the lease is over, of an instance for this process unless ``for_all``; what cannot be
-        told now waits for the next connection."""
+        """End the lease at the daemon, of an instance for this process unless ``for_all``; an end that cannot be sent
+        now waits for the next connection."""
         leaver = self.record.process_token if self.record.instance and not for_all else b""
         request = lease_pb2.CloseRequest(lease_id=self.record.id, quiesced=quiesced, process_token=leaver)
         try:
@@ -135,7 +135,7 @@ class LeaseCalls:
             self.connection.untold.append(request)
 
     def move(self, connection: Connection) -> None:
-        """The same daemon was found again: this lease is lost, and its end will be told over ``connection``."""
+        """Move a lost lease to ``connection``, over which its end will be reported: the same daemon was found again."""
         self.record.lose(self.connection.gone())
         self.connection = connection
 

@@ -41,7 +41,7 @@ class AsyncPort:
         self._channel = self._make_channel(socket_path, self._options)
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """One attempt of a call."""
+        """Attempt a call once."""
         assert self._channel is not None
         call = self._channel.unary_unary(
             method.path,
@@ -119,7 +119,7 @@ class AsyncPort:
         self.tell(self._end_calls)
 
     def tell(self, callback: Callable[[], None]) -> None:
-        """On the loop."""
+        """Call back on the loop."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
             self._loop.call_soon_threadsafe(callback)

@@ -49,9 +49,9 @@ class AsyncSequence(SequenceView):
         """Seal the computed blocks up to ``upto_blocks``; from then on they are shared and immutable.
 
         ``keys``: packed keys of the sequence from its root on (``BlockHasher.keys``), at least up to there; leave them
-        out for blocks whose keys Match was told. Where a key was sealed before, the table gets that page, and the
-        sequence's own page becomes a spare, which ``recycle`` gives back once no launch under way uses it. ``pending``
-        in the answer: publish the rest later. Raises Conflict, NotOwned (allocate first), LoadFailed, InvalidRequest.
+        out for blocks whose keys Match got. Where a key was sealed before, the table gets that page, and the sequence's
+        own page becomes a spare, which ``recycle`` gives back once no launch under way uses it. ``pending`` in the
+        answer: publish the rest later. Raises Conflict, NotOwned (allocate first), LoadFailed, InvalidRequest.
         """
         return await self._run(lambda: self.record.publish(upto_blocks, keys))
 

@@ -37,10 +37,11 @@ class AsyncPendingStep:
         self._collect = collect
 
     async def results(self, timeout_s: float | None = None) -> list[Any]:
-        """One entry for each operation of the batch, in order: its result, or a CacheClientError (not raised).
+        """Results of the batch's operations, one each, in order: a result, or a CacheClientError (not raised). Answers
+        of steps sent before it are taken in first.
 
-        Answers of steps sent before it are taken in first. Raises DeadlineExceeded (ask again for the same step),
-        DaemonUnavailable, and what refused the step as a whole, such as LeaseLost.
+        Raises DeadlineExceeded (ask again for the same step), DaemonUnavailable, and what refused the step as a whole,
+        such as LeaseLost.
         """
         return await self._collect(timeout_s)
 
@@ -162,7 +163,8 @@ class AsyncStepStream:
         await self._choose_way()
 
     async def _choose_way(self) -> None:
-        """Where nothing is under way by gRPC, and there is a lane again or the token is another one, open it anew."""
+        """Open the stream anew where no step is in flight by gRPC, and there is a lane again or the token is another
+        one."""
         connection, line = self._calls.connection, self._line
         await connection.keep_lane()
         if line is None or line.is_lane or self._book.under_way:

@@ -18,7 +18,7 @@ class ConfigRejected(LayoutRejected):
 
 
 class ConfigKeyMissing(ConfigRejected):
-    """A key that the model type needs is not there."""
+    """A key that the model type needs is missing."""
 
     def __init__(self, model_type: str, key: str, why: str = "") -> None:
         super().__init__(f"config of {model_type} has no {key}" + (f": {why}" if why else ""))
@@ -27,7 +27,7 @@ class ConfigKeyMissing(ConfigRejected):
 
 
 class ConfigValueRejected(ConfigRejected):
-    """A key has a value that cannot be."""
+    """A key has an impossible value."""
 
     def __init__(self, model_type: str, key: str, value: object, wanted: str) -> None:
         super().__init__(f"config of {model_type}: {key} is {shortened(value)}, but must be {wanted}")

@@ -57,7 +57,7 @@ class HeadSplit(NamedTuple):
 
 
 class HeadPlace(NamedTuple):
-    """Where a head's bytes are: the group, and the row in each of the layer's planes there (their first dimension)."""
+    """Place of a head's bytes: the group, and the row in each of the layer's planes there (their first dimension)."""
 
     group: str
     row: int
@@ -263,7 +263,7 @@ def split_heads(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> H
 
 
 def head_places(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> tuple[HeadPlace, ...]:
-    """Where each of a rank's heads is, in their own order: entry i is for global head ``rank * heads_per_rank + i``.
+    """Places of a rank's heads, in their own order: entry i is for global head ``rank * heads_per_rank + i``.
 
     Rows of a plane that no head has are padding: nothing reads them. Raises LayoutRejected as ``split_heads``.
     """
@@ -363,6 +363,6 @@ def _planes(layer: int, group: str, kinds: Sequence[_Kind]) -> Iterator[Plane]:
 
 
 def _layout(block_tokens: int, ranks: int, groups: Sequence[PlaneGroup], planes: Sequence[Plane]) -> Layout:
-    """Without the groups that no plane is in: a model whose layers are all full has no window group."""
+    """Make a layout without the groups that no plane is in: a model whose layers are all full has no window group."""
     used = {plane.group for plane in planes}
     return Layout(block_tokens, ranks, tuple(group for group in groups if group.name in used), tuple(planes))

@@ -119,11 +119,11 @@ def layout_of_config(
 
     ``kv_dtype``: ``auto`` for the model's own, or another such as ``fp8``; ``scale_dtype`` adds a scale for each head
     and token. ``mtp`` adds the model's next-token-prediction layers in groups of their own. ``heads``: windows head by
-    head, which no configuration tells. ``assume="gqa"``: what to take a model for whose type is not known here: every
-    layer plain grouped-query attention, by ``num_hidden_layers``, ``num_key_value_heads`` and ``head_dim``. It is
-    refused where the configuration tells of windows or anything else; whether it tells all is for you to know. Raises
-    UnknownModelType, ConfigKeyMissing, ConfigValueRejected, and LayoutRejected (also their base) for what the layout
-    cannot be.
+    head, which no configuration contains. ``assume="gqa"``: treat every layer of an unknown model type as plain
+    grouped-query attention, by ``num_hidden_layers``, ``num_key_value_heads`` and ``head_dim``. It is refused where the
+    configuration names windows or other kinds of layers; the caller must know whether it is complete. Raises
+    UnknownModelType, ConfigKeyMissing, ConfigValueRejected, and LayoutRejected (also their base) for an impossible
+    layout.
     """
     if assume not in (None, PLAIN_GQA):
         raise ConfigRejected(f"assume is {assume!r}, but can only be {PLAIN_GQA!r}")
@@ -153,7 +153,7 @@ def _llama(keys: ConfigKeys, wish: _Wish) -> _Read:
 
 
 def _plain(keys: ConfigKeys, wish: _Wish) -> _Read:
-    """A model that is not known, of which the caller says that every layer is plain grouped-query attention."""
+    """Layout of an unknown model whose layers the caller declares to be plain grouped-query attention."""
     for key in NOT_PLAIN:
         value = keys.find(key)
         if value is not None:

@@ -26,7 +26,7 @@ CANNOT_MAP = {
     801: "this GPU or its driver shares no memory between processes in this way (MIG, vGPU, WSL): run the daemon with "
     "the other kind of handle, or without the GPU",
 }
-"""By the driver's code."""
+"""Errors by the driver's code."""
 
 
 class CudaDevice:

@@ -98,7 +98,7 @@ class DeviceMapping(ABC):
 
 
 class IpcMemory(DeviceMapping):
-    """By a legacy handle. The driver counts the openings of one handle in a process, and so may two pools."""
+    """Mapping by a legacy handle. The driver counts the openings of one handle in a process, and so may two pools."""
 
     def _map(self, handle: common_pb2.MemoryHandle) -> int:
         if len(handle.token) != IPC_HANDLE_BYTES:
@@ -110,7 +110,7 @@ class IpcMemory(DeviceMapping):
 
 
 class FdMemory(DeviceMapping):
-    """By a descriptor that comes over the life connection."""
+    """Mapping by a descriptor that comes over the life connection."""
 
     def __init__(self, handle: common_pb2.MemoryHandle, device: Device, fetch_fd: Callable[[bytes], int]) -> None:
         super().__init__(handle, device)

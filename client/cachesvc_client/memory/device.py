@@ -30,7 +30,7 @@ class DevicePlane:
         return np.dtype(self.placed.dtype)
 
     def view(self, dtype: type[np.generic]) -> DevicePlane:
-        """The same bytes under another type of the same width."""
+        """View of the same bytes under another type of the same width."""
         view = self.placed._replace(dtype=dtype)
         return DevicePlane(self.address, self.size_bytes, view, self.ordinal, self.owner)
 

@@ -26,7 +26,7 @@ DEVICE_KINDS = ("cuda_ipc", "cuda_fd")
 
 
 class Memory(Protocol):
-    """One mapping, of any kind."""
+    """Mapping of any kind."""
 
     @property
     def size_bytes(self) -> int:
@@ -95,7 +95,7 @@ class MappedMemory:
 
     @property
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """All of it. Raises AlreadyClosed."""
+        """All bytes of the mapping. Raises AlreadyClosed."""
         if self._bytes is None:
             raise AlreadyClosed("this memory is not mapped any more; attach again")
         return self._bytes

@@ -1,4 +1,4 @@
-"""Where a plane lies in its slab, checked before anything is made of it."""
+"""Place of a plane in its slab, checked before anything is made of it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class PoolPlanes:
         return spec
 
     def require(self, group: str) -> None:
-        """Raises InvalidRequest for an unknown group."""
+        """Check a group's name. Raises InvalidRequest for an unknown group."""
         if group not in self._mapped:
             raise InvalidRequest(f"there is no group {group!r}; the layout has {', '.join(self._mapped)}")
 

@@ -373,7 +373,7 @@ class AttachedPool:
         return True
 
     def _unmap_one(self, memory: Memory) -> bool:
-        """Each is unmapped, whatever becomes of the others."""
+        """Unmap each memory, also after another has failed."""
         try:
             return memory.close()
         except GpuFailed as error:  # the context is broken, or goes with the process: there is nothing to be done
@@ -388,7 +388,7 @@ def _target(slot: TimelineSlot, layer: int) -> int:
 
 
 def _slot(ticket: TicketView) -> TimelineSlot | None:
-    """Where to wait; None when the ticket has ended well. Raises LoadFailed, InvalidRequest."""
+    """Slot to wait on; None when the ticket has ended well. Raises LoadFailed, InvalidRequest."""
     if ticket.state == "failed":
         raise LoadFailed(f"load {ticket.id} failed: {ticket.reason}; release its sequence, match again and recompute")
     if ticket.state == "done":

@@ -32,7 +32,7 @@ PADDLE_LACKS = frozenset({"uint16", "uint32"})
 
 
 def as_carrier(plane: Any) -> Any:
-    """The same bytes under a type of that width which every framework takes."""
+    """View of the same bytes under a type of that width that every framework takes."""
     return plane.view(_CARRIERS[plane.dtype.itemsize])
 
 

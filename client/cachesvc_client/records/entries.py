@@ -1,4 +1,4 @@
-"""Entries of a step's columns: what one sequence grows by, publishes, recycles, or that it ends. No I/O."""
+"""Entries of a step's columns: growth, publishes, recycles and the end of one sequence. No I/O."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Grow:
 
 @dataclass(slots=True, eq=False)
 class Publish:
-    """Blocks ``[first, upto)`` are sealed. ``keys``: theirs, or empty where Match has told them."""
+    """Blocks ``[first, upto)`` are sealed. ``keys``: theirs, or empty where Match had them."""
 
     column: ClassVar[Column] = PUBLISH
     owner: SequenceRecord

@@ -23,7 +23,7 @@ class Kind(Enum):
 
 
 class Part(Enum):
-    """Where in a snapshot a batch stands; NONE: it holds changes that follow the last batch without a gap."""
+    """Position of a batch in a snapshot; NONE: it holds changes that follow the last batch without a gap."""
 
     NONE = event_pb2.SNAPSHOT_PART_UNSPECIFIED
     FIRST = event_pb2.SNAPSHOT_PART_FIRST
@@ -32,7 +32,7 @@ class Part(Enum):
 
 
 class Spot(NamedTuple):
-    """Where a copy is: its group, its tier ("device", "host" or "storage"), and the replica of a device copy."""
+    """Place of a copy: its group, its tier ("device", "host" or "storage"), and the replica of a device copy."""
 
     group: int
     tier: str

@@ -29,7 +29,7 @@ class Launches:
             return self.newest
 
     def complete(self, launch: int) -> None:
-        """All up to ``launch`` have ended; saying it again is fine. Raises InvalidRequest for one that never was."""
+        """Note that all launches up to ``launch`` have ended. Idempotent. Raises InvalidRequest for an unknown one."""
         self.check(launch)
         with self._lock:
             self.completed = max(self.completed, launch)

@@ -46,14 +46,14 @@ LONGEST_PAUSE_S = 1.0
 """The daemon refuses to pause write-backs for longer at a time."""
 
 LONGEST_WAIT_S = 10.0
-"""One WaitTickets holds a slot of the daemon's; longer waits ask again."""
+"""Longest WaitTickets, seconds: it holds a slot of the daemon's; longer waits ask again."""
 
 ANSWER_MARGIN_S = 1.0
 """Time that an answer may take beyond the wait that was asked for, seconds."""
 
 
 LATER = (DeadlineExceeded, LimitExceeded, QuotaExceeded, Unauthenticated)
-"""Why a release may fail that has to be tried again: the daemon may still hold the sequence."""
+"""Errors of a release that must be tried again: the daemon may still hold the sequence."""
 
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class LeaseRecord:
         return sequence
 
     def forget(self, sequence: SequenceRecord) -> None:
-        """A sequence has ended."""
+        """Note the end of a sequence."""
         with self._lock:
             self._used_ids.discard(sequence.id)
         self.growing.pop(sequence.id, None)
@@ -235,7 +235,7 @@ class LeaseRecord:
         return any(sequence.ends_after <= self.launches.completed for sequence in self.ending)
 
     def hold(self, sequence: SequenceRecord) -> None:
-        """Its release waits for a launch."""
+        """Keep a sequence whose release waits for a launch."""
         with self._lock:
             self.ending.append(sequence)
 
@@ -255,7 +255,7 @@ class LeaseRecord:
         return [each for each in ended if each.unanswered is None and not each.is_released]
 
     def take_orphan(self, *, and_ended: bool) -> SequenceRecord | None:
-        """One of the orphans, which is none any more; ``and_ended``: of the sequences of ``take_ended`` too."""
+        """Take one of the orphans; ``and_ended``: or of the sequences of ``take_ended``."""
         ended = self.take_ended() if and_ended else []
         with self._lock:
             self.orphans += ended

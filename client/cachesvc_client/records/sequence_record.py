@@ -296,7 +296,7 @@ class SequenceRecord:
         self.growth += cells
 
     def take_growth(self) -> list[GroupCells]:
-        """The growth that the daemon has not been told of, which is to be told now."""
+        """Growth that the daemon does not know of, for the message at hand."""
         growth, self.growth = self.growth, []
         return growth
 

@@ -46,7 +46,7 @@ class SentStep:
     is_answered: bool = False
 
     def outcome(self) -> list[Any]:
-        """One result or CacheClientError for each operation. Raises what refused the step as a whole."""
+        """Result or CacheClientError of each operation. Raises what refused the step as a whole."""
         assert self.is_answered
         if self.error is not None:
             raise self.error
@@ -76,7 +76,7 @@ class StepBook:
 
     @property
     def has_untold(self) -> bool:
-        """True when the daemon has not been told of all growth from stock: once the stock is gone it never could be."""
+        """True when the daemon does not know of all growth from stock: once the stock is gone it never could."""
         return any(record.growth for record in self._lease.growing.values())
 
     @property
@@ -165,7 +165,7 @@ class StepBook:
         step.is_answered = True
 
     def refuse(self, error: CacheClientError) -> None:
-        """No answer will ever come: every step under way fails."""
+        """Fail every step in flight: no answer will come."""
         while self.under_way:
             self._end(self.under_way.popleft(), error)
 
@@ -202,7 +202,7 @@ class StepBook:
                 self._lease.hold(record)
 
     def _end(self, step: SentStep, error: CacheClientError) -> None:
-        """No result comes: all operations fail."""
+        """Fail all operations of a step: no result comes."""
         for each in step.all():
             if isinstance(each.owner, SequenceRecord):
                 each.owner.steps -= 1

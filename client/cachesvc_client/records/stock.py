@@ -54,7 +54,7 @@ class Stock:
         return tuple(cells)
 
     def take_packed(self, blocks: int) -> list[tuple[array[int], array[int]]]:
-        """For each group the page ids (int32) and generations (uint32) of ``blocks`` blocks. Raises as ``take``."""
+        """Take page ids (int32) and generations (uint32) of ``blocks`` blocks for each group. Raises as ``take``."""
         self.require(blocks)
         taken = []
         for pages, generations in zip(self._pages, self._generations, strict=True):
@@ -71,7 +71,7 @@ class Stock:
             )
 
     def drain(self) -> tuple[GroupCells, ...]:
-        """All that is here; the stock is empty then."""
+        """Take all pages; the stock is empty then."""
         drained = []
         for group, (pages, generations) in enumerate(zip(self._pages, self._generations, strict=True)):
             if pages:
@@ -81,7 +81,7 @@ class Stock:
 
 
 def stock_targets(stock_pages: int | Sequence[int], layout: Layout) -> list[int]:
-    """One target for each group, of one number for all or of one for each; that of a layout's markers, of which a block
+    """Targets of all groups, from one number for all or one for each; that of a layout's markers, of which a block
     takes one too, may be left out. Raises InvalidRequest."""
     groups, own = len(layout.groups), len(layout.own_groups)
     targets = [stock_pages] * groups if isinstance(stock_pages, int) else list(stock_pages)

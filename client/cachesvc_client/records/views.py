@@ -123,7 +123,7 @@ class SequenceView:
 
     @property
     def tables(self) -> tuple[Pages, ...]:
-        """For each group of the layout the page of each block: int32 ``[blocks]``, -1 where there is none.
+        """Page of each block, for each group of the layout: int32 ``[blocks]``, -1 where there is none.
 
         Read-only views, good until the sequence's next call. Raises Conflict while the sequence is swapped out,
         UsedAfterFork in a child of the process that opened it.

@@ -8,19 +8,19 @@ from collections import Counter
 
 
 class Attachments:
-    """Those of one connection. Safe to use from several threads."""
+    """Attachments of one connection. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._lock = threading.Lock()
 
     def begin(self, lease_id: str, rank: int) -> None:
-        """A pool is about to be attached."""
+        """Count a pool that is about to be attached."""
         with self._lock:
             self._counts[lease_id, rank] += 1
 
     def end(self, lease_id: str, rank: int) -> bool:
-        """One was unmapped, or never came; True when it was the last."""
+        """Note that one was unmapped, or never came; True when it was the last."""
         with self._lock:
             self._counts[lease_id, rank] -= 1
             left = self._counts[lease_id, rank]

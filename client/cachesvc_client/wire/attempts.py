@@ -1,4 +1,4 @@
-"""Whether a call that broke on its way is sent again: the rule that the blocking and the awaited client share."""
+"""Rule for sending a broken call again, shared by the blocking and the awaited client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Attempts:
         return max(self._deadline_s - now_s, 0.001)
 
     def pause_after(self, failure: grpc.RpcError, now_s: float) -> float:
-        """Seconds to wait before the next attempt. Raises the typed error where there is none."""
+        """Seconds to wait before the next attempt. Raises the call's typed error where no attempt is left."""
         error = error_of(failure)
         if not is_broken_way(failure, error) or self._left == 0 or now_s + self._pause_s >= self._deadline_s:
             raise error from failure

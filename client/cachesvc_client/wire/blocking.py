@@ -68,7 +68,7 @@ class BlockingPort:
         self._channel = self._make_channel(socket_path, self._options)
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """One attempt of a call."""
+        """Attempt a call once."""
         lane, number = self._lane, number_of(method)
         if lane is not None and number and lane.has_room:
             return lane.call(number, method, request, timeout_s, metadata)
@@ -133,11 +133,11 @@ class BlockingPort:
         return _RunningThread(work, name)
 
     def send_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """At once."""
+        """Send at once."""
         drive(work)
 
     async def settle(self) -> None:
-        """Nothing was put off."""
+        """No-op: nothing was deferred."""
 
     def end_calls(self) -> None:
         """Close the channel."""
@@ -148,7 +148,7 @@ class BlockingPort:
             self._channel.close()
 
     def tell(self, callback: Callable[[], None]) -> None:
-        """In this thread."""
+        """Call back in this thread."""
         callback()
 
     async def close(self) -> None:

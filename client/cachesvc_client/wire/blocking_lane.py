@@ -39,7 +39,7 @@ from cachesvc_client.wire.methods import Method, Q, R
 LOOK_S = 0.1
 """A read that blocks looks at its deadline so often; where that is nearer, the read is preceded by a poll."""
 SEND_S = 5.0
-"""A daemon that takes no bytes for so long is not heard of by this way any more."""
+"""Time without progress after which a lane counts as broken, seconds: the daemon takes no bytes."""
 _TIMEVAL = struct.Struct("@ll")
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class BlockingLane(LaneEnd):
         check_welcome(inbox.came.popleft())
 
     def call(self, number: int, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """One attempt of a call. Raises grpc.RpcError."""
+        """Attempt a call once. Raises grpc.RpcError."""
         inbox, deadline_s = Inbox(), time.monotonic() + timeout_s
         tag = self._enter(inbox)
         try:
@@ -82,7 +82,7 @@ class BlockingLane(LaneEnd):
         return answer
 
     def ping(self, timeout_s: float) -> None:
-        """There and back, and nothing else. Raises grpc.RpcError."""
+        """Send a ping and wait for its answer. Raises grpc.RpcError."""
         inbox = Inbox()
         self._send(encode(PING, 0, 0, self._enter(inbox), b""), timeout_s)
         if not self.wait(inbox, time.monotonic() + timeout_s):

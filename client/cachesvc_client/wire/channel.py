@@ -31,5 +31,5 @@ def open_channel(socket_path: str, options: ChannelOptions) -> grpc.Channel:
 
 
 def open_async_channel(socket_path: str, options: ChannelOptions) -> grpc.aio.Channel:
-    """The same for the running event loop."""
+    """Open a channel for the running event loop."""
     return grpc.aio.insecure_channel(unix_target(socket_path), options=options.as_grpc())

@@ -38,7 +38,7 @@ NO_CREDENTIALS = Credentials()
 INSIST_PAUSE_S = 0.1
 """A rate's bucket has another token by then, and a daemon at its limit of calls has ended some."""
 LANE_PAUSE_S = 1.0
-"""After a lane broke, calls go by gRPC for so long before another one is asked for."""
+"""Pause after a lane broke before the next one is asked for, seconds; calls go by gRPC meanwhile."""
 GONE = "the daemon went away; go on without the cache, reconnect and recompute"
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 class Connection:
     """Calls with a deadline and bounded retries, all of which fail at once when the daemon goes.
 
-    ``untold``: ends of leases that could not be told any more. Where the same daemon is found again they matter: it
+    ``untold``: ends of leases that could not be reported any more. Where the same daemon is found again they matter: it
     knows that this process lives, and keeps the leases' pages back for it. ``proof``: what every call proves itself by.
     ``transport``: which way calls may go.
     """
@@ -212,7 +212,7 @@ class Connection:
             raise self.gone() from failure
 
     def gone(self) -> CacheClientError:
-        """Why nothing can be asked here any more."""
+        """Error that explains why this connection takes no calls any more."""
         return AlreadyClosed("the client was closed; connect again") if self._is_closed else DaemonUnavailable(GONE)
 
     async def close(self) -> None:
@@ -224,6 +224,6 @@ class Connection:
         await self.port.close()
 
     def _lose(self) -> None:
-        """From the thread that noticed it."""
+        """Note the loss, from the thread that noticed it."""
         self.port.end_calls()
         self.port.tell(self._on_lost)

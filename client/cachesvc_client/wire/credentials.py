@@ -24,7 +24,7 @@ TOKEN_VARIABLE = "CACHESVC_TOKEN"  # noqa: S105 - a name, no secret
 TOKEN_FILE_VARIABLE = "CACHESVC_TOKEN_FILE"  # noqa: S105
 ROOTS_VARIABLE = "CACHESVC_TLS_CA"
 SYSTEM_ROOTS = "system"
-"""In place of a file of roots: those that this machine trusts."""
+"""Value for the roots that this machine trusts, in place of a file."""
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 log = logging.getLogger(__name__)
@@ -188,19 +188,19 @@ class _WithMetadata(
         self._address = address
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """With the token."""
+        """Add the token."""
         return continuation(self._proven(client_call_details), request)
 
     def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        """With the token."""
+        """Add the token."""
         return continuation(self._proven(client_call_details), request)
 
     def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        """With the token."""
+        """Add the token."""
         return continuation(self._proven(client_call_details), request_iterator)
 
     def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
-        """With the token."""
+        """Add the token."""
         return continuation(self._proven(client_call_details), request_iterator)
 
     def _proven(self, details: Any) -> _Details:
@@ -236,7 +236,7 @@ def open_remote(
 
 
 def _tls(credentials: Credentials) -> grpc.ChannelCredentials:
-    """Without roots of the machine's own, gRPC's: what Python would take has a file on all usual systems."""
+    """Use gRPC's roots without the machine's own: what Python would take has a file on all usual systems."""
 
     def read(path: str | None) -> bytes | None:
         return Path(path).read_bytes() if path else None

@@ -14,7 +14,7 @@ class Inherited(Protocol):
     """Resource that a child must not keep open."""
 
     def forget(self) -> None:
-        """In the child: close its copy, and nothing else."""
+        """Close the child's copy, and nothing else."""
 
 
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
@@ -45,7 +45,7 @@ class Maker:
         return os.getpid() != self._pid
 
     def check(self) -> None:
-        """Raises UsedAfterFork in any other process."""
+        """Check the process. Raises UsedAfterFork in any other one."""
         if os.getpid() != self._pid:
             raise UsedAfterFork(
                 f"this handle of process {self._pid} was used in process {os.getpid()}, which was forked from it; "

@@ -72,7 +72,7 @@ class LaneEnd:
         return not self.why_broken and len(self._inboxes) < MAX_UNANSWERED_FRAMES - KEPT_FOR_STEPS
 
     def forget(self) -> None:
-        """In a child of this process: the lane is the parent's."""
+        """Forget the lane in a child of this process: it is the parent's."""
         self._socket.close()
 
     def _enter(self, inbox: Inbox) -> int:
@@ -138,7 +138,7 @@ def encode_cancel(tag: int) -> bytes:
 
 
 def encode_hello(tag: int, metadata: Metadata) -> bytes:
-    """The first frame; proves itself by what the metadata of calls has."""
+    """The first frame, with the credentials of the calls' metadata."""
     shown = dict(metadata).get(AUTHORIZATION_METADATA_KEY, "")
     token = shown.removeprefix(BEARER) if isinstance(shown, str) else ""
     return encode(HELLO, 0, 0, tag, LaneHello(version=VERSION, token=token).SerializeToString())
@@ -170,7 +170,7 @@ def _too_large(body: bytes) -> grpc.RpcError:
 
 
 def late() -> grpc.RpcError:
-    """No answer in time."""
+    """Error of a call without an answer in time."""
     return failure(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
 
 

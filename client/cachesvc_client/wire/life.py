@@ -29,7 +29,7 @@ _TIMEVAL = struct.Struct("@ll")
 _GREETING_BYTES = len(LIFE_GREETING) + TOKEN_BYTES + _EPOCH.size
 _MESSAGE_BYTES = 4096
 BUSY_PAUSE_S = 0.02
-"""Before the daemon is asked again that was busy."""
+"""Pause before a busy daemon is asked again, seconds."""
 _FD_BYTES = struct.calcsize("i")
 NOBODY_LISTENS = (errno.ENOENT, errno.ECONNREFUSED)
 
@@ -106,7 +106,7 @@ class LifeConnection:
         return self._ask(b"FD" + token, "memory for this handle")
 
     def fetch_lane(self) -> socket.socket:
-        """This process's end of a new lane; the caller closes it. Raises as ``fetch_fd``."""
+        """Get this process's end of a new lane; the caller closes it. Raises as ``fetch_fd``."""
         return socket.socket(fileno=self._ask(LANE_QUESTION, "lane"))
 
     def _ask(self, question: bytes, what: str) -> int:
@@ -154,7 +154,8 @@ class LifeConnection:
             self._hang_up()
 
     def give_up(self) -> None:
-        """The daemon serves no more, though its end has not come yet: ``lost`` is set and told. Idempotent."""
+        """Note that the daemon serves no more, though its end has not come yet: ``lost`` is set, and callbacks run.
+        Idempotent."""
         if self._leave():
             self._tell([self._on_lost])
 
@@ -267,7 +268,7 @@ def listener_uid(connection: socket.socket) -> int:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """One message with the descriptors that came along; an empty one at the end."""
+    """Receive one message with its descriptors; an empty one at the end."""
     message, ancillary, _, _ = connection.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC)
     descriptors: list[int] = []
     for level, kind, raw in ancillary:

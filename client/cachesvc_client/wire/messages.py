@@ -124,7 +124,7 @@ def parse_allocate(response: cache_pb2.AllocateResponse) -> Allocated:
 
 
 def build_publish(sequence_id: int, first_block: int, blocks: int, keys: bytes) -> cache_pb2.PublishRequest:
-    """``keys`` of exactly ``blocks`` blocks, or empty where Match has told them."""
+    """``keys`` of exactly ``blocks`` blocks, or empty where Match had them."""
     return cache_pb2.PublishRequest(sequence_id=sequence_id, first_block=first_block, blocks=blocks, keys=keys)
 
 
@@ -191,7 +191,7 @@ def parse_tickets(tickets: Iterable[common_pb2.Ticket]) -> tuple[TicketView, ...
 
 
 def parse_ticket(ticket: common_pb2.Ticket) -> TicketView:
-    """One transfer. A state that this client does not know counts as running: its end is yet to be told."""
+    """View of one transfer. A state that this client does not know counts as running: its end is yet to come."""
     slot = ticket.slot
     return TicketView(
         ticket.id,

@@ -84,4 +84,4 @@ class Owner(Protocol):
 
 
 def no_action(_: CacheClientError) -> None:
-    """Where a failure leaves nothing to put right."""
+    """No-op where a failure leaves nothing to put right."""

@@ -73,7 +73,7 @@ class Running(Protocol):
     """Work that goes on by itself."""
 
     async def join(self) -> None:
-        """Wait for its end, unless it is the work that asks."""
+        """Wait for its end, unless the work itself calls this."""
 
 
 class Lanes(Protocol):
@@ -95,7 +95,7 @@ class Port(Protocol):
         """Make the channel; it connects at the first call."""
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """One attempt of a call. Raises grpc.RpcError."""
+        """Attempt a call once. Raises grpc.RpcError."""
 
     def open_line(self, method: Method[Q, R], metadata: Metadata) -> Line:
         """Open a stream. Raises ChannelClosed."""

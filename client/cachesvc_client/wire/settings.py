@@ -22,7 +22,7 @@ class Transport(Enum):
     """Transport of the calls of CacheService. All others go by gRPC."""
 
     AUTO = "auto"
-    """By a lane where the daemon gives one, else by gRPC."""
+    """Use a lane where the daemon gives one, else gRPC."""
     GRPC = "grpc"
 
 
@@ -43,7 +43,7 @@ def default_socket(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def default_target(environment: Mapping[str, str] = os.environ) -> str:
-    """Where operators and routers find the daemon if nothing was given: CACHESVC_ADDRESS (HOST:PORT), else
+    """Address at which operators and routers find the daemon by default: CACHESVC_ADDRESS (HOST:PORT), else
     ``default_socket``. What ``open_remote`` takes."""
     return environment.get(ADDRESS_VARIABLE) or default_socket(environment)
 

@@ -1,4 +1,4 @@
-"""Hands the engine's trace on: the W3C headers of the span that records now, for the metadata of a call.
+"""Propagates the engine's trace: the W3C headers of the span that records now, for the metadata of a call.
 
 OpenTelemetry is never imported here. A span can only be recording where the engine has imported it already.
 """

@@ -32,7 +32,7 @@ def is_loopback(address: str) -> bool:
 
 
 def require_private(address: str) -> None:
-    """Before a token goes to HOST:PORT without TLS. Raises InvalidRequest unless that is loopback."""
+    """Check HOST:PORT before a token goes there without TLS. Raises InvalidRequest unless it is loopback."""
     if not is_loopback(address):
         raise InvalidRequest(
             f"a token is not sent to {address} in plain text: name the roots that sign the daemon's certificate "

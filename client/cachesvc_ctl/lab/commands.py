@@ -109,7 +109,7 @@ class Replay(Command):
 
 
 class Simulate(Command):
-    """No daemon is needed."""
+    """Simulate, without a daemon."""
 
     name = "simulate"
     about = "hit ratios of policies and pool sizes on a trace"
@@ -176,7 +176,7 @@ class Simulate(Command):
 
 
 class Synth(Command):
-    """No daemon is needed."""
+    """Synthesise a trace, without a daemon."""
 
     name = "synth"
     about = "write a synthetic trace: chats over shared system prompts"

@@ -38,12 +38,12 @@ def empty_figure(size_inches: tuple[float, float], purpose: str) -> Figure:
 
 
 def shortened(name: str, letters: int) -> str:
-    """A name that fits."""
+    """Shorten a name to what fits."""
     return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
 def make_plain(axes: Axes) -> None:
-    """No frame, and a faint grid for heights."""
+    """Remove the frame, and draw a faint grid for heights."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(FAINT_INK)
@@ -59,7 +59,7 @@ def write_titles(axes: Axes, title: str, x_label: str) -> None:
 
 
 def add_legend(axes: Axes, handles: Sequence[Artist | BarContainer], labels: Sequence[str], *, title: str = "") -> None:
-    """To the right of the axes."""
+    """Draw a legend to the right of the axes."""
     legend = axes.legend(
         handles,
         labels,

@@ -153,7 +153,7 @@ def _run_all(prompts: Prompts, runs: Sequence[Cell], processes: int) -> Iterator
 
 
 _KEPT: list[Prompts] = []
-"""In a process of the pool: the trace that it was started with."""
+"""Trace of a process of the pool, which was started with it."""
 
 
 def _keep(prompts: Prompts) -> None:

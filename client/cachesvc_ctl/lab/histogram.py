@@ -15,7 +15,7 @@ BUCKETS_PER_DECADE = 50
 """A bucket is 4.7 % wide, so a percentile is right to 2.4 %: closer than two runs of one machine agree."""
 
 DECADES = 9
-"""Up to 1e6 ms, a quarter of an hour: beyond every deadline."""
+"""Decades up to 1e6 ms, a quarter of an hour: beyond every deadline."""
 
 EDGES_MS = tuple(LOWEST_MS * 10 ** (step / BUCKETS_PER_DECADE) for step in range(BUCKETS_PER_DECADE * DECADES + 1))
 

@@ -15,7 +15,7 @@ from cachesvc_ctl.daemon_process import DaemonProcess
 from cachesvc_ctl.lab.restarts import status_counters
 
 WAIT = "?wait=2s&deadline=10s"
-"""A replay is to show what comes over, on a machine that both nodes share."""
+"""Limits for a machine that both nodes share, where a replay shows what comes over."""
 
 Admin = admin_pb2_grpc.AdminServiceStub
 

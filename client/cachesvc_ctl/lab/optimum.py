@@ -30,7 +30,7 @@ def optimal_hits(prompts: Prompts, device_blocks: int, host_blocks: int = 0) -> 
 
 
 def _next_uses(flat: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """For each access the position in ``flat`` of the next one to its block, -1 where there is none."""
+    """Position in ``flat`` of the next access to each access's block, -1 where there is none."""
     order = np.argsort(flat, kind="stable")
     again = flat[order[1:]] == flat[order[:-1]]
     next_use = np.full(len(flat), -1, np.int64)

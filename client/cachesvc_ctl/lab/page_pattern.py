@@ -12,7 +12,7 @@ from cachesvc_client.memory.pool import AttachedPool
 from cachesvc.model.keys import KEY_BYTES
 
 CHUNK_WORDS = 1 << 17
-"""Written or checked at a time: a megabyte."""
+"""Bytes written or checked at a time: a megabyte."""
 STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -36,7 +36,7 @@ MAX_COLUMNS = 120
 them."""
 
 MAX_RPC_CURVES = 10
-"""Those that were called most; the table has them all, and more curves cannot be told apart."""
+"""Number of curves, for the most called RPCs; the table has them all, and more curves are hard to distinguish."""
 
 MAX_TRACE_LETTERS = 38
 """Most letters of a trace's name: the rest of the head is for a warning."""
@@ -170,7 +170,7 @@ def _nines(share: float, count: int = 10**9) -> float:
 
 
 def _draw_bytes(axes: Axes, columns: Sequence[Sample], column_seconds: int, report: ReplayReport) -> None:
-    """Up is what went to the device, down what came from it. Columns have the left scale, lines the right."""
+    """Draw bytes: up to the device, down from it. Columns have the left scale, lines the right."""
     write_titles(axes, "Bytes moved: rate (columns) and sum (lines)", _time_label(column_seconds))
     loads = [column.h2d_bytes for column in columns]
     stores = [column.d2h_bytes for column in columns]

@@ -29,7 +29,7 @@ class PoolSize:
     unit: Unit
 
     def blocks(self, distinct: int, block_bytes: int) -> int:
-        """In blocks, rounded down, where a trace has ``distinct`` of them; but at least 1 for a share."""
+        """Size in blocks, rounded down, where a trace has ``distinct`` of them; but at least 1 for a share."""
         if self.unit is Unit.BYTES:
             return int(self.number) // block_bytes
         if self.unit is Unit.PERCENT and self.number:
@@ -38,7 +38,7 @@ class PoolSize:
 
 
 def pool_size(text: str) -> PoolSize:
-    """One size, for argparse."""
+    """Parse one size, for argparse."""
     match = _NUMBER.fullmatch(text)
     if match is not None:
         return PoolSize(float(match[1]), Unit.PERCENT if match[2] else Unit.BLOCKS)

@@ -146,7 +146,7 @@ class EngineSlot(threading.Thread):
             self._reap(process)
 
     def _ask(self, process: subprocess.Popen[str], line: str) -> dict[str, object] | None:
-        """One request's outcome; None when the engine has died over it."""
+        """Outcome of one request; None when the engine has died over it."""
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -304,7 +304,7 @@ class ReplayRun:
                     self.tally.kills += 1
 
     def _watch(self, admin: admin_pb2_grpc.AdminServiceStub) -> None:
-        """Once a second: show progress, and note what the daemon has stored."""
+        """Show progress once a second, and note what the daemon has stored."""
         while not self._over.wait(PROGRESS_SECONDS):
             counters = counters_now(admin)
             if counters is None:

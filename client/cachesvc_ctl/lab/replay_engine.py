@@ -183,7 +183,7 @@ def main() -> None:
 
 
 def say(message: dict[str, object]) -> None:
-    """One line on standard output."""
+    """Write one line to standard output."""
     sys.stdout.write(json.dumps(message, separators=(",", ":")) + "\n")
     sys.stdout.flush()
 

@@ -26,7 +26,7 @@ class Sample:
     d2h_bytes: int = 0
 
     def plus(self, other: Sample) -> Sample:
-        """This sample's second with what happened in both."""
+        """Sum of this sample and another one, at this one's second."""
         return Sample(
             self.t_seconds,
             self.device_hits + other.device_hits,
@@ -97,7 +97,7 @@ class ReplayReport:
 
     @property
     def is_sound(self) -> bool:
-        """Nothing was lost from the pools, and no page held other bytes than it should."""
+        """True where nothing was lost from the pools, and no page held other bytes than it should."""
         return self.conservation == CONSERVED and self.corrupt_pages == 0
 
 

@@ -61,7 +61,7 @@ class Restarter(threading.Thread):
         self._kill_engines = kill_engines
 
     def run(self) -> None:
-        """Until the replay is over."""
+        """Restart until the replay is over."""
         try:
             while not self._over.wait(self._seconds):
                 self._lives.restart(self._admin, self._kill_engines)

@@ -56,7 +56,7 @@ def rows_json(rows: Sequence[Row], block_bytes: int) -> str:
 
 
 def rows_table(rows: Sequence[Row], block_bytes: int) -> str:
-    """For a terminal: shares of all block accesses, a trace after another."""
+    """Table for a terminal: shares of all block accesses, a trace after another."""
     parts = []
     for trace in dict.fromkeys(row.trace for row in rows):
         of_trace = [row for row in rows if row.trace == trace]

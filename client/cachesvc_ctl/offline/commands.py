@@ -97,7 +97,7 @@ VIEWS = {"summary": _summary, "tree": _tree, "blocks": _blocks, "next": _next}
 
 
 class Dump(DaemonCommand):
-    """DumpIndex, to a file."""
+    """Dump the index to a file."""
 
     name = "dump"
     about = "write a model's index or last requests to a file"

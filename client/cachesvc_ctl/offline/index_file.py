@@ -60,11 +60,11 @@ class StoredIndex:
         return len(self.parent)
 
     def key(self, block: int) -> str:
-        """Its key in hexadecimal."""
+        """Key of a block in hexadecimal."""
         return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES].hex()
 
     def add(self, line: dict[str, Any]) -> None:
-        """One block. Raises KeyError, TypeError, ValueError, OverflowError for a line that is none."""
+        """Add one block. Raises KeyError, TypeError, ValueError, OverflowError for a line that is none."""
         key = bytes.fromhex(line["key"])
         number, parent = len(self), line["parent"]
         if len(key) != KEY_BYTES or line["n"] != number or not -1 <= parent < number:

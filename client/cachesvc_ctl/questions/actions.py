@@ -64,7 +64,7 @@ class Weights(Question[Message]):
     )
 
     def ask(self, admin: Admin) -> Message:
-        """Idempotent."""
+        """Announce a version, or ask for the current one. Idempotent."""
         model = require_model(admin, self.arguments.of)
         if self.arguments.version is None:
             return model
@@ -86,7 +86,7 @@ class Drain(Question[admin_pb2.DrainResponse]):
     about = "open nothing new from now on; only a restart ends it"
 
     def ask(self, admin: Admin) -> admin_pb2.DrainResponse:
-        """Idempotent."""
+        """Have the daemon drain. Idempotent."""
         return admin.Drain(admin_pb2.DrainRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.DrainResponse) -> str:
@@ -106,7 +106,7 @@ class Reload(Question[inspect_pb2.ReloadResponse]):
         return admin.Reload(inspect_pb2.ReloadRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.ReloadResponse) -> str:
-        """One setting a line."""
+        """Show one setting a line."""
         rows = [
             (change.name, describe_setting(change.name, change.before), describe_setting(change.name, change.after))
             for change in answer.changes

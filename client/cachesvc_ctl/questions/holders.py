@@ -15,11 +15,11 @@ class Leases(Question[admin_pb2.ListLeasesResponse]):
     about = "which engine holds what"
 
     def ask(self, admin: Admin) -> admin_pb2.ListLeasesResponse:
-        """Those that the caller may see."""
+        """Ask for the leases that the caller may see."""
         return admin.ListLeases(admin_pb2.ListLeasesRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.ListLeasesResponse) -> str:
-        """One a line."""
+        """Show one lease a line."""
         rows = [
             (
                 le.lease_id[:12],
@@ -49,11 +49,11 @@ class Tenants(Question[inspect_pb2.ListTenantsResponse]):
     about = "what each tenant holds and may hold"
 
     def ask(self, admin: Admin) -> inspect_pb2.ListTenantsResponse:
-        """Those that the caller may see."""
+        """Ask for the tenants that the caller may see."""
         return admin.ListTenants(inspect_pb2.ListTenantsRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.ListTenantsResponse) -> str:
-        """One a line for each thing that is counted."""
+        """Show a line for each thing that is counted."""
         rows = [
             (t.tenant or "(shared)", what, t.used.get(what, 0), t.limits.get(what, 0) or "-")
             for t in answer.tenants
@@ -74,7 +74,7 @@ class Sequences(Question[admin_pb2.ListSequencesResponse]):
         return admin.ListSequences(admin_pb2.ListSequencesRequest(limit=self.arguments.limit), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.ListSequencesResponse) -> str:
-        """One a line."""
+        """Show one sequence a line."""
         rows = [
             (
                 s.lease_id[:12],
@@ -99,11 +99,11 @@ class Tickets(Question[admin_pb2.ListTicketsResponse]):
     flags = (LIMIT,)
 
     def ask(self, admin: Admin) -> admin_pb2.ListTicketsResponse:
-        """Those that run, then those that ended."""
+        """Ask for tickets: those that run, then those that ended."""
         return admin.ListTickets(admin_pb2.ListTicketsRequest(limit=self.arguments.limit), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.ListTicketsResponse) -> str:
-        """One a line."""
+        """Show one ticket a line."""
         rows = [
             (t.id, t.direction, ticket_state(t), t.blocks, describe_bytes(t.size_bytes), t.reason or "-")
             for t in answer.tickets
@@ -112,5 +112,5 @@ class Tickets(Question[admin_pb2.ListTicketsResponse]):
 
 
 def ticket_state(ticket: common_pb2.Ticket) -> str:
-    """In a word."""
+    """State of a ticket in a word."""
     return common_pb2.TicketState.Name(ticket.state).removeprefix("TICKET_STATE_").lower()

@@ -40,7 +40,7 @@ class Blocks(Question[admin_pb2.ListBlocksResponse]):
         return admin.ListBlocks(request, timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.ListBlocksResponse) -> str:
-        """One a line, with the page of each copy, and its state where it is not READY."""
+        """Show one block a line, with the page of each copy, and its state where it is not READY."""
         rows = [
             (
                 b.key_hex[:16],
@@ -58,7 +58,7 @@ class Blocks(Question[admin_pb2.ListBlocksResponse]):
 
 
 def describe_copy(copy: admin_pb2.BlockCopy) -> str:
-    """Where it is."""
+    """Place of a copy."""
     state = "" if copy.state == "READY" else f" {copy.state}"
     return f"{copy.place}/{copy.group} {copy.page}{state}"
 
@@ -95,7 +95,7 @@ class Tree(Question[admin_pb2.GetTreeResponse]):
         return admin_pb2.GetTreeResponse(nodes=nodes, truncated=truncated)
 
     def show(self, answer: admin_pb2.GetTreeResponse) -> str:
-        """One node a line, indented."""
+        """Show one node a line, indented."""
         nodes = answer.nodes[: self.arguments.limit]
         lines = [tree_line(n.depth, n.key_hex, n.position, n.tiers, n.children, n.descendants) for n in nodes]
         is_deep = any(n.depth + 1 >= self.arguments.depth and n.children for n in nodes)
@@ -110,5 +110,5 @@ def tree_line(depth: int, key_hex: str, position: int, places: str, children: in
 
 
 def held_back(*, is_deep: bool, is_long: bool) -> list[str]:
-    """By which flags more of a tree could be seen: ``--depth`` held levels back, ``--limit`` lines."""
+    """Flags by which more of a tree could be seen: ``--depth`` held levels back, ``--limit`` lines."""
     return ["--depth"] * is_deep + ["--limit"] * is_long

@@ -1,4 +1,4 @@
-"""Models: which are there, and which one ``--model`` means."""
+"""Models: their list, and the one that ``--model`` names."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Models(Question[admin_pb2.ListModelsResponse]):
     about = "models, layouts and replicas"
 
     def ask(self, admin: Admin) -> admin_pb2.ListModelsResponse:
-        """Those that the caller may see."""
+        """Ask for the models that the caller may see."""
         return list_models(admin)
 
     def show(self, answer: admin_pb2.ListModelsResponse) -> str:
-        """One a line."""
+        """Show one model a line."""
         rows = [
             (
                 m.model_id,
@@ -111,5 +111,5 @@ def _shown(model: admin_pb2.ModelStatus) -> str:
 
 
 def model_number(admin: Admin, wanted: str | None) -> int:
-    """Its number; 0, which stands for every model, where none was named. Raises UnknownModel, InvalidRequest."""
+    """Number of a model; 0, which stands for every model, where none was named. Raises UnknownModel, InvalidRequest."""
     return 0 if wanted is None else require_model(admin, wanted).model_id

@@ -24,7 +24,7 @@ class Question(DaemonCommand, Generic[R]):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """Its own flags, ``--json``, and which daemon."""
+        """Add its own flags, ``--json``, and those of the daemon."""
         flag("--json", action="store_true", help="print the answer as JSON: every field, always").add_to(parser)
         super().add_flags(parser)
 

@@ -1,4 +1,4 @@
-"""``cachesvc status``: what stands out, pools, hits and transfers; on demand all counters and settings."""
+"""``cachesvc status``: attention, pools, hits and transfers; on demand all counters and settings."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def describe_device(d: status_pb2.DeviceStatus) -> str:
 
 
 def describe_hits(h: status_pb2.HitStatus) -> str:
-    """One line: what of the blocks that engines asked for was there."""
+    """Describe in one line how many of the blocks that engines asked for were there."""
     if not h.looked_up_blocks:
         return "hits: nothing was looked up yet"
     return (
@@ -107,7 +107,7 @@ def describe_transfers(t: status_pb2.TransferStatus) -> str:
 
 
 def describe_transports(t: status_pb2.TransportStatus) -> str:
-    """One line: which way calls come."""
+    """Describe in one line the transports of calls."""
     return f"calls: {t.lane_calls:,} by {t.lanes} lanes that are open and earlier ones, {t.grpc_calls:,} by gRPC"
 
 

@@ -1,4 +1,4 @@
-"""``cachesvc storage``: what outlives the daemon, whether it is used, and how its calls ended."""
+"""``cachesvc storage``: the storage tier, whether it is used, and the outcomes of its calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Storage(Question[Message]):
     )
 
     def ask(self, admin: Admin) -> Message:
-        """One of three calls."""
+        """Make one of three calls."""
         said = self.arguments
         if said.verify:
             return admin.CheckStorage(storage_pb2.CheckStorageRequest(), timeout=LONG_SECONDS)

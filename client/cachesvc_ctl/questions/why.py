@@ -49,7 +49,7 @@ class Why(Question[admin_pb2.ExplainResponse]):
         return answer
 
     def show(self, answer: admin_pb2.ExplainResponse) -> str:
-        """A paragraph and tables for each."""
+        """Show a paragraph and tables for each block."""
         return describe(answer, self.arguments.key)
 
     def code(self, answer: admin_pb2.ExplainResponse) -> int:

@@ -25,7 +25,7 @@ class Top(DaemonCommand):
     )
 
     def run(self) -> int:
-        """Until it is quit. Raises MissingExtraError."""
+        """Run until it is quit. Raises MissingExtraError."""
         if self.arguments.once:
             with self.target.open() as channel:
                 print(for_terminal(as_text(take_look(admin_pb2_grpc.AdminServiceStub(channel)))))

@@ -18,7 +18,7 @@ KEPT_LOOKS = 120
 HOTTEST = 12
 POOL_STATES = ("sealed", "private", "in_flight", "quarantined")
 MARKS = "#o>!"
-"""One a pool state, in their order; spaces are free pages."""
+"""Mark of each pool state, in their order; spaces are free pages."""
 
 SPARKS = " ▁▂▃▄▅▆▇█"
 
@@ -61,7 +61,7 @@ class History:
         return is_new
 
     def rates(self) -> list[Rates]:
-        """One for each pair of neighbours, oldest first."""
+        """Rates of each pair of neighbours, oldest first."""
         looks = list(self.looks)
         return [rates(before, after) for before, after in pairwise(looks)]
 
@@ -124,7 +124,7 @@ def spark(values: Sequence[float], width: int, most: float | None = None) -> str
 
 
 def percent(share: float | None) -> str:
-    """A share, or a dash where nothing was asked."""
+    """Format a share; a dash where nothing was asked."""
     return "-" if share is None else f"{share:.0%}"
 
 
