@@ -59,11 +59,11 @@ WINDOWED = gqa_windowed(
     window_layers=[False, True], kv_heads=1, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=WINDOW_TOKENS
 )
 KERNELS_SECONDS = 0.005
-"""What an iteration's kernels take while its step is on the way."""
+"""Time of an iteration's kernels while its step is in flight."""
 PACED_ENGINES = 16
 PACED_SECONDS = 0.01
 PACED_STEPS = 48
-"""Of each of a few rounds: with 32 sequences of 16 engines they fill three quarters of the pool."""
+"""Steps of each of a few rounds: with 32 sequences of 16 engines they fill three quarters of the pool."""
 PACED_ROUNDS = 4
 CALL_SECONDS = 30.0
 FLAGS = ["--backend", "shm", "--device-pool", "1GiB", "--host-pool", "512MiB", "--metrics-listen", "127.0.0.1:0"]
@@ -72,7 +72,7 @@ FOR_SCALE_MS = {
     "LMCache 0.5.6, 2 cores": {"131072": 53.0},
     "a cache in Rust, 16 cores": {"1024": 0.17, "8192": 0.22, "32768": 0.36, "131072": 0.90},
 }
-"""What others take for a look-up of so many tokens, 64 a block; measured 2026-11."""
+"""Time that other systems take to look up that number of tokens, 64 a block; measured 2026-11."""
 Figures = dict[str, float]
 
 
@@ -151,7 +151,7 @@ def keep_longest(longest: dict[str, float], daemon: DaemonProcess) -> None:
 
 
 def loop_longest_ms(daemon: DaemonProcess) -> dict[str, float]:
-    """How long each flow held the daemon's event loop at a time lately, by the clock."""
+    """Longest recent hold of the daemon's event loop by each flow, by the clock."""
     lines = map(json.loads, daemon.log.read_text(encoding="utf-8").splitlines())
     port = next(line["metrics_port"] for line in lines if line["event"] == "ready")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
@@ -222,7 +222,7 @@ Work = Callable[[str, str, int, int, object], Times]
 
 
 def run_processes(socket: str, way: str, clients: int, rounds: int, job: Work) -> Times:
-    """What ``clients`` processes measured, all at once, together."""
+    """Merged times of ``clients`` processes that ran all at once."""
     context = mp.get_context("spawn")
     barrier = context.Barrier(clients)
     pipes = [context.Pipe() for _ in range(clients)]
@@ -313,7 +313,7 @@ def pinging(socket: str, way: str) -> Iterator[Callable[[], object]]:
 
 
 def make_resident(lease: Lease, keys: bytes) -> None:
-    """Publish a whole prompt, unless somebody has."""
+    """Publish a whole prompt, unless it is cached already."""
     with lease.match(keys) as sequence:
         blocks = len(keys) // 32
         if sequence.device_blocks < blocks:

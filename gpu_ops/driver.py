@@ -1,6 +1,6 @@
 """The CUDA driver API by ctypes: the few functions that are needed here. No toolkit, no headers, no CuPy.
 
-ctypes lets go of the GIL for every call, so a call that submits a thousand copies stops nobody.
+ctypes lets go of the GIL for every call, so a call that submits a thousand copies blocks no other thread.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class CudaBackend:
         at.timeline.open(sheet, fd)
 
     def close_sheet(self, device: str, sheet: int) -> None:
-        """Nobody copies for the model any more."""
+        """Forget a sheet: no copy writes to it any more."""
         self._gpu(device)
         if (at := self._devices.get(device)) is not None:  # None: not running
             at.health.attempt(partial(at.timeline.close_sheet, sheet))
@@ -175,7 +175,7 @@ class CudaBackend:
         return self._device(device).copying.peers
 
     def can_reach(self, source: str, target: str) -> bool:
-        """As the hardware says. VMM slabs are open to their own GPU alone."""
+        """True where the hardware can. VMM slabs are open to their own GPU alone."""
         self._gpu(source)
         self._gpu(target)
         return source == target or (source, target) in self._reach
@@ -198,12 +198,12 @@ class CudaBackend:
             copying.limit(direction, bytes_per_second)
 
     def fault(self, device: str) -> str:
-        """What broke the GPU for this process; empty while it works."""
+        """Reason why the GPU is broken for this process; empty while it works."""
         self._gpu(device)
         return self._health[device].reason
 
     def probe(self) -> None:
-        """Ask every GPU that works for its free memory: one that fell off the bus is known before somebody copies. One
+        """Ask every GPU that works for its free memory: one that fell off the bus is known before the next copy. One
         whose copies do not end hangs: they fail. Waits for no answer that takes long."""
         self._look_at_copies()
         asked: list[threading.Thread] = []
@@ -248,7 +248,7 @@ class CudaBackend:
         return region
 
     def close_peer(self, region: int) -> None:
-        """Undo ``open_peer``: nobody copies from there any more."""
+        """Undo ``open_peer``: no copy reads from there any more."""
         self._holds.end(region)
         self._drop_region(region)
         next(iter(self._health.values())).attempt(self._peers.pop(region).close)

@@ -1,4 +1,4 @@
-"""What runs on a GPU's two streams: slices of copies, and the words that tell how far they have come."""
+"""Work on a GPU's two streams: slices of copies, and the words that show their progress."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""32-bit words in memory that several processes map: set one and wake who waits on it; wait without polling.
+"""32-bit words in memory that several processes map: set one and wake its waiters; wait without polling.
 
 The daemon's ``shm`` timeline and the client's waits are the two ends. Waiting is a shared futex, so a
-waiter sleeps in the kernel, and whoever sets a word wakes it from any process, container or namespace that
-maps the same file.
+waiter sleeps in the kernel, and the writer of a word wakes it from any process, container or namespace that maps the
+same file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cachesvc.model.transfer import has_reached
 WORD_BYTES = 4
 FOREVER_S = 1e6
 LATE_PART = 1 / 16
-"""Of what a waiter has waited: so late it may notice a word that nobody wakes it for."""
+"""Share of a wait by which a waiter may be late to notice a word whose writer wakes none."""
 Words = npt.NDArray[np.uint32]
 
 
@@ -67,8 +67,8 @@ def words_of(buffer: memoryview) -> Words:
 
 
 def store_and_wake(words: Words, index: int, value: int) -> None:
-    """Set a word and wake everybody who waits on it. What was written before is visible to who sees the word by
-    ``load`` or ``wait_reached``."""
+    """Set a word and wake all its waiters. Earlier writes are visible to a reader that sees the word by ``load`` or
+    ``wait_reached``."""
     fence()
     words[index] = value & 0xFFFFFFFF
     wake(words, index)
@@ -82,7 +82,8 @@ def load(words: Words, index: int) -> int:
 
 
 def fence() -> None:
-    """What this thread has done stays before what it does next, for all who share memory with it.
+    """Order memory accesses: this thread's earlier ones come before its later ones, for all processes that share
+    memory.
 
     x86 keeps loads in order, and stores. Elsewhere a semaphore does, which is what Python's lock is: giving it back and
     taking it again synchronize memory (POSIX.1-2017, XBD 4.12).
@@ -109,8 +110,8 @@ def wait_reached(
     """True once the word is at or past ``target``, cyclically; False when ``time.monotonic()`` passes
     ``deadline_s``.
 
-    ``poll_s``: the shortest and the longest pause between looks at a word that is set by one who wakes nobody, or
-    late, such as a GPU. None: whoever sets the word wakes.
+    ``poll_s``: the shortest and the longest pause between looks at a word whose writer wakes no waiter, or late, such
+    as a GPU. None: the writer wakes.
     """
     address, began = _address(words, index), time.monotonic()
     looks_s = (FOREVER_S, FOREVER_S) if poll_s is None else poll_s
@@ -125,7 +126,7 @@ def wait_reached(
 
 
 def pause_s(poll_s: tuple[float, float], waited_s: float) -> float:
-    """Until the next look of who has waited so long already."""
+    """Pause until the next look of a waiter that has waited ``waited_s`` already."""
     shortest_s, longest_s = poll_s
     return min(max(shortest_s, LATE_PART * waited_s), longest_s)
 

@@ -4,12 +4,12 @@ A mover belongs to one device: it alone plans for it, copies on its link, and wr
 the mover of every device in the daemon's own process; processes of their own stand behind the same seam
 (``cachesvc.mover``).
 
-What holds on either side of it:
+Rules on either side of it:
 
 * A job ends exactly once, in ``on_end``, after its timeline words have: ``word`` at the slot's end, and before it
   ``failed_word``, where it failed.
-* Whose job of a device goes next is its arbiter's choice alone: a job is planned as it is copied, part by part.
-* Pools are told apart by identity: the geometry of a pool and its table are never changed, only replaced.
+* A device's arbiter alone chooses the next job: a job is planned during its copy, part by part.
+* Pools are compared by identity: the geometry of a pool and its table are never changed, only replaced.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Movers(Protocol):
         """Have a job done. Raises nothing: a job that cannot be done ends, perhaps before this returns."""
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
-        """Somebody waits for a ticket's jobs now. Nothing where they have ended."""
+        """Make a ticket's jobs awaited. No-op where they have ended."""
 
     def began(self, device: str, ticket: int) -> float | None:
         """When the first slice of a job that has not ended was started, in monotonic seconds; None: not yet."""
@@ -144,8 +144,8 @@ class Inside:
         self._take(job, lambda stream, copies: stream.submit(copies))
 
     def submit_here(self, job: RankJob) -> None:
-        """As ``submit``; a device that has nothing to do is given the first slice by this thread, which may take a
-        driver's time."""
+        """Submit like ``submit``; a device that has nothing to do is given the first slice by this thread, which may
+        take a driver's time."""
         self._take(job, lambda stream, copies: stream.submit_here(copies))
 
     def _take(self, job: RankJob, submit: Callable[[CopyStream, CopyJob], None]) -> None:

@@ -1,4 +1,4 @@
-"""What one engine holds: a lease on a model's replica, kept alive, and the sequences opened under it."""
+"""Lease of one engine on a model's replica, kept alive, with the sequences opened under it."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Lease(LeaseView):
         """Make sure that what was read of the lease's pages up to now was its own. While ``is_sure`` nothing is asked;
         else the daemon is, which knows whether it took the lease for silent and gave its pages to others.
 
-        Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (nobody
-        knows: the same), DeadlineExceeded.
+        Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (unknown:
+        the same), DeadlineExceeded.
         """
         drive(self._calls.make_sure(timeout_s))
 
@@ -70,9 +70,10 @@ class Lease(LeaseView):
         return StepStream(self._calls.step(stock_pages), self._calls.calls)
 
     def completed(self, launch: int) -> None:
-        """The kernels of ``launch``, and of all launches before it, have ended: releases that waited for them go.
+        """Note that the kernels of ``launch`` and of all earlier launches have ended, and send the releases that
+        waited.
 
-        With an open step stream they go in a step that nobody waits for, so call it where that stream is used. Raises
+        With an open step stream they go in a step without a waiter, so call it where that stream is used. Raises
         InvalidRequest (no such launch), DeadlineExceeded (the next ``match`` sees to it).
         """
         drive(self._calls.completed(launch))

@@ -36,14 +36,14 @@ class StepStream:
 
     @property
     def free_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that nobody had when the last answer was made; empty before the first answer. The
-        stock is not among them, and other engines take from them too."""
+        """Free device pages of each group as of the last answer; empty before the first answer. The stock is not among
+        them, and other engines take from them too."""
         return self._calls.free_pages
 
     @property
     def evictable_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are kept by nobody. Some
-        take a transfer, such as their write-back, before they are free."""
+        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are unpinned. Some take
+        a transfer, such as their write-back, before they are free."""
         return self._calls.evictable_pages
 
     def batch(self) -> StepBatch[Sequence]:
@@ -62,7 +62,8 @@ class StepStream:
         return PendingStep(drive(self._calls.send(batch)))
 
     def tell(self) -> None:
-        """Send growth, and releases that waited for launches, in a step that nobody collects. Raises as ``send``."""
+        """Send growth, and releases that waited for launches, in a step whose results are not collected. Raises as
+        ``send``."""
         drive(self._calls.tell())
 
     def close(self) -> None:

@@ -232,7 +232,7 @@ def test_a_step_whose_stream_breaks_is_found_again_under_its_id(node: Node) -> N
 
 
 def test_a_step_by_columns_over_the_socket_is_what_it_is_by_operations(node: Node) -> None:
-    """The same publishes, recycles and releases, by the one and by the other, of prompts that nobody has."""
+    """The same publishes, recycles and releases, by the one and by the other, of unknown prompts."""
     with Engine(node.socket, layout=WINDOWED, device_pages=64) as engine, bare_stubs(node.socket) as bare:
         answers = []
         for number, is_column in enumerate((True, False)):

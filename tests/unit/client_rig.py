@@ -44,17 +44,17 @@ Fault = Callable[[grpc.ServicerContext], None]
 
 
 def break_way(context: grpc.ServicerContext) -> None:
-    """As a connection that was reset: UNAVAILABLE, and no word of the daemon's own."""
+    """Fail like a connection that was reset: UNAVAILABLE, and no word of the daemon's own."""
     context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
 
 
 def lose_answer(context: grpc.ServicerContext) -> None:
-    """As a deadline that passed on the way: what became of the call is not known."""
+    """Fail like a deadline that passed on the way: the outcome of the call is unknown."""
     context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 def refuse(code: ErrorCode, message: str = "no") -> Fault:
-    """As the daemon refuses."""
+    """Fail like the daemon does."""
 
     def fault(context: grpc.ServicerContext) -> None:
         context.set_trailing_metadata(((ERROR_METADATA_KEY, code.value),))

@@ -1,5 +1,5 @@
-"""How urgent transfers are in the swap engine: background ones stand back, are expedited, and can be paused; and movers
-are awake when a job comes."""
+"""Urgency of transfers in the swap engine: background ones stand back, are expedited, and can be paused; and movers are
+awake when a job comes."""
 
 from __future__ import annotations
 

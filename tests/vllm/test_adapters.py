@@ -1,5 +1,5 @@
-"""Engines share where the files of a model and of an adapter are equal, whatever their folders are called, and not where
-an adapter's name alone is."""
+"""Engines share where the files of a model and of an adapter are equal, whatever the names of their folders, and not
+where an adapter's name alone is equal."""
 
 from __future__ import annotations
 

@@ -56,14 +56,14 @@ class AsyncStepStream:
 
     @property
     def free_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that nobody had when the last answer was made; empty before the first answer. The
-        stock is not among them, and other engines take from them too."""
+        """Free device pages of each group as of the last answer; empty before the first answer. The stock is not among
+        them, and other engines take from them too."""
         return self._book.room[0]
 
     @property
     def evictable_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are kept by nobody. Some
-        take a transfer, such as their write-back, before they are free."""
+        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are unpinned. Some take
+        a transfer, such as their write-back, before they are free."""
         return self._book.room[1]
 
     def batch(self) -> StepBatch[AsyncSequence]:
@@ -84,7 +84,8 @@ class AsyncStepStream:
         return AsyncPendingStep(partial(self._collect, self._enter(batch)))
 
     async def tell(self) -> None:
-        """Send growth, and releases that waited for launches, in a step that nobody collects. Raises as ``send``."""
+        """Send growth, and releases that waited for launches, in a step whose results are not collected. Raises as
+        ``send``."""
         self._enter(None).is_quiet = True
 
     async def close(self) -> None:
@@ -143,7 +144,7 @@ class AsyncStepStream:
             raise AlreadyClosed("the step stream was closed; open another one with lease.step()")
 
     async def _make_way(self) -> None:
-        """Where too many steps are under way, and nobody collects the first of them, take in their answers."""
+        """Take in the oldest answers where too many steps are in flight and the caller collects none."""
         while self._book.is_full and self._book.under_way[0].is_quiet:
             try:
                 await self._collect(self._book.under_way[0], None)

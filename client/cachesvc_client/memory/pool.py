@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadOutcome(Enum):
-    """What has become of a load, as one rank's pool knows it."""
+    """Outcome of a load, as one rank's pool knows it."""
 
     RUNNING = "running"
     CAME = "came"
@@ -94,8 +94,8 @@ class AttachedPool:
         self._maker = Maker()
 
     def start(self) -> None:
-        """Map everything. Raises NotSupported (says what this process lacks), NotFound, DaemonUnavailable, GpuFailed;
-        nothing stays mapped then, and the daemon is told."""
+        """Map everything. Raises NotSupported (names what this process lacks), NotFound, DaemonUnavailable, GpuFailed;
+        nothing stays mapped then, and the daemon gets a Detach."""
         with ExitStack() as undo:
             undo.callback(self.close)
             if {slab.handle.kind for slab in self._attached.slabs} & set(DEVICE_KINDS):
@@ -142,7 +142,7 @@ class AttachedPool:
         return self._show(self._slab(group))
 
     def memory(self, group: str) -> Memory:
-        """What a group's slab is mapped as. Raises InvalidRequest for an unknown group."""
+        """Mapping of a group's slab. Raises InvalidRequest for an unknown group."""
         self._require_open()
         self._planes.require(group)
         return self._slabs[group]
@@ -215,7 +215,7 @@ class AttachedPool:
                 )
 
     def outcome(self, ticket: TicketView) -> LoadOutcome:
-        """What has become of a load. Raises AlreadyClosed, InvalidRequest (no place on the timeline)."""
+        """Outcome of a load. Raises AlreadyClosed, InvalidRequest (no place on the timeline)."""
         self._require_open()
         if ticket.state == "failed":
             return LoadOutcome.FAILED
@@ -259,8 +259,8 @@ class AttachedPool:
 
     @property
     def held(self) -> int:
-        """How many arrays and tensors, or views of them, keep memory mapped after a ``close`` that said False; where it
-        is 0, a stream may still wait."""
+        """Number of arrays and tensors, or views of them, that keep memory mapped after a ``close`` that returned
+        False; where it is 0, a stream may still wait."""
         return sum(memory.held for memory in self._memories)
 
     def __enter__(self) -> AttachedPool:

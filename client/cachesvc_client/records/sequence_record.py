@@ -1,4 +1,4 @@
-"""What a client knows of one sequence, and the operations on it. No I/O: others send them and bring the answers."""
+"""State of one sequence in a client, and the operations on it. No I/O: others send them and bring the answers."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class SequenceRecord:
         return answer
 
     def refuse_publish(self, error: CacheClientError) -> None:
-        """What was asked for is not published."""
+        """Undo a publish that the daemon refused."""
         self.has_failed_load |= isinstance(error, LoadFailed)
         self.asked_blocks = self.sealed_blocks
 
@@ -194,7 +194,7 @@ class SequenceRecord:
         return self.give_back(self.due(computed_tokens, launch))
 
     def due(self, computed_tokens: int, launch: int | None) -> Due:
-        """What can be given back once ``computed_tokens`` are computed; it is to be given back now."""
+        """Pages and windows to give back now that ``computed_tokens`` are computed."""
         self._require_usable()
         self.give_backs.hold_windows(computed_tokens, launch)
         return self.give_backs.take_due()

@@ -1,4 +1,4 @@
-"""Many operations in one message: what a step carries, and how its answer finds back to who asked. No I/O."""
+"""Many operations in one message: a step, and the way of its answer to the callers. No I/O."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ STEPS_UNDER_WAY = 16
 
 @dataclass(slots=True, eq=False)
 class SentStep:
-    """A step on its way. ``asked``: what its results are of, in order; ``entries`` and ``operations`` are what was
-    sent, of which growth and some releases are the client's own. ``is_quiet``: nobody collects the results."""
+    """A step in flight. ``asked``: subjects of its results, in order; ``entries`` and ``operations`` are what was sent,
+    of which growth and some releases are the client's own. ``is_quiet``: the caller collects no results."""
 
     request: cache_pb2.StepRequest
     asked: list[Operation[Any] | Entry]
@@ -170,8 +170,7 @@ class StepBook:
             self._end(self.under_way.popleft(), error)
 
     def refuse_one(self, request_id: int, error: CacheClientError) -> None:
-        """The daemon refused the oldest step before it did any of it: the growth that it told of is told by the next
-        one."""
+        """Note that the daemon refused the oldest step before it did any of it: the next step reports its growth."""
         step = self._next(request_id)
         if not isinstance(error, LeaseLost):
             for entry in step.entries[GROW]:
@@ -197,7 +196,7 @@ class StepBook:
                 self._lease.forget(owner)
 
     def _hold_again(self, step: SentStep) -> None:
-        """Releases that nobody asks for again, and that the daemon did not do, go with a later step."""
+        """Move unanswered releases of the client's own that the daemon did not do to a later step."""
         for record in step.ended:
             if not record.is_released:
                 self._lease.hold(record)

@@ -261,8 +261,8 @@ class PublishResponse(_message.Message):
     duplicate_positions: _builtins.bytes
     """Positions (packed little-endian uint32) whose key was sealed before by another page."""
     pending: _builtins.bool
-    """True when blocks are left: the next one is on its way here, or another call of the sequence came between. Publish
-    the rest later.
+    """True when blocks are left: the next one is being loaded for another request, or another call of the sequence came
+    between the turns of this one. Publish the rest later.
     """
     @_builtins.property
     def duplicates(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
@@ -970,9 +970,9 @@ class StepResponse(_message.Message):
     EVICTABLE_PAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     free_pages: _builtins.bytes
-    """For each group (packed little-endian uint32), once all of the step was done: device pages that nobody has, and those
-    that eviction can give because nobody keeps them. Some of these take a transfer: the write-back before they go, or
-    the end of one that moves them now. The caller's stock is in neither. Others take from both at any time.
+    """For each group (packed little-endian uint32), once all of the step was done: free device pages, and those that
+    eviction can give because they are unpinned. Some of these take a transfer: the write-back before they go, or the
+    end of one that moves them now. The caller's stock is in neither. Others take from both at any time.
     """
     evictable_pages: _builtins.bytes
     @_builtins.property
