@@ -8,6 +8,7 @@ array that is exported cannot grow.
 from __future__ import annotations
 
 from array import array
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,29 @@ def int64s(column: array[int]) -> Ints:
 def uint16s(column: array[int]) -> npt.NDArray[np.uint16]:
     """A copy of an array of 16-bit numbers."""
     return np.frombuffer(column, np.uint16).copy() if column else np.empty(0, np.uint16)
+
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+class Arena:
+    """Memory for copies that was written once: to write to fresh memory costs several times what a copy does."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._bytes = np.ones(size_bytes, np.uint8)
+        self._used = 0
+
+    def copy(self, column: array[int], kind: type[Number]) -> npt.NDArray[Number]:
+        """A copy of an array of numbers, in fresh memory where the arena is full."""
+        source = np.frombuffer(column, kind) if column else np.empty(0, kind)
+        first = -(-self._used // source.itemsize) * source.itemsize
+        end = first + source.nbytes
+        if end > len(self._bytes):
+            return source.copy()
+        self._used = end
+        out = self._bytes[first:end].view(kind)
+        out[:] = source
+        return out
 
 
 def states(column: bytearray) -> Bytes:

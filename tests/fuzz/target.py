@@ -152,14 +152,15 @@ class Target:
         self.host_pool.start()
         node, edge = self.node, Edge(self.dispatcher)
         health = DeviceHealth(self.backend, node, self.tell)
-        sizes = {"device_pool_bytes": DEVICE_BYTES, "host_pool_bytes": HOST_BYTES, "host_chunk_bytes": 4 << 20}
         facts = Facts(
             version="fuzzed",
             backend="shm",
             epoch=node.epoch,
             started=node.started,
             lease_seconds=node.lease_seconds,
-            **sizes,
+            device_pool_bytes=DEVICE_BYTES,
+            host_pool_bytes=HOST_BYTES,
+            host_chunk_bytes=4 << 20,
             eviction="lru",
             settings={},
             devices=[],

@@ -273,10 +273,10 @@ def test_keys_that_are_copied_before_the_moment_are_those_of_the_moment(monkeypa
     turns = iter(range(1000))
 
     def meanwhile() -> Question[dump.Columns]:
-        question = columns_of(view, rig.model)
+        question, told = columns_of(view, rig.model), None
         while True:
             try:
-                yield next(question)
+                told = yield question.send(told)
             except StopIteration as ended:
                 taken: dump.Columns = ended.value
                 return taken
@@ -293,7 +293,10 @@ def test_keys_that_are_copied_before_the_moment_are_those_of_the_moment(monkeypa
 def test_a_model_that_goes_while_its_index_is_copied_is_not_found() -> None:
     rig = busy()
     question = columns_of(View(rig.core, EVERYTHING, lambda: 0.0), rig.model)
-    next(question)
+    work = next(question)
+    assert work is not None
+    room = work()
+    question.send(room)
     evict_model(rig.core, rig.vault, rig.model)
     with pytest.raises(NotFound):
         next(question)
