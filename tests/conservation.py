@@ -343,7 +343,7 @@ def _counts(model: Model, place: Place) -> Iterator[str]:
     depth, states = model.blocks.index.depth, place.states[place.lead]
     for state in (FILLING, READY, DRAINING):
         if (seen := states.count(state)) != (told := place.counts.states[state]):
-            yield f"model {model.id} {place.name}: {seen} blocks are {state.name}, {told} are counted"
+            yield f"model {model.id} {place.name}: {seen} blocks are {CopyState(state).name}, {told} are counted"
     pinned = sum(pins * (depth[row] + 1) for row, pins in enumerate(place.pins) if pins)
     if pinned != place.counts.pinned:
         yield f"model {model.id} {place.name}: {pinned} blocks are pinned, {place.counts.pinned} are counted"

@@ -30,12 +30,11 @@ from cachesvc.ledger.windows import hit_window_blocks, window_needs, window_posi
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.int32s import array_of, column, union_of
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, Tier
 
 __all__ = ["Dropped", "Hit", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
 
 HOST_PLACE = 0
-IS_READY = int(READY)  # an enum takes three times as long to compare
 
 
 class Filling(NamedTuple):

@@ -32,7 +32,6 @@ from cachesvc.ledger.walk import walk_of
 from cachesvc.model.int32s import Column, array_of, column
 from cachesvc.model.words import ABSENT, READY
 
-IS_READY = int(READY)
 WORK_OF_RUN, BLOCKS_OF_WORK = 8, 12
 """Work of a run that stays on the host: as much as this number of blocks that go by themselves, and one more for this
 number of its own."""
@@ -113,7 +112,7 @@ class Evictor:
         while found < count and looks < most_looks and work < most_work and (row := walk.next()) is not None:
             looks += 1
             lasting_children = index.children[row] - gone[row]
-            is_elsewhere = IS_READY in map(itemgetter(row), others)
+            is_elsewhere = READY in map(itemgetter(row), others)
             left, run = most_work - int(work), [row]
             if is_elsewhere and row not in lingering:
                 run = walk.backed_run(row, min(count - found, _longest_run(place, left)))
@@ -153,7 +152,7 @@ class Evictor:
         on_host = self.ledger.host.states[self.ledger.host.lead]
         while plan.found < count and work < most_work and (row := walk.next()) is not None:
             run = walk.backed_run(row, min(count - plan.found, _longest_run(place, most_work - int(work))))
-            backed = list(takewhile(lambda each: on_host[each] == IS_READY, run))
+            backed = list(takewhile(lambda each: on_host[each] == READY, run))
             plan.drops += backed
             work += _work_of(place, backed)
             if len(backed) < len(run):

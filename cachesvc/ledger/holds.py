@@ -21,8 +21,6 @@ from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.words import READY
 
-IS_READY = int(READY)  # an enum takes three times as long to compare
-
 
 class Hold:
     """``loads``: tickets that it relies on. ``failed``: why it cannot go on, once one of them has failed."""
@@ -128,7 +126,7 @@ class Hold:
         ``needed[g]``: position -> row of the windowed copies among them that the hit needs. What is there already is
         held from now on: nothing in flight may be all that keeps it.
         """
-        present = np.flatnonzero(self.place.states_of(self.place.lead, rows) >= IS_READY)
+        present = np.flatnonzero(self.place.states_of(self.place.lead, rows) >= READY)
         if len(present):
             self._device.move(rows[present[-1]])
             self.sealed += len(present)

@@ -20,7 +20,6 @@ from cachesvc.model.words import READY, Tier
 
 SHORTEST_RUN, SHORTEST_BACKED = 3, 5
 """A shorter one, of blocks that leave the index or stay in it, costs as much as its blocks one by one."""
-IS_READY = int(READY)
 
 
 def drop_all(ledger: BlockLedger, place: Place, rows: Sequence[int], cause: Cause) -> None:
@@ -63,7 +62,7 @@ def _run_end(ledger: BlockLedger, place: Place, rows: Sequence[int], at: int) ->
     end, expected, left = at, rows[at], 0
     while end < len(rows):
         row = rows[end]
-        if row != expected or children[row] != left or own[row] != IS_READY:
+        if row != expected or children[row] != left or own[row] != READY:
             break
         if any(map(itemgetter(row), others)):
             break

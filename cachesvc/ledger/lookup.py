@@ -13,8 +13,6 @@ from cachesvc.model.errors import KeyMisplaced
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import READY
 
-IS_READY = int(READY)  # an enum costs three times as long to compare
-
 
 class Hit(NamedTuple):
     """Longest prefix found: ``device_blocks`` in place, ``blocks`` in all; rows are NO_ROW where the count is 0."""
@@ -79,7 +77,7 @@ class Lookup:
         while low < high:
             key = keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
             row = parts[key[-1]].get(key, NO_ROW)
-            if row >= 0 and (states is None or states[row] >= IS_READY):
+            if row >= 0 and (states is None or states[row] >= READY):
                 low, low_row = middle, row
             else:
                 high = middle - 1
@@ -92,7 +90,7 @@ class Lookup:
         It checks each block to load.
         """
         rows = self.index.last_rows(row, blocks - device_blocks)
-        lacking = np.flatnonzero(self.host.states_of(self.host.lead, rows) != IS_READY)
+        lacking = np.flatnonzero(self.host.states_of(self.host.lead, rows) != READY)
         if not len(lacking):
             return blocks, row
         first = int(lacking[0])

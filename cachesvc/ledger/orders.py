@@ -10,7 +10,6 @@ from cachesvc.ledger.place import Place
 from cachesvc.ledger.queues import Chooser, QueuedLeaves
 from cachesvc.model.words import FILLING, READY, STAMP_BITS
 
-IS_READY, IS_FILLING = int(READY), int(FILLING)  # an enum takes three times as long to compare
 DEPTH_BITS = 32
 RankRule = Callable[[int, int, int], Rank]
 """``(stamp, hits, depth) -> rank``: the eviction policy; the lowest rank goes first."""
@@ -22,7 +21,7 @@ def leaf_order(index: BlockIndex, place: Place, rule: RankRule, chooser: Chooser
     flights, stamp, hits, depth = index.flights, index.stamp, index.hits, index.depth
 
     def may_go(row: int) -> bool:
-        return states[row] == IS_READY and not (pins[row] or children[row] or flights[row])
+        return states[row] == READY and not (pins[row] or children[row] or flights[row])
 
     def rank(row: int) -> Rank:
         return rule(stamp[row], hits[row], depth[row])
@@ -39,9 +38,9 @@ def window_order(index: BlockIndex, place: Place, group: int, sinks: int) -> Lea
     reached, stamp, depth = index.reached, index.stamp, index.depth
 
     def may_go(row: int) -> bool:
-        if states[row] != IS_READY or pins[row]:
+        if states[row] != READY or pins[row]:
             return False
-        return all(other.states[group][row] != IS_FILLING for other in places)  # from this copy, perhaps
+        return all(other.states[group][row] != FILLING for other in places)  # from this copy, perhaps
 
     def rank(row: int) -> Rank:
         return window_rank(reached[row], stamp[row], depth[row], depth[row] < sinks)

@@ -39,7 +39,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
-MOVES: dict[tuple[CopyState, CopyState], tuple[PageState, PageState]] = {
+MOVES: dict[tuple[int, int], tuple[PageState, PageState]] = {
     (ABSENT, READY): (PRIVATE, SEALED),
     (ABSENT, FILLING): (FREE, IN_FLIGHT),
     (FILLING, READY): (IN_FLIGHT, SEALED),
@@ -50,8 +50,6 @@ MOVES: dict[tuple[CopyState, CopyState], tuple[PageState, PageState]] = {
     (DRAINING, ABSENT): (IN_FLIGHT, FREE),
 }
 """Each move of a copy with that of its page; there are no others."""
-
-IS_WHOLE = int(READY)  # compared for every change: an enum takes three times as long
 
 
 class Place:
@@ -166,7 +164,7 @@ class Place:
 
     def are_ready(self, rows: Column) -> npt.NDArray[np.bool_]:
         """Mask of the READY rows among some."""
-        ready: npt.NDArray[np.bool_] = np.frombuffer(self.states[self.lead], np.uint8)[rows] == IS_WHOLE
+        ready: npt.NDArray[np.bool_] = np.frombuffer(self.states[self.lead], np.uint8)[rows] == READY
         return ready
 
     def are_elsewhere(self, rows: Column) -> npt.NDArray[np.bool_]:
@@ -192,7 +190,7 @@ class Place:
             pages = [page for page in pages if page != NO_PAGE]
         self.pools[group].shift_all(pages, PRIVATE, SEALED)
         for row, page in zip(rows, pages, strict=True):
-            states[row] = IS_WHOLE
+            states[row] = READY
             held[row] = page
         self._journal.note_all(self._told[ABSENT, READY][0] | group << 9, rows)
         if group == self.lead:
@@ -204,7 +202,7 @@ class Place:
         IllegalMove."""
         states = self.states[group]
         if states[row] != ABSENT:
-            raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), READY)
+            raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), CopyState(READY))
         self.pools[group].shift(page, IN_FLIGHT, SEALED)
         self.pages[group][row] = page
         states[row] = READY
@@ -231,7 +229,9 @@ class Place:
         if len(rows) < AT_ONCE or self.states_of(group, rows).any():
             for row in rows:
                 if states[row] != ABSENT:
-                    raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), FILLING)
+                    raise IllegalMove(
+                        f"{self.name} group {group} row {row}", CopyState(states[row]), CopyState(FILLING)
+                    )
         pages = self.pools[group].take(len(rows), IN_FLIGHT)
         if len(rows) < AT_ONCE:
             for row, page in zip(rows, pages, strict=True):
@@ -299,7 +299,7 @@ class Place:
         among: npt.NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
         for each in self._known:
             if each is not self:
-                among |= np.frombuffer(each.states[group], np.uint8)[rows] >= IS_WHOLE
+                among |= np.frombuffer(each.states[group], np.uint8)[rows] >= READY
         for code, gone in zip(self._told[READY, ABSENT], (rows[~among], rows[among]), strict=True):
             self._journal.note_all(with_cause(code, Cause.LOST) | group << 9, gone.tolist())
         states[rows] = ABSENT
@@ -312,15 +312,15 @@ class Place:
         self,
         group: int,
         row: int,
-        source: CopyState,
-        target: CopyState,
+        source: int,
+        target: int,
         page: int = NO_PAGE,
         cause: Cause | None = None,
         into: PageState | None = None,
     ) -> None:
         states, pages = self.states[group], self.pages[group]
         if states[row] != source:
-            raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), target)
+            raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), CopyState(target))
         move = (source, target)
         page_source, page_target = MOVES[move]
         if source == ABSENT:
@@ -344,7 +344,7 @@ class Place:
         """Write down that a copy came, went or failed to come."""
         code = codes[0]
         for other in self._known:
-            if other is not self and other.states[group][row] >= IS_WHOLE:
+            if other is not self and other.states[group][row] >= READY:
                 code = codes[1]
                 break
         if cause is not None:

@@ -15,7 +15,6 @@ from cachesvc.ledger.queues import NO_SEGMENT, QueuedLeaves
 from cachesvc.model.int32s import column
 from cachesvc.model.words import ABSENT, READY
 
-IS_ABSENT, IS_READY = int(ABSENT), int(READY)
 FEW = 8
 """Longest run whose rows are read one by one: columns cost as much as some twenty rows, and most paths that hang from a
 shared prompt are short."""
@@ -85,13 +84,13 @@ class Walk:
     def run(self, row: int, most: int) -> list[int]:
         """Up to ``most`` rows that come one after another, from ``row`` on, which has come last and can be dropped:
         each the parent of the one before, its only child anywhere, and with no copy anywhere else."""
-        return self._climb(row, most, self.ledger.index.children, IS_ABSENT)
+        return self._climb(row, most, self.ledger.index.children, ABSENT)
 
     def backed_run(self, row: int, most: int) -> list[int]:
         """Run like ``run``, of rows that another place has whole, so that they stay in the index whatever hangs below
         them there: each is the parent of the one before, and that its only child on this place."""
         index, place = self.ledger.index, self.place
-        run = self._climb(row, min(most, FEW), place.children, IS_READY)
+        run = self._climb(row, min(most, FEW), place.children, READY)
         if len(run) < FEW or most == FEW:
             return run
         family, least, most_there = self._family(row)
@@ -116,7 +115,7 @@ class Walk:
         run = [row]
         while len(run) < most:
             row = parent[row]
-            if row == NO_ROW or children[row] != 1 or pins[row] or flights[row] or states[row] != IS_READY:
+            if row == NO_ROW or children[row] != 1 or pins[row] or flights[row] or states[row] != READY:
                 break
             if not least <= column[row] <= most_there or max(map(itemgetter(row), others), default=0) != elsewhere:
                 break
@@ -144,7 +143,7 @@ class Walk:
 
     def _is_free(self, row: int) -> bool:
         place = self.place
-        ready = place.states[place.lead][row] == IS_READY
+        ready = place.states[place.lead][row] == READY
         return ready and not place.pins[row] and not self.ledger.index.flights[row]
 
 

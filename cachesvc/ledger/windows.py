@@ -17,8 +17,6 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import READY
 
-IS_READY = int(READY)  # an enum takes three times as long to compare
-
 
 def hit_window_blocks(layout: Layout, group: int) -> int:
     """Blocks before a hit's end that a windowed group must have: enough to compute the hit's last token again."""
@@ -144,7 +142,7 @@ class WindowSearch:
             for position in _positions(window, sinks, blocks):
                 if position >= least:
                     break
-                if states[self._prefix.row(position)] != IS_READY:
+                if states[self._prefix.row(position)] != READY:
                     least = position
         return least
 
@@ -152,7 +150,7 @@ class WindowSearch:
         """The first position of ``[first, last)`` whose windowed copy is missing; ``otherwise`` if there is none."""
         states, in_place = self._place.states[group], self._device_blocks
         for position, row in enumerate(self._prefix.rows_at(range(first, last)), start=first):
-            if states[row] == IS_READY and position < in_place:
+            if states[row] == READY and position < in_place:
                 continue
             if not self._is_loadable(group, position, row):
                 return position
@@ -162,11 +160,11 @@ class WindowSearch:
         """True where the host has the windowed copy, and all blocks from there to the hit's end."""
         host = self._host
         self._asked_host = True
-        if host is None or host.states[group][row] != IS_READY:
+        if host is None or host.states[group][row] != READY:
             return False
         states = host.states[host.lead]
         while position < self._loadable == self._looked_to:
             self._looked_to -= 1
-            if states[self._prefix.row(self._looked_to)] == IS_READY:
+            if states[self._prefix.row(self._looked_to)] == READY:
                 self._loadable -= 1
         return position >= self._loadable

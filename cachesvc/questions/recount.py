@@ -19,7 +19,7 @@ from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK, LeafOrder, SortedEntries
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.queues import NO_RANK, QueuedLeaves
-from cachesvc.model.words import DRAINING, FILLING, READY
+from cachesvc.model.words import DRAINING, FILLING, READY, CopyState
 from cachesvc.questions.snapshot import Mask, int32s, live_rows, place_states, states, uint16s
 from cachesvc.questions.steps import Question, off_loop
 
@@ -171,7 +171,7 @@ def recount_closure(seen: _Closure) -> list[str]:
     and that operators' counts of blocks by state are right."""
     there = np.bincount(seen.states[seen.lead], minlength=len(seen.counted))
     out = [
-        f"{seen.name}: {there[state]} blocks are {state.name}, {seen.counted[state]} are counted"
+        f"{seen.name}: {there[state]} blocks are {CopyState(state).name}, {seen.counted[state]} are counted"
         for state in (FILLING, READY, DRAINING)
         if there[state] != seen.counted[state]
     ]

@@ -33,7 +33,7 @@ def ledger_of(layout: Layout) -> tuple[BlockLedger, Place]:
     return ledger, ledger.add_replica("replica", pools(layout))
 
 
-def put(ledger: BlockLedger, place: Place, row: int, state: CopyState, groups: tuple[int, ...]) -> None:
+def put(ledger: BlockLedger, place: Place, row: int, state: int, groups: tuple[int, ...]) -> None:
     if state == FILLING:
         ledger.start_fill(place, [array("i", [row] if g in groups else []) for g in range(len(place.pools))], 1)
         return
@@ -139,7 +139,7 @@ def test_copies_move_by_the_table_alone(source: CopyState, target: CopyState) ->
         put(ledger, place, row, source, (0,))
     pool = place.pools[0]
     [private] = pool.take(1, PageState.PRIVATE)
-    moves: dict[CopyState, list[Callable[[], object]]] = {
+    moves: dict[int, list[Callable[[], object]]] = {
         ABSENT: [lambda: place.fail(0, row), lambda: place.drop(0, row)],
         FILLING: [lambda: place.fill(0, array("i", [row]))],
         READY: [lambda: place.seal(0, row, private), lambda: place.arrive(0, row), lambda: place.keep(0, row)],
