@@ -23,6 +23,7 @@ from cachesvc.questions.view import Sight
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.samples import SAMPLE_SECONDS, Samples
 from cachesvc.service.node import Node
+from cachesvc.service.time_slices import TimeSlices
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -127,17 +128,18 @@ class WebPage:
 
         async def show_status(request: Request) -> Response:
             since = request.query_params.get("since", "0")
-            return JSONResponse(self.status(int(since) if re.fullmatch(r"\d{1,15}", since) else 0))
+            return JSONResponse(await self.status(int(since) if re.fullmatch(r"\d{1,15}", since) else 0))
 
         return Starlette(
             routes=[Route("/", show_page), Route("/status.json", show_status)],
             middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
         )
 
-    def status(self, since: int) -> dict[str, Any]:
+    async def status(self, since: int) -> dict[str, Any]:
         """What the page shows; samples only after the one numbered ``since``."""
         facts = self._facts
-        found, models = status(self._view, facts.lease_seconds), self._view.models()
+        found = await TimeSlices().answer(status(self._view, facts.lease_seconds))
+        models = self._view.models()
         leases = found.leases[:MOST_LISTED]
         return {
             "version": facts.version,
