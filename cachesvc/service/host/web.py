@@ -20,7 +20,6 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.model.words import PageState
 from cachesvc.questions.status import PoolLine, status
 from cachesvc.questions.view import Sight
-from cachesvc.service.access.auth import EVERYONE
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.samples import SAMPLE_SECONDS, Samples
 from cachesvc.service.node import Node
@@ -74,7 +73,7 @@ class WebPage:
         )
 
         class QuietServer(uvicorn.Server):
-            """Server that leaves signals to the daemon."""
+            """Signals are the daemon's."""
 
             @contextmanager
             def capture_signals(self) -> Generator[None, None, None]:
@@ -100,7 +99,7 @@ class WebPage:
         return listening
 
     async def close(self) -> None:
-        """Stop the server."""
+        """Stop."""
         await self._samples.close()
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
@@ -149,7 +148,7 @@ class WebPage:
             "uptime_seconds": round(facts.uptime_seconds, 1),
             "lease_seconds": facts.lease_seconds,
             "draining": found.draining,
-            "attention": [*found.attention, *facts.attention(EVERYONE.sees)],
+            "attention": [*found.attention, *facts.attention()],
             "models": [{"id": model.id, "name": model.shown, "blocks": len(model.blocks.index)} for model in models],
             "pools": [_pool(line) for line in found.pools][:MOST_LISTED],
             "hits": {**found.hits._asdict(), "missed_blocks": found.hits.missed_blocks},
@@ -187,7 +186,7 @@ def allowed_hosts(port: int) -> frozenset[str]:
 
 
 def content_policy(page: str) -> str:
-    """Policy that allows this page's own script and style, by their digests, and its own status."""
+    """Nothing but this page's own script and style, by their digests, and its own status."""
 
     def digests(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
