@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Protocol
 
@@ -19,6 +20,9 @@ from cachesvc.storage.objects import Way
 from cachesvc.storage.seam import Scope
 from cachesvc.storage.tier import Tier
 from cachesvc.telemetry import events
+
+SHOWN_NAMESPACE = "[0-9a-f]{12,64}"
+"""A namespace as listings have it, or more of it."""
 
 
 class Configured(Protocol):
@@ -103,18 +107,21 @@ class StorageAnswers:
         )
 
     async def purge(self, name: str) -> storage_pb2.PurgeStorageResponse:
-        """Purge a model's objects, or all. Raises Unavailable, NotFound."""
+        """Remove what is kept of every tenant's model of that name, or of one namespace by how its number begins; an
+        empty name: all. Raises Unavailable, NotFound."""
         tier = self._require()
         async with self._busy:
             found = await asyncio.to_thread(tier.backend.status)
             scopes: list[Scope | None] = [scope for scope, kept in found.scopes.items() if name in ("", kept.label)]
+            if not scopes and re.fullmatch(SHOWN_NAMESPACE, name):
+                scopes = [scope for scope in found.scopes if scope.namespace.hex().startswith(name)]
             if name and not scopes:
                 raise NotFound("stored model", name, "cachesvc storage lists those that there are")
             objects = 0
             for scope in scopes if name else [None]:
                 objects += await asyncio.to_thread(tier.backend.purge, scope)
         for model in self._node.view().models():
-            if name in ("", model.name):
+            if name in ("", model.name) or any(scope and scope.namespace == model.namespace for scope in scopes):
                 forget(self._node.core, model.id, list(model.stored.written))
         events.event("storage_purged", model_name=name, objects=objects)
         return storage_pb2.PurgeStorageResponse(objects=objects)

@@ -244,8 +244,18 @@ VOCABULARY: dict[str, Event] = {
         "info", "An operator removed objects; an empty name: of all models.", ("model_name", "objects")
     ),
     "storage_not_direct": Event("info", "The filesystem refuses direct I/O: the page cache is used.", ("folder",)),
-    "storage_read_failed": Event("info", "An object could not be read; it is computed instead.", ("reason",)),
+    "storage_read_failed": Event(
+        "info",
+        "Objects could not be read, the last for this reason; they are computed instead. `objects`: since the line "
+        "before. At most one line in 10 s.",
+        ("reason", "objects"),
+    ),
     "storage_write_failed": Event("info", "An object could not be written.", ("reason",)),
+    "storage_not_removed": Event(
+        "warning",
+        "A file that was to be evicted cannot be removed: it still counts, and is still read. Logged once a minute.",
+        ("reason",),
+    ),
     "storage_not_touched": Event("info", "The time of an object's last use could not be kept.", ("reason",)),
     "storage_label_not_kept": Event("warning", "A model's name could not be kept beside its objects.", ("reason",)),
     "storage_scan_broke": Event("error", "A defect: the scan of the folder failed; the daemon tries again."),

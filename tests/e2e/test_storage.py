@@ -146,6 +146,22 @@ def test_operators_see_check_and_purge_what_is_kept(tmp_path: Path) -> None:
         assert engine.serve(prompt(1, BLOCKS)).computed == 0, "memory has it still"
 
 
+def test_one_namespace_of_the_listing_is_purged_alone(tmp_path: Path) -> None:
+    with (
+        storing(tmp_path) as node,
+        Engine(node.socket, device_pages=64, host_pages=256) as one,
+        Engine(node.socket, model="another", device_pages=64, host_pages=256) as other,
+    ):
+        one.serve(prompt(1, BLOCKS))
+        other.serve(prompt(1, BLOCKS))
+        wait_until(lambda: stored(node, 2 * BLOCKS), "all is stored")
+        (namespace,) = re.findall(r"model@1 +(\w{12}) ", cachesvc(node)[1])
+        assert cachesvc(node, "--purge", namespace[:-1])[0] == 2, "too little of it to be sure"
+        assert cachesvc(node, "--purge", namespace) == (0, f"removed {BLOCKS} objects\n")
+        assert re.search(rf"another +\w{{12}} +{BLOCKS} ", cachesvc(node)[1])
+        assert cachesvc(node, "--purge", namespace)[0] == 2
+
+
 def test_without_storage_the_command_says_so(node: Node) -> None:
     assert cachesvc(node) == (0, "no storage is configured; see cachesvcd --storage\n")
     assert cachesvc(node, "--verify")[0] == 2

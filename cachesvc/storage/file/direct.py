@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 ALIGN_BYTES = 4096
 MOST_PIECES = 512
 """Pieces of one call: the kernel takes 1,024."""
@@ -76,8 +77,8 @@ class Mover:
 
 
 def direct_flag(folder: str) -> int:
-    """O_DIRECT where files of the folder can be read and written so, else 0. Raises OSError where none can be
-    written."""
+    """O_DIRECT where files of the folder can be read and written so, else 0: also where a full filesystem takes no file
+    to try it with. Raises OSError where none can be written for another reason."""
     path = f"{folder}/direct"
     page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
     for flag in (os.O_DIRECT, 0):
@@ -86,11 +87,13 @@ def direct_flag(folder: str) -> int:
         except OSError as error:
             if flag and error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
                 continue
+            if error.errno in NO_ROOM:
+                return 0
             raise
         try:
             is_good = os.pwritev(fd, [page], 0) == ALIGN_BYTES == os.preadv(fd, [page], 0)
-        except OSError:
-            if not flag:
+        except OSError as error:
+            if not flag and error.errno not in NO_ROOM:
                 raise
             is_good = False
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -12,7 +11,7 @@ from functools import partial
 
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.storage.file.catalogue import Catalogue, Entry
-from cachesvc.storage.file.direct import ALIGN_BYTES, Mover, direct_flag, padded
+from cachesvc.storage.file.direct import ALIGN_BYTES, NO_ROOM, Mover, direct_flag, padded
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane
 from cachesvc.storage.file.options import FileOptions
@@ -37,9 +36,10 @@ from cachesvc.telemetry import events
 
 TOUCH_SECONDS = 60
 """A use is written to the file no more often than that."""
+NOTE_SECONDS = 10.0
+"""Between two lines of the log about objects that cannot be read."""
 FULL_SECONDS = 5.0
-"""Time without writes after the filesystem had no room, seconds."""
-NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""How long nothing is written after the filesystem had no room."""
 
 
 class FileStorage:
@@ -60,6 +60,9 @@ class FileStorage:
         self._stopping = threading.Event()
         self._scanned = threading.Event()
         self._full_until = 0.0
+        self._noting = threading.Lock()
+        self._note_at = 0.0
+        self._unread = 0
         self._direct = 0
 
     def start(self) -> None:
@@ -143,7 +146,7 @@ class FileStorage:
                 self._catalogue.drop(name)
                 continue
             except OSError as error:
-                events.event("storage_read_failed", reason=str(error))
+                self._note_unread(error)
                 found.unreadable += 1
                 continue
             found.objects += 1
@@ -208,13 +211,23 @@ class FileStorage:
         try:
             outcome = self._read_file(item, mover)
         except OSError as error:
-            events.event("storage_read_failed", reason=str(error))
+            self._note_unread(error)
             outcome = Outcome.FAILED
         finally:
             self._catalogue.end_read(item.name)
         if outcome is not Outcome.OK and outcome is not Outcome.FAILED:
             self._catalogue.drop(item.name)
         each(index, outcome)
+
+    def _note_unread(self, error: OSError) -> None:
+        """Log it, once in a while for all objects: a disk that breaks has many."""
+        with self._noting:
+            self._unread += 1
+            if self._clock() < self._note_at:
+                return
+            objects, self._unread = self._unread, 0
+            self._note_at = self._clock() + NOTE_SECONDS
+        events.event("storage_read_failed", reason=str(error), objects=objects)
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)

@@ -17,6 +17,8 @@ from cachesvc.storage.seam import ObjectName, Scope
 
 MOST_LABEL_BYTES = 256
 NEW = "claim."
+RECOVERED = "lost+found"
+"""A folder that a fresh ext4 filesystem has; nothing of it is touched."""
 
 
 class Folder:
@@ -63,7 +65,7 @@ class Folder:
     def _check_format(self) -> None:
         path = self.root / "format"
         if not path.exists():
-            strange = [each for each in self.root.iterdir() if not each.name.startswith(("format", NEW))]
+            strange = [each for each in self.root.iterdir() if not each.name.startswith(("format", NEW, RECOVERED))]
             if strange and not path.exists():  # else another daemon has just begun here, too
                 raise InvalidRequest(
                     f"storage: {self.root} is not empty, and not ours; give the cache a folder of its own"

@@ -10,17 +10,21 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 from collections import defaultdict, deque
 from pathlib import Path
 from typing import NamedTuple
 
 from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.file.paths import object_path
+from cachesvc.telemetry import events
 
 LOW_SHARE = 0.97
 """The lower watermark, of the capacity."""
 BATCH = 64
-"""Objects that one batch of evictions removes: some 2 ms."""
+"""Objects that go at a time: some 2 ms."""
+WARN_SECONDS = 60.0
+"""Between two warnings that files cannot be removed."""
 FLOOR_EVERY = 32
 """Writes between two looks at what the filesystem has left."""
 
@@ -47,6 +51,7 @@ class Space:
         self._spare_bytes = 0
         self._numbers = itertools.count(1)
         self._until_look = 0
+        self._warn_at = 0.0
         self._lock = threading.Lock()
 
     @property
@@ -55,7 +60,8 @@ class Space:
         return self._catalogue.size_bytes + self._reserved + self._spare_bytes
 
     def take(self, size_bytes: int) -> Room | None:
-        """Room for a file, evicting where need be; None where there is none. Ends by ``give_back``."""
+        """Room for a file, evicting where need be; None where there is none. Ends by ``give_back``. Raises OSError
+        where the filesystem or the folder is gone."""
         with self._lock:
             if size_bytes > self.capacity:
                 return None
@@ -83,43 +89,66 @@ class Space:
         """Remove a batch of objects not used since ``before`` (seconds since 1970), and more where the capacity or the
         floor is passed; how many went."""
         with self._lock:
-            is_low = not self._has_floor(0, look=True)
+            try:
+                is_low = not self._has_floor(0, look=True)
+            except OSError:  # the folder is gone: the next write fails
+                is_low = False
             over = 0 if is_low else self.capacity - self._spare_bytes - self._reserved
             victims = self._catalogue.take_oldest(BATCH, max(0, over), before)
             if is_low:
                 self._free_spares()
-        for entry in victims:
-            remove(object_path(self._objects, entry.name))
-        self.evicted_objects += len(victims)
-        return len(victims)
+        gone = sum(self._remove(entry) for entry in victims)
+        self.evicted_objects += gone
+        return gone
 
     def _make_room(self, size_bytes: int) -> bool:
         """Under the lock: evict objects until ``size_bytes`` more fit."""
         while self.used_bytes + size_bytes > self.capacity:
             target = int(self.capacity * LOW_SHARE) - self._reserved - self._spare_bytes - size_bytes
             victims = self._catalogue.take_oldest(BATCH, max(0, target))
-            self.evicted_objects += len(victims)
-            kept = sum(self._set_aside(entry, size_bytes) for entry in victims)
-            if kept:
+            gone = sum(self._set_aside(entry, size_bytes) for entry in victims)
+            self.evicted_objects += gone
+            if self._spares.get(size_bytes):
                 return True
-            if not victims and not self._free_spares():
+            if not gone and not self._free_spares():
                 return False
         return True
 
     def _set_aside(self, entry: Entry, size_bytes: int) -> bool:
-        """An evicted object's file is to be written over, where it has the size; else it is freed."""
+        """An evicted object's file is to be written over, where it has the size; else it is freed. False where it
+        stays."""
         path = object_path(self._objects, entry.name)
         if entry.size_bytes != size_bytes:
-            remove(path)
-            return False
+            return self._remove(entry)
         spare = self.next_path()
         try:
             os.rename(path, spare)
-        except OSError:  # another daemon was there first
+        except FileNotFoundError:  # another daemon was there first
+            return True
+        except OSError as error:
+            self._keep(entry, error)
             return False
         self._spares[size_bytes].append(spare)
         self._spare_bytes += size_bytes
         return True
+
+    def _remove(self, entry: Entry) -> bool:
+        """Unlink an evicted object's file; False where it stays."""
+        try:
+            os.unlink(object_path(self._objects, entry.name))
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            self._keep(entry, error)
+            return False
+        return True
+
+    def _keep(self, entry: Entry, why: OSError) -> None:
+        """Its file cannot be removed, so its bytes still count, and it is still a hit. Others go before it."""
+        self._catalogue.add(entry.name, entry.size_bytes, int(time.time()))
+        if time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + WARN_SECONDS
+            events.warning("storage_not_removed", reason=str(why))
 
     def _take_spare(self, size_bytes: int) -> str | None:
         spares = self._spares.get(size_bytes)
@@ -139,14 +168,11 @@ class Space:
         return had
 
     def _has_floor(self, size_bytes: int, *, look: bool = False) -> bool:
-        """Under the lock: is enough left on the filesystem? Looked at now and then."""
+        """Under the lock: is enough left on the filesystem? Looked at now and then. Raises OSError."""
         self._until_look -= 1
         if not look and self._until_look > 0:
             return True
-        try:
-            facts = os.statvfs(self._objects)
-        except OSError:
-            return False
+        facts = os.statvfs(self._objects)
         left = facts.f_bavail * facts.f_frsize - size_bytes - self._reserved
         self._until_look = FLOOR_EVERY if left > self._floor + FLOOR_EVERY * max(size_bytes, 1) else 0
         return left >= self._floor

@@ -27,7 +27,7 @@ class Storage(Question[Message]):
     )
     flags = (
         flag("--verify", action="store_true", help="read every object; what is not what its name says is removed"),
-        flag("--purge", metavar="MODEL", help="remove all objects of a model"),
+        flag("--purge", metavar="MODEL", help="remove all objects of a model, or of one namespace of the listing"),
         flag("--purge-all", action="store_true", help="remove all objects of every model"),
     )
 

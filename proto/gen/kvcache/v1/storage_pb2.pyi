@@ -251,7 +251,9 @@ class PurgeStorageRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Of every scope that is called so; empty: all."""
+    """Of every scope that is called so; or of the namespace whose hexadecimal number begins so, with 12 digits or more.
+    Empty: all.
+    """
     def __init__(
         self,
         *,
