@@ -107,8 +107,8 @@ class StorageAnswers:
         )
 
     async def purge(self, name: str) -> storage_pb2.PurgeStorageResponse:
-        """Remove what is kept of every tenant's model of that name, or of one namespace by how its number begins; an
-        empty name: all. Raises Unavailable, NotFound."""
+        """Purge the objects of every tenant's model of that name, or of one namespace by the beginning of its number;
+        an empty name: all. Raises Unavailable, NotFound."""
         tier = self._require()
         async with self._busy:
             found = await asyncio.to_thread(tier.backend.status)
