@@ -117,12 +117,16 @@ class CopyThread:
             self._arbiter.expedite(ticket)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Fail what has not begun, finish what has, and end. Idempotent; from a ``done`` callback it does not
-        wait, nor for a thread that hangs."""
+    def stop(self) -> None:
+        """As of ``CopyStream``."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop, and wait for the end of all jobs. Idempotent; from a ``done`` callback it does not wait, nor for a
+        thread that hangs."""
+        self.stop()
         if self._thread.is_alive() and threading.current_thread() not in (self._thread, self._guest):
             self._over.wait()
             if not self._hangs:
@@ -158,6 +162,8 @@ class CopyThread:
     def _serve_slices(self) -> None:
         while True:
             piece, uncut, refused = self._next()
+            for job in refused:
+                self._end_failed(job, Unavailable(f"copy stream {self.name} was closed first"))
             if piece is not None:
                 self._start(piece)
             elif uncut is not None:
@@ -166,8 +172,6 @@ class CopyThread:
                 self._land_oldest()
             elif not refused:
                 return
-            for job in refused:
-                self._end(job, Unavailable(f"copy stream {self.name} was closed first"))
             del piece, uncut, refused  # a job holds its plan: do not keep it while waiting
 
     def _give_up(self, failure: Exception) -> None:
@@ -197,7 +201,7 @@ class CopyThread:
         end_job(job, error, self._write_word)
 
     def _next(self) -> tuple[Slice | None, Queued | None, list[CopyJob]]:
-        """A slice to start, or a job whose slice is to be cut first, or the jobs that ``close`` came before; nothing:
+        """A slice to start, or a job whose slice is to be cut first, or the jobs that ``stop`` came before; nothing:
         see to what is on its way, or end."""
         with self._changed:
             while True:

@@ -146,8 +146,12 @@ class CopyStream(Protocol):
         """As ``submit``; but where the stream has nothing to do the first slice is planned and started by this very
         thread, for as long as the driver takes: it need not wake another one first."""
 
+    def stop(self) -> None:
+        """Take no more jobs, and start no more copies: what is on its way lands, and every job of which something is
+        left ends as failed. Does not wait. Idempotent."""
+
     def close(self) -> None:
-        """Fail what has not begun, finish what has, and end."""
+        """Stop, and wait for the end of all jobs."""
 
 
 class DeviceMemory(Protocol):

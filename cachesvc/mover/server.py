@@ -3,17 +3,21 @@
 Jobs come by a ring and are read by one thread, which hands them to ``Inside``, the same planner and streams as a daemon
 without movers has, and starts a job's first slice itself where the device is idle; ends go back by another ring.
 Everything else is asked on the connection, and answered by the thread that serves it. With the end of the connection
-all is over, in order: nothing here outlives its daemon.
+all is over, in order: nothing here outlives its daemon. Clients learn in milliseconds that their daemon is gone, and
+may recompute into the very pages of a load. So whatever is not on its way by then ends at once, also while a question
+is being answered: what is left to be waited for is one slice, or a few, of each stream.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -71,12 +75,25 @@ class Server:
 
     def serve(self) -> None:
         """Until the daemon hangs up; then give everything back."""
+        looking = threading.Thread(target=self._look_for_end, name="daemon-gone", daemon=True)
+        looking.start()
         try:
             answer_all(self._connection, self._answer)
         finally:
             if self._work is not None:
                 self._work.close()
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            looking.join()
             self._connection.close()
+
+    def _look_for_end(self) -> None:
+        """Root of a thread: start no more copies once the daemon has hung up, whatever it still has asked for."""
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLRDHUP)
+        poll.poll()
+        if (work := self._work) is not None:
+            work.stop()
 
     def _answer(self, asked: Message) -> Message:
         name = asked.head["ask"]
@@ -135,17 +152,21 @@ class _Work:
         return self._answers[name](asked)
 
     def close(self) -> None:
-        """The daemon is gone: finish what runs, fail what waits, give everything back. Idempotent."""
+        """The daemon is gone: see what is on its way land, fail the rest, give everything back. Idempotent."""
         self._jobs.stop()
         self._finish()
         self._ends.close()
         for ring in self._rings:
             ring.close()
 
+    def stop(self) -> None:
+        """Start no more copies. Does not wait."""
+        self._inside.stop()
+
     def _finish(self) -> None:
+        self.stop()
         if self._thread.ident is not None:
             self._thread.join(READER_SECONDS)
-        self._inside.stop()
         self._backend.close()
 
     # -- jobs ----------------------------------------------------------------------------------------------------------

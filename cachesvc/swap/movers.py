@@ -65,7 +65,7 @@ OnEnd = Callable[[RankEnd], None]
 
 
 class Movers(Protocol):
-    """The movers of all devices. Calls return at once, but for ``stop``."""
+    """The movers of all devices. Calls return at once."""
 
     @property
     def memory(self) -> DeviceMemory:
@@ -96,7 +96,8 @@ class Movers(Protocol):
         """No job names these pools any more."""
 
     def stop(self) -> None:
-        """Take no more jobs; those that are there end with the memory. Idempotent."""
+        """Take no more jobs, and start no more copies: what is on its way lands, and jobs of which something is left
+        end as failed. Does not wait. Idempotent."""
 
 
 _NO_COPIES: CopyBatch = np.empty((0, len(COPY_FIELDS)), np.int64)
@@ -209,8 +210,13 @@ class Inside:
         self._stream(job).submit_here(CopyJob(job.ticket, steps(), None, None, 0, lambda _: None, size_bytes=0))
 
     def stop(self) -> None:
-        """Take no more jobs."""
+        """End what is not on its way."""
+        if self._is_stopped:
+            return
         self._is_stopped = True
+        for device in self._timelines:
+            for stream_of in (self._backend.load_stream, self._backend.store_stream, self._backend.peer_stream):
+                stream_of(device).stop()
 
     def _queue(self, mine: _UnderWay, submit: Callable[[CopyStream, CopyJob], None]) -> None:
         job, slot = mine.job, mine.job.slot
