@@ -12,6 +12,7 @@ from functools import partial
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copy_watch import CopyWatch, Errand
+from cachesvc.memory.job_end import WriteWord, end_job
 from cachesvc.memory.queued import Queued
 from cachesvc.memory.seam import CopyJob, Slice, SliceRunner
 from cachesvc.model.errors import Unavailable
@@ -20,7 +21,6 @@ from cachesvc.model.transfer import CopiesHang, Direction
 log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
-WriteWord = Callable[[int, int], None]
 
 
 class CopyThread:
@@ -364,7 +364,9 @@ class CopyThreads:
             self._wake_all()
 
     def close(self) -> None:
-        """Close all streams. Idempotent."""
+        """Close all streams, at once. Idempotent."""
+        for stream in self._every:
+            stream.stop()
         for stream in self._every:
             stream.close()
 
@@ -387,17 +389,3 @@ def _wake(changes: Iterable[threading.Condition]) -> None:
     """Their lock is held."""
     for changed in changes:
         changed.notify_all()
-
-
-def end_job(job: CopyJob, error: Exception | None, write_word: WriteWord) -> None:
-    """Release a failed job's waiters and tell its owner how it ended; an owner that raises is logged,
-    once."""
-    if error is not None:
-        if job.failed_word is not None:
-            write_word(job.failed_word, job.end_value)
-        if job.word is not None:
-            write_word(job.word, job.end_value)
-    try:
-        job.done(error)
-    except Exception:
-        log.exception("copy_done_callback_failed ticket=%d", job.ticket)

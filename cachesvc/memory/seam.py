@@ -115,10 +115,15 @@ class Slab(Protocol):
 
 class Sheet(Protocol):
     """The 32-bit words of one model on one device, in host memory that its engines map too. ``fd``: what to pass to
-    them."""
+    them. ``writers``: the descriptor of a pipe, and its handle; it hangs up once nothing copies into the model's slabs
+    on the device any more. None where another process keeps it."""
 
     handle: Handle
     fd: int | None
+
+    @property
+    def writers(self) -> tuple[Handle, int] | None:
+        """See above."""
 
 
 class Timeline(Protocol):

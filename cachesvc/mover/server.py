@@ -122,6 +122,7 @@ class _Work:
         self._inside = Inside(self._backend, costs=equipment.costs, on_begin=self._begun)
         self._regions: dict[int, int] = {}
         self._slabs: dict[int, Slab] = {}
+        self._writers: dict[int, int] = {}  # of sheets, for as long as copies may land
         self._listener = records.Listener(device, self._regions)
         self._rehearsal = Rehearsal(self._listener, self._inside)
         self._thread = threading.Thread(target=self._serve_jobs, name="jobs", daemon=True)
@@ -168,6 +169,10 @@ class _Work:
         if self._thread.ident is not None:
             self._thread.join(READER_SECONDS)
         self._backend.close()
+        if self._backend.fault(self._device):  # its copies may land as long as this process lives
+            return
+        while self._writers:
+            os.close(self._writers.popitem()[1])
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -219,11 +224,14 @@ class _Work:
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def _open_sheet(self, asked: Message) -> Message:
-        self._backend.open_sheet(self._device, asked.head["sheet"], asked.descriptors[0])
+        words, writers = asked.descriptors
+        self._backend.open_sheet(self._device, asked.head["sheet"], words)
+        self._writers[asked.head["sheet"]] = os.dup(writers)
         return Message({})
 
     def _close_sheet(self, asked: Message) -> Message:
         self._backend.close_sheet(self._device, asked.head["sheet"])
+        os.close(self._writers.pop(asked.head["sheet"]))
         return Message({})
 
     def _create_slab(self, asked: Message) -> Message:

@@ -57,10 +57,29 @@ def test_no_copy_begins_once_clients_know_that_their_daemon_is_gone(by: signal.S
         engine = Engine(node.socket, layout=WIDE, device_pages=BLOCKS, host_pages=BLOCKS + 8, timeouts=LONG).start()
         load_slowly(node, engine)
         pids = list(movers(node).values())
+        assert not engine.pool.is_quiet
         node.daemon.process.send_signal(by)
         assert engine.client.wait_lost(WAIT_SECONDS)
         scribble(engine)
         wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids), "the movers are gone")
         assert len(others(engine)) <= 2, "a slice may have been on its way"
         node.daemon.process.wait()
+        engine.close(quiesced=False)
+
+
+@pytest.mark.parametrize("kind", ["process", "inside"])
+def test_nothing_is_written_any_more_once_the_pool_is_quiet(kind: str, folder: Path) -> None:
+    with running_node(("--movers", kind, *SLOWLY), folder=folder) as node:
+        engine = Engine(node.socket, layout=WIDE, device_pages=BLOCKS, host_pages=BLOCKS + 8, timeouts=LONG).start()
+        load_slowly(node, engine)
+        pids = list(movers(node).values())
+        assert not engine.pool.wait_quiet(0.01), "the daemon serves"
+        node.daemon.process.kill()
+        assert engine.client.wait_lost(WAIT_SECONDS)
+        assert engine.pool.wait_quiet(WAIT_SECONDS)
+        scribble(engine)
+        node.daemon.process.wait()
+        wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids), "the movers are gone")
+        assert others(engine) == set()
+        assert engine.pool.is_quiet
         engine.close(quiesced=False)

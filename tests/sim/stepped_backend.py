@@ -12,7 +12,7 @@ import numpy as np
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
-from cachesvc.memory.copy_thread import end_job
+from cachesvc.memory.job_end import end_job
 from cachesvc.memory.seam import CopyJob
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
