@@ -17,7 +17,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ SIZES = (1024, 8192, 32768)
 SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5_000_000, 6_000_000, 7_000_000
 DRAFTED, DRAFTED_TOKENS, DRAFTED_NEW, DRAFTED_REQUESTS = 8_000_000, 1000, 128, 8
 """Where the seeds of each part begin: nothing is in common between parts."""
+LOADS = {"1k in, 256 out": (1024, 256), "128 in, 512 out": (128, 512)}
+"""Of (c): tokens of a prompt, and of its answer."""
 AGENTS = 4
 """At a time: their requests fit in the pool together."""
 
@@ -114,13 +116,7 @@ def beside(run: Run, name: str, kind: str) -> None:
         run.drafted["vLLM alone"] = _drafts(peer)
         run.note("h", name, _drafts_told(run.drafted))
     if run.wants("c") and kind == "plain":
-        for turn in range(options.rounds):
-            for engine in engines:
-                for label, (tokens, new) in {"1k in, 256 out": (1024, 256), "128 in, 512 out": (128, 512)}.items():
-                    salt = ALONE + turn * 100_000 + tokens * 10
-                    asked = parts.nothing_shared(options.requests, tokens, new, salt)
-                    found = parts.load(engine, asked, options.at_a_time, options.seconds)
-                    run.note("c", f"{engine.name}, {label}, round {turn + 1}", found)
+        _throughput(run, engines)
     if run.wants("b") and kind in ("offload", "lmcache"):
         for engine in engines if "ours-a" not in run.found.get("b", {}) else [peer]:
             run.note("b", engine.name, parts.from_host(engine, options.sizes, options.rounds, HOST))
@@ -131,6 +127,26 @@ def beside(run: Run, name: str, kind: str) -> None:
         for engine in engines if "ours-a" not in run.found.get("d", {}) else [peer]:
             run.note("d", engine.name, parts.load(engine, asked, AGENTS, options.seconds))
     fleet.stop(name)
+
+
+def _throughput(run: Run, engines: Sequence[Engine]) -> None:
+    """Loads of (c), peer and ours in turns, each first in every other round; then the ratio of output tokens/s.
+
+    One round before the first is left out: kernels are made and tuned in it.
+    """
+    options = run.options
+    rates: dict[str, dict[str, list[float]]] = {label: {each.name: [] for each in engines} for label in LOADS}
+    for turn in range(options.rounds + 1):
+        for engine in engines if turn % 2 else reversed(engines):
+            for label, (tokens, new) in LOADS.items():
+                salt = ALONE + turn * 20_000 + tokens * 10
+                asked = parts.nothing_shared(options.requests if turn else options.at_a_time, tokens, new, salt)
+                found = parts.load(engine, asked, options.at_a_time, options.seconds)
+                if turn:
+                    rates[label][engine.name].append(found["output_tokens_s"])
+                    run.note("c", f"{engine.name}, {label}, round {turn}", found)
+        for label, seen in rates.items() if turn else ():
+            run.note("c", f"ours beside plain, {label}", parts.ratios(seen["ours-a"], seen["plain"]))
 
 
 def lmcache(run: Run) -> None:

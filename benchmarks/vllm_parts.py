@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import time
@@ -164,6 +165,13 @@ def load(engine: Engine, asked: Sequence[Prompt], at_a_time: int, seconds: float
         found |= {"step_ms_p50": _percentile(steps, 50), "step_ms_p99": _percentile(steps, 99), "steps": len(steps)}
     progress(f"{engine.name} {json.dumps(found)}")
     return found
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Ratio of each round, their geometric mean, and its standard error (as a factor's logarithm)."""
+    logs = [math.log(mine / other) for mine, other in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
+    return {"ratios": [math.exp(each) for each in logs], "mean": math.exp(statistics.fmean(logs)), "error": error}
 
 
 def nothing_shared(count: int, tokens: int, new: int, salt: int) -> list[Prompt]:

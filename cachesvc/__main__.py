@@ -239,7 +239,7 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = _adding(parser.add_argument_group("limits, beyond which calls are refused"))
-    add("--leases", type=int, metavar="N", help="leases at a time (default 1024)")
+    add("--leases", type=int, metavar="N", help="leases at a time, besides a process's first (default 1024)")
     add("--sequences-per-lease", type=int, metavar="N", help="open at a time (default 4096)")
     add("--blocks-per-sequence", type=int, metavar="N", help="of one sequence (default 65536)")
     add("--stock-pages-per-lease", type=int, metavar="N", help="pages granted ahead of use (default 4096)")

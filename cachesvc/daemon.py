@@ -165,6 +165,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         Step(host_pool.start, host_pool.close),
         Step(_nothing, storages.close),
         Step(_nothing, parts.registrar.close),
+        Step(_nothing, partial(asyncio.to_thread, hardware.hurry)),  # a Register may wait for a mover that hangs
         Step(parts.life.start, parts.life.close),
         *(Step(keyring.start, keyring.close) for keyring in parts.keyrings),
         Step(parts.checksums.start, parts.checksums.close),

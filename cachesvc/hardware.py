@@ -56,6 +56,11 @@ class Hardware:
         if isinstance(self.movers, Processes):
             self.movers.tell_losses(lost)
 
+    def hurry(self) -> None:
+        """The daemon stops: wait for no process of a device that hangs."""
+        if isinstance(self.movers, Processes):
+            self.movers.hurry()
+
 
 def choose_hardware(config: Config, listing: Listing | None = None) -> Hardware:
     """What the configuration asks for; ``auto`` takes GPUs where there are some. Nothing is started. ``listing``: of

@@ -34,7 +34,7 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int, *, short_suf
     if loads.blocked:
         return wait_for(core, loads.blocked)
     if loads.is_transfer:
-        require_transfer(core, call.model, call.replica)
+        require_transfer(core, call.model, call.replica, call.lease.party)
     fresh = blocks - first - len(loads.rows)
     wanted = loads.pages_wanted(fresh - min(fresh, sequence.pages_ahead))
     wait = make_room(core, call, wanted, loads.keep, sequence)

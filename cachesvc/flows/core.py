@@ -112,6 +112,7 @@ class Storage(Protocol):
 class Limits:
     """Every bound that a caller can run into. Sizes in the unit of the name.
 
+    ``key_bytes_per_process``: of the keys that open sequences were matched with, of all leases that a process opened.
     ``remembered_blocks``: keys of dropped blocks, over all models, that tell a miss's cause (some 150 bytes each).
     ``recent_blocks``: blocks of the last prompts, over all models, that simulations are run on (8 bytes each; what a
     prompt costs beside them is taken off).
@@ -125,6 +126,7 @@ class Limits:
 
     blocks_per_sequence: int = 65536
     sequences_per_lease: int = 4096
+    key_bytes_per_process: int = 256 << 20
     prefetches_per_lease: int = 1024
     stock_pages_per_lease: int = 4096
     leases: int = 1024

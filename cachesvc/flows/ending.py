@@ -19,11 +19,11 @@ from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.words import PageState
 
 
-def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER) -> None:
+def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER, *, at_once: bool = True) -> None:
     """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine. ``cause``: for counting.
 
-    It is lost at once, and what it holds in turns. Where the ledger breaks meanwhile, the model is out of service, and
-    other leases are lost as ever.
+    It is lost at once, and what it holds in turns, the first of them ``at_once``: a flow that ends many leases has one
+    such turn. Where the ledger breaks meanwhile, the model is out of service, and other leases are lost as ever.
     """
     lease.state = LeaseState.QUARANTINED
     lease.why = why
@@ -32,26 +32,28 @@ def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER) -
     if cause is not LeaseEnd.CLOSED:
         core.count(Count.LEASES_LOST)
     lease.is_quiet = not lease.processes
-    _end_holds(core, lease)
+    if lease.room is not None:
+        lease.room.release()
+    _end_holds(core, lease, at_once=at_once)
 
 
-def free_quarantine(core: Core, lease: Lease) -> None:
+def free_quarantine(core: Core, lease: Lease, *, at_once: bool = True) -> None:
     """Nothing writes a lost lease's pages any more: they come back, and the lease is forgotten but for its name."""
     lease.is_quiet = True
-    _end_holds(core, lease)
+    _end_holds(core, lease, at_once=at_once)
 
 
-def end_member(core: Core, lease: Lease, number: int) -> None:
+def end_member(core: Core, lease: Lease, number: int, *, at_once: bool = True) -> None:
     """A process has left a lease that lives on with others: its sequences end, and its stock goes back."""
     mine = [sequence for sequence in lease.sequences if member_of(sequence) == number]
-    begin(core.chores, lease.model, partial(_end_left, core, lease, number, mine))
+    begin(core.chores, lease.model, partial(_end_left, core, lease, number, mine), at_once=at_once)
 
 
-def free_unwritten(core: Core, lease: Lease) -> None:
+def free_unwritten(core: Core, lease: Lease, *, at_once: bool = True) -> None:
     """A process has unmapped the pools of a live lease, or is gone: where it was the last that had, pages in quarantine
     come back."""
     if lease.state is LeaseState.LIVE and lease.quarantine and not lease.attached:
-        begin(core.chores, lease.model, partial(_free_some, core, lease))
+        begin(core.chores, lease.model, partial(_free_some, core, lease), at_once=at_once)
 
 
 def unbind(core: Core, lease: Lease, token: bytes) -> None:
@@ -62,10 +64,10 @@ def unbind(core: Core, lease: Lease, token: bytes) -> None:
         process.leases.discard(lease.id)
 
 
-def _end_holds(core: Core, lease: Lease) -> None:
+def _end_holds(core: Core, lease: Lease, *, at_once: bool) -> None:
     if not lease.is_ending:
         lease.is_ending = True
-        begin(core.chores, lease.model, partial(_end_some, core, lease))
+        begin(core.chores, lease.model, partial(_end_some, core, lease), at_once=at_once)
 
 
 def _end_some(core: Core, lease: Lease) -> bool:

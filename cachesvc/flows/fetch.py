@@ -94,7 +94,7 @@ def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch 
     blocks = min(blocks, _free(host))
     if blocks <= 0:
         return None
-    ticket = core.ledger.tickets.open(model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED)
+    ticket = core.ledger.tickets.open(model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=call.lease.party)
     ticket.moved_blocks = blocks
     ticket.size_bytes = blocks * sum(model.layout.page_bytes(g) * model.layout.host_ranks(g) for g in host.full_groups)
     place = next((each for each in model.blocks.index.places if hit.row != NO_ROW and each.is_hittable(hit.row)), host)

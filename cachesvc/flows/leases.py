@@ -7,6 +7,8 @@ that leaves ends with it (``ending.py``).
 
 from __future__ import annotations
 
+from collections import Counter
+
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
@@ -16,6 +18,7 @@ from cachesvc.flows.turns import TURN
 from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LimitExceeded, NotFound
+from cachesvc.model.sharing import most_of
 
 MOST_MEMBERS = 256
 """Processes that share a lease: ranks and schedulers of one engine."""
@@ -59,7 +62,7 @@ def process_gone(core: Core, token: bytes) -> None:
     process = core.ledger.processes.pop(token, None)
     if process is None:
         return
-    for lease_id in sorted(process.leases):
+    for nth, lease_id in enumerate(sorted(process.leases)):
         lease = core.ledger.leases.get(lease_id)
         if lease is None:
             continue
@@ -67,11 +70,11 @@ def process_gone(core: Core, token: bytes) -> None:
         lease.attached.pop(token, None)
         number = lease.members.pop(token, None)
         if lease.state is LeaseState.LIVE and not (lease.instance and lease.members):
-            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED)
+            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED, at_once=nth == 0)
         elif lease.state is LeaseState.LIVE:
-            _go_on_without(core, lease, number)
+            _go_on_without(core, lease, number, at_once=nth == 0)
         elif not lease.processes:
-            free_quarantine(core, lease)
+            free_quarantine(core, lease, at_once=nth == 0)
 
 
 def find_lease(
@@ -102,9 +105,10 @@ def open_lease(
     request_id: int,
     now: float,
     instance: str = "",
+    quota: int = 0,
 ) -> Lease:
     """A lease for the process behind ``token``: the one that ``find_lease`` finds, or a new one. Of an ``instance`` the
-    process is a member from now on.
+    process is a member from now on. ``quota``: of leases of its tenant, 0 where it has none.
 
     Raises KeyReused, NotFound (model, replica, process), LimitExceeded, DaemonDraining, Unavailable (the model is out
     of service).
@@ -112,6 +116,7 @@ def open_lease(
     process = _process(core, token)
     lease = find_lease(core, model_id, replica_id, token, request_id, instance)
     if lease is None:
+        _require_room(core, process, quota)
         lease = _new_lease(core, model_id, replica_id, engine, process, now)
         lease.opened_by = (token, request_id)
         lease.instance = instance
@@ -126,17 +131,32 @@ def open_lease(
     return lease
 
 
+def _require_room(core: Core, process: Process, quota: int) -> None:
+    """A process has its share of all leases while others are connected or hold some, unless its tenant has a quota.
+    Alone it may take all: a process without a lease gets its first one beyond the limit, up to a quarter more.
+
+    Raises LimitExceeded.
+    """
+    ledger, limit = core.ledger, core.limits.leases
+    held = Counter(each.party for each in ledger.leases.values())
+    own, most = held[process.party], limit if held[process.party] else limit + max(1, limit // 4)
+    if len(ledger.leases) >= most:
+        raise LimitExceeded("leases", len(ledger.leases) + 1, most)
+    is_alone = all(each.party == process.party for each in ledger.processes.values()) and held.total() == own
+    if not quota and not is_alone and own >= (share := most_of(process.party, held, limit)):
+        raise LimitExceeded("leases of this process", own + 1, share)
+
+
 def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process: Process, now: float) -> Lease:
     if core.ledger.draining:
         raise DaemonDraining("the daemon is draining and opens no new leases; go on without the cache")
-    if len(core.ledger.leases) >= core.limits.leases:
-        raise LimitExceeded("leases", len(core.ledger.leases) + 1, core.limits.leases)
     model = core.ledger.model(model_id)
     model.require_trusted()
     model.replica(replica_id)
     if not any(each.model == model_id for each in core.ledger.leases.values()):
         model.blocks.clock.begin_anew()
     lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)
+    lease.party = process.party
     lease.blocks_per_sequence = core.limits.blocks_per_sequence
     core.ledger.leases[lease.id] = lease
     model.last_used = now
@@ -217,11 +237,11 @@ def _leave(core: Core, lease: Lease, token: bytes, *, quiesced: bool) -> Wait | 
     return TURN if quiesced and lease.is_quiet and lease.id in core.ledger.leases else None
 
 
-def _go_on_without(core: Core, lease: Lease, number: int | None) -> None:
+def _go_on_without(core: Core, lease: Lease, number: int | None, *, at_once: bool = True) -> None:
     """A process has left a lease that lives on; ``number``: as a member."""
     if number is not None:
-        end_member(core, lease, number)
-    free_unwritten(core, lease)
+        end_member(core, lease, number, at_once=at_once)
+    free_unwritten(core, lease, at_once=at_once and number is None)
 
 
 def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[str]:
@@ -231,8 +251,8 @@ def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[st
         for lease in core.ledger.leases.values()
         if lease.state is LeaseState.LIVE and now - lease.last_heard > silence_limit_seconds
     ]
-    for lease in silent:
-        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", LeaseEnd.SILENT)
+    for nth, lease in enumerate(silent):
+        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", LeaseEnd.SILENT, at_once=nth == 0)
     return [lease.id for lease in silent]
 
 

@@ -98,7 +98,8 @@ def bring(
     if not loads.is_transfer:
         hold.rely_on(loads.rows, loads.needed, tickets)
         return tickets
-    ticket = book.open(model.id, replica.id, Direction.LOAD, urgency, after=loads.joined)
+    party = call.lease.party
+    ticket = book.open(model.id, replica.id, Direction.LOAD, urgency, after=loads.joined, party=party)
     coming = model.blocks.start_fill(replica.place, loads.missing, ticket.id)
     ticket.rows = _moving(loads.rows, loads.missing)
     hold.rely_on(loads.rows, loads.needed, [*tickets, ticket])
@@ -107,15 +108,14 @@ def bring(
     return [*tickets, ticket]
 
 
-def load_from(
-    core: Core, model: Model, replica: Replica, loads: Loads, source: Replica, tip: int, urgency: Urgency
-) -> Ticket:
+def load_from(core: Core, call: Call, loads: Loads, source: Replica, tip: int, urgency: Urgency) -> Ticket:
     """Fill what is missing from another replica's device, where all is down to ``tip``. It is not followed by layers.
 
     The pin keeps what drains there; everything else stays because its rows are in flight.
     """
-    pin = Pin(model.blocks, source.place, tip)
-    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD, urgency, source=(source.id, pin))
+    model, replica, party = call.model, call.replica, call.lease.party
+    held = source.id, Pin(model.blocks, source.place, tip)
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD, urgency, source=held, party=party)
     coming = model.blocks.start_fill(replica.place, loads.missing, ticket.id)
     ticket.rows = _moving(loads.rows, loads.missing)
     submit(core, model, ticket, load_pairs(source.place, coming), layered=False)

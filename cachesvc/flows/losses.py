@@ -48,14 +48,16 @@ def empty_lost(core: Core) -> None:
 
 def _end_leases(core: Core, model: Model, replica: Replica) -> Iterable[str]:
     """Nobody can write the pages of memory that is gone: they need no quarantine."""
+    at_once = True
     for lease in list(core.ledger.leases.values()):
         if (lease.model, lease.replica) != (model.id, replica.id):
             continue
         if lease.state is LeaseState.LIVE:
-            lose(core, lease, f"{replica.gone}; register again")
+            lose(core, lease, f"{replica.gone}; register again", at_once=at_once)
             yield lease.id
         if lease.id in core.ledger.leases:
-            free_quarantine(core, lease)
+            free_quarantine(core, lease, at_once=at_once)
+        at_once = False
 
 
 def _forget_some(core: Core, model: Model, replica: Replica, copies: LostCopies) -> bool:

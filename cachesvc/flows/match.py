@@ -50,6 +50,9 @@ def match(
         raise InvalidRequest(f"sequence {sequence_id} is of no process of this lease: ids follow on what Open answered")
     if len(lease.sequences) >= core.limits.sequences_per_lease:
         raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
+    held, most = core.ledger.key_bytes.get(lease.party, 0) + len(keys), core.limits.key_bytes_per_process
+    if held > most:
+        raise LimitExceeded("bytes of keys of this process's open sequences", held, most)
     _tell_time(model, clock)
     if not model.blocks.index.take_over():
         return TURN
@@ -59,6 +62,7 @@ def match(
     sequence = Sequence(sequence_id, lease.id, model.id, replica.id, model.blocks, replica.place, keys)
     sequence.hold(hit, core.ledger.stamp())
     lease.sequences[sequence_id] = sequence
+    sequence.charge(core.ledger.key_bytes, lease.party)
     stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)
     _count_hit(model, hit, stored)
     waited = min(waited, MOST_WAITED_SECONDS)
@@ -153,11 +157,17 @@ def _count_hit(model: Model, hit: Hit, stored: int) -> None:
 
 
 def _computing(model: Model, keys: bytes, first: int) -> int:
-    """How many blocks after the hit somebody is computing now."""
-    count = first
-    while (count + 1) * KEY_BYTES <= len(keys) and keys[count * KEY_BYTES : (count + 1) * KEY_BYTES] in model.computing:
-        count += 1
-    return count - first
+    """How many blocks after the hit others are computing now. They declare keys root first, so these are a run, whose
+    end is found by bisection."""
+    low = first
+    middle = high = len(keys) // KEY_BYTES
+    while low < high:
+        if keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES] in model.computing:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) >> 1
+    return low - first
 
 
 def _count_reuse(core: Core, model: Model, replica: Replica, row: int) -> None:

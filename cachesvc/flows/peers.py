@@ -110,7 +110,7 @@ def _load(core: Core, call: Call, source: _Source, sharing: Sharing) -> Wait | N
     leaving = {draining[row] for row in source.path if row in draining} if draining else set()
     if leaving and not loads.missing[replica.place.lead]:  # windows alone would hang below nothing that stays
         return _wait(core, sharing, leaving)
-    if sharing.has_begun or not loads.is_transfer or not may_submit(core, model, replica):
+    if sharing.has_begun or not loads.is_transfer or not may_submit(core, model, replica, call.lease.party):
         return None
     try:
         wait = make_room(core, call, loads.pages_wanted(0), loads.keep)
@@ -118,7 +118,7 @@ def _load(core: Core, call: Call, source: _Source, sharing: Sharing) -> Wait | N
         return None
     if wait is not None:
         return _wait(core, sharing, wait.tickets) if wait.tickets else wait
-    ticket = load_from(core, model, replica, loads, source.replica, source.path[-1], sharing.urgency)
+    ticket = load_from(core, call, loads, source.replica, source.path[-1], sharing.urgency)
     core.count(Count.PEER_LOADS)
     sharing.has_begun, sharing.ticket, sharing.blocks = True, ticket, len(source.path)
     return _wait(core, sharing, (ticket.id,))

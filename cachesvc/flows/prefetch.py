@@ -37,7 +37,7 @@ def prefetch(core: Core, call: Call, keys: bytes, sharing: Sharing | None = None
         if loads.blocked:
             return wait_for(core, loads.blocked)
         if loads.is_transfer:
-            require_transfer(core, model, replica)
+            require_transfer(core, model, replica, lease.party)
         wait = make_room(core, call, loads.pages_wanted(0), loads.keep)
         if wait is not None:
             return wait

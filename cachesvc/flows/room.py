@@ -7,17 +7,14 @@ meanwhile evict for themselves. What the call relies on (``Keep``) is held here,
 from __future__ import annotations
 
 import sys
-from array import array
 from collections.abc import Sequence
-
-import numpy as np
 
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
 from cachesvc.flows.turns import TURN
-from cachesvc.ledger.evict import EvictionPlan, drop_idle_windows, evictable_pages, idle_windows
+from cachesvc.ledger.evict import EvictionPlan, drop_idle_windows, evictable_pages, idle_windows, transfers_here
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.pins import Keep, kept
@@ -27,9 +24,9 @@ from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.int32s import column
+from cachesvc.model.sharing import Party
 from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import ABSENT, PageState
+from cachesvc.model.words import PageState
 
 DRAIN_FAILURES = 3
 """Write-backs that fail in a row before evictions go on without them."""
@@ -62,7 +59,7 @@ def make_room(
         if any(count > pool.unreserved for count, pool in zip(wanted, place.pools, strict=True)):
             room = None if waiter is None else waiter.reserve()
             with kept(call.model.blocks, place, keep):
-                wait = _evict(core, call.model, call.replica, wanted, room)
+                wait = _evict(core, call.model, call.replica, wanted, room, call.lease.party)
     finally:  # it has what it wanted, or is refused: it no longer waits
         if room is not None and wait is None:
             room.release()
@@ -82,14 +79,14 @@ def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) 
     Nothing is refused, nobody waits, and no more goes than in one turn; returns how many pages of a group go at most,
     now or, for ``room``, once they are saved.
     """
-    model, replica, place = call.model, call.replica, call.replica.place
+    model, replica, place, party = call.model, call.replica, call.replica.place, call.lease.party
     short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, room))
     going = 0
     if short > 0:
         turn = _turn(core, model)
-        plan, _ = _plan(core, model, replica, short, turn, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * min(short, turn))
-        if not plan.drains or may_submit(core, model, replica):
-            _carry_out(core, model, replica, plan, room)
+        plan, _ = _plan(core, model, replica, short, turn, party, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * min(short, turn))
+        if not plan.drains or may_submit(core, model, replica, party):
+            _carry_out(core, model, replica, plan, room, party)
             going = plan.found
     for group in place.window_groups:
         before = place.pools[group].unreserved
@@ -98,13 +95,15 @@ def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) 
     return going
 
 
-def _evict(core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None) -> Wait | None:
+def _evict(
+    core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None, party: Party
+) -> Wait | None:
     place = replica.place
     for group in place.window_groups:
         short = wanted[group] - place.pools[group].unreserved
         if short > 0 and idle_windows(model.blocks, place, group) < short:
             return _wait_or_refuse(core, model, replica, group, wanted[group], room)
-    if _shortage(place, wanted) > 0 and (wait := _evict_blocks(core, model, replica, wanted, room)) is not None:
+    if _shortage(place, wanted) > 0 and (wait := _evict_blocks(core, model, replica, wanted, room, party)) is not None:
         return wait
     for group in place.window_groups:
         short = wanted[group] - place.pools[group].unreserved
@@ -115,7 +114,7 @@ def _evict(core: Core, model: Model, replica: Replica, wanted: Sequence[int], ro
 
 
 def _evict_blocks(
-    core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None
+    core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None, party: Party
 ) -> Wait | None:
     place = replica.place
     draining = _draining(core, model, replica, room)
@@ -126,15 +125,15 @@ def _evict_blocks(
         turn = _turn(core, model)
         has_begun = room is not None and room.is_open
         is_beyond = turn < short and not has_begun and evictable_pages(model.blocks, place) < short
-        plan, met = _plan(core, model, replica, short, turn)
+        plan, met = _plan(core, model, replica, short, turn, party)
         if is_beyond or not met:
             group = max(place.full_groups, key=lambda g: wanted[g] - place.pools[g].unreserved)
             return _wait_or_refuse(core, model, replica, group, wanted[group], room)
-        if plan.drains and draining and not may_submit(core, model, replica):
+        if plan.drains and draining and not may_submit(core, model, replica, party):
             return wait_for(core, (ticket.id for ticket in draining))
         if plan.drains:
-            require_transfer(core, model, replica)
-        draining += _carry_out(core, model, replica, plan, room)
+            require_transfer(core, model, replica, party)
+        draining += _carry_out(core, model, replica, plan, room, party)
         if plan.found < short:
             return TURN
     if _shortage(place, wanted) <= 0:
@@ -165,12 +164,12 @@ def _draining(core: Core, model: Model, replica: Replica, room: Reservation | No
 
 
 def _plan(
-    core: Core, model: Model, replica: Replica, count: int, turn: int, looks: int = sys.maxsize
+    core: Core, model: Model, replica: Replica, count: int, turn: int, party: Party, looks: int = sys.maxsize
 ) -> tuple[EvictionPlan, bool]:
     """A turn's victims; what is evicted is saved where that is the policy, and where it can be."""
     place = replica.place
     saves = core.writing.copies_when_evicted and _has_host(model)
-    saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica)
+    saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica, party)
     share = core.writing.share
     plan_device = model.evictor.plan_device
     plan, met = plan_device(place, count, to_host=saves_now, share=share, most_looks=looks, most_work=turn)
@@ -180,13 +179,13 @@ def _plan(
 
 
 def _carry_out(
-    core: Core, model: Model, replica: Replica, plan: EvictionPlan, room: Reservation | None
+    core: Core, model: Model, replica: Replica, plan: EvictionPlan, room: Reservation | None, party: Party
 ) -> list[Ticket]:
     """Carry a plan out; returns the ticket of its drains, if it has any."""
     if not plan.drains:
         carry_out(core, model, plan)
         return []
-    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE, Urgency.AWAITED)
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE, Urgency.AWAITED, party=party)
     ticket.drains = plan.drains
     ticket.room = room
     coming = carry_out(core, model, plan, ticket.id)
@@ -203,23 +202,17 @@ def _wait_or_refuse(
     running = [t for direction in Direction for t in book.of_replica(model.id, replica.id, direction)]
     readers = book.reading(model.id, replica.id)
     running += readers
-    others = [t for t in book.running.values() if t.model == model.id and t.replica != replica.id and _flies(t, place)]
-    if running or others:  # what another replica sends to the host is in flight here, too
-        moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group == group)
-        unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
-        coming = moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned)
-        promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)
-        if pool.unreserved + coming - promised >= wanted:
-            return wait_for(core, (ticket.id for ticket in (*running, *others)))
+    moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group == group)
+    unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
+    coming = moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned)
+    promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)
+    if pool.unreserved + coming - promised >= wanted:  # what another replica sends to the host is in flight here, too
+        awaited = dict.fromkeys([ticket.id for ticket in running] + transfers_here(model.blocks, place))
+        if awaited:
+            return wait_for(core, awaited)
     if any(chore.model == model.id and chore.gives_back for chore in core.chores):
         return TURN
     raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
-
-
-def _flies(ticket: Ticket, place: Place) -> bool:
-    """True where one of the ticket's blocks has a copy on the place, which stays until the ticket has ended."""
-    rows = ticket.rows or array("i", (drain.row for drain in ticket.drains))
-    return bool((np.frombuffer(place.states[place.lead], np.uint8)[column(rows)] != ABSENT).any())
 
 
 def room_left(place: Place) -> tuple[list[int], list[int]]:

@@ -48,11 +48,11 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     rows = _absent(host, path)
     wanted = [count + (len(rows) if group in host.full_groups else 0) for group, count in enumerate(sequence.moving())]
     if any(wanted):
-        require_transfer(core, model, call.replica)
+        require_transfer(core, model, call.replica, call.lease.party)
     if (wait := _make_host_room(core, model, sequence.anchor, wanted)) is not None:
         return wait
     moves = sequence.own_moves()
-    ticket = core.ledger.tickets.open(model.id, call.replica.id, Direction.STORE)
+    ticket = core.ledger.tickets.open(model.id, call.replica.id, Direction.STORE, party=call.lease.party)
     sequence.leave(ticket, moves)
     coming = start_backup(model.blocks, place, rows, ticket.id)
     ticket.rows = rows[:]
@@ -82,14 +82,14 @@ def swap_in(core: Core, call: Call, sequence_id: int, *, short_suffix: bool = Fa
     for group, own in enumerate(sequence.swapped):
         wanted[group] += len(own.positions)
     if any(wanted):
-        require_transfer(core, model, replica)
+        require_transfer(core, model, replica, call.lease.party)
     sequence.free_spares()
     present = len(path) - len(absent)
     keep = Keep(path[present - 1] if present else NO_ROW)  # what a device has is prefix-closed
     wait = make_room(core, call, wanted, keep, sequence)
     if wait is not None:
         return wait
-    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD)
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD, party=call.lease.party)
     missing = [absent if group in place.full_groups else array("i") for group in range(len(place.pools))]
     coming = model.blocks.start_fill(place, missing, ticket.id)
     ticket.rows = absent[:]

@@ -7,7 +7,7 @@ that does not run.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -25,19 +25,36 @@ from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import TicketView, Wait
 from cachesvc.model.errors import CacheError, LedgerBroken, LimitExceeded
 from cachesvc.model.layout import Layout
+from cachesvc.model.sharing import BACKGROUND, Party, share_of
 from cachesvc.model.transfer import DONE, Direction, Failed, Inward, Outcome, PagePairs, Transfer, Urgency
 from cachesvc.model.words import PageState
 
-
-def may_submit(core: Core, model: Model, replica: Replica) -> bool:
-    """True where one more transfer of the replica can begin."""
-    has_place = len(core.ledger.tickets.running) < core.limits.running_tickets
-    return has_place and core.mover.free_slots(model.id, replica.id) > 0
+_NONE = Counter[Party]()
 
 
-def require_transfer(core: Core, model: Model, replica: Replica) -> None:
-    """Raises LimitExceeded where no further transfer of the replica can begin."""
-    if not may_submit(core, model, replica):
+def may_submit(core: Core, model: Model, replica: Replica, party: Party = BACKGROUND) -> bool:
+    """True where one more transfer of the replica can begin for ``party``: it has a share of all transfers under way,
+    and of those of the model. What no process has asked for leaves a quarter of either to those that ask."""
+    book, limit = core.ledger.tickets, core.limits.running_tickets
+    running, slots = len(book.running), core.mover.free_slots(model.id, replica.id)
+    if running >= limit or slots <= 0:
+        return False
+    of_model = book.held.get(model.id, _NONE)
+    of_all = of_model if len(book.held) <= 1 else sum(book.held.values(), Counter[Party]())
+    in_model = of_model.total()
+    return _has_share(of_all, party, running, limit) and _has_share(of_model, party, in_model, in_model + slots)
+
+
+def _has_share(held: Counter[Party], party: Party, running: int, limit: int) -> bool:
+    if party == BACKGROUND:
+        return running < max(1, limit * 3 // 4)
+    busy = len(held) - (BACKGROUND in held) + (party not in held)
+    return held[party] < share_of(limit, busy)
+
+
+def require_transfer(core: Core, model: Model, replica: Replica, party: Party) -> None:
+    """Raises LimitExceeded where no further transfer of the replica can begin for ``party``."""
+    if not may_submit(core, model, replica, party):
         running = len(core.ledger.tickets.running)
         raise LimitExceeded("transfers under way", running + 1, min(running, core.limits.running_tickets))
 

@@ -53,9 +53,9 @@ class Chore(NamedTuple):
 Chores = deque[Chore]
 
 
-def begin(chores: Chores, model: int, go_on: Callable[[], bool]) -> None:
-    """Do a turn of it now, and leave the rest for later."""
-    if not go_on():
+def begin(chores: Chores, model: int, go_on: Callable[[], bool], *, at_once: bool = True) -> None:
+    """Do a turn of it now, unless the caller has had one (not ``at_once``), and leave the rest for later."""
+    if not at_once or not go_on():
         chores.append(Chore(model, go_on))
 
 

@@ -69,6 +69,8 @@ def want(core: Core, model: Model, rows: Iterable[int]) -> None:
     stored, index = model.stored, model.blocks.index
     had = bool(stored.wanted)
     for tip in rows:
+        if len(stored.wanted) >= MOST_WANTED:  # before the walk: of storage that is slow this is the rule
+            break
         path: list[bytes] = []
         row = tip
         while row != NO_ROW and len(path) < ABOVE_AT_ONCE:
@@ -78,7 +80,6 @@ def want(core: Core, model: Model, rows: Iterable[int]) -> None:
                 break
             path.append(key)
             row = index.parent[row]
-        if len(stored.wanted) < MOST_WANTED:
-            stored.wanted |= dict.fromkeys(reversed(path))
+        stored.wanted |= dict.fromkeys(reversed(path))
     if stored.wanted and not had and core.on_wanted is not None:
         core.on_wanted(model)

@@ -29,13 +29,14 @@ from cachesvc.ledger.leaves import ROW_MASK
 from cachesvc.ledger.leaving import drop_all
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.walk import walk_of
-from cachesvc.model.int32s import array_of, column
+from cachesvc.model.int32s import Column, array_of, column
 from cachesvc.model.words import ABSENT, READY
 
 IS_READY = int(READY)
 WORK_OF_RUN, BLOCKS_OF_WORK = 8, 12
 """A run that stays on the host is as much work as so many blocks that go by themselves, and one more for so many of its
 own."""
+DRAINS_LOOKED_AT = 256
 Spares = Callable[[int], bool]
 
 
@@ -327,13 +328,32 @@ def evictable_pages(
 
 def _deepest(index: BlockIndex, place: Place) -> list[int]:
     """Of the rows in flight that have a copy on the place, the deepest one of each chain."""
-    flying = index.flying.column()
-    flying = flying[np.frombuffer(place.states[place.lead], np.uint8)[flying] != ABSENT]
+    flying = _flying_here(index, place)
     heads, depths = column(index.head)[flying], column(index.depth)[flying]
+    ends = np.append((heads[1:] != heads[:-1]) | (depths[1:] < depths[:-1]), True) if len(flying) else np.empty(0, bool)
+    flying, heads, depths = flying[ends], heads[ends], depths[ends]  # what takes off together is mostly in its order
     order = np.lexsort((depths, heads))
     last = np.append(np.diff(heads[order]) != 0, True) if len(order) else order
     found: list[int] = flying[order[last]].tolist()
     return found
+
+
+def _flying_here(index: BlockIndex, place: Place) -> Column:
+    """The rows in flight that have a copy on the place."""
+    flying = index.flying.column()
+    found: Column = flying[np.frombuffer(place.states[place.lead], np.uint8)[flying] != ABSENT]
+    return found
+
+
+def transfers_here(ledger: BlockLedger, place: Place) -> list[int]:
+    """The tickets of any replica that move copies of blocks which have one on the place: these stay until then. Looks
+    at rows in flight as a column, and not at each ticket; of what drains elsewhere it finds some at least."""
+    rows = array_of(_flying_here(ledger.index, place))
+    found = dict.fromkeys(ticket for each in ledger.index.told for ticket in each.fillers(rows))
+    for each in ledger.index.told:
+        if each.draining:
+            found |= dict.fromkeys(each.draining[row] for row in rows[:DRAINS_LOOKED_AT] if row in each.draining)
+    return list(found)
 
 
 def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[int]) -> int:

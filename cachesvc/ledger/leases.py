@@ -11,6 +11,7 @@ from cachesvc.ledger.holds import Prefetch
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.ledger.sequences import Sequence as OpenSequence
+from cachesvc.model.sharing import BACKGROUND, Party
 from cachesvc.model.words import PageState
 
 MEMBER_BITS = 40
@@ -53,7 +54,8 @@ class Lease:
     ``prefetches``: those that have not ended. ``stock[g]`` are granted pages that no sequence has taken yet;
     ``grown`` how many blocks its sequences have grown by that the stock has had no pages for yet, ``room`` what is
     kept for it of these, ``is_replacing`` while more is evicted in turns. ``quarantine``: pages that wait for the
-    processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and request_id.
+    processes; ``attached`` the ranks that each process has mapped; ``opened_by`` the opener's token and request_id;
+    ``party``: whose share it counts to.
     Once it is lost: ``is_quiet`` where nothing can write its pages any more, ``is_ending`` while what it has is
     being given back. ``blocks_per_sequence``: the limit when it was opened, which it keeps: its engine has checked its
     longest request against it.
@@ -77,6 +79,7 @@ class Lease:
     quarantine: list[tuple[int, int]] = field(default_factory=list)
     attached: dict[bytes, set[int]] = field(default_factory=dict)
     opened_by: tuple[bytes, int] = (b"", 0)
+    party: Party = BACKGROUND
     instance: str = ""
     uid: int = 0
     members: dict[bytes, int] = field(default_factory=dict)
@@ -142,3 +145,8 @@ class Process:
     uid: int
     gids: frozenset[int] = frozenset()
     leases: set[str] = field(default_factory=set)
+
+    @property
+    def party(self) -> Party:
+        """Whose share it counts to: one process may have several life connections."""
+        return (self.uid, self.pid) if self.pid else self.token

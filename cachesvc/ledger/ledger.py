@@ -19,6 +19,7 @@ from cachesvc.ledger.stored import Stored
 from cachesvc.ledger.tickets import TicketBook
 from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
+from cachesvc.model.sharing import Party
 
 
 class Shadow(Protocol):
@@ -175,6 +176,8 @@ class Ledger:
         self.lost: OrderedDict[str, str] = OrderedDict()
         self.processes: dict[bytes, Process] = {}
         self.tickets = TicketBook(keep_tickets)
+        self.key_bytes: dict[Party, int] = {}
+        """Of the keys that each process's open sequences were matched with."""
         self.draining = False
         self.ages = Ages()
         self.moment = Moment()

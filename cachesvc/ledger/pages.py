@@ -1,5 +1,8 @@
 """One page-id space: which pages are free, private, sealed, in flight or quarantined. Hands out runs.
 
+Which pages are free is a column of bytes. A search for many pages looks at columns as a whole, so that pages that lie
+one by one cost no more than runs. Where runs were last seen is kept as a hint, which may be stale.
+
 A page is in exactly one state at any moment; ``counts`` adds up to the pages that were added. Some of the free pages
 may be reserved (``reservations.py``): they are free, and nobody takes them before the reservation gives them back.
 """
@@ -7,14 +10,15 @@ may be reserved (``reservations.py``): they are free, and nobody takes them befo
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from cachesvc.model.errors import IllegalMove, LedgerBroken
-from cachesvc.model.int32s import Column
-from cachesvc.model.words import NO_PAGE, PageState, runs_of
+from cachesvc.model.int32s import Column, array_of
+from cachesvc.model.words import NO_PAGE, PageState
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
 
@@ -33,11 +37,15 @@ LEGAL_PAGE_MOVES = frozenset(
         (QUARANTINED, FREE),
     }
 )
-_BUCKETS = 40
 AT_ONCE = 32
 """From so many pages on, columns are moved whole instead of page by page: a call of NumPy costs as much as some ten."""
-FEW = 8
-"""Up to here a run is numbered page by page."""
+MOST_HINTS = 1024
+HINTS_LOOKED_AT = 8
+"""Where one run of many pages may begin; after so many all columns are looked at."""
+BACKWARDS = 4096
+"""So far before a hint its run may begin."""
+PAGES_A_PAGE, LEAST_PART, MOST_PART = 16, 1 << 12, 1 << 16
+"""Pages that are looked at in one go: so many for each that is wanted, within these bounds."""
 _ONE = np.uint32(1)
 _MAY_BECOME = np.array([[(source, target) in LEGAL_PAGE_MOVES for source in PageState] for target in PageState])
 
@@ -64,10 +72,10 @@ class PagePool:
         self._state_column = np.frombuffer(self.states, np.uint8)
         self._generation_column = np.frombuffer(self.generations, np.uint32)
         self._added_column = np.frombuffer(self._added, np.bool_)
-        self._count_at: dict[int, int] = {}
-        self._start_before: dict[int, int] = {}
-        self._buckets: list[dict[int, None]] = [{} for _ in range(_BUCKETS)]
-        self._filled = 0  # a bit for each bucket that has a run: to look at all takes longer than to take pages
+        self._free = bytearray(pages)
+        self._free_column = np.frombuffer(self._free, np.bool_)
+        self._hints: deque[int] = deque(maxlen=MOST_HINTS)  # free pages when they were noted, the newest last
+        self._part = 0  # where pages were last looked for
 
     @property
     def free(self) -> int:
@@ -88,7 +96,8 @@ class PagePool:
         self._added[first : first + count] = b"\x01" * count
         self.usable += count
         self.counts[FREE] += count
-        self._give_back(first, count)
+        self._free[first:last] = b"\x01" * count
+        self._hints.append(first)
 
     def take(self, count: int, state: PageState) -> array[int]:
         """``count`` free pages in as few runs as can be had cheaply. Raises LedgerBroken where fewer are unreserved:
@@ -97,23 +106,7 @@ class PagePool:
             raise LedgerBroken(
                 f"{self.name}: {count} pages wanted, {self.counts[FREE]} free, {self.reserved} of them reserved"
             )
-        pages = array("i")
-        while len(pages) < count:
-            start, length = self._best_run(count - len(pages))
-            used = min(length, count - len(pages))
-            if used == length:
-                self._remove_run(start, length)
-            else:
-                self._shorten_run(start, length, used)
-            self.states[start : start + used] = bytes((state,)) * used
-            if used < FEW:
-                pages.extend(range(start, start + used))
-                for page in range(start, start + used):
-                    self.generations[page] = (self.generations[page] + 1) & 0xFFFFFFFF
-            else:
-                pages.frombytes(np.arange(start, start + used, dtype=np.int32).tobytes())
-                generations = self._generation_column[start : start + used]
-                generations += _ONE
+        pages = self._take_few(count, state) if count < AT_ONCE else self._take_many(count, state)
         self.counts[FREE] -= count
         self.counts[state] += count
         return pages
@@ -133,7 +126,8 @@ class PagePool:
         self.counts[source] -= 1
         self.counts[target] += 1
         if target == FREE:
-            self._give_back(page, 1)
+            self._free[page] = 1
+            self._hints.append(page)
 
     def shift_all(self, pages: Sequence[int], source: PageState, target: PageState) -> None:
         """``shift`` for each of distinct pages, none of which becomes free. Raises IllegalMove before anything has
@@ -170,10 +164,10 @@ class PagePool:
         self.counts[target] += len(pages)
         self._state_column[column] = target
         if target == FREE:
-            starts = [0, *(np.flatnonzero(gaps != 1) + 1).tolist()]
-            firsts = column[starts].tolist()
-            for first, start, end in zip(firsts, starts, [*starts[1:], len(pages)], strict=True):
-                self._give_back(first, end - start)
+            self._free_column[column] = True
+            starts = np.flatnonzero(np.append(True, gaps != 1))
+            longest = int(np.argmax(np.diff(starts, append=len(column))))
+            self._hints.extend(column[[*starts[-HINTS_LOOKED_AT:], starts[longest]]].tolist())
 
     def _move_few(self, pages: list[int], target: PageState) -> None:
         states, added = self.states, self._added
@@ -186,8 +180,10 @@ class PagePool:
             self.counts[states[page]] -= 1
             states[page] = target
         self.counts[target] += len(pages)
-        for run in runs_of(pages) if target == FREE else ():
-            self._give_back(run.first, run.count)
+        if target == FREE:
+            for page in pages:
+                self._free[page] = 1
+            self._hints.extend(pages)
 
     def keep_back(self, pages: Sequence[int]) -> None:
         """Bytes may still come to pages in flight, and nobody can say until when. Raises IllegalMove."""
@@ -206,16 +202,12 @@ class PagePool:
     def problems(self) -> list[str]:
         """What does not add up; empty when the pool is whole."""
         out: list[str] = []
-        free_in_runs = sum(self._count_at.values())
-        if free_in_runs != self.counts[FREE]:
-            out.append(f"{self.name}: runs hold {free_in_runs} pages, {self.counts[FREE]} are counted free")
-        for start, count in self._count_at.items():
-            if any(self.states[start : start + count]) or not all(self._added[start : start + count]):
-                out.append(f"{self.name}: run {start}+{count} holds pages that are not free")
-            if start + count in self._count_at or self._start_before.get(start + count) != start:
-                out.append(f"{self.name}: run {start}+{count} is not joined with its neighbour")
-        if self._filled != sum(1 << bucket for bucket, runs in enumerate(self._buckets) if runs):
-            out.append(f"{self.name}: of some lengths it is not known whether there are runs")
+        found = self._free_column & (self._state_column == FREE) & self._added_column
+        if self._free.count(1) != self.counts[FREE] or int(found.sum()) != self.counts[FREE]:
+            out.append(
+                f"{self.name}: {self._free.count(1)} pages can be taken, {int(found.sum())} of them free pages; "
+                f"{self.counts[FREE]} are counted free"
+            )
         if not 0 <= self.reserved <= self.counts[FREE]:
             out.append(f"{self.name}: {self.reserved} pages are reserved, {self.counts[FREE]} are free")
         if any(self._added[: self.first]) or any(self._added[self.first + self.capacity :]):
@@ -229,73 +221,111 @@ class PagePool:
                 out.append(f"{self.name}: {seen} pages are {state.name}, {expected} are counted")
         return out
 
-    def free_runs(self) -> tuple[list[int], list[int]]:
+    def free_runs(self) -> tuple[Column, Column]:
         """First pages and lengths of all runs of free pages."""
-        return list(self._count_at), list(self._count_at.values())
+        return _runs_in(self._free_column)
 
     @property
     def added(self) -> bytearray:
         """1 for each page that has come. Not to be written."""
         return self._added
 
-    def _give_back(self, start: int, count: int) -> None:
-        after = self._count_at.get(start + count)
-        if after is not None:
-            self._remove_run(start + count, after)
-            count += after
-        before = self._start_before.get(start)
-        if before is not None:
-            length = self._count_at[before]
-            self._remove_run(before, length)
-            start, count = before, count + length
-        self._insert_run(start, count)
+    def _take_few(self, count: int, state: PageState) -> array[int]:
+        free, states, generations = self._free, self.states, self.generations
+        pages = array("i")
+        while len(pages) < count:
+            start = self._newest_run()
+            end = free.find(0, start, start + count - len(pages))
+            if end < 0:
+                end = min(start + count - len(pages), self.pages)
+            for page in range(start, end):
+                free[page], states[page] = 0, state
+                generations[page] = (generations[page] + 1) & 0xFFFFFFFF
+            pages.extend(range(start, end))
+            if end < self.pages and free[end]:
+                self._hints.append(end)
+        return pages
 
-    def _insert_run(self, start: int, count: int) -> None:
-        bucket = count.bit_length()
-        self._count_at[start] = count
-        self._start_before[start + count] = start
-        self._buckets[bucket][start] = None
-        self._filled |= 1 << bucket
+    def _take_many(self, count: int, state: PageState) -> array[int]:
+        start = self._long_run(count)
+        found = self._search(count) if start is None else np.arange(start, start + count, dtype=np.int32)
+        taken = found if start is None else slice(start, start + count)
+        self._free_column[taken] = False
+        self._state_column[taken] = state
+        self._generation_column[taken] += _ONE
+        end = int(found[-1]) + 1
+        if end < self.pages and self._free[end]:
+            self._hints.append(end)
+        return array_of(found)
 
-    def _remove_run(self, start: int, count: int) -> None:
-        bucket = count.bit_length()
-        runs = self._buckets[bucket]
-        del self._count_at[start]
-        del self._start_before[start + count]
-        del runs[start]
-        if not runs:
-            self._filled &= ~(1 << bucket)
+    def _newest_run(self) -> int:
+        """Where a run begins that has become free not long ago. There is one."""
+        hints, free = self._hints, self._free
+        while hints:
+            page = hints.pop()
+            if free[page]:
+                return self._run_before(page)
+        page = free.find(1, self._part)
+        if page < 0:
+            page = free.find(1)
+        if page < 0:
+            raise LedgerBroken(f"{self.name}: no free page is found")
+        self._part = page
+        return page
 
-    def _shorten_run(self, start: int, count: int, used: int) -> None:
-        """The first ``used`` pages of a run are taken. As if the run were removed and its rest inserted."""
-        before, after = count.bit_length(), (count - used).bit_length()
-        del self._count_at[start], self._buckets[before][start]
-        start += used
-        count -= used
-        self._count_at[start] = count
-        self._start_before[start + count] = start
-        self._buckets[after][start] = None
-        if before != after:
-            self._filled |= 1 << after
-            if not self._buckets[before]:
-                self._filled &= ~(1 << before)
+    def _run_before(self, page: int) -> int:
+        """The first page of the run that ``page`` is in, as far as that is looked for."""
+        least = max(0, page - BACKWARDS)
+        return max(least, self._free.rfind(0, least, page) + 1)
 
-    def _best_run(self, wanted: int) -> tuple[int, int]:
-        own = wanted.bit_length()
-        if self._buckets[own]:
-            start = self._newest(self._buckets[own])
-            if self._count_at[start] >= wanted:
-                return start, self._count_at[start]
-        if not self._filled:
-            raise LedgerBroken(f"{self.name}: no free run")
-        longer = self._filled >> own + 1
-        least = own + (longer & -longer).bit_length() if longer else self._filled.bit_length() - 1
-        start = self._newest(self._buckets[least])
-        return start, self._count_at[start]
+    def _long_run(self, count: int) -> int | None:
+        """The first of ``count`` pages of one run that a hint leads to."""
+        hints, free = self._hints, self._free
+        for _ in range(min(len(hints), HINTS_LOOKED_AT)):
+            page = hints.pop()
+            if not free[page]:
+                continue
+            start = self._run_before(page)
+            if start + count <= self.pages and free.find(0, page, start + count) < 0:
+                return start
+            hints.appendleft(page)  # good enough for few
+        return None
 
-    @staticmethod
-    def _newest(bucket: dict[int, None]) -> int:
-        """The run that came last: to find the first one, a dict would pass over all that have left before it."""
-        start, _ = bucket.popitem()
-        bucket[start] = None
-        return start
+    def _search(self, count: int) -> Column:
+        """``count`` free pages, of as few runs as there are where enough are found. There are as many."""
+        found: list[Column] = []
+        size, left = min(max(LEAST_PART, PAGES_A_PAGE * count), MOST_PART), count
+        parts = -(-self.pages // size)
+        for part in range(self._part // size, self._part // size + parts):
+            first = part % parts * size
+            free = self._free_column[first : first + size]
+            here = min(left, int(np.count_nonzero(free)))
+            if here:
+                found.append(_longest(free, here) + np.int32(first))
+                left -= here
+            if not left:
+                self._part = first
+                return np.concatenate(found)
+        raise LedgerBroken(f"{self.name}: {left} of {count} free pages are not found")
+
+
+def _runs_in(free: npt.NDArray[np.bool_]) -> tuple[Column, Column]:
+    """Where runs of free pages begin, and their lengths."""
+    edges = np.flatnonzero(np.diff(free.view(np.int8), prepend=np.int8(0), append=np.int8(0))).astype(np.int32)
+    return edges[::2], edges[1::2] - edges[::2]
+
+
+def _longest(free: npt.NDArray[np.bool_], count: int) -> Column:
+    """``count`` of the free pages, rising: those of the shortest run that has as many, else of the longest runs."""
+    starts, lengths = _runs_in(free)
+    enough = np.flatnonzero(lengths >= count)
+    if len(enough):
+        start = int(starts[enough[int(np.argmin(lengths[enough]))]])
+        return np.arange(start, start + count, dtype=np.int32)
+    by_length = np.bincount(lengths) * np.arange(int(lengths.max()) + 1)
+    longer = np.cumsum(by_length[::-1])  # pages in runs of the greatest length, and of the next ones
+    least = len(by_length) - 1 - int(np.searchsorted(longer, count))
+    chosen = lengths >= least
+    starts, lengths = starts[chosen], lengths[chosen]
+    offsets = np.repeat(starts - np.append(0, np.cumsum(lengths)[:-1]), lengths)
+    return (offsets + np.arange(len(offsets)))[:count].astype(np.int32)

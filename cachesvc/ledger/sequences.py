@@ -19,6 +19,7 @@ from cachesvc.ledger.tables import BlockTables, no_pages
 from cachesvc.ledger.tickets import MovedPages, Ticket
 from cachesvc.model.int32s import array_of, column
 from cachesvc.model.requests import Ended
+from cachesvc.model.sharing import Party
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState
 
@@ -45,7 +46,7 @@ class Sequence(BlockTables):
 
     __slots__ = (
         *("freed", "id", "is_open", "lease", "model", "recent", "replica"),
-        *("room", "swap_ticket", "swapped", "swapped_out"),
+        *("charged", "room", "swap_ticket", "swapped", "swapped_out"),
     )
 
     def __init__(
@@ -63,6 +64,13 @@ class Sequence(BlockTables):
         self.swapped: list[SwappedPages] = []
         self.is_open = True
         self.freed = 0
+        self.charged: tuple[dict[Party, int], Party, int] | None = None
+
+    def charge(self, held: dict[Party, int], party: Party) -> None:
+        """The bytes of keys that it was matched with count as held by ``party`` until it ends."""
+        if size_bytes := len(self.keys):
+            self.charged = held, party, size_bytes
+            held[party] = held.get(party, 0) + size_bytes
 
     def remember(self, recent: RecentRequest) -> None:
         """It is the request ``recent``, which is told how it ends."""
@@ -263,6 +271,8 @@ class Sequence(BlockTables):
             if self.request is not None and not self.ledger.index.take_over():
                 return False  # what it takes over is pinned until then
             self.is_open = False
+            if self.charged is not None:
+                _give_back(*self.charged)
             self.windows.look_back(self.sealed, self.anchor)
             if self.room is not None:
                 self.room.release()
@@ -309,3 +319,11 @@ class Sequence(BlockTables):
             if not most:
                 break
         return not self.swapped_pages
+
+
+def _give_back(held: dict[Party, int], party: Party, size_bytes: int) -> None:
+    left = held[party] - size_bytes
+    if left:
+        held[party] = left
+    else:
+        del held[party]

@@ -8,7 +8,7 @@ that it is linked to, however many others run.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,6 +18,7 @@ from cachesvc.ledger.evict import Drain
 from cachesvc.ledger.pins import Pin
 from cachesvc.ledger.reservations import Reservation
 from cachesvc.model.errors import NotFound
+from cachesvc.model.sharing import BACKGROUND, Party
 from cachesvc.model.transfer import Direction, Failed, Inward, Outcome, TimelineSlot, Urgency
 
 Key = TypeVar("Key")
@@ -69,7 +70,7 @@ class Ticket:
     drains free pages. ``after``: tickets whose blocks lie above these; ``below``: running ones that this one is above
     of, and ``above`` how many above it run still. ``landed``: what became of the copy itself, None while it goes on;
     ``failing``: why the ticket will fail, as soon as nothing below it runs. ``is_settling``: it has begun to end, and
-    what is settled of it is in its lists no more.
+    what is settled of it is in its lists no more. ``party``: for whom it moves.
     """
 
     id: int
@@ -96,6 +97,7 @@ class Ticket:
     reason: str = ""
     moved_blocks: int = 0
     is_settling: bool = False
+    party: Party = BACKGROUND
 
     @property
     def blocks(self) -> int:
@@ -139,7 +141,7 @@ class Ticket:
 
 
 class TicketBook:
-    """Running tickets, and the last ``keep`` that have ended."""
+    """Running tickets, and the last ``keep`` that have ended. ``held``: how many run of each model, by party."""
 
     def __init__(self, keep: int) -> None:
         self.running: dict[int, Ticket] = {}
@@ -148,6 +150,7 @@ class TicketBook:
         self._reading: dict[tuple[int, int], dict[int, Ticket]] = {}
         self._keep = keep
         self._next = 1
+        self.held: dict[int, Counter[Party]] = {}
 
     def open(
         self,
@@ -158,13 +161,15 @@ class TicketBook:
         *,
         after: Iterable[int] = (),
         source: tuple[int, Pin] | None = None,
+        party: Party = BACKGROUND,
     ) -> Ticket:
-        """A new running ticket, below the running tickets ``after``.
+        """A new running ticket, below the running tickets ``after``, for ``party``.
 
         ``source``: the replica that it reads from, and what it holds there; the ticket owns the pin from now on.
         """
-        ticket = Ticket(self._next, model, replica, direction, urgency, tuple(after))
+        ticket = Ticket(self._next, model, replica, direction, urgency, tuple(after), party=party)
         self._next += 1
+        self.held.setdefault(model, Counter())[party] += 1
         self.running[ticket.id] = ticket
         self._of_replica.setdefault((model, replica, direction), {})[ticket.id] = ticket
         if source is not None:
@@ -230,6 +235,12 @@ class TicketBook:
         ticket.state = TicketState.FAILED if ticket.failing else TicketState.DONE
         ticket.reason = ticket.failing
         del self.running[ticket.id]
+        held = self.held[ticket.model]
+        held[ticket.party] -= 1
+        if not held[ticket.party]:
+            del held[ticket.party]
+        if not held:
+            del self.held[ticket.model]
         _remove(self._of_replica, (ticket.model, ticket.replica, ticket.direction), ticket.id)
         if ticket.source is not None:
             _remove(self._reading, (ticket.model, ticket.source[0]), ticket.id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import struct
@@ -106,6 +107,7 @@ class Channel:
         self._connection = connection
         self._on_broken = on_broken
         self._lock = threading.Lock()
+        self._most_seconds = math.inf
 
     def ask(
         self, name: str, seconds: float, *, descriptors: Sequence[int] = (), body: bytes = b"", **fields: Any
@@ -113,6 +115,7 @@ class Channel:
         """Ask, and wait for the whole answer. Raises what the mover refused with, MoverFault, and MoverGone."""
         with self._lock:
             try:
+                seconds = min(seconds, self._most_seconds)
                 until = time.monotonic() + seconds
                 self._connection.settimeout(seconds)
                 send(self._connection, Message({"ask": name} | fields, body, tuple(descriptors)))
@@ -125,6 +128,15 @@ class Channel:
                 os.close(descriptor)
             raise error_again(answer.head["refused"], answer.head["said"])
         return answer
+
+    def hurry(self, seconds: float) -> None:
+        """Wait no longer than ``seconds`` for what is asked now, and for any answer from now on: a side that has not
+        answered by then is broken off."""
+        self._most_seconds = seconds
+        if self._lock.acquire(timeout=seconds):
+            self._lock.release()
+        else:
+            self._on_broken()
 
     def close(self) -> None:
         """Say that nothing more is asked, which is how a mover is told to end. Idempotent."""

@@ -22,6 +22,8 @@ from cachesvc.mover.process import Begin, Process
 from cachesvc.mover.ring import Part, Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 
+HURRY_SECONDS = 2.0
+"""Given to a mover that owes an answer when the daemon stops."""
 ANSWER_SECONDS = 60.0
 """The longest that a question may take: making a GPU's context, pinning a chunk, or the end of copies under way."""
 GOING_SECONDS = 2.0
@@ -172,6 +174,10 @@ class Life:
         self._is_let_go = False
         process.kill()
         self._channel.break_off()
+
+    def hurry(self) -> None:
+        """The daemon stops: a mover that owes an answer has ``HURRY_SECONDS`` more, and is ended then."""
+        self._channel.hurry(HURRY_SECONDS)
 
     def hang_up(self) -> None:
         """Have it end its work, and its process if that is a child of this one."""

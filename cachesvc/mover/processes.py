@@ -227,6 +227,12 @@ class Processes:
         """The process of each device's mover."""
         return {device: mover.pid for device, mover in self._at.items()}
 
+    def hurry(self) -> None:
+        """The daemon stops: wait for no mover that hangs."""
+        with self._lock:
+            lives = list(self._lives.values())
+        _at_once([life.hurry for life in lives])
+
     def close(self) -> None:
         """End every mover in order. Idempotent."""
         with ThreadPoolExecutor(len(self._at)) as threads:

@@ -15,6 +15,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE
 from cachesvc.peer.desk import Desk, Lent, LentObject
 from cachesvc.questions.owned import models_named
+from cachesvc.service.line import OTHER_NODES
 from cachesvc.service.node import Node
 from cachesvc.storage.seam import ObjectName, Part, Scope
 from cachesvc.storage.shapes import Shape, Shapes, shapes_of
@@ -65,7 +66,7 @@ class LendingDesk:
 
         answer = run()
         if isinstance(answer, Wait):
-            answer = await self._node.wait_out(run, answer, self._node.now() + LEND_SECONDS, "borrow")
+            answer = await self._node.wait_out(run, answer, self._node.now() + LEND_SECONDS, OTHER_NODES, "borrow")
         if answer is None:
             return None
         return await self._hand_out(model, scope, wanted, answer)

@@ -24,12 +24,16 @@ from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.owners import shown_id
+from cachesvc.service.line import BACKGROUND, Line, Party, Sleeper
 from cachesvc.service.loop_watch import LoopWatch
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
 Answer = TypeVar("Answer")
 P = ParamSpec("P")
+LANDINGS = 8
+"""Transfers that land in a turn: each costs as much as some blocks, however few it has."""
+NEEDS = "the transfers that this call needs"
 Flow = Callable[[Core, Call], Answer | Wait]
 """Answers, or says what to wait for and is run again with a new Call."""
 
@@ -59,12 +63,13 @@ class Node:
         self.on_work: Callable[[], None] | None = None
         self.wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        self._waiters: dict[int, list[Sleeper]] = {}
+        self._landings: deque[tuple[int, Outcome]] = deque()
         self._sweeper: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._vault: Vault | None = None
         self.loop_watch = LoopWatch()
-        self._turns: deque[Callable[[], None]] = deque()
+        self._line = Line()
         self._is_tidying = False
         core.on_refused = _log_failure
         core.on_ended = self._wake
@@ -85,8 +90,8 @@ class Node:
         """The daemon stops: calls that wait for transfers end now, and none waits from here on."""
         self._is_stopping = True
         for waiting in self._waiters.values():
-            for future in waiting:
-                _wake(future)
+            for sleeper in waiting:
+                sleeper.wake()
 
     async def close(self) -> None:
         """Stop sweeping, and let nobody wait."""
@@ -105,7 +110,7 @@ class Node:
         """A transfer has ended; called by the swap engine's threads."""
         hangs = isinstance(error, CopiesHang)
         outcome = DONE if error is None else Failed(str(error) or type(error).__name__, may_write=hangs)
-        self._soon(self._land, ticket, outcome)
+        self._soon(self._landed, ticket, outcome)
 
     def on_host_pages(self, model: int, group: int, run: Run) -> None:
         """More host pages are usable; called by the host pool's threads."""
@@ -117,7 +122,7 @@ class Node:
 
     def on_device_lost(self, device: str, why: str) -> None:
         """The slabs of a device are gone with its mover; called by a thread, once the device's transfers have ended."""
-        self._soon(self._lose_device, device, why)
+        self._soon(self._line.add, BACKGROUND, partial(self._lose_device, device, why))
 
     def _soon(self, call: Callable[..., object], *arguments: object) -> None:
         loop = self._loop
@@ -167,32 +172,42 @@ class Node:
             trust(self.core, model)
             events.event("model_trusted", model=model)
 
-    async def wait_out(self, run: Callable[[], Answer | Wait], wait: Wait, until: float, what: str = "call") -> Answer:
+    async def wait_out(
+        self,
+        run: Callable[[], Answer | Wait],
+        wait: Wait,
+        until: float,
+        party: Party,
+        what: str = "call",
+        on_wait: Callable[[], None] | None = None,
+    ) -> Answer:
         """Run again whenever tickets that it waits for have ended, or its patience has, until it answers. What can do
         without its transfers is run once more when the time is up.
 
-        ``run`` has just answered ``wait``. ``until``: monotonic seconds. ``what``: for the loop watch.
-        Raises DeadlineExceeded, Unavailable.
+        ``run`` has just answered ``wait``. ``until``: monotonic seconds. ``party``: whose turns it takes. ``what``: for
+        the loop watch. ``on_wait`` is called before it waits for tickets, and may raise.
+        Raises DeadlineExceeded, Unavailable, and what ``on_wait`` raises.
         """
         reserved = wait.reserved
         try:
             while True:
+                reserved = wait.reserved or reserved
+                if wait.tickets and on_wait is not None:
+                    on_wait()
                 left = until - self.now()
                 patience = max(0.0, left if wait.seconds is None else min(left, wait.seconds))
-                if not await self.wait_any(wait.tickets, patience) and wait.seconds is None:
-                    raise DeadlineExceeded(
-                        "the transfers that this call needs did not end in time; try again or recompute"
-                    )
+                if not await self.wait_any(wait.tickets, patience, party):
+                    if wait.seconds is None:
+                        raise DeadlineExceeded(f"{NEEDS} did not end in time; try again or recompute")
+                    await self.next_turn(party)
                 with self.loop_watch.watching(what):
                     answer = run()
                 if not isinstance(answer, Wait):
                     return answer
+                reserved = answer.reserved or reserved
                 if left <= 0:  # tickets may end forever without bringing what the flow needs
-                    raise DeadlineExceeded(
-                        "the transfers that this call needs did not help in time; try again or recompute"
-                    )
+                    raise DeadlineExceeded(f"{NEEDS} did not help in time; try again or recompute")
                 wait = answer
-                reserved = wait.reserved or reserved
         finally:
             if reserved is not None:
                 reserved.release()
@@ -200,7 +215,7 @@ class Node:
     @property
     def has_turns(self) -> bool:
         """True while a long flow has more to do."""
-        return bool(self._turns)
+        return not self._line.is_empty
 
     def running(self, tickets: Iterable[int]) -> list[int]:
         """Those of the tickets that have not ended."""
@@ -212,66 +227,67 @@ class Node:
 
     def process_gone(self, token: bytes) -> None:
         """The kernel says that a process has ended."""
-        self.run(partial(process_gone, self.core, token))
+        self._line.take(BACKGROUND, partial(self.run, partial(process_gone, self.core, token)))
 
     def descriptor(self, process: bytes, token: bytes) -> int | None:
         """What is behind a handle's token, for a process that has attached it."""
         shared = self.vault.shared(token)
         return shared.fd if shared is not None and may_map(self.core, process, *shared[1:]) else None
 
-    async def wait_any(self, tickets: Iterable[int], seconds: float) -> bool:
-        """True as soon as one of the tickets has ended; False when the time is up first.
+    async def wait_any(self, tickets: Iterable[int], seconds: float, party: Party) -> bool:
+        """True when one of the tickets has ended and it is the party's turn; False when the time is up first.
 
         Raises Unavailable when the daemon stops.
         """
-        running = self.running(tickets)
+        running = set(self.running(tickets))
         self._require_going_on()
         if not running:
-            await self.next_turn()
+            await self.next_turn(party)
             return True
-        assert self._loop is not None
-        future: asyncio.Future[None] = self._loop.create_future()
+        sleeper = Sleeper(self._line, party)
         for ticket in running:
-            self._waiters.setdefault(ticket, []).append(future)
+            self._waiters.setdefault(ticket, []).append(sleeper)
         try:
-            await asyncio.wait_for(future, max(seconds, 0))
+            await asyncio.wait_for(sleeper.future, max(seconds, 0))
         except TimeoutError:
             return False
         finally:
             for ticket in running:
                 waiting = self._waiters.get(ticket)
-                if waiting is not None and future in waiting:
-                    waiting.remove(future)
+                if waiting is not None and sleeper in waiting:
+                    waiting.remove(sleeper)
                     if not waiting:
                         del self._waiters[ticket]
         self._require_going_on()
         return True
 
-    async def next_turn(self) -> None:
-        """Until it is a long flow's turn again, behind all others that wait for theirs."""
-        assert self._loop is not None
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._line_up(partial(_wake, future))
-        await future
-
-    def _line_up(self, turn: Callable[[], None]) -> None:
-        """Of all turns of long flows one is taken each time round the loop, so that however many there are, whoever
-        comes with a short call waits for one of them."""
-        assert self._loop is not None
-        self._turns.append(turn)
-        if len(self._turns) == 1:
-            self._loop.call_soon(self._give_turn)
-
-    def _give_turn(self) -> None:
-        assert self._loop is not None
-        turn = self._turns.popleft()
-        if self._turns:
-            self._loop.call_soon(self._give_turn)
-        turn()
+    async def next_turn(self, party: Party) -> None:
+        """Until it is a party's turn again, behind its own that wait and round robin with all others."""
+        sleeper = Sleeper(self._line, party)
+        sleeper.yield_turn()
+        await sleeper.future
 
     def _require_going_on(self) -> None:
         if self._is_stopping:
             raise Unavailable("the daemon stops; go on without the cache")
+
+    def _landed(self, ticket: int, outcome: Outcome) -> None:
+        self._landings.append((ticket, outcome))
+        if len(self._landings) == 1:
+            self._line.take(BACKGROUND, self._land_some)
+
+    def _land_some(self) -> None:
+        """Land as many transfers as a turn is for."""
+        running, a_turn = self.core.ledger.tickets.running, self.core.turns.landed
+        left = float(LANDINGS)
+        while self._landings and left > 0:
+            ticket, outcome = self._landings.popleft()
+            known = running.get(ticket)
+            blocks = 0 if known is None else known.blocks
+            left -= max(1.0, LANDINGS * blocks / a_turn)
+            self._land(ticket, outcome)
+        if self._landings:
+            self._line.add(BACKGROUND, self._land_some)
 
     def _land(self, ticket: int, outcome: Outcome) -> None:
         """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
@@ -302,7 +318,10 @@ class Node:
         self.loop_watch.note("storage", began)
 
     def _lose_device(self, device: str, why: str) -> None:
-        """Raises nothing: the root of a callback."""
+        """Lose it behind its transfers, which have ended. Raises nothing: the root of a callback."""
+        if self._landings:
+            self._line.add(BACKGROUND, partial(self._lose_device, device, why))
+            return
         try:
             self.vault.lose(device)
             lost = self.run(lose_device, self.core, device, why)
@@ -312,10 +331,10 @@ class Node:
         events.warning("device_memory_lost", device=device, reason=why, leases=len(lost))
 
     def _wake(self, ended: Iterable[int]) -> None:
-        """Tickets have ended: who waits for one of them has its turn."""
+        """Tickets have ended: each call that waits for one of them takes its turn."""
         for each in ended:
-            for future in self._waiters.pop(each, ()):
-                _wake(future)
+            for sleeper in self._waiters.pop(each, ()):
+                sleeper.rouse()
 
     def _changed(self) -> None:
         """A flow, or a part of one, has run."""
@@ -325,7 +344,7 @@ class Node:
             self.on_work()
         if self.core.chores and not self._is_tidying and self._loop is not None:
             self._is_tidying = True
-            self._line_up(self._tidy)
+            self._line.add(BACKGROUND, self._tidy)
 
     def _tidy(self) -> None:
         """Do a turn of what is left to do. The root of a callback: raises nothing."""
@@ -370,11 +389,6 @@ class Node:
             now = self.now()
             for lease in self.core.ledger.leases.values():
                 lease.heard(min(now, lease.last_heard + late))
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _log_failure(ticket: int, reason: str) -> None:

@@ -44,6 +44,10 @@ READ_BYTES = 256 << 10
 """As much as a socket holds: one read takes all that has come."""
 
 
+HELLO_BYTES = 8 << 10
+"""No HELLO is longer, and nothing else comes before it."""
+
+
 class Frame(NamedTuple):
     """One frame. ``deadline``: in units of 10 ms; 0: none. ``body``: without the traceparent."""
 
@@ -65,14 +69,27 @@ def encode(method: int, flags: int, deadline: int, tag: int, body: bytes, tracep
 class FrameReader:
     """Cuts what a socket gives into frames: ``recv_into(room())``, ``add(count)``, then ``next()`` until None.
 
-    ``end``: where the bytes end that have come; 0 where all of them were in frames that were taken.
+    ``end``: where the bytes end that have come; 0 where all of them were in frames that were taken. Unless it
+    ``is_welcome`` it has room for little, and takes short frames alone, until ``welcome``. Room for a long frame grows
+    with what has come of it.
     """
 
-    def __init__(self) -> None:
-        self._bytes = bytearray(READ_BYTES)
+    def __init__(self, *, is_welcome: bool = True) -> None:
+        self._least = READ_BYTES if is_welcome else HELLO_BYTES
+        self._most = MAX_MESSAGE_BYTES if is_welcome else HELLO_BYTES
+        self._bytes = bytearray(self._least)
         self._view = memoryview(self._bytes)
         self._first = 0
         self.end = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that it has."""
+        return len(self._bytes)
+
+    def welcome(self) -> None:
+        """Frames of any length may come from now on."""
+        self._least, self._most = READ_BYTES, MAX_MESSAGE_BYTES
 
     def room(self) -> memoryview:
         """Where the next bytes go; never empty. Frames that have come must have been taken."""
@@ -90,8 +107,8 @@ class FrameReader:
         if held < start:
             return None
         length, method, flags, deadline, tag = HEADER.unpack_from(self._bytes, self._first)
-        if length > MAX_MESSAGE_BYTES:
-            raise LimitExceeded("bytes of a frame", length, MAX_MESSAGE_BYTES)
+        if length > self._most:
+            raise LimitExceeded("bytes of a frame", length, self._most)
         end = start + length
         if held < end:
             return None
@@ -107,15 +124,16 @@ class FrameReader:
     def _begin_anew(self) -> None:
         """All was taken: begin at the front, and keep no large frame's room."""
         self._first = self.end = 0
-        if len(self._bytes) > READ_BYTES:
-            self._view, self._bytes = memoryview(b""), bytearray(READ_BYTES)
+        if len(self._bytes) != self._least:
+            self._view, self._bytes = memoryview(b""), bytearray(self._least)
             self._view = memoryview(self._bytes)
 
     def _make_room(self) -> None:
-        """Move what is left to the front, into as much as its frame needs."""
+        """Move what is left to the front, into as much as its frame needs, and at most twice what has come of it."""
         kept = bytes(self._view[self._first : self.end])
         length = HEADER.unpack_from(kept)[0] if len(kept) >= HEADER.size else 0
-        self._bytes = bytearray(max(READ_BYTES, HEADER.size + min(length, MAX_MESSAGE_BYTES)))
+        wanted = HEADER.size + min(length, self._most)
+        self._bytes = bytearray(max(self._least, min(wanted, 2 * len(kept)), len(kept) + HEADER.size))
         self._view = memoryview(self._bytes)
         self._view[: len(kept)] = kept
         self._first, self.end = 0, len(kept)

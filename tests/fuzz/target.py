@@ -266,9 +266,9 @@ class Target:
         return audit(self.core.ledger).problems
 
     async def rest(self) -> dict[str, int]:
-        """Wait for what runs; then the pages that somebody holds or moves, over all pools, and the leases."""
-        while running := self.core.ledger.tickets.running:
-            await self.node.wait_any(list(running), 60.0)
+        """Wait for transfers and chores to end; then count the pages held or moved, over all pools, and the leases."""
+        while self.core.ledger.tickets.running or self.core.chores or self.node.has_turns:
+            await self.node.wait_any(list(self.core.ledger.tickets.running), 60.0, "fuzz")
         pools = [
             pool
             for model in self.core.ledger.models.values()

@@ -11,6 +11,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.models import RegisterRequest, register
 from cachesvc.flows.publish import publish
 from cachesvc.flows.release import release
+from cachesvc.flows.turns import tidy
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.model.errors import LedgerBroken, NotFound, Unavailable
 from tests.unit.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of
@@ -52,6 +53,8 @@ def test_a_lease_whose_end_breaks_is_lost_and_takes_its_model_out_of_service_and
     assert set(lose_silent(rig.core, 10.0, 60.0)) == {a, b}
     leases = rig.core.ledger.leases
     assert [leases[lease].state for lease in (a, b)] == [LeaseState.QUARANTINED] * 2
+    while rig.core.chores:
+        tidy(rig.core.chores)
     assert "is not pinned" in rig.model.suspect
     assert leases[b].sequences == {}
     process_gone(rig.core, TOKEN + b"a")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 
 from cachesvc.ledger.pages import LEGAL_PAGE_MOVES, PagePool
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.words import NO_PAGE, PageState, Run, runs_of
+from tests.work import steps_of
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
 
@@ -153,3 +155,56 @@ def test_random_operations_agree_with_sets(seed: int) -> None:
         assert pool.usable == pool.capacity - len(absent)
     with pytest.raises(LedgerBroken, match="not new pages"):
         PagePool("pool", 4, 2).add(1, 2)
+
+
+def test_pages_that_lie_one_by_one_take_no_steps_each() -> None:
+    """A long load's pages were taken and given back run by run, and held the loop for tens of milliseconds."""
+    steps = {}
+    for count in (4096, 16384):
+        pool = pool_of(2 * count)
+        pool.take(2 * count, PRIVATE)
+        pool.move_all(array("i", range(0, 2 * count, 2)), FREE)
+        taken: list[array[int]] = []
+
+        def take(pool: PagePool = pool, count: int = count, taken: list[array[int]] = taken) -> None:
+            taken.append(pool.take(count, IN_FLIGHT))
+
+        def give_back(pool: PagePool = pool, taken: list[array[int]] = taken) -> None:
+            pool.move_all(taken.pop(), FREE)
+
+        steps[count] = [steps_of(take), steps_of(give_back)]
+        assert pool.problems() == []
+    assert max(steps[16384]) < 4096, "less than one a page"
+
+
+@pytest.mark.parametrize("wanted", [32, 100, 500])
+def test_many_pages_come_in_the_longest_runs(wanted: int) -> None:
+    pool = pool_of(4096)
+    pool.take(4096, PRIVATE)
+    for first, count in ((0, 8), (100, 300), (500, 40), (700, 250), (1000, 1), (1100, 1)):
+        pool.move_all(range(first, first + count), FREE)
+    for page in range(2000, 4000, 2):
+        pool.move(page, FREE)
+    runs = runs_of(sorted(pool.take(wanted, SEALED)))
+    assert [run.first for run in runs] == {32: [500], 100: [700], 500: [100, 700]}[wanted]
+    assert pool.problems() == []
+
+
+def test_random_takes_of_many_agree_with_sets() -> None:
+    rng = random.Random(7)
+    pool = pool_of(10_000)
+    free, held = set(range(10_000)), list[int]()
+    for _ in range(300):
+        if rng.random() < 0.5:
+            pages = pool.take(rng.randint(0, min(len(free), rng.choice((10, 300, 3000)))), PRIVATE)
+            assert len(set(pages)) == len(pages)
+            assert set(pages) <= free
+            free -= set(pages)
+            held += pages
+        else:
+            rng.shuffle(held)
+            back = [held.pop() for _ in range(rng.randint(0, min(len(held), rng.choice((10, 300, 3000)))))]
+            pool.move_all(back, FREE)
+            free |= set(back)
+        assert pool.problems() == []
+        assert pool.free == len(free)

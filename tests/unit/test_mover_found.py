@@ -218,3 +218,42 @@ def test_a_socket_of_a_mover_is_for_one_device() -> None:
     Config(movers="process", mover=("a", "b"))
     with pytest.raises(InvalidRequest, match="twice"):
         Config(movers="process", mover=("a", "b", "a"))
+
+
+def test_a_daemon_that_stops_waits_for_no_mover_that_hangs() -> None:
+    """SIGTERM took a minute beside a Register whose mover was stopped."""
+    ours, theirs = socket.socketpair()
+    is_asked = threading.Event()
+    channel = Channel(ours, lambda: ours.shutdown(socket.SHUT_RDWR))
+    outcome: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            channel.ask("open", 3600.0)
+        except MoverGone as gone:
+            outcome.append(gone)
+
+    def hear() -> None:
+        theirs.recv(1 << 16)
+        is_asked.set()
+
+    threads = [threading.Thread(target=each) for each in (ask, hear)]
+    for thread in threads:
+        thread.start()
+    is_asked.wait()
+    channel.hurry(0.01)
+    for thread in threads:
+        thread.join()
+    assert len(outcome) == 1
+    ours.close()
+    theirs.close()
+
+
+def test_what_a_stopping_daemon_asks_is_waited_for_no_longer_either() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, lambda: None)
+    channel.hurry(0.01)
+    with pytest.raises(MoverGone, match="timed out"):
+        channel.ask("close", 3600.0)
+    ours.close()
+    theirs.close()

@@ -38,7 +38,7 @@ async def see_out(node: Node, flow: Callable[[], Any], seconds: float = 600.0) -
     """Run a flow as a call does that has so long."""
     until = node.now() + min(seconds, node.wait_seconds)
     answer = node.run(flow)
-    return await node.wait_out(lambda: node.run(flow), answer, until) if isinstance(answer, Wait) else answer
+    return await node.wait_out(lambda: node.run(flow), answer, until, "a") if isinstance(answer, Wait) else answer
 
 
 def match_flow(rig: Rig, lease: str) -> Callable[[], Any]:

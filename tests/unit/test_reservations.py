@@ -197,7 +197,7 @@ def test_a_call_that_ends_at_its_deadline_gives_back_what_was_kept_for_it() -> N
         node.start(vault)
         try:
             waits = Wait((1,), None, record.room)
-            await node.wait_out(lambda: waits, waits, node.now() + 0.01)
+            await node.wait_out(lambda: waits, waits, node.now() + 0.01, "a")
         finally:
             await node.close()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachesvc.service.access.shares import most_of
+from cachesvc.model.sharing import most_of
 
 
 @pytest.mark.parametrize(

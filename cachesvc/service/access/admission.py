@@ -20,6 +20,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from cachesvc.model.errors import LimitExceeded, QuotaExceeded
+from cachesvc.model.sharing import share_of
 from cachesvc.service.access.quota import Meter, Quotas
 
 CallerKey = bytes | str
@@ -43,11 +44,6 @@ class Holder(NamedTuple):
 
     process: CallerKey
     meter: Meter | None
-
-
-def share_of(limit: int, busy: int) -> int:
-    """The most that one of ``busy`` may hold: three quarters alone, so that the next one gets in; else its part."""
-    return max(1, limit * 3 // 4 if busy == 1 else limit // busy)
 
 
 class Counts:

@@ -175,11 +175,12 @@ class Quotas:
         quota = self._of(tenant)
         return Budget(tenant, quota.device_bytes, quota.host_bytes, quota.models, quota.pages)
 
-    def check_open(self, tenant: str) -> None:
-        """Before a lease is opened. Raises QuotaExceeded."""
+    def check_open(self, tenant: str) -> int:
+        """Before a lease is opened: the tenant's quota of leases, 0 where it has none. Raises QuotaExceeded."""
         quota = self._of(tenant)
         if quota.leases and len(held := leases_of(self._core, tenant)) >= quota.leases:
             self._refuse(tenant, "leases", len(held) + 1, quota.leases, "close one")
+        return quota.leases
 
     def require_sequence(self, call: Call) -> None:
         """Before a sequence is opened. Raises QuotaExceeded."""

@@ -1,6 +1,6 @@
 """Leases and models between tenants that have no quota on them: none takes all.
 
-What is held for hours is not given back when the next tenant comes, so besides its share (``admission.share_of``) a
+What is held for hours is not given back when the next tenant comes, so besides its share (``model.sharing``) a
 tenant leaves a quarter of what the others have left: somebody new always gets in. Where one tenant alone may work, it
 may take everything.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cachesvc.flows.budget import Budget
 from cachesvc.flows.core import Core
-from cachesvc.service.access.admission import share_of
+from cachesvc.model.sharing import most_of
 from cachesvc.service.access.quota import Quota, Quotas
 
 
@@ -30,15 +30,16 @@ class SharedQuotas(Quotas):
         super().__init__(core, of, tenants)
         self._working = working
 
-    def check_open(self, tenant: str) -> None:
-        """Before a lease is opened. Raises QuotaExceeded."""
-        super().check_open(tenant)
+    def check_open(self, tenant: str) -> int:
+        """Before a lease is opened: the tenant's quota of leases, 0 where it has none. Raises QuotaExceeded."""
+        quota = super().check_open(tenant)
         ledger = self._core.ledger
-        if not self._of(tenant).leases and self._is_shared(tenant):
+        if not quota and self._is_shared(tenant):
             held = Counter(ledger.models[lease.model].tenant for lease in ledger.leases.values())
             most = most_of(tenant, held, self._core.limits.leases)
             if held[tenant] >= most:
                 self._refuse(tenant, "leases", held[tenant] + 1, most, "close one; without a quota it is a share")
+        return quota
 
     def budget(self, tenant: str) -> Budget:
         """What its pools may take."""
@@ -50,10 +51,3 @@ class SharedQuotas(Quotas):
 
     def _is_shared(self, tenant: str) -> bool:
         return bool(set(self._working()) - {tenant})
-
-
-def most_of(tenant: str, held: Counter[str], limit: int) -> int:
-    """The most that a tenant may hold beside what all hold now."""
-    others = {name: count for name, count in held.items() if name != tenant and count}
-    left = limit - sum(others.values())
-    return max(1, min(share_of(limit, len(others) + 1), left * 3 // 4))

@@ -39,6 +39,7 @@ from cachesvc.wire.lane import (
     MAX_UNANSWERED_FRAMES,
     NO_ANSWER,
     PING,
+    READ_BYTES,
     VERSION,
     Frame,
     FrameReader,
@@ -65,13 +66,15 @@ class Row(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Desk:
     """What all lanes share. ``admit(token, process)``: the caller, or an Unauthenticated or PermissionDenied.
-    ``tracer``: says whose child a call's span is."""
+    ``tracer``: says whose child a call's span is. ``check_memory`` closes a lane whose process has too much half-read.
+    """
 
     dispatcher: Dispatcher
     rows: dict[int, Row]
     admit: Callable[[str, bytes], Caller]
     epoch: int
     tracer: Tracer | None
+    check_memory: Callable[[Lane], None]
 
 
 @dataclass(slots=True)
@@ -92,7 +95,7 @@ class Lane:
         self._socket = end
         self._desk = desk
         self._ended = ended
-        self._reader = FrameReader()
+        self._reader = FrameReader(is_welcome=False)
         self._who: Caller | None = None
         self._waiting: dict[int, _Call] = {}
         self._waiting_bytes = 0
@@ -107,6 +110,11 @@ class Lane:
         self._loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
         self._listen()
+
+    @property
+    def half_read_bytes(self) -> int:
+        """What it keeps for a long frame that has not come whole."""
+        return self._reader.size_bytes if self._reader.size_bytes > READ_BYTES else 0
 
     def close(self, why: str) -> None:
         """End it. Steps under way go on: sent again they must find their answers. Idempotent."""
@@ -148,6 +156,8 @@ class Lane:
             return
         self._reader.add(count)
         self._take()
+        if self._reader.size_bytes > READ_BYTES and not self._is_closed:
+            self._desk.check_memory(self)
 
     def _take(self) -> None:
         """Carry out the frames that have come, for one turn."""
@@ -218,6 +228,7 @@ class Lane:
             if hello.version < 1:
                 raise InvalidRequest("HELLO needs the version that its caller speaks, 1 or more")
             self._who = self._desk.admit(hello.token, self.process)
+            self._reader.welcome()
         except CacheError as refused:
             self._break(frame.tag, refused)
         else:

@@ -18,6 +18,10 @@ from cachesvc.wire.lane import METHODS
 SCOPES = scopes_of("/kvcache.v1.CacheService/Step")
 
 
+MOST_HALF_READ_BYTES = 64 << 20
+"""Memory for frames that have not come whole, of all lanes of one life connection."""
+
+
 class Lanes:
     """Made by ``open``, until their process ends them, is gone, or the daemon stops. ``each``: of one life connection;
     0: there are none; ``most``: in all. ``calls`` that came by lanes that have ended."""
@@ -36,7 +40,7 @@ class Lanes:
         self._calls = 0
         self._keeper = keeper
         self._lanes: dict[bytes, set[Lane]] = {}
-        self._desk = Desk(dispatcher, rows_of(cache), self._admit, dispatcher.node.epoch, tracer)
+        self._desk = Desk(dispatcher, rows_of(cache), self._admit, dispatcher.node.epoch, tracer, self._check_memory)
 
     def open(self, process: bytes) -> socket.socket:
         """The other end of a new lane, for the process to have and this one to close.
@@ -81,6 +85,11 @@ class Lanes:
     def _admit(self, token: str, process: bytes) -> Caller:
         found = find_caller(self._keeper, token, process)
         return allow(found or otherwise_local(self._keeper), SCOPES, "/kvcache.v1.CacheService/lane")
+
+    def _check_memory(self, lane: Lane) -> None:
+        held = sum(each.half_read_bytes for each in self._lanes[lane.process])
+        if held > MOST_HALF_READ_BYTES:
+            lane.close(f"{held} bytes of frames that have not come whole, {MOST_HALF_READ_BYTES} are a process's part")
 
     def _forget(self, lane: Lane) -> None:
         self._calls += lane.calls

@@ -122,13 +122,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             return operation.reply(answer)
         wait, run = answer, partial(self._runner.run, ask, operation, message, flow)
 
-        async def wait_out(_: Place) -> R:
-            return operation.reply(
-                await self._dispatcher.node.wait_out(run, wait, self._dispatcher.until(ask), ask.method)
-            )
+        async def wait_out(place: Place) -> R:
+            node, until = self._dispatcher.node, self._dispatcher.until(ask)
+            party = ask.holder.process
+            return operation.reply(await node.wait_out(run, wait, until, party, ask.method, place.wait))
 
+        kind = Kind.WAITS if wait.tickets else Kind.WORK  # for which there was room, or nothing had been done
         try:
-            later = self._dispatcher.later(ask, Kind.WAITS, wait_out, is_admitted=not wait.tickets)
+            later = self._dispatcher.later(ask, kind, wait_out, is_admitted=not wait.tickets)
         except LimitExceeded:
             end_wait(wait)
             raise
@@ -152,7 +153,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         async def wait_out(_: Place) -> cache_pb2.WaitTicketsResponse:
             until = min(ask.deadline, ask.began + min(request.wait_ms / 1000, LONGEST_WAIT_SECONDS))
             while awaited := running():
-                if not await node.wait_any(awaited, until - node.now()):
+                if not await node.wait_any(awaited, until - node.now(), ask.holder.process):
                     break
             return answer()
 

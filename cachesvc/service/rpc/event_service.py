@@ -15,10 +15,10 @@ from kvcache.v1 import event_pb2, event_pb2_grpc
 from cachesvc.flows.counters import Count
 from cachesvc.ledger.journal import STORAGE
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, SubscriberTooSlow, Unavailable
+from cachesvc.model.sharing import share_of
 from cachesvc.model.words import Tier
 from cachesvc.questions.follow import BlockRun, Changes, Feed, find_model
 from cachesvc.questions.view import View
-from cachesvc.service.access.admission import share_of
 from cachesvc.service.access.auth import caller
 from cachesvc.service.access.owners import sight
 from cachesvc.service.access.undecodable import require_read

@@ -59,8 +59,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         model, replica, token = request.model_id, request.replica, request.process_token
         instance = request.instance_id
         known = find_lease(node.core, model, replica, token, request.request_id, instance)
-        if known is None and self._quotas is not None:
-            self._quotas.check_open(ask.who.acts_for)
+        quota = self._quotas.check_open(ask.who.acts_for) if known is None and self._quotas is not None else 0
         lease = node.run_of(
             model,
             open_lease,
@@ -72,6 +71,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             request.request_id,
             node.now(),
             instance,
+            quota,
         )
         number = lease.members[token]
         shown, engine = shown_id(lease.id), request.engine[:128]
@@ -118,7 +118,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             return lease_pb2.CloseResponse()
 
         async def wait_out(_: Place) -> lease_pb2.CloseResponse:
-            await node.wait_out(run, wait, self._dispatcher.until(ask), ask.method)
+            await node.wait_out(run, wait, self._dispatcher.until(ask), ask.holder.process, ask.method)
             return lease_pb2.CloseResponse()
 
         return self._dispatcher.later(ask, Kind.WAITS, wait_out, is_admitted=True)

@@ -110,7 +110,7 @@ class StepRun:
     async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
         node = self._dispatcher.node
         while not self._is_through:
-            await node.next_turn()
+            await node.next_turn(self._ask.holder.process)
             with node.loop_watch.watching(self._ask.method):
                 node.run(self._take_turn, None)
         if self._parked:
@@ -226,7 +226,8 @@ class StepRun:
         while waiting is not None:
             spot, operation, run, wait = waiting
             try:
-                self._tell(spot, operation, await self._dispatcher.node.wait_out(run, wait, until, self._ask.method))
+                party, what = self._ask.holder.process, self._ask.method
+                self._tell(spot, operation, await self._dispatcher.node.wait_out(run, wait, until, party, what))
             except CacheError as error:
                 self._refuse(spot, operation.name, error)
             except Exception:  # noqa: BLE001 - the root of an operation

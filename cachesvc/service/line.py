@@ -1,0 +1,97 @@
+"""The line of long work: whose turn it is on the event loop.
+
+A flow of more than one turn, a call that wakes up, a landing and a chore each take one turn. One turn is taken in each
+round of the loop, round robin by party: a process, or the daemon's own background work. Within a party the first comes
+first. So a short call waits for one turn at most, and a long one for one turn of each other party between its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+Party = bytes | str
+"""Whose work it is: a process as admission knows it, or one of the following."""
+
+BACKGROUND = "(background)"
+"""The daemon's own: landings, chores, lost devices."""
+OTHER_NODES = "(other nodes)"
+"""What other nodes borrow."""
+
+Turn = Callable[[], None]
+
+
+class Line:
+    """Used on the running loop alone. A turn raises nothing: it is the root of a callback."""
+
+    def __init__(self) -> None:
+        self._parties: dict[Party, deque[Turn]] = {}  # in the order of their next turns; none is empty
+        self._has_taken = False  # a turn in this round, or one before that has not passed on yet
+
+    @property
+    def is_empty(self) -> bool:
+        """True where no turn waits."""
+        return not self._parties
+
+    def add(self, party: Party, turn: Turn) -> None:
+        """Have a turn taken in a later round, behind those that wait of its party."""
+        waiting = self._parties.get(party)
+        if waiting is None:
+            self._parties[party] = deque((turn,))
+        else:
+            waiting.append(turn)
+        self._pass_on()
+
+    def take(self, party: Party, turn: Turn) -> None:
+        """Take a turn at once where the round has had none; else ``add`` it."""
+        if self._has_taken:
+            self.add(party, turn)
+        else:
+            self._pass_on()
+            turn()
+
+    def _pass_on(self) -> None:
+        if not self._has_taken:
+            self._has_taken = True
+            asyncio.get_running_loop().call_soon(self._give)
+
+    def _give(self) -> None:
+        self._has_taken = False
+        if not self._parties:
+            return
+        party = next(iter(self._parties))
+        waiting = self._parties.pop(party)
+        turn = waiting.popleft()
+        if waiting:
+            self._parties[party] = waiting
+        self._pass_on()
+        turn()
+
+
+class Sleeper:
+    """A call that waits: ``future`` is done once it has its turn. It has one turn, however many things rouse it."""
+
+    __slots__ = ("_is_due", "_line", "_party", "future")
+
+    def __init__(self, line: Line, party: Party) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line = line
+        self._party = party
+        self._is_due = False
+
+    def rouse(self) -> None:
+        """What it waits for is there: it takes its turn."""
+        if not self._is_due:
+            self._is_due = True
+            self._line.take(self._party, self.wake)
+
+    def yield_turn(self) -> None:
+        """It waits for its next turn alone."""
+        self._is_due = True
+        self._line.add(self._party, self.wake)
+
+    def wake(self) -> None:
+        """Wake it up at once; twice is fine."""
+        if not self.future.done():
+            self.future.set_result(None)
