@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 READER_SECONDS = 2.0
 """How long the end waits for who reads jobs. Longer, it stands in a call of the driver: the backend waits for that at
 its end, or finds that it hangs."""
+
+LANDING_SECONDS, LOOK_SECONDS = 2.0, 0.001
+"""How long the end waits for what is on its way before it gives memory back, and how often it looks."""
 
 
 class MoverBackend(Backend, Protocol):
@@ -168,10 +172,18 @@ class _Work:
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(READER_SECONDS)
+        until = time.monotonic() + LANDING_SECONDS
+        while self._inside.is_busy and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        if not self._inside.is_busy:
+            self._let_go()  # first: to unpin memory takes its time
         self._backend.close()
-        if self._backend.fault(self._device):  # its copies may land as long as this process lives
-            return
-        while self._writers:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """All copies have landed: whoever is told by the writers' end is. Where the device broke, they may land as long
+        as this process lives."""
+        while self._writers and not self._backend.fault(self._device):
             os.close(self._writers.popitem()[1])
 
     # -- jobs ----------------------------------------------------------------------------------------------------------

@@ -234,9 +234,10 @@ class AttachedPool:
         return self.wait_quiet(0.0)
 
     def wait_quiet(self, timeout_s: float) -> bool:
-        """Wait until ``is_quiet``; False where that does not come to be in time. Raises AlreadyClosed."""
+        """Wait until ``is_quiet``; False where that does not come to be in time. A daemon that is too old to tell counts
+        as over once it has gone. Raises AlreadyClosed."""
         self._require_open()
-        return self._writers is not None and self._writers.wait_over(timeout_s)
+        return self._life.lost.wait(timeout_s) if self._writers is None else self._writers.wait_over(timeout_s)
 
     def to_torch(self, layer: int, name: str, group: str | None = None) -> Any:
         """A plane as a torch tensor of the layout's dtype over the same bytes. Raises ImportError without torch,
