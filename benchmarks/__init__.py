@@ -1,1 +1,1 @@
-"""What the budgets are measured with."""
+"""Benchmarks that measure the budgets."""

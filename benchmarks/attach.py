@@ -1,4 +1,4 @@
-"""What a daemon on a GPU costs to start, and how fast engines have a prefix that is already there.
+"""Start cost of a daemon on a GPU, and the time until an engine can read a prefix that is already cached.
 
     python -m benchmarks.attach [--json OUT] [--pools 1,16,64] [--host-gib 64]
 
@@ -36,7 +36,7 @@ from cachesvc.config import DEVICE_MEMORY, Config
 GIB, MIB = 1 << 30, 1 << 20
 PREFIX_BLOCKS = 32768 // BLOCK_TOKENS
 SPARE_PAGES = 16
-"""Of a pool that is to be found whole again: what an engine computes anew needs a page."""
+"""Pages reserved for what an engine computes anew, beside a pool that must be found whole."""
 DEVICE_PAGES = PREFIX_BLOCKS + SPARE_PAGES
 LEAST_DEVICE_GIB = 5
 LEAST_HOST_GIB = 9
@@ -143,7 +143,7 @@ class Node:
 
 
 def free_bytes() -> int:
-    """Of the first GPU beside this process's context, which stays until the process ends."""
+    """Free bytes of the first GPU, measured beside this process's context, which stays until the process ends."""
     from gpu_ops.gpu import find_gpus
 
     gpu = find_gpus()[0]

@@ -1,4 +1,4 @@
-"""A bystander of a benchmark: what it calls, how long that takes, and what is told of it."""
+"""Bystander process of a benchmark: its calls, their latency, and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What other engines see while one engine asks for much: ``python -m benchmarks.bystanders [CASE ...] --json OUT``.
+"""Latency of other engines while one engine makes large requests: ``python -m benchmarks.bystanders [CASE ...] --json
+OUT``.
 
 ``waits``: an engine keeps 1,100 calls waiting for one slow transfer; another one matches, and no lease is lost.
 ``swap``: an engine swaps out beside 100,000 host blocks of a windowed layout, whose window pool is full.
@@ -6,7 +7,7 @@
 ``stock``: a step that wants a stock of pages, on a pool whose 96,000 pages are pinned, against one that wants none.
 ``windows``: a match of 2,048 blocks with one window group, against one with none.
 ``prefill``: an engine computes prompts of 2,048 blocks on a full pool; each evicts as many.
-``restart``: the daemon is told to stop while twelve clients call and a second daemon waits for its socket.
+``restart``: the daemon gets SIGTERM while twelve clients call and a second daemon waits for its socket.
 
 A bystander is a process of its own that makes empty calls (health checks) all the while; its longest is what counts.
 """
@@ -196,7 +197,7 @@ def movers() -> Figures:
 
 
 def stock() -> Figures:
-    """Empty steps with and without a stock target, in turns, on a pool that nobody can take from."""
+    """Empty steps with and without a stock target, in turns, on a pool without evictable pages."""
     flags = ["--device-pool", "512MiB", "--host-pool", "1MiB"]
     with daemon(*flags) as socket, CacheClient(socket, engine="stocker") as client:
         model = client.register(
@@ -260,7 +261,7 @@ def prefill_beside() -> Figures:
 
 
 def restart() -> Figures:
-    """SIGTERM with a second daemon waiting for the socket: what clients are told, and how soon."""
+    """SIGTERM with a second daemon waiting for the socket: the errors that clients get, and after how long."""
     with DaemonProcess([*COMMON, "--device-pool", "16MiB", "--host-pool", "1MiB", "--drain-seconds", "0.2"]) as first:
         context = mp.get_context("spawn")
         pipes = [context.Pipe() for _ in range(CLIENTS)]
@@ -289,7 +290,7 @@ def restart() -> Figures:
 
 
 def call_until_gone(socket: str, answer: Connection) -> None:
-    """Match in a loop until the lease is told to be lost; says what was seen on the way."""
+    """Match in a loop until the lease is lost; report the errors seen on the way."""
     lost = threading.Event()
     refused_at, told_at, not_found = 0.0, 0.0, 0
 

@@ -1,7 +1,7 @@
 """A discrete-event engine over the real ledger: continuous batching, chunked prefill, preemption by recomputing.
 
-Every page comes from the daemon's flows; only time is made up (``Machine``). Steps in which no table changes, nobody
-ends and nobody new can come are counted in one go, with their exact sum.
+Every page comes from the daemon's flows; only time is made up (``Machine``). Steps in which no table changes, no
+request ends and none can be admitted are counted in one go, with their exact sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cachesvc.model.keys import KEY_BYTES
 
 @dataclass(frozen=True)
 class Rules:
-    """How the engine schedules. ``reserve_tokens``: room that admission keeps for what a request will generate."""
+    """Scheduling rules of the engine. ``reserve_tokens``: room that admission keeps for tokens to be generated."""
 
     recycles: bool
     step_tokens: int
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a run came to. ``running_seconds``: integral of the sequences on the device over time."""
+    """Result of a run. ``running_seconds``: integral of the sequences on the device over time."""
 
     seconds: float = 0.0
     output_tokens: int = 0
@@ -244,7 +244,7 @@ class Engine:
                 self._start_decoding(job)
 
     def _quiet_steps(self) -> int:
-        """Steps until a table must grow, somebody ends, or somebody comes."""
+        """Steps until a table must grow, a request ends, or one arrives."""
         steps = min(self.due) - self.decode_steps
         if self.coming and steps > 1:
             rate = self.machine.fixed_s + self.decoding * self.machine.token_s

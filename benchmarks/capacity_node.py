@@ -67,7 +67,7 @@ class CountedVault:
         return tuple(self.left)
 
     def headroom(self, without: Sequence[int] = ()) -> Headroom:  # noqa: ARG002 - a protocol's
-        """What is left of it."""
+        """Remaining headroom."""
         return Headroom(self.left, FreeRanges(()), self.capacity, 0)
 
     def open_host(self, model: int, layout: Layout, pages: tuple[int, ...], devices: tuple[str, ...]) -> None:
@@ -103,11 +103,11 @@ class CountedVault:
     retire = close_model
 
     def close_retired(self) -> None:
-        """Nobody was evicted."""
+        """Do nothing: no model was evicted."""
 
 
 class Node:
-    """One engine's lease on one model. ``now`` is what the flows are told."""
+    """One engine's lease on one model. ``now``: time that the flows get."""
 
     def __init__(self, layout: Layout, device_pages: tuple[int, ...], pool_bytes: int) -> None:
         self.mover = InstantMover()
@@ -135,5 +135,5 @@ class Node:
                 return answer
 
     def problems(self) -> list[str]:
-        """What does not add up in the ledger."""
+        """Inconsistencies of the ledger."""
         return verify_at_once(self.core)

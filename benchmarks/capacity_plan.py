@@ -1,4 +1,4 @@
-"""What the capacity benchmark is about, as numbers: machines and models, layouts, pools, requests. Pure."""
+"""Inputs of the capacity benchmark as numbers: machines and models, layouts, pools, requests. Pure."""
 
 from __future__ import annotations
 

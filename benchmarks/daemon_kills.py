@@ -34,7 +34,7 @@ PAUSE_SECONDS = (0.0, 4.0)
 """Between all engines' being served again and the next kill."""
 SERVED_SECONDS = 120.0
 FILES_OF_ONE_LIFE = 2
-"""What an engine has mapped: the slab of its one group, and the timeline. On a GPU the timeline alone."""
+"""Files that an engine has mapped: the slab of its one group, and the timeline. On a GPU the timeline alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Kills:
         self.kills: list[Kill] = []
 
     def run(self) -> dict[str, Any]:
-        """What was found, as plain data. Raises RunFailed, DaemonFailed."""
+        """Run and return the results as plain data. Raises RunFailed, DaemonFailed."""
         crew = self._crew
         try:
             crew.start()
@@ -126,7 +126,7 @@ def gpu_used_mib() -> int | None:
 
 
 def problems_of(found: dict[str, Any]) -> list[str]:
-    """What is not as it should be."""
+    """Violated expectations."""
     good = {
         "corrupt": 0,
         "leaked_pages": 0,

@@ -1,4 +1,4 @@
-"""What a daemon has said in its log."""
+"""Lookups in a daemon's log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOOK_SECONDS = 0.02
 
 
 def told(daemon: DaemonProcess, event: str) -> dict[str, Any]:
-    """What a daemon says of an event; waits for it."""
+    """Fields of an event in a daemon's log; waits for it."""
     while True:
         for line in daemon.log.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.startswith("{") and line.endswith("}\n") and (said := json.loads(line)).get("event") == event:

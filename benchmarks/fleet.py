@@ -36,7 +36,7 @@ FRESH_MARKS = 1 << 40
 
 
 class Moved(NamedTuple):
-    """Seconds from the first call until who waits for the last word goes on; and of processor time meanwhile, of all
+    """Seconds from the first call until the waiter for the last word resumes, and processor time meanwhile: of all
     threads of this process but the waiter, and of each mover."""
 
     seconds: float
@@ -178,8 +178,8 @@ class Fleet:
         return movers.mover_pids()[self.devices[at]]
 
     def renew(self, at: int) -> None:
-        """After a device's mover has died: wait for the next one, and give the device's model a new replica there, as
-        one who registers again gets. Raises TimeoutError."""
+        """Wait for the next mover of a device whose mover died, and give the device's model a new replica there, as an
+        engine that registers again gets. Raises TimeoutError."""
         model, until = self.replicas[at], time.monotonic() + WAIT_SECONDS
         self.engine.detach_replica(model, self._replica[model], WAIT_SECONDS)
         self._replica[model] += 1
@@ -191,7 +191,7 @@ class Fleet:
             except Unavailable as missing:
                 if time.monotonic() > until:
                     raise TimeoutError(f"no mover within {WAIT_SECONDS:g} s: {missing}") from missing
-                time.sleep(LOOK_SECONDS)  # a caller that is told to try again does
+                time.sleep(LOOK_SECONDS)  # a client retries after this time
         self.engine.attach_replica(model, self._replica[model], [self.devices[at]], [[self.slabs[at]]], [self.pages])
         self._words[model, at] = self._sheet(model, at)
 
@@ -202,7 +202,7 @@ class Fleet:
         return Transfer(next(self._tickets), model, self._replica[model], direction, pages, layered=layered)
 
     def looked_at(self, moved: Sequence[Transfer]) -> Iterator[tuple[Transfer, int]]:
-        """Which pairs of pages are marked and checked."""
+        """Pairs of pages that are marked and checked."""
         for transfer in moved:
             last = len(transfer.pages[0].device_pages) - 1
             for page in sorted({*np.linspace(0, last, CHECKED_PAGES).astype(int).tolist()}):

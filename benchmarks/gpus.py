@@ -6,7 +6,7 @@
 ``copies``: single pages, scattered on both sides, in one ticket whose ranks are the GPUs (``ranks``), or in a ticket
 for each GPU's own model, all at once (``replicas``). ``MiB`` is what each GPU moves each way. ``steps``: ``whole``: all
 layers in one; ``layered``: as the planner chooses. ``both``: loads and stores at once, bytes of both added. Time is
-from the call to the wake-up of who waits for the last GPU's timeline word. ``GB/s`` is of all GPUs together; ``plain``
+from the call to the wake-up of the waiter for the last GPU's timeline word. ``GB/s`` is of all GPUs together; ``plain``
 of plain copies of as many bytes (1 GiB at most, see ``plain.py``) the same ways on all GPUs at once; ``one GPU`` of
 plain copies on the first GPU alone. ``time``: ours over that of plain copies on all of as many bytes, budget 1.10; ``of
 one``: our rate over one GPU's. How far the machine itself scales is ``plain`` over ``one GPU``. The three are measured
@@ -22,9 +22,9 @@ beside``: both at once.
 2,048 blocks, in turns while nothing is copied (``idle``) and while two engines on each GPU swap as much as the smallest
 of the sizes above out and in without a pause (``beside``). Budget: 1.2 times the idle p99.
 
-``kill``: all GPUs swap both ways without a pause, and the last one's mover is killed. Told is after how long its ticket
-failed and a new replica there had loaded its first pages, which are checked (budget 3 s); and the other GPUs' GB/s in
-the half second before the kill, from it on, and from when the GPU is served again, and their longest ticket.
+``kill``: all GPUs swap both ways without a pause, and the last one's mover is killed. Reported are after how long its
+ticket failed and a new replica there had loaded its first pages, which are checked (budget 3 s); and the other GPUs'
+GB/s in the half second before the kill, from it on, and from when the GPU is served again, and their longest ticket.
 
 On two H100s each part is made to take a minute and a half at most; ``--quick`` (planes of 128 KiB, the first size,
 fewer calls) is a small part of that. Where a part fails the others are measured, and the exit code is 1.
@@ -69,7 +69,7 @@ BUDGETS = {"time": 1.1, "p99": 1.2, "again_s": 3.0}
 MEASURED_WAYS = WAYS[:4]
 BOTH_WAYS = WAYS[2]
 MOVED_PART = 4
-"""One in so many pages moves each way: two ways, and a gap behind each page."""
+"""One of this number of pages moves each way: two ways, and a gap behind each page."""
 BUSY_SECONDS = 0.5
 WINDOW_SECONDS, SETTLE_SECONDS = 0.5, 1.5
 Log = list[tuple[float, float]]
@@ -77,7 +77,7 @@ Log = list[tuple[float, float]]
 
 
 class Sizes(NamedTuple):
-    """What is moved: layers, widths of planes, MiB that each GPU moves each way. ``calls``: of each kind in a phase."""
+    """Sizes: layers, widths of planes, MiB that each GPU moves each way. ``calls``: of each kind in a phase."""
 
     layers: int
     widths: tuple[int, ...]
@@ -85,7 +85,7 @@ class Sizes(NamedTuple):
     calls: int = 512
 
     def layouts(self, width: int, gpus: int) -> tuple[Layout, Layout]:
-        """Of one GPU, and of all as ranks."""
+        """Layout for one GPU, and layout for all as ranks."""
         return two_plane_layout(self.layers, width), two_plane_layout(self.layers, width, gpus)
 
 
@@ -115,7 +115,7 @@ class Row:
 
 
 class Ground(NamedTuple):
-    """What is measured on: so many devices, by their names."""
+    """Backend and devices of a measurement."""
 
     backend: str
     devices: tuple[str, ...]
@@ -128,7 +128,7 @@ class Ground(NamedTuple):
 
 
 def started(ground: Ground, pool_bytes: int, stack: ExitStack) -> tuple[Mover, list[Slab]]:
-    """Movers with so many bytes on each side of each device, and a slab of all of them there. Raises CacheError."""
+    """Start movers with ``pool_bytes`` a side and device, and make a slab of all of it on each. Raises CacheError."""
     gpus = len(ground.devices)
     host_bytes = gpus * pool_bytes + GIB // (1 if pool_bytes > GIB else 16)
     mover = Mover(ground.backend, pool_bytes, host_bytes, movers="process", devices=gpus, memory=ground.memory)
@@ -285,7 +285,7 @@ def swap_and_kill(fleet: Fleet, blocks: int) -> tuple[list[Log], float, float, f
     with ThreadPoolExecutor(len(todo)) as threads:
         try:
             runs = [threads.submit(swap_until, stop, fleet, mine, log) for mine, log in zip(todo, logs, strict=True)]
-            time.sleep(SETTLE_SECONDS)  # what all swap in undisturbed is told too
+            time.sleep(SETTLE_SECONDS)  # the undisturbed rate of all devices is reported too
             killed = time.perf_counter()
             os.kill(fleet.pid(victim), signal.SIGKILL)
             broken = runs[victim].exception(WAIT_SECONDS)
@@ -322,7 +322,7 @@ def load(fleet: Fleet, at: int, blocks: int) -> float:
 
 
 def rate_in(log: Log, first: float, moved: int) -> float:
-    """GB/s of tickets of so many bytes in the ``WINDOW_SECONDS`` from ``first`` on; what laps over counts in part."""
+    """GB/s of tickets of ``moved`` bytes in ``WINDOW_SECONDS`` from ``first`` on; overlapping tickets count in part."""
     last = first + WINDOW_SECONDS
     shares = (max(0.0, min(ended, last) - max(began, first)) / (ended - began) for began, ended in log)
     return moved * sum(shares) / WINDOW_SECONDS / 1e9
@@ -341,7 +341,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--backend", choices=sorted(SIZES), default="shm")
-    parser.add_argument("--gpus", type=int, help="the first so many (default: all; simulated devices of shm: 2)")
+    parser.add_argument("--gpus", type=int, help="use the first N devices (default: all; simulated devices of shm: 2)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--mib", type=int, nargs="+", help="what each GPU moves each way (default: cuda 512 2048)")
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,4 +1,4 @@
-"""What calls of a real daemon take while engines on several GPUs swap through it, and while nothing is copied."""
+"""Latency of calls to a real daemon while engines on several GPUs swap through it, and while nothing is copied."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SWAPPERS = 2
 """Engines a GPU: while one is on its way out the other one comes in."""
 MATCHED_BLOCKS, SEQUENCES, BLOCK_TOKENS = 2048, 32, 64
 CALLED_PAGES, CALLED_BYTES = 1 << 18, 256
-"""So many that what all steps of a run take never has to be evicted."""
+"""Enough blocks that the pages taken by all steps of a run never need an eviction."""
 DEVICE_SPARE, HOST_SPARE = 256 << 20, 64 << 20
 TURNS = 4
 
 
 class Swap(NamedTuple):
-    """What an engine moves in one ticket."""
+    """Blocks that an engine moves in one ticket."""
 
     layout: Layout
     blocks: int

@@ -1,5 +1,5 @@
 """Loads from one GPU's replica to another's, alone and beside a load from the host to the same GPU; a part of
-``benchmarks.gpus``, whose head says what is told."""
+``benchmarks.gpus``, whose head explains the figures."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def measure(fleet: Fleet, plain: Callable[[], float], plain_bytes: int, mib: int
 
 
 def check(fleet: Fleet, moved: Transfer) -> None:
-    """What was brought is what the source has. Raises AssertionError."""
+    """Compare the copied pages with the source. Raises AssertionError."""
     for _, at in fleet.looked_at([moved]):
         page, source = moved.pages[0].device_pages[at], moved.pages[0].host_pages[at]
         found = (fleet.engine.page_bytes(moved.model, each, 0, 0, one) for each, one in ((1, page), (0, source)))

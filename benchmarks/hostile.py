@@ -1,10 +1,12 @@
-"""What an engine notices of a hostile tenant: ``python -m benchmarks.hostile [--minutes 30] [--seed 1] [--json OUT]``.
+"""Effect of a hostile tenant on another engine: ``python -m benchmarks.hostile [--minutes 30] [--seed 1] [--json
+OUT]``.
 
 A daemon that may open 1,024 files serves an engine of tenant b, which makes a Step of 32 sequences every 10 ms and a
 Match now and then. After a minute alone it has company: two processes with a token of tenant a (tight quotas) and one
-with a token that may only read, who attack at random in all ways that ENGINES and READERS name. Told are b's times
-alone and beside them, what was refused to b, and the daemon's memory. Exit code 1 where a call of b's was refused, its
-lease was lost, the daemon took more than 1 GiB beside its pools, or it did not come back to what it held before.
+with a token that may only read, which attack at random in all ways that ENGINES and READERS name. Reported are b's
+times alone and beside them, what was refused to b, and the daemon's memory. Exit code 1 where a call of b's was
+refused, its lease was lost, the daemon took more than 1 GiB beside its pools, or it did not come back to what it held
+before.
 """
 
 from __future__ import annotations
@@ -131,7 +133,7 @@ def measure(seconds: float, alone_seconds: float, seed: int) -> dict[str, Any]:
 
 
 def tokens_file() -> str:
-    """Who may do what."""
+    """Tokens file of the tenants and their rights."""
     rows = (("a", "engine", "a"), ("b", "engine", "b"), ("r", "read-only", "a"))
     return QUOTAS + "".join(
         f'[[token]]\nname = "{who}"\nsha256 = "{hashlib.sha256(TOKENS[who].encode()).hexdigest()}"\n'
@@ -212,7 +214,7 @@ def summary(times: list[float]) -> dict[str, float]:
     }
 
 
-# -- who attacks -------------------------------------------------------------------------------------------------------
+# -- attackers ---------------------------------------------------------------------------------------------------------
 
 
 def attack(path: str, who: str, kinds: tuple[str, ...], seed: int, until: float, pipe: Connection) -> None:
@@ -243,7 +245,7 @@ def is_sound(found: dict[str, Any]) -> bool:
 
 
 def table(found: dict[str, Any]) -> str:
-    """As an operator reads it."""
+    """Table of the results for operators."""
 
     def rows() -> Iterator[str]:
         for what in ("step_ms", "match_ms"):

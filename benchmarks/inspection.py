@@ -1,8 +1,9 @@
-"""What looking into a large index costs engines: ``python -m benchmarks.inspection --json OUT [--blocks N]``.
+"""Cost to engines of an operator's questions about a large index: ``python -m benchmarks.inspection --json OUT
+[--blocks N]``.
 
 A real daemon holds N blocks in chains of 2,048 that share their first 64, all filled through its API. One engine then
-sends Steps of 32 growing sequences, first alone, then while another process asks one question again and again. Told
-are the Step's p50 and p99, how long each question took, and the longest that the daemon says it kept calls waiting.
+sends Steps of 32 growing sequences, first alone, then while another process asks one question again and again. Reported
+are the Step's p50 and p99, each question's time, and the daemon's own figure of the longest wait of a call.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 def fill(lease: Lease, blocks: int) -> None:
-    """Publish chains until the index holds so many blocks."""
+    """Publish chains until the index holds ``blocks`` blocks."""
     rng = np.random.default_rng(1)
     shared = rng.bytes(32 * SHARED_BLOCKS)
     published = 0

@@ -1,4 +1,4 @@
-"""What swaps in one process cost an engine in another process on the same GPU.
+"""Slowdown of an engine by swaps of another process on the same GPU.
 
     python -m benchmarks.interference [--json OUT] [--seconds 1.5] [--modes prefill,decode]
 
@@ -77,7 +77,7 @@ class Neighbour:
             raise NeighbourLost(f"{self.name} is gone") from error
 
     def answer(self, timeout_s: float = ANSWER_SECONDS) -> Any:
-        """What it says next. Raises NeighbourLost."""
+        """Read the process's next answer. Raises NeighbourLost."""
         pipe: Connection = self._pipe
         try:
             if not pipe.poll(timeout_s):

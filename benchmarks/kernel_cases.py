@@ -85,7 +85,7 @@ def _halves(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.
 
 
 def _slots(rng: np.random.Generator, keys: int) -> npt.NDArray[np.int64]:
-    """As a prefill has them: tokens of a block in order, blocks in none."""
+    """Slots of a prefill: tokens of a block in order, blocks in none."""
     blocks = rng.permutation(keys // BLOCK_TOKENS)[:, None] * BLOCK_TOKENS
     return (blocks + np.arange(BLOCK_TOKENS)).reshape(-1).astype(np.int64)
 

@@ -1,4 +1,4 @@
-"""What the kernels reach of the device's copy bandwidth, and decode attention of torch's on the same dense problem.
+"""Kernels beside the device's copy bandwidth, and decode attention beside torch's on the same dense problem.
 
     python -m benchmarks.kernels_bench [--json OUT] [--only NAME]
 

@@ -1,9 +1,9 @@
-"""What it costs eviction to learn: processor time of each thing that is done in one go, as the daemon's loop is held.
+"""Processor time of each step of the learning eviction that the daemon's loop runs in one go.
 
 ``python -m benchmarks.learning --json OUT``
 
 One model of prompts of 2,048 blocks (128k tokens at 64 a block). The least of some repetitions each, of a refit that of
-its longest step: what a machine does beside is not the policy's. And by number of resident blocks what Match, Publish
+its longest step: other load of the machine is not the policy's. And by number of resident blocks what Match, Publish
 and evictions of 16 blocks at a time cost, with least recently used beside it.
 """
 
@@ -33,7 +33,7 @@ from cachesvc.policy.hazard.history import REMEMBERED, History
 
 QUEUES, CLASSES, REPEATS = 300, 500, 5
 EVICTED_AT_ONCE = 16
-"""As in a turn of the daemon."""
+"""Blocks evicted in one turn of the daemon."""
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def taught(classes: int) -> History:
 
 
 class Unknown:
-    """A prompt of eight blocks that nobody has asked for before."""
+    """A prompt of eight unknown blocks."""
 
     blocks, known, resident = 8, 0, 0
 

@@ -3,8 +3,8 @@
 One model, one replica, one group. The index holds chains of 2,048 blocks (128k tokens at 64 tokens a block)
 that share their first 64; look-ups hit to a random depth with a cold second-level cache. For figures with windows there
 is a second group that looks back 1,024 tokens and to 64 sinks, and for room on the host a host full of blocks, the
-youngest of which alone have windowed pages. Everything runs through the ledger's own calls, on one thread, of which
-processor time is told.
+youngest of which alone have windowed pages. Everything runs through the ledger's own calls, on one thread; figures are
+its processor time.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _pool(pages: int) -> PagePool:
 
 
 def _windowed(size: int) -> tuple[float, float]:
-    """Of match and pin, and of opening a sequence."""
+    """Seconds of match and pin, and of opening a sequence."""
     ledger, place, prompts, _, _ = fill(size, traced=False, layout=WINDOWED)
     rng = random.Random(1)
     asked = (prompts * (1 + 200 // len(prompts)))[:300]
@@ -241,7 +241,7 @@ def _publish(ledger: BlockLedger, place: Place, keys: bytes, limit: int) -> int:
 
 
 def _request(ledger: BlockLedger, keys: bytes, known: int) -> Request | None:
-    """What the policy is told of a prompt of which ``known`` blocks are there; None where it does not ask."""
+    """Request that the policy sees for a prompt of which ``known`` blocks are there; None where it does not ask."""
     if ledger.chooser is None:
         return None
     path = PromptPath(ledger.index, keys, known, known)

@@ -1,4 +1,4 @@
-"""What a result was measured on, and the way out where it cannot be measured."""
+"""Facts of the machine that a result was measured on, and the exit where it cannot be measured."""
 
 from __future__ import annotations
 

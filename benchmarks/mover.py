@@ -21,7 +21,7 @@ OnDone = Callable[[int, Exception | None], None]
 
 
 class Mover:
-    """``start`` takes and touches the host memory; device pages of shm are paid for by whoever touches them first.
+    """``start`` takes and touches the host memory; the first process that touches a device page of shm pays for it.
     ``movers``: threads of this process, or a process of their own, as the daemon's flag has it. ``devices``: how many
     of ``shm``; of GPUs all that there are. ``device_bytes`` are of each. ``memory``: how GPU pools are mapped, as the
     daemon's flag has it; empty: its default.
@@ -110,7 +110,7 @@ class Mover:
         return engine
 
     def bare_engine(self, on_done: OnDone) -> SwapEngine:
-        """The started engine, with the models that it has; ends are told to ``on_done`` from now on."""
+        """The started engine, with the models that it has; it reports ends to ``on_done`` from now on."""
         self._on_done = on_done
         if self._engine is None:
             self._engine = SwapEngine(self.hardware.movers, self._ended)
@@ -119,7 +119,7 @@ class Mover:
 
 
 def _nobody(ticket: int, error: Exception | None) -> None:
-    raise AssertionError(f"ticket {ticket} ended before somebody waited ({error})")
+    raise AssertionError(f"ticket {ticket} ended before the benchmark waited ({error})")
 
 
 class Arrivals:

@@ -24,7 +24,7 @@ from cachesvc.model.transfer import Direction, PagePairs, Transfer
 LAYERS = 32
 PLANE_BYTES = 128 << 10
 BLOCKS = 64
-"""Of one transfer: 512 MiB."""
+"""Blocks of one transfer: 512 MiB."""
 OUTSTANDING = 2
 BATCH = 50
 WARM_UP = 20

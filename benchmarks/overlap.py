@@ -7,7 +7,7 @@ from Match to the last token's hidden state on the host. ``compute``: the prefix
 the whole prefix has come, and nothing is computed. ``overlapped``: streams wait for each layer. ``after``: everything
 is loaded, then computed. ``recompute``: the whole prompt from nothing, in chunks. Before each load the device pages are
 overwritten; the overlapped result must equal that of a resident prefix bit for bit. ``pages``: the device pool hands
-out ``runs``, or every second page is held by somebody else, so that free ones are ``singles``. Budget: 1.05 times the
+out ``runs``, or every second page is held by another engine, so that free ones are ``singles``. Budget: 1.05 times the
 larger of compute and transfer.
 """
 

@@ -1,4 +1,4 @@
-"""Plain copies to compare with: one big copy each way, by whoever asks, beside all that a daemon does.
+"""Plain copies to compare with: one big copy each way, made by the calling process.
 
 On a GPU each is one call of the driver on a stream of its own, between pinned memory and device memory of this
 process; without one, one NumPy copy on a thread of its own with a copy thread's priority.
@@ -68,11 +68,11 @@ class PlainCopies:
         self._pinned.clear()
 
     def seconds(self, directions: Sequence[Direction], size_bytes: int = MOST_BYTES) -> float:
-        """One copy for each direction, all at once, of so many bytes if there are as many."""
+        """Time one copy of ``size_bytes`` (or of all that there is, if less) for each direction, all at once."""
         return seconds_at_once([self], directions, size_bytes)
 
     def begin(self, directions: Sequence[Direction], size_bytes: int) -> None:
-        """Start a copy of so many bytes for each direction."""
+        """Start a copy of ``size_bytes`` for each direction."""
         if self._queues:
             self._busy = [self._queues[way] for way in directions]
             for way in directions:

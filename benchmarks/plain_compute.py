@@ -1,4 +1,4 @@
-"""What stands in for a model where there is no GPU: checksums, so that a result tells every byte of the prefix."""
+"""Stand-in for a model on machines without a GPU: checksums, so that a result depends on every byte of the prefix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PlainCompute:
         return int(result).to_bytes(4, "little")
 
     def finish(self) -> None:
-        """It is computed as it is called."""
+        """Do nothing: each call computes at once."""
 
     def scribble(self) -> None:
         for plane in self._planes.values():

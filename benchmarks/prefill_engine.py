@@ -40,7 +40,7 @@ class Compute(Protocol):
         """Tokens or pages as ``forward`` takes them."""
 
     def forward(self, tokens: Any, table: Any, first: int, before_layer: BeforeLayer) -> Any:
-        """What is known of the last of ``tokens``, whose positions begin at ``first``; writes their pages."""
+        """Hidden state of the last of ``tokens``, whose positions begin at ``first``; writes their pages."""
 
     def to_host(self, result: Any) -> bytes:
         """Wait until it is computed."""
@@ -236,7 +236,7 @@ class Engine:
         self.loaded_s = time.perf_counter()
 
     def _prefill(self, tokens: Any, table: Any) -> Any:
-        """``forward`` of a whole prompt, so many tokens at a time."""
+        """Call ``forward`` for a whole prompt, in chunks."""
         last = None
         for first in range(0, len(tokens), CHUNK_TOKENS):
             part = tokens[first : first + CHUNK_TOKENS]

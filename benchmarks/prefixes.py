@@ -61,7 +61,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Reused:
-    """What a fresh engine found. ``phases_ms``: its steps in their order; ``since_spawn_ms``: until the first page."""
+    """Findings of a fresh engine. ``phases_ms``: its steps in their order; ``since_spawn_ms``: until the first page."""
 
     phases_ms: dict[str, float]
     since_spawn_ms: float

@@ -1,4 +1,4 @@
-"""How a result is written: figures as they were measured, one row of a table on one line, and no raw series."""
+"""Writer of results: figures as they were measured, one row of a table on one line, and no raw series."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDTH = 110
 
 
 def write_result(path: str | Path, found: dict[str, Any]) -> None:
-    """Write a benchmark's result. Of a series keep aggregates (n, min, p50, p99, max): nobody reads its rows."""
+    """Write a benchmark's result. Of a series keep aggregates (n, min, p50, p99, max) and no rows."""
     Path(path).write_text(render(found) + "\n", encoding="utf-8")
 
 

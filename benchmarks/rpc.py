@@ -28,6 +28,7 @@ import grpc
 import numpy as np
 from cachesvc_client import (
     CacheClient,
+    CacheClientError,
     Lease,
     PoolExhausted,
     Sequence,
@@ -58,11 +59,11 @@ WINDOWED = gqa_windowed(
     window_layers=[False, True], kv_heads=1, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=WINDOW_TOKENS
 )
 KERNELS_SECONDS = 0.005
-"""What an iteration's kernels take while its step is on the way."""
+"""Time of an iteration's kernels while its step is in flight."""
 PACED_ENGINES = 16
 PACED_SECONDS = 0.01
 PACED_STEPS = 48
-"""Of each of a few rounds: with 32 sequences of 16 engines they fill three quarters of the pool."""
+"""Steps of each of a few rounds: with 32 sequences of 16 engines they fill three quarters of the pool."""
 PACED_ROUNDS = 4
 CALL_SECONDS = 30.0
 FLAGS = ["--backend", "shm", "--device-pool", "1GiB", "--host-pool", "512MiB", "--metrics-listen", "127.0.0.1:0"]
@@ -71,7 +72,7 @@ FOR_SCALE_MS = {
     "LMCache 0.5.6, 2 cores": {"131072": 53.0},
     "a cache in Rust, 16 cores": {"1024": 0.17, "8192": 0.22, "32768": 0.36, "131072": 0.90},
 }
-"""What others take for a look-up of so many tokens, 64 a block; measured 2026-11."""
+"""Time that other systems take to look up that number of tokens, 64 a block; measured 2026-11."""
 Figures = dict[str, float]
 
 
@@ -150,7 +151,7 @@ def keep_longest(longest: dict[str, float], daemon: DaemonProcess) -> None:
 
 
 def loop_longest_ms(daemon: DaemonProcess) -> dict[str, float]:
-    """How long each flow held the daemon's event loop at a time lately, by the clock."""
+    """Longest recent hold of the daemon's event loop by each flow, by the clock."""
     lines = map(json.loads, daemon.log.read_text(encoding="utf-8").splitlines())
     port = next(line["metrics_port"] for line in lines if line["event"] == "ready")
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
@@ -221,7 +222,7 @@ Work = Callable[[str, str, int, int, object], Times]
 
 
 def run_processes(socket: str, way: str, clients: int, rounds: int, job: Work) -> Times:
-    """What ``clients`` processes measured, all at once, together."""
+    """Merged times of ``clients`` processes that ran all at once."""
     context = mp.get_context("spawn")
     barrier = context.Barrier(clients)
     pipes = [context.Pipe() for _ in range(clients)]
@@ -312,7 +313,7 @@ def pinging(socket: str, way: str) -> Iterator[Callable[[], object]]:
 
 
 def make_resident(lease: Lease, keys: bytes) -> None:
-    """Publish a whole prompt, unless somebody has."""
+    """Publish a whole prompt, unless it is cached already."""
     with lease.match(keys) as sequence:
         blocks = len(keys) // 32
         if sequence.device_blocks < blocks:
@@ -354,11 +355,9 @@ def step_times(
     """
     rng = np.random.default_rng()
     turns = min(rounds, DEVICE_BLOCKS // 12 // count)
-    columns = lease.columns(count, turns + 2)
     sequences = [lease.match(rng.bytes(32 * (rounds + 8))) for _ in range(count)]
     for sequence in sequences:
         sequence.allocate(1)  # on a full pool the stock is replaced by as much as the engine has grown
-    slots = np.array([columns.add(sequence) for sequence in sequences])
     out = []
     with lease.step(stock_pages=2 * count) as stream:
         stream.submit()
@@ -367,21 +366,27 @@ def step_times(
             time.sleep(max(next_s - time.perf_counter(), 0))  # engines begin an iteration so often
             next_s += every_s
             began = time.perf_counter()
-            pending = None
-            while pending is None:
+            batch = stream.batch()
+            for sequence in sequences:
                 try:
-                    publishes = (slots, turn) if publish and turn > 0 else None
-                    pending = stream.send_columns(columns, grow=slots, publish=publishes)
+                    sequence.grow_from_stock()
                 except StockEmpty:  # a full pool is evicted for the stock a turn's worth at a time
                     stream.submit()
+                    sequence.grow_from_stock()
+                if publish and turn > 0:
+                    batch.publish(sequence, turn)
+            pending = stream.send(batch)
             sent = time.perf_counter()
             if kernels_s:
                 time.sleep(kernels_s)  # as long as kernels would run
             resumed = time.perf_counter()
-            answer = pending.answer()
+            answers = pending.results()
             out.append((time.perf_counter() - resumed + sent - began) * 1e3)
-            assert not answer.odd, answer.odd
-        stream.submit_columns(columns, release=slots)
+            assert not any(isinstance(each, CacheClientError) for each in answers), answers
+        batch = stream.batch()
+        for sequence in sequences:
+            batch.release(sequence)
+        stream.submit(batch)
     return out
 
 

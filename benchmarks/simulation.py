@@ -1,4 +1,4 @@
-"""What eviction policies hit on traces, and how fast that is found out.
+"""Hit rates of eviction policies on traces, and the speed of the simulation.
 
 ``python -m benchmarks.simulation TRACE... --json OUT``
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--block-tokens", type=int, default=DEFAULT_BLOCK_TOKENS)
-    parser.add_argument("--limit", type=int, default=None, help="only the first so many requests")
+    parser.add_argument("--limit", type=int, default=None, help="only the first N requests")
     parser.add_argument("--json", metavar="OUT")
     arguments = parser.parse_args()
     traces = []

@@ -2,14 +2,14 @@
 
     python -m benchmarks.soak --trace TRACE [--minutes 30] [--engines 8] [--calm] [--seed 1] [--json OUT]
 
-Each engine is a process that knows every block's bytes and checks all that the cache gives it. A seed decides who is
-killed or stopped, whose connections are cut, and when; a share of the daemon's copies is made to fail. The trace is
-looped, under a new salt after every second loop. In the first third of the time the daemon is killed too; the rest is
-one life of it, in which growth of memory and drift of latencies are judged. Memory is the daemon's anonymous memory
-without the host pool; growth is the lowest of the second half of that life after its warm-up against the lowest of the
-first half: between two collections of Python's cyclic garbage, minutes apart, it rises by some percent and falls again.
-Exit code 1 where a page was corrupt or leaked, the books do not add up, memory grew by more than 2 %, or an engine was
-not served. It goes on beyond its time until each kind of fault was made once.
+Each engine is a process that knows every block's bytes and checks all that the cache gives it. A seed decides which
+process is killed or stopped, which connections are cut, and when; a share of the daemon's copies is made to fail. The
+trace is looped, under a new salt after every second loop. In the first third of the time the daemon is killed too; the
+rest is one life of it, in which growth of memory and drift of latencies are judged. Memory is the daemon's anonymous
+memory without the host pool; growth is the lowest of the second half of that life after its warm-up against the lowest
+of the first half: between two collections of Python's cyclic garbage, minutes apart, it rises by some percent and falls
+again. Exit code 1 where a page was corrupt or leaked, the accounting is inconsistent, memory grew by more than 2 %, or
+an engine was not served. It goes on beyond its time until each kind of fault was made once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAMPLE_SECONDS = 10.0
 LOOK_SECONDS = 0.2
 KILLS_SHARE = 1 / 3
 WARM_UP_SHARE = 0.25
-"""Of the last life: until index, pools and free lists have been through a turn."""
+"""Warm-up share of the last life: until index, pools and free lists have been used throughout."""
 WINDOW_SHARE = 0.2
 MOST_GROWTH_PERCENT = 2.0
 FAULT_COPIES = 0.01
@@ -46,7 +46,7 @@ STALLED_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class SoakPlan:
-    """How long and how rough. ``rates`` None: nothing is done to anybody."""
+    """Duration and fault rates. ``rates`` None: no faults."""
 
     plan: Plan
     seconds: float
@@ -158,7 +158,7 @@ class Soak:
 
 
 def problems_of(found: dict[str, Any], most_growth_percent: float = MOST_GROWTH_PERCENT) -> list[str]:
-    """What is not as it should be."""
+    """Violated expectations."""
     wrong = [
         f"{name} is {found[name]!r}"
         for name, good in (

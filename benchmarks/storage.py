@@ -1,4 +1,5 @@
-"""What the daemon adds to a disk: ``python -m benchmarks.storage FOLDER --json OUT``, FOLDER on the disk that is meant.
+"""Overhead of the daemon over a disk: ``python -m benchmarks.storage FOLDER --json OUT``, FOLDER on the disk to
+measure.
 
 Objects are read (verified) and written through the engine ``file``, against preadv and pwritev with O_DIRECT on files
 of the same sizes by as many threads of the same priority; alternating, medians, processor time of the whole process.
@@ -121,12 +122,12 @@ def name_of(repetition: int, at: int) -> bytes:
 
 
 def fetch(store: ObjectStore, names: list[ObjectName], pages: list[memoryview]) -> None:
-    """As a prefix is fetched: all objects in one call."""
+    """Fetch a prefix: all objects in one call."""
     _through(store.get, [(names, pages)])
 
 
 def keep(store: ObjectStore, names: list[ObjectName], pages: list[memoryview]) -> None:
-    """As blocks are kept: a call for each, one after another, while those before are on their way."""
+    """Write blocks: a call for each, one after another, while earlier ones are in flight."""
     _through(store.put, [([name], [page]) for name, page in zip(names, pages, strict=True)])
 
 
@@ -149,7 +150,7 @@ def _through(call: Callable[..., None], calls: list[tuple[list[ObjectName], list
 
 
 def write_raw(path: str, head: memoryview, page: memoryview) -> None:
-    """As a file is written without us: under another name first."""
+    """Write a file without the engine: under another name first."""
     fd = os.open(f"{path}.part", os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
     os.pwritev(fd, [head, page], 0)
     os.close(fd)
@@ -157,7 +158,7 @@ def write_raw(path: str, head: memoryview, page: memoryview) -> None:
 
 
 def read_raw(path: str, head: memoryview, page: memoryview) -> None:
-    """As a file is read without us."""
+    """Read a file without the engine."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     os.preadv(fd, [head, page], 0)
     os.close(fd)

@@ -1,10 +1,10 @@
-"""What storage and other nodes cost a call, whole and broken: ``python -m benchmarks.storage_calls --json OUT``.
+"""Cost of storage and of other nodes to a call, healthy and broken: ``python -m benchmarks.storage_calls --json OUT``.
 
 Calls by the lane, in turns with those to a daemon without storage: a Match of a prompt that is resident whole, a Match
-of a prompt that nobody has, a Step of 32 sequences that each grow by a block. What is behind the other daemon: an idle
+of a prompt that no node has, a Step of 32 sequences that each grow by a block. What is behind the other daemon: an idle
 folder, a disk that never answers, a Mooncake Store that is idle, whose master or server is stopped (SIGSTOP) or killed,
 or that lies behind a link of 1 Mbit/s; and a peer that is idle or stopped. Cases that need Mooncake, or network
-namespaces, are left out where there are none, in words.
+namespaces, are skipped where there are none, with a message.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Caller:
         self.seconds: dict[str, list[float]] = {"match": [], "match_absent": [], "step": []}
 
     def match(self) -> None:
-        """Of a resident prompt."""
+        """Match a resident prompt."""
         self._timed("match", self.keys)
 
     def match_absent(self) -> None:
-        """Of a prompt that nobody has, anywhere."""
+        """Match a prompt that no node has."""
         self._timed("match_absent", self._rng.bytes(32 * MATCH_BLOCKS))
 
     def _timed(self, name: str, keys: bytes) -> None:
@@ -71,7 +71,7 @@ class Caller:
         sequence.release()
 
     def steps(self, count: int) -> None:
-        """Of sequences that each grow by a block."""
+        """Grow each of the sequences by a block, ``count`` times."""
         sequences = [self._lease.match(self._rng.bytes(32)) for _ in range(STEP_SEQUENCES)]
         with self._lease.step() as stream:
             for _ in range(count):
@@ -95,7 +95,7 @@ class Caller:
 
 
 class Behind(NamedTuple):
-    """How a daemon is started, and what is done to what is behind it before the calls, and undone after them."""
+    """Backend behind a daemon: how it is started, and what to do to it before the calls and undo after them."""
 
     flags: Sequence[str]
     under: Sequence[str] = ()

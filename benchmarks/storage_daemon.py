@@ -1,5 +1,5 @@
-"""``python -m benchmarks.storage_daemon PYTHON -m cachesvc FLAGS``: a daemon whose storage believes to have everything
-and answers nothing, for ever: a frozen disk."""
+"""``python -m benchmarks.storage_daemon PYTHON -m cachesvc FLAGS``: a daemon whose storage claims to hold every object
+and never answers: a frozen disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the daemon adds to Mooncake: ``python -m benchmarks.storage_mooncake --json OUT``.
+"""Overhead of the daemon over Mooncake: ``python -m benchmarks.storage_mooncake --json OUT``.
 
 A master and a server are started here, and a client in this process. Objects are written and read (verified) through
 the engine, and by ``batch_put_from`` and ``batch_get_into`` of the same client library, by as many threads of the same

@@ -1,4 +1,4 @@
-"""What eviction policies hit on traffic of other kinds, and where it floods or changes.
+"""Hit rates of eviction policies on other kinds of traffic, and on traffic that floods or changes.
 
 ``python -m benchmarks.stress [TRACE...] --json OUT``
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def traffic(traces: list[Path], names: list[str], seed: int) -> Iterator[tuple[str, list[TraceRequest]]]:
-    """What it is, and its requests in order of time."""
+    """Label and requests of each workload, in order of time."""
     for name in names:
         yield name, workload(name, seed)
     read = [list(read_trace(path, block_tokens=BLOCK_TOKENS)) for path in traces]

@@ -5,7 +5,7 @@
 
 A part of the pool (shm: a quarter of 1 GiB; cuda: 4 GiB of 16, a prefix of 32k tokens of an 8B model), and for whole
 blocks also less, is moved each way in one ticket, in runs of blocks that are contiguous in both pools and otherwise
-anywhere in them, differently on each side. Time is from the call to the wake-up of who waits on the timeline word, as
+anywhere in them, differently on each side. Time is from the call to the wake-up of the waiter on the timeline word, as
 an engine's worker does; ``movers`` says whether threads of this process copy or a process of their own. ``whole``: all
 layers in one step. ``layered``: steps as the planner's costs choose them; ``short suffix``: a layer, then all others;
 ``by layer``: a step for each layer. ``both``: a load and a store at once, bytes of both added. ``of plain`` compares
@@ -54,8 +54,8 @@ LONGEST_RUN = 16
 
 @dataclass(frozen=True)
 class Ground:
-    """What is measured on one kind of memory. ``moved_part``: one in so many blocks of a pool moves each way.
-    ``small_mib``: whole blocks are also moved in tickets of so many MiB."""
+    """Parameters of a measurement on one kind of memory. ``moved_part``: one of this number of blocks of a pool moves
+    each way. ``small_mib``: whole blocks are also moved in tickets of each of these sizes."""
 
     layers: int
     widths: tuple[int, ...]
@@ -81,7 +81,7 @@ QUICK_WIDTHS, QUICK_RUNS = (32 * KIB, 64 * KIB, 128 * KIB), (1,)
 
 @dataclass(frozen=True)
 class Way:
-    """What is moved at once: directions, and the engine's ``layers_per_step``."""
+    """Directions that are moved at once, and the engine's ``layers_per_step``."""
 
     name: str
     directions: tuple[Direction, ...]
@@ -156,7 +156,7 @@ class Field:
         self.mover.host.release(self.host)
 
     def move(self, ready: list[Transfer], layers_per_step: int | None) -> float:
-        """Seconds from the first call until who waits for the last word goes on; then all have ended."""
+        """Seconds from the first call until the waiter for the last word resumes; then all have ended."""
         self.engine.layers_per_step = layers_per_step
         began = time.perf_counter()
         slots = [self.engine.submit(transfer) for transfer in ready]

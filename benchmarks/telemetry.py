@@ -1,10 +1,10 @@
-"""What telemetry and access control cost a Step and a Match: ``python -m benchmarks.telemetry --json OUT``.
+"""Cost of telemetry and access control to a Step and a Match: ``python -m benchmarks.telemetry --json OUT``.
 
 One daemon for each variant, all with the same flags but the variant's, and one client that takes turns with them: short
 rounds of Steps of 32 growing sequences and of Matches of 2,048 resident blocks, the order of the variants turning from
-round to round. So whatever else the machine does hits all alike, and what is told is the median over rounds of a
+round to round. So other load of the machine affects all alike, and the figure is the median over rounds of a
 variant's p50 against the plain daemon's in the same round. ``metrics``: scraped every second by another process.
-``otlp``: metrics and a tracer, calls that nobody traces, and a collector that is away. ``traced``: every call sampled,
+``otlp``: metrics and a tracer, untraced calls, and a collector that is away. ``traced``: every call sampled,
 a Step's operations as events. ``tokens``: a token, and a quota of each kind that never bites.
 """
 
@@ -123,7 +123,7 @@ def summary(times: Times) -> dict[str, Any]:
 
 
 class Rig:
-    """A daemon, a client with a stream of Steps, and whoever scrapes the daemon."""
+    """A daemon, a client with a stream of Steps, and the process that scrapes the daemon."""
 
     def __init__(self, name: str, flags: Sequence[str]) -> None:
         self._name = name

@@ -1,6 +1,6 @@
 """Can a tenant tell by the clock whether another tenant's prompt is cached? Times Match over the socket.
 
-Tenant B asks for prompts that tenant A has cached and for prompts that nobody has, in random order; a Mann-Whitney test
+Tenant B asks for prompts that tenant A has cached and for unknown prompts, in random order; a Mann-Whitney test
 says whether the two kinds of answers differ in time. B's own hits against its own misses show that the test can see a
 difference where there is one.
 """

@@ -1,4 +1,4 @@
-"""Where the time of one small swap goes: from the call to the driver, to the last byte, to who waits for it.
+"""Where the time of one small swap goes: from the call to the driver, to the last byte, to the waiter.
 
     python -m benchmarks.ticket [--backend shm|cuda] [--width KIB ...] [--mib N ...] [--steps whole|layered|"by layer"]
                                 [--pause-ms N] [--repeats N] [--free] [--link] [--json OUT]
@@ -219,7 +219,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def link_table(uuid: str) -> None:
-    """What single rows take, by width and bytes a call; and how long after the last byte a wait comes back."""
+    """Times of single rows by width and bytes a call, and of the wake-up after the last byte."""
     gpu = gpu_by_uuid(uuid)
     gpu.start()
     size_bytes = 1 << 30

@@ -193,7 +193,7 @@ async def windows(daemon: Daemon) -> None:
 
 
 async def questions(daemon: Daemon) -> None:
-    """What operators and their dashboards ask beside."""
+    """Ask the questions of operators and their dashboards."""
     view = daemon.node.view()
     slices = TimeSlices()
     await daemon.measured("status", _call(lambda: status(view, 30.0)))

@@ -43,8 +43,8 @@ TOKEN = b"turns---"
 
 
 class Holds:
-    """Times every callback of asyncio's own loop, for the flow that ``flow`` names. Landings are told apart. ``times``:
-    seconds of the processor and by the clock, in order."""
+    """Times every callback of asyncio's own loop, for the flow that ``flow`` names. Landings are counted apart.
+    ``times``: seconds of the processor and by the clock, in order."""
 
     def __init__(self) -> None:
         self.flow = ""
@@ -63,7 +63,7 @@ class Holds:
         Handle._run = timed  # type: ignore[assignment, method-assign]  # noqa: SLF001
 
     def stop(self) -> None:
-        """As it was."""
+        """Restore the loop's own callbacks."""
         Handle._run = self._run  # type: ignore[method-assign]  # noqa: SLF001
 
     def _note(self, handle: Handle, cpu: float, wall: float) -> None:
@@ -128,7 +128,7 @@ class Daemon:
         return outcome
 
     async def measured(self, flow: str, calls: Awaitable[Any]) -> Any:
-        """What ``calls`` answers; all callbacks until then, and until all transfers have landed, count for ``flow``."""
+        """Answer of ``calls``; all callbacks until then, and until all transfers have landed, count for ``flow``."""
         await asyncio.sleep(0)  # what was done before is another callback
         self.holds.flow = flow
         began = time.perf_counter()
@@ -146,7 +146,7 @@ class Daemon:
     # -- calls -------------------------------------------------------------------------------------------------
 
     def prompt(self, blocks: int = PROMPT_BLOCKS) -> bytes:
-        """Packed keys that nobody has seen."""
+        """Packed keys of an unknown prompt."""
         name = f"prompt {next(self._prompts)}"
         return b"".join(block_key(name, at) for at in range(blocks))
 
@@ -206,9 +206,9 @@ class Daemon:
         await self.release(sequence)
 
     def leave_device(self) -> None:
-        """All blocks that nobody holds leave the device; what the host has of them stays there."""
+        """Evict all unpinned blocks from the device; their copies on the host stay."""
         self.node.run(evict, self.core, self.model, "device", 0)
-        gc.collect(1)  # of what was done in one go here is nobody else's to pass over
+        gc.collect(1)  # a flow measured later must not pay for garbage made here
 
 
 @asynccontextmanager

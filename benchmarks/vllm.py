@@ -34,14 +34,14 @@ SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5
 DRAFTED, DRAFTED_TOKENS, DRAFTED_NEW, DRAFTED_REQUESTS = 8_000_000, 1000, 128, 8
 """Where the seeds of each part begin: nothing is in common between parts."""
 LOADS = {"1k in, 256 out": (1024, 256), "128 in, 512 out": (128, 512)}
-"""Of (c): tokens of a prompt, and of its answer."""
+"""Tokens of a prompt and of its answer, for the loads of (c)."""
 AGENTS = 4
 """At a time: their requests fit in the pool together."""
 
 
 @dataclass
 class Run:
-    """What was asked for, and what has been found so far."""
+    """Options of a run, and its results so far."""
 
     options: argparse.Namespace
     fleet: Fleet
@@ -244,7 +244,7 @@ def _drafts(engine: Engine) -> dict[str, Any]:
 
 
 def _drafts_told(drafted: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How much each drafted, and how far its answers are from the first one's."""
+    """Draft counts of each engine, and the distance of its answers from the first one's."""
     first = drafted["computed"]["said"]
     return [
         {
@@ -266,7 +266,7 @@ def _figures(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beside(mine: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How far both are apart, for a hit and for what both computed."""
+    """Distance of both answers, for a hit and for what both computed."""
     return [
         {
             "tokens": size,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.vllm_engine WRITE_FD
 
-It imports vLLM at once and makes its engine when it is told of what kind: one that stands by costs no GPU memory.
+It imports vLLM at once and makes its engine when the parent names the kind: a standby process costs no GPU memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def tokens_of(pieces: Sequence[Sequence[int]]) -> list[int]:
 
 
 def transfer_config(wish: dict[str, Any]) -> dict[str, Any]:
-    """What ``LLM`` is told of its connector, if it has one."""
+    """``LLM``'s arguments for its connector, if it has one."""
     host, _, port = wish["address"].rpartition(":")
     connectors = {
         "plain": {},
@@ -158,7 +158,7 @@ class Server:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What it runs as."""
+        """Facts of the running engine."""
         config = self._engine.vllm_config
         return {
             "async": bool(config.scheduler_config.async_scheduling),

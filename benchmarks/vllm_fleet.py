@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 START_SECONDS = 240.0
 LOOK_SECONDS = 0.1
 SPARE_SECONDS = 60.0
-"""What an answer may take beyond what was asked for."""
+"""Timeout of an answer beyond the time that was asked for."""
 
 
 class EngineFailed(Exception):
@@ -34,11 +34,11 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True)
 class Shape:
-    """What all engines of a run have in common. ``pool_bytes``: of KV, an engine's own or the daemon's; ``host_bytes``:
-    of the host tier. ``python``: that has vLLM. ``backend``: of attention; ``runner``: "1", "2", or empty for vLLM's
-    own choice. ``split``: engine cores in processes of their own. ``options``: further arguments of ``LLM``;
-    ``latent_values``: a token's KV in a layer, where that is no key and value; ``draft_layers``: of the drafter, which
-    have KV too; ``ranks``: of tensor parallelism."""
+    """Configuration that all engines of a run share. ``pool_bytes``: of KV, an engine's own or the daemon's;
+    ``host_bytes``: of the host tier. ``python``: that has vLLM. ``backend``: of attention; ``runner``: "1", "2", or
+    empty for vLLM's own choice. ``split``: engine cores in processes of their own. ``options``: further arguments of
+    ``LLM``; ``latent_values``: a token's KV in a layer, where that is no key and value; ``draft_layers``: of the
+    drafter, which have KV too; ``ranks``: of tensor parallelism."""
 
     folder: Path
     pool_bytes: int
@@ -65,13 +65,13 @@ class Shape:
 
     @property
     def pool_tokens(self) -> int:
-        """Whose KV fits on the device."""
+        """Number of tokens whose KV fits on the device."""
         model = self.model
         values = self.latent_values or 2 * model["num_key_value_heads"] * model["head_dim"]
         return int(self.pool_bytes // (2 * values * (model["num_hidden_layers"] + self.draft_layers)))
 
     def wish(self, kind: str, address: str) -> dict[str, Any]:
-        """What an engine is told."""
+        """Configuration message for an engine."""
         blocks = self.pool_tokens // self.block_tokens
         options: dict[str, Any] = {"gpu_memory_utilization": 0.35, "kv_cache_memory_bytes": self.pool_bytes}
         if not self.on_gpu:
@@ -98,8 +98,8 @@ class Shape:
 
 
 class Engine:
-    """``kind``: "plain", "offload", "ours" or "lmcache"; the last two have a server, at ``address``. It imports vLLM as
-    soon as it is made; ``start`` makes its engine."""
+    """Engine of a ``kind``: "plain", "offload", "ours" or "lmcache"; the last two have a server, at ``address``. It
+    imports vLLM at once; ``start`` makes its engine."""
 
     def __init__(self, shape: Shape, name: str, kind: str, address: str) -> None:
         self.name, self.kind = name, kind
@@ -145,7 +145,7 @@ class Engine:
         return dict(self._read(self._limit_s))
 
     def ask(self, *prompts: Mapping[str, Any], at_a_time: int = 1, seconds: float = SPARE_SECONDS) -> dict[str, Any]:
-        """As ``send`` and ``collect``."""
+        """Call ``send``, then ``collect``."""
         self.send(prompts, at_a_time=at_a_time, seconds=seconds)
         return self.collect()
 
@@ -312,7 +312,7 @@ class Fleet:
         self._engines.pop(name).kill()
 
     def kill_daemon(self) -> None:
-        """As a crash would."""
+        """Kill the daemon as a crash would."""
         self._daemon.kill()
 
     def start_daemon(self) -> None:
@@ -320,7 +320,7 @@ class Fleet:
         self._daemon.start()
 
     def verify(self, *, checksums: bool) -> list[str]:
-        """What the daemon finds wrong; ``checksums``: of sealed pages too."""
+        """Problems that the daemon finds; ``checksums``: check sealed pages too."""
         with grpc.insecure_channel(f"unix:{self._daemon.socket}") as channel:
             answer = admin_pb2_grpc.AdminServiceStub(channel).Verify(admin_pb2.VerifyRequest(checksums=checksums))
         return list(answer.problems)

@@ -60,7 +60,8 @@ EAGLE3: dict[str, Any] = {
 
 
 SPARSE = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
-"""What DeepSeek's V3.2 has beside V3: an indexer with keys of its own, which chooses the latents that are attended."""
+"""Settings that DeepSeek's V3.2 has beside V3: an indexer with keys of its own, which chooses the latents that are
+attended."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What ``benchmarks.vllm`` asks of engines, and what it makes of their answers: one function for each measurement."""
+"""Measurements of ``benchmarks.vllm``, one function for each: what it asks of engines, and the figures of their
+answers."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from benchmarks.vllm_fleet import Engine, Fleet, progress
 Prompt = dict[str, Any]
 SAID_TOKENS, SAID_LOGPROBS = 8, 3
 NOISE = 0.15
-"""Of a log-probability: above it an answer is looked at. What the order of sums in other batches makes of 16 bits comes
-near it, and over it: only beside the same count for vLLM alone does a count say anything."""
+"""Difference of a log-probability above which an answer is inspected. Another order of sums in other batches, at 16
+bits, comes near it and over it: a count is meaningful only beside the same count for vLLM alone."""
 
 
 OUTLIVING_TOKENS, OUTLIVING_SECONDS, OUTLIVING_PAUSE_S = 512, 60.0, 0.5
-"""Of a request that is under way when the daemon is killed; how long an engine may take to come back; and how long it
-generates before."""
+"""Parameters of the daemon's kill: a request under way, the time an engine may take to recover, and the length of
+generation before."""
 
 
 def prompt(*pieces: tuple[int, int], new: int = 1, logprobs: int | None = None) -> Prompt:
@@ -43,7 +44,7 @@ def said(engine: Engine, *pieces: tuple[int, int]) -> list[Any]:
 
 
 def apart(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """How far log-probabilities differ at most, up to the first token that does; 0.0: bit by bit the same."""
+    """Largest difference of log-probabilities, up to the first token that differs; 0.0: bit by bit the same."""
     if mine == theirs:
         return 0.0
     most = 0.0
@@ -56,7 +57,7 @@ def apart(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
 
 
 def warm(engines: Sequence[Engine], sizes: Sequence[int], salt: int) -> None:
-    """What is compiled or looked up when a shape comes for the first time is done: prompts, and hits of each size."""
+    """Run prompts, and hits of each size, so that everything compiled or looked up for a new shape is ready."""
     for number, engine in enumerate(engines):
         for size in sizes:
             asked = prompt((salt + number * 100_000 + size, size), new=4, logprobs=SAID_LOGPROBS)
@@ -180,8 +181,8 @@ def nothing_shared(count: int, tokens: int, new: int, salt: int) -> list[Prompt]
 
 
 def agents(trace: Path, pool_tokens: int, working_set: float, requests: int, longest: int) -> list[Prompt]:
-    """Turns of agents as a trace has them, in its order, with a block of the engine's for each of the trace's (512
-    tokens): of so many sessions that they need ``working_set`` times the pool."""
+    """Turns of agents in a trace's order, with a block of the engine's for each of the trace's (512 tokens), from
+    enough sessions that they need ``working_set`` times the pool."""
     sessions: dict[str, list[Any]] = {}
     for line in trace.read_text(encoding="utf-8").splitlines():
         turn = json.loads(line)
@@ -281,7 +282,7 @@ def nothing_judged() -> dict[str, Any]:
 
 
 def pick(rng: random.Random, known: Sequence[Any]) -> list[int]:
-    """What is asked together."""
+    """Prompts to ask together."""
     return [rng.randrange(len(known)) for _ in range(12)]
 
 

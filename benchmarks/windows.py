@@ -1,4 +1,4 @@
-"""What recycling behind windows is worth in throughput: ``python -m benchmarks.windows --json OUT``. Needs no GPU.
+"""Throughput gain of recycling behind windows: ``python -m benchmarks.windows --json OUT``. Needs no GPU.
 
 After the head-wise window benchmark of the source system: 128 and 1,024 prompts of about 10.6k tokens in and 4k out,
 8 a second, seed 42, equal totals. The ledger and its flows are the daemon's; time is a model (``capacity_plan``), and
@@ -138,7 +138,7 @@ def show(rows: list[dict[str, object]]) -> None:
 
 
 def result_of(rows: list[dict[str, object]]) -> dict[str, object]:
-    """What the file holds: the rows, what they stand on, and the headline against its target."""
+    """Contents of the result file: the rows, their parameters, and the headline against its target."""
     headline = next(row for row in rows if row["prompts"] == 1024 and row["share"] == 1.0)
     return {
         "rows": rows,

@@ -1,12 +1,13 @@
-"""What recycling behind windows is worth, run for real: ``python -m benchmarks.windows_real --json OUT``.
+"""Throughput gain of recycling behind windows, with real engines: ``python -m benchmarks.windows_real --json OUT``.
 
 The example engine, with a share of each layer's kv heads in a window, serves requests that begin alike through a real
 daemon whose pool is too small for them: the same bytes with and without recycling, prefix caching on. ``benchmarks.
-windows`` has the sizes of real models, in modelled time; here the model is small and time is time. Whoever is preempted
+windows`` has the sizes of real models, in modelled time; here the model is small and time is time. A preempted request
 is computed again, for the host has no pages. The answers with and without recycling must be the same, to the token.
 
 On a GPU the chunks of an iteration run side by side in lanes of one shape, as many as 32, so that a step takes about as
-long whoever is in it; on NumPy they run one after another, and requests in flight gain nothing but fewer preemptions.
+long for any mix of requests; on NumPy they run one after another, and requests in flight gain nothing but fewer
+preemptions.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ POOLS = len(SHARES) * 2  # each run is a model of its own, whose pool stays
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is run. ``pool_requests``: whole requests of the mean length that fit without recycling."""
+    """Size of a run. ``pool_requests``: whole requests of the mean length that fit without recycling."""
 
     requests: int
     mean_in: int
@@ -106,14 +107,14 @@ class Case(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one run came to."""
+    """Result of one run."""
 
     figures: dict[str, float]
     answers: list[list[int]]
 
 
 class MeteredWorker:
-    """A worker that counts who computes, weighted by time."""
+    """A worker that counts the sequences it computes, weighted by time."""
 
     def __init__(self, worker: Worker) -> None:
         self.seconds = 0.0
@@ -127,7 +128,7 @@ class MeteredWorker:
         return self._worker.model
 
     def compute(self, works: Sequence[Work], tickets: Sequence[TicketView]) -> list[F32]:
-        """As the worker does."""
+        """Compute with the worker and count."""
         began = time.perf_counter()
         logits = self._worker.compute(works, tickets)
         seconds = time.perf_counter() - began
@@ -137,7 +138,7 @@ class MeteredWorker:
         return logits
 
     def guess(self, works: Sequence[Work], tickets: Sequence[TicketView]) -> list[F32]:
-        """As the worker does."""
+        """Guess with the worker and count."""
         return self._worker.guess(works, tickets)
 
 
@@ -197,7 +198,7 @@ def layout_for(config: TinyConfig) -> Layout:
 
 
 def prompts_of(scale: Scale) -> tuple[list[Tokens], list[int]]:
-    """The seeded trace: prompts that begin alike, and how many tokens each is answered with. All are told at once."""
+    """The seeded trace: prompts that begin alike, and how many tokens each is answered with. All arrive at once."""
     draw = np.random.Generator(np.random.PCG64(SEED))
     shared = draw.integers(0, BYTE_COUNT, scale.shared_tokens, dtype=np.int32)
     requests = requests_of(scale.requests, 1.0, SEED, scale.mean_in, scale.mean_out)
@@ -294,7 +295,7 @@ def show(rows: list[dict[str, object]]) -> None:
 
 
 def result_of(backend: str, arrays: Arrays, scale: Scale, rows: list[dict[str, object]]) -> dict[str, object]:
-    """What the file holds: the rows, and what they stand on."""
+    """Contents of the result file: the rows and their parameters."""
     return {
         "backend": backend,
         "arithmetic": arrays.label,

@@ -30,7 +30,7 @@ class Log:
         self._asked: list[tuple[float, tuple[int, ...], int, int]] = []
 
     def fresh(self, blocks: int) -> tuple[int, ...]:
-        """Blocks that nobody has asked for."""
+        """Blocks that no request has asked for."""
         return tuple(itertools.islice(self._names, blocks))
 
     def below(self, path: tuple[int, ...], name: object) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ def daily(at: float) -> float:
 
 
 def once_more(requests: list[TraceRequest], seed: int) -> list[TraceRequest]:
-    """A trace with as many prompts of the same lengths that nobody ever asks for again, all over it."""
+    """A trace with as many one-time prompts of the same lengths spread all over it."""
     dice = random.Random(seed)
     names = itertools.count(1 + max(block for request in requests for block in request.block_ids))
     first, last = requests[0].timestamp_ms, requests[-1].timestamp_ms
@@ -254,7 +254,7 @@ def workload(name: str, seed: int = 1) -> list[TraceRequest]:
 
 
 def write(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """As a trace in the Mooncake format."""
+    """Write a trace in the Mooncake format."""
     with path.open("w", encoding="utf-8") as file:
         for each in requests:
             ids, at = list(each.block_ids), each.timestamp_ms

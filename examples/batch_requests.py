@@ -1,4 +1,4 @@
-"""What a batching engine knows of a request, and counts."""
+"""State and counters of a batching engine's requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BatchLimits:
 
 @dataclass(slots=True)
 class BatchCounters:
-    """What happened."""
+    """Event counters of a batch."""
 
     steps: int = 0
     sent_ahead: int = 0  # of them, answered while the iteration computed
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def tokens_left(self) -> int:
-        """How many are still to come."""
+        """Number of tokens still to generate."""
         return self.new_tokens - len(self.answer)
 
     @property
@@ -111,13 +111,13 @@ class Request:
 
     @property
     def chunk_ahead(self) -> int:
-        """As many of them as one call may take. What was decoded once ends in a call of one token, as it did then, so
-        that the same drafts are made of it."""
+        """Largest share of ``tokens_ahead`` for one call. Tokens that were decoded before end in a call of one token,
+        as then, so that the same drafts are made of them."""
         return self.tokens_ahead - 1 if self.answer and self.tokens_ahead > 1 else self.tokens_ahead
 
     @property
     def open_sequence(self) -> CacheSequence:
-        """What it holds in the cache."""
+        """The request's sequence in the cache."""
         assert self.sequence is not None
         return self.sequence
 

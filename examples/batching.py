@@ -72,10 +72,10 @@ class BatchEngine:
         self._block_tokens = worker.model.config.block_tokens
         self._requests: list[Request] = []
         self._starving: tuple[Request, PoolExhausted] | None = None  # the oldest request that got no pages
-        self._has_room = True  # a request has ended since somebody got no pages
+        self._has_room = True  # a request has ended since an allocation failed
 
     def run(self, prompts: Sequence[Tokens], new_tokens: int | Sequence[int]) -> list[Request]:
-        """Answer all prompts, each with so many tokens; the requests as they ended, in order.
+        """Answer all prompts, each with ``new_tokens`` tokens; the requests as they ended, in order.
 
         Raises PoolExhausted when a request does not fit by itself.
         """
@@ -125,12 +125,12 @@ class BatchEngine:
             self._require_hope()
 
     def _require_hope(self) -> None:
-        """Nothing was computed: raises PoolExhausted unless somebody can make room for the one that starves."""
+        """Raise PoolExhausted unless another request can make room for the starving one. Nothing was computed."""
         if self._starving is not None and self._pick_victim(self._starving[0]) is None:
             raise self._starving[1]
 
     def _plan(self) -> dict[Request, int]:
-        """How many tokens each request is to compute; a decode's draft not counted."""
+        """Number of tokens each request is to compute; a decode's draft not counted."""
         budget = self._limits.token_budget
         planned: dict[Request, int] = {}
         active = [each for each in self._requests if each.is_active and each.tokens_left]
@@ -223,7 +223,7 @@ class BatchEngine:
             step.add(step.batch.allocate(sequence, max(needed, sequence.hit_blocks)), allocated, is_needed=True)
 
     def _bring_in(self, planned: dict[Request, int], step: Step) -> None:
-        """Once there may be room, swap in the oldest, or admit a new one while nobody is swapped out."""
+        """Once there may be room, swap in the oldest request, or admit a new one if none is swapped out."""
         away = next((each for each in self._requests if each.phase is Phase.SWAPPED), None)
         waiting = next((each for each in self._requests if each.phase is Phase.WAITING), None)
         active = sum(each.is_active for each in self._requests)

@@ -43,7 +43,7 @@ TTFT is the time to the first token: from the request's arrival in the engine to
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is asked: conversations, cut to what the time allows, and how many tokens an answer has."""
+    """Questions of the demo: conversations, cut to what the time allows, and the number of tokens of an answer."""
 
     conversations: tuple[Conversation, ...]
     new_tokens: int
@@ -66,7 +66,7 @@ class Question:
 
 @dataclass(slots=True)
 class VariantReport:
-    """What one model showed. ``passes``: by name, the answers in the order of ``questions``."""
+    """Results of one model. ``passes``: by name, the answers in the order of ``questions``."""
 
     variant: str
     block_tokens: int
@@ -79,12 +79,12 @@ class VariantReport:
 
     @property
     def answers(self) -> int:
-        """How many answers were compared with the reference."""
+        """Number of answers compared with the reference."""
         return sum(map(len, self.passes.values()))
 
     @property
     def identical(self) -> int:
-        """How many of them are the reference's, token by token."""
+        """Number of answers equal to the reference, token by token."""
         return sum(
             answer.tokens == question.reference.tokens
             for answers in self.passes.values()
@@ -103,7 +103,7 @@ class Demonstration:
         self.report = VariantReport(variant, VARIANTS[variant].block_tokens)
 
     def run(self) -> VariantReport:
-        """All passes, in the order in which the story is told."""
+        """Run all passes in the order of the demo."""
         with EngineProcess(self._without_cache) as reference:
             say("  reference, a process without a cache: it computes every prompt from its first token on")
             self._ask_reference(reference)
@@ -213,7 +213,7 @@ class Demonstration:
                 report.problems.append(f"{report.variant}, {name}: {report.loaded_bytes[name]:,} bytes were loaded")
 
     def _check_pools(self) -> None:
-        """All engines are gone: nobody holds a page, and every page is in exactly one place."""
+        """Check the pools after all engines ended: no page is held, and every page is in exactly one place."""
         self._settle()
         verdict = self._admin.Verify(admin_pb2.VerifyRequest(), timeout=ADMIN_SECONDS)
         self.report.problems += [f"{self.report.variant}: {problem}" for problem in verdict.problems]

@@ -44,7 +44,7 @@ CATCH_UP_SECONDS = 5.0
 
 
 class Way(Enum):
-    """How a prompt is answered."""
+    """Ways to answer a prompt."""
 
     HAND_OVER = "prefill on one node, decode on the other"
     STAY = "all on the node that decodes: it has most of the prompt"
@@ -60,7 +60,7 @@ class Route:
 
 
 class Follower:
-    """What one node has, by its events: a hint, as fresh as the last of them."""
+    """View of one node's cache by its events: a hint, as fresh as the last of them."""
 
     def __init__(self, socket_path: str, namespace: bytes) -> None:
         self._events = EventSubscriber(socket_path, namespace)
@@ -77,7 +77,7 @@ class Follower:
         self._thread.join()
 
     def blocks(self, keys: bytes) -> int:
-        """How many blocks of a prompt, from the first on, the node has anywhere."""
+        """Number of leading blocks of a prompt that the node has in any tier."""
         with self._changed:
             count = 0
             while (key := keys[count * KEY_BYTES : (count + 1) * KEY_BYTES]) and key in self._mirror.spots:
@@ -177,7 +177,8 @@ class Pair:
 
 
 def ask_all(pair: Pair, some: Sequence[Conversation], letters: int, turns: int, new_tokens: int) -> int:
-    """Ask the first turns of some conversations, with so much of their texts; returns how many answers were wrong."""
+    """Ask the first turns of some conversations, with ``letters`` of their texts; returns the number of wrong
+    answers."""
     wrong = 0
     for conversation in some:
         answers: list[Sequence[int]] = []
@@ -208,7 +209,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def node_flags(own_port: int, other_port: int) -> list[str]:
-    """Of a daemon that lends to another one on this machine, and borrows of it."""
+    """Flags of a daemon that lends to another one on this machine, and borrows from it."""
     pools = ["--backend", "shm", "--device-pool", "256MiB", "--host-pool", "128MiB"]
     return [*pools, "--peer-listen", f"127.0.0.1:{own_port}", "--peers", f"127.0.0.1:{other_port}?wait=2s"]
 

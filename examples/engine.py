@@ -47,7 +47,7 @@ LOAD_SECONDS = 30.0  # for one layer; a healthy load takes milliseconds
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is told when it starts. An empty ``socket``: without a cache."""
+    """Settings of an engine at its start. An empty ``socket``: without a cache."""
 
     name: str
     variant: str
@@ -69,7 +69,7 @@ class Ready:
 class Answer:
     """``device_tokens`` of the prompt were in place, ``host_tokens`` loaded. ``went_alone``: why without the cache.
 
-    Of ``proposed`` tokens of a draft layer the model ``accepted`` so many.
+    The model ``accepted`` some of the ``proposed`` tokens of a draft layer.
     """
 
     tokens: list[int]
@@ -128,7 +128,7 @@ class CachedEngine:
                     first_token_seconds = time.perf_counter() - began
                 answer.append(token)
                 hasher.extend([token])
-            # Nobody has asked what follows the last token, so its keys and values were never computed.
+            # No call computed what follows the last token, so its keys and values are missing.
             seal_blocks(sequence, hasher, len(prompt) + new_tokens - 1)
             self._lease.make_sure(LOAD_SECONDS)  # a process that was stopped may have read what others wrote since
             return Answer(
@@ -176,7 +176,7 @@ def name_tables(sequence: Sequence, layout: Layout) -> Tables:
 
 
 def answer_alone(model: TinyTransformer, prompt: Tokens, new_tokens: int, began: float, why: str) -> Answer:
-    """Answer a prompt that came at ``began`` with pages of one's own, which nobody else sees and which go with it."""
+    """Answer a prompt that came at ``began`` without the cache, in private pages that end with the answer."""
     config = model.config
     blocks = -(-(len(prompt) + new_tokens) // config.block_tokens)
     planes, drafts = make_planes(model, blocks), Drafts()
@@ -189,7 +189,7 @@ def answer_alone(model: TinyTransformer, prompt: Tokens, new_tokens: int, began:
 
 
 def layout_of(config: TinyConfig, ranks: int = 1) -> Layout:
-    """What a block of the model leaves on each rank, as the daemon wants to know it: planes and groups, and no more."""
+    """Layout that a model registers: the planes and groups of a block on each rank."""
     return Layout(
         block_tokens=config.block_tokens,
         ranks=ranks,

@@ -36,7 +36,7 @@ class EngineProcess:
 
     @property
     def ready(self) -> Ready:
-        """What the engine said when it was ready."""
+        """The engine's message that it is ready."""
         assert self._ready is not None
         return self._ready
 
@@ -72,7 +72,7 @@ class EngineProcess:
         return answer
 
     def kill(self) -> None:
-        """SIGKILL: the engine tells nobody that it goes."""
+        """Send SIGKILL: the engine ends without notice."""
         process = self._running()
         process.kill()
         self._reap(process)

@@ -13,7 +13,7 @@ LAYOUT = gqa(layers=1, kv_heads=1, head_dim=WIDTH, block_tokens=BLOCK, dtype="fl
 
 
 def next_token(lease: Lease, pool: AttachedPool, prompt: list[int]) -> tuple[int, int]:
-    """What follows the prompt, and how many of its tokens were not computed because the cache had them."""
+    """The token after the prompt, and the number of prompt tokens that came from the cache."""
     hasher = BlockHasher(lease.registration.namespace, BLOCK)
     hasher.extend(prompt)
     reusable = (len(prompt) - 1) // BLOCK  # one token at least is computed: the answer comes out of it

@@ -1,4 +1,4 @@
-"""Prefill on one node, decode on another: what the two engines do beyond what any engine does.
+"""Prefill on one node, decode on another: the steps that the two engines add to a plain engine's.
 
     prefill                                       decode
     compute the prompt, and its first token
@@ -8,7 +8,7 @@
                                                   match the tail too, copy it to a page of one's own, let go of it
                                                   decode from the second token on
 
-The tail is the last block where it is not full: a page that nobody else writes any more on the one side, and one that
+The tail is the last block where it is not full: a page that is final on the one side, and one that
 the decoding engine goes on writing on the other. What does not come over (the other node died, the link is cut) is
 computed again; nothing here fails a request.
 """
@@ -37,7 +37,7 @@ from examples.tiny_transformer.tokens import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What goes to the decoding node with the prompt."""
+    """Data that goes to the decoding node with the prompt."""
 
     first_token: int
     seconds: float
@@ -54,7 +54,7 @@ class PrefillEngine:
         self._planes = planes_of(model, pool)
 
     def prefill(self, prompt: Tokens) -> Prefilled:
-        """Compute a prompt; whoever asks this node for it finds all of it. Raises CacheClientError."""
+        """Compute a prompt and publish all of it for any engine. Raises CacheClientError."""
         began = time.perf_counter()
         hasher = BlockHasher(self._lease.registration.namespace, self._model.config.block_tokens)
         hasher.extend(prompt)

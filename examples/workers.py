@@ -1,4 +1,4 @@
-"""Who computes for an engine's scheduler: one process's model over its pool, or several ranks side by side."""
+"""Workers that compute for an engine's scheduler: one process's model over its pool, or several ranks side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXCHANGE_SECONDS = 30.0  # for the slowest rank to reach a layer's heads
 
 
 class Worker(Protocol):
-    """What a scheduler needs. ``tickets``: loads that the works' tables rely on."""
+    """Interface that a scheduler needs. ``tickets``: loads that the works' tables rely on."""
 
     @property
     def model(self) -> TinyTransformer:
@@ -27,11 +27,11 @@ class Worker(Protocol):
         ...
 
     def compute(self, works: Sequence[Work], tickets: Sequence[TicketView]) -> list[F32]:
-        """As ``TinyTransformer.compute``, each layer once it has come."""
+        """Compute like ``TinyTransformer.compute``, each layer once it has loaded."""
         ...
 
     def guess(self, works: Sequence[Work], tickets: Sequence[TicketView]) -> list[F32]:
-        """As ``TinyTransformer.guess``."""
+        """Guess like ``TinyTransformer.guess``."""
         ...
 
 
@@ -44,11 +44,11 @@ class PoolWorker:
         self.planes = planes_of(model, pool)
 
     def compute(self, works: Sequence[Work], tickets: Sequence[TicketView]) -> list[F32]:
-        """As ``TinyTransformer.compute``, each layer once it has come."""
+        """Compute like ``TinyTransformer.compute``, each layer once it has loaded."""
         return self.model.compute(works, self.planes, self._waiter(tickets))
 
     def guess(self, works: Sequence[Work], tickets: Sequence[TicketView]) -> list[F32]:
-        """As ``TinyTransformer.guess``."""
+        """Guess like ``TinyTransformer.guess``."""
         return self.model.guess(works, self.planes, self._waiter(tickets))
 
     def _waiter(self, tickets: Sequence[TicketView]) -> WaitLayer:
@@ -71,14 +71,14 @@ class StreamWorker(PoolWorker):
         torch.cuda.synchronize()  # the weights are there
 
     def compute(self, works: Sequence[Work], tickets: Sequence[TicketView]) -> list[F32]:
-        """As ``TinyTransformer.compute``; what was computed is used only once the loads are known to have come."""
+        """Compute like ``TinyTransformer.compute``; the result is used only once the loads are known to be complete."""
         with self._torch.cuda.stream(self._stream):
             logits = super().compute(works, tickets)
         self._confirm(tickets)
         return logits
 
     def guess(self, works: Sequence[Work], tickets: Sequence[TicketView]) -> list[F32]:
-        """As ``TinyTransformer.guess``; likewise."""
+        """Guess like ``TinyTransformer.guess``; the result is used only once the loads are known to be complete."""
         with self._torch.cuda.stream(self._stream):
             logits = super().guess(works, tickets)
         self._confirm(tickets)
@@ -110,13 +110,13 @@ class HeadExchange:
             self._parts[rank] = mine
             self._barrier.wait(EXCHANGE_SECONDS)
             heads = np.concatenate(self._parts, axis=0)
-            self._barrier.wait(EXCHANGE_SECONDS)  # nobody overwrites a part that another has not read yet
+            self._barrier.wait(EXCHANGE_SECONDS)  # no rank overwrites a part that another has not read yet
             return heads
 
         return exchange
 
     def abort(self) -> None:
-        """A rank failed: let nobody wait for it."""
+        """Release the other ranks after a rank failed."""
         self._barrier.abort()
 
 

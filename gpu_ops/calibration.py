@@ -33,7 +33,7 @@ MOVED_BYTES = 64 << 20
 """At a time, in whatever rows: what a measurement takes by itself is the same for all."""
 ROW_BYTES = 8 << 10
 WIDTHS = (4 << 10, ROW_BYTES, 8448, 32 << 10, 72 << 10, 128 << 10)
-"""Of rows: planes of common layouts. 8448 is a DSA indexer's page, whose rows are not aligned."""
+"""Widths of rows to measure: planes of common layouts. 8448 is a DSA indexer's page, whose rows are not aligned."""
 SINGLE_WIDTHS = (32 << 10, 64 << 10)
 SINGLES_CALL_BYTES = 8 << 20
 TALL_ROWS = 64
@@ -49,9 +49,10 @@ Prepare = Callable[[int], Callable[[], None]]
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What was measured. ``bytes_per_us`` is MB/s; ``both`` counts the bytes of both ways together. ``per_single_us``:
-    infinite where copies of one row are copies like others, else as of the widest of ``singles_us``, which has each
-    width that was tried. ``per_row_ns`` is of rows of ``ROW_BYTES``, ``row_ns`` of each width that was tried."""
+    """Measured figures of a link. ``bytes_per_us`` is MB/s; ``both`` counts the bytes of both ways together.
+    ``per_single_us``: infinite where copies of one row are copies like others, else as of the widest of ``singles_us``,
+    which has each width that was tried. ``per_row_ns`` is of rows of ``ROW_BYTES``, ``row_ns`` of each width that was
+    tried."""
 
     load_bytes_per_us: float
     store_bytes_per_us: float
@@ -87,8 +88,8 @@ def calibrate(
     buffer_bytes: int = BUFFER_BYTES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LinkFigures:
-    """Measure a started GPU that nobody else uses much, by rows of ``ROW_BYTES`` and ``widths``, on ``buffer_bytes`` of
-    memory at most on either side. Raises CudaError."""
+    """Measure a started GPU that is otherwise nearly idle, by rows of ``ROW_BYTES`` and ``widths``, on ``buffer_bytes``
+    of memory at most on either side. Raises CudaError."""
     host = mmap.mmap(
         -1, max(LEAST_BYTES, buffer_bytes // LEAST_BYTES * LEAST_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
@@ -115,7 +116,8 @@ def calibrate(
 
 
 def _touch(view: npt.NDArray[np.uint8]) -> int:
-    """Give memory its pages, for a zero page is nobody's memory; says how many bytes of it have theirs in time."""
+    """Fault in pages before they are measured, since an untouched page maps the shared zero page; returns the bytes
+    touched in time."""
     until = time.perf_counter() + TOUCH_S
     touched = 0
     while touched < len(view) and (not touched or time.perf_counter() < until):
@@ -125,7 +127,7 @@ def _touch(view: npt.NDArray[np.uint8]) -> int:
 
 
 def _works(queues: tuple[CopyQueue, CopyQueue], ground: _Ground, widths: Sequence[int]) -> dict[str, Prepare]:
-    """What is measured, by name."""
+    """Measurements by name."""
     loads, stores = queues
 
     def flat(queue: CopyQueue, size_bytes: int = MOVED_BYTES, first: int = 0) -> Prepare:
@@ -219,7 +221,7 @@ def _singles(queue: CopyQueue, ground: _Ground, width: int) -> Prepare:
 
 
 def _rows_of(width: int) -> int:
-    """Of ``_pitched``."""
+    """Rows of ``_pitched``."""
     return MOVED_BYTES // (TALL_ROWS * width) * TALL_ROWS
 
 

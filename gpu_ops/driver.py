@@ -1,6 +1,6 @@
 """The CUDA driver API by ctypes: the few functions that are needed here. No toolkit, no headers, no CuPy.
 
-ctypes lets go of the GIL for every call, so a call that submits a thousand copies stops nobody.
+ctypes lets go of the GIL for every call, so a call that submits a thousand copies blocks no other thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void
 from functools import cache
 from typing import Any
 
-from gpu_ops.errors import NOT_READY, OUT_OF_MEMORY, CudaError, CudaMissing, CudaOutOfMemory
+from gpu_ops.errors import OUT_OF_MEMORY, CudaError, CudaMissing, CudaOutOfMemory
 
 LIBRARY = "libcuda.so.1"
 IPC_HANDLE_BYTES = 64
@@ -147,7 +147,6 @@ _NEEDED: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventSynchronize": (c_void_p,),
-    "cuEventQuery": (c_void_p,),
 }
 _NEWER: dict[str, tuple[Any, ...]] = {
     "cuMemcpy3DBatchAsync": (c_size_t, c_void_p, _OUT, c_uint64, c_void_p),
@@ -183,13 +182,6 @@ class Driver:
         if code:
             kind = CudaOutOfMemory if code == OUT_OF_MEMORY else CudaError
             raise kind(name, code, self._text("cuGetErrorName", code), self._text("cuGetErrorString", code))
-
-    def is_done(self, name: str, *arguments: Any) -> bool:
-        """Call a function that asks whether something has happened. Raises as ``call``."""
-        code = self._functions[name](*arguments)
-        if code and code != NOT_READY:
-            self.call(name, *arguments)  # what broke stays broken
-        return not code
 
     def number(self, name: str, kind: Any, *arguments: Any) -> int:
         """Call a function whose first argument receives a number; returns it."""

@@ -1,13 +1,12 @@
-"""What can go wrong with a GPU.
+"""Errors of a GPU.
 
 CudaMissing              no driver, or one that is too old
 CudaError                a call of the driver failed: which, and its code
-    CudaOutOfMemory      there is not that much memory left (a MemoryError too)
+    CudaOutOfMemory      the memory left does not suffice (a MemoryError too)
 """
 
 from __future__ import annotations
 
-NOT_READY = 600
 OUT_OF_MEMORY = 2
 
 

@@ -27,8 +27,8 @@ STACK_LIMIT, SMALLEST_STACK = 0, 128
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What a GPU is. ``uuid`` is what nvidia-smi prints; ``pci`` such as ``0000:3b:00.0``. ``has_vmm``: its driver has
-    virtual memory management, with descriptors that other processes can map."""
+    """Properties of a GPU. ``uuid``: as nvidia-smi prints it; ``pci`` such as ``0000:3b:00.0``. ``has_vmm``: its driver
+    has virtual memory management, with descriptors that other processes can map."""
 
     uuid: str
     ordinal: int
@@ -54,8 +54,8 @@ class Gpu:
         return self.facts.uuid
 
     def start(self) -> None:
-        """Make the context. Raises CudaError. ``context_bytes`` then tells what device memory it took, while nobody
-        else took or gave back any."""
+        """Make the context. Raises CudaError. ``context_bytes`` is then the device memory that it took, correct if no
+        other process took or freed any meanwhile."""
         if self._context:
             return
         device = driver().number("cuDeviceGet", c_int, self.facts.ordinal)
@@ -73,7 +73,7 @@ class Gpu:
         self.context_bytes -= self.free_bytes() - before
 
     def close(self) -> None:
-        """Leave the context; it goes when nobody in this process holds it. Idempotent."""
+        """Release the context; the driver destroys it with its last user in this process. Idempotent."""
         if self._context:
             self._context = 0
             driver().call("cuDevicePrimaryCtxRelease_v2", driver().number("cuDeviceGet", c_int, self.facts.ordinal))
@@ -85,7 +85,7 @@ class Gpu:
         return current(self._context)
 
     def free_bytes(self) -> int:
-        """Device memory that nobody has taken."""
+        """Free device memory."""
         free, total = c_size_t(), c_size_t()
         with self.current() as cuda:
             cuda.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))

@@ -46,26 +46,26 @@ BATCH_ENTRY = np.dtype(
 """CUDA_MEMCPY3D_BATCH_OP."""
 _WORDS = 14
 _PLACES = (1, 6, 10, 11, 2, 7)
-"""Of the columns of PitchedCopies, in an entry of 14 words of 64 bits."""
+"""Positions of PitchedCopies' columns in an entry of 14 words of 64 bits."""
 _LIKE = np.zeros((), BATCH_ENTRY)
 _LIKE["src"]["kind"] = _LIKE["dst"]["kind"] = POINTER
 _LIKE["depth"], _LIKE["order"], _LIKE["flags"] = 1, STREAM_ORDER, PREFER_COPY_ENGINES
 _LIKE_WORDS = np.frombuffer(_LIKE.tobytes(), np.int64)
-"""What is equal in all entries."""
+"""The words that all entries share."""
 SPLIT_COPIES = 256
-"""From so many narrow rows on a second thread submits half of them, on a stream of its own."""
+"""From this number of narrow rows on a second thread submits half of them, on a stream of its own."""
 WIDEST_SPLIT = 48 << 10
 """A wider row takes the link longer than one thread needs to submit it. Scattered rows of 32 KiB, layer by layer: 0.53
 of one memcpy by one thread, 0.67 by two; of 64 KiB two gain nothing, and take half as much processor time again (two
 H100s, 2026-11)."""
 SLICE_COPIES = 2048
-"""For so many there is room at once: as many as plans have in a part."""
+"""Number of copies with room from the start: as many as plans have in a part."""
 
 
 class CopyQueue:
     """Copies, and words and marks behind them: each of these comes after all that was queued before it. Copies may pass
     one another, on a stream of their own or the one of the second thread, so none may need what another brings unless
-    somebody has waited between them. Nothing here runs a kernel. One thread at a time."""
+    the caller has waited between them. Nothing here runs a kernel. One thread at a time."""
 
     def __init__(self, context: int) -> None:
         self._context = context
@@ -264,7 +264,7 @@ class _SecondThread:
                 with current(self._context) as cuda:
                     _copy_rows(cuda, copies, self._stream)
                     cuda.call("cuEventRecord", self._reached, self._stream)
-            except Exception as error:  # noqa: BLE001 - a thread's root: whoever waits for it raises it
+            except Exception as error:  # noqa: BLE001 - a thread's root: the waiter raises it
                 failed = error
             self._done.put(failed)
 
@@ -285,12 +285,6 @@ class Mark:
         """Until the stream has come here. Raises CudaError for what broke on the way."""
         with current(self._context) as cuda:
             cuda.call("cuEventSynchronize", self._event)
-
-    @property
-    def is_reached(self) -> bool:
-        """True once the stream has come here. Raises as ``wait``."""
-        with current(self._context) as cuda:
-            return cuda.is_done("cuEventQuery", self._event)
 
     def close(self) -> None:
         """Give the event back. Idempotent."""

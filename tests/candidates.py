@@ -1,4 +1,4 @@
-"""Who may be evicted, and what a policy that follows requests knows of blocks, recounted naively."""
+"""Candidates of eviction, and the blocks known to a policy that follows requests, recounted naively."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cachesvc.policy.hazard.history import History
 
 
 def candidates(model: Model, place: Place) -> Iterator[str]:
-    """Whoever may be evicted is filed under its rank, and nobody else."""
+    """Check that exactly the candidates of eviction are filed, each under its rank."""
     blocks, index = model.blocks, model.blocks.index
     states = place.states[place.lead]
     wanted = [

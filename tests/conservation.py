@@ -24,7 +24,7 @@ Holding = dict[tuple[int, int], tuple[PageState, str]]
 
 
 class Audit(NamedTuple):
-    """What was found wrong (nothing: conservation holds), and how much was looked at."""
+    """Problems found (none: conservation holds), and the number of things checked."""
 
     problems: list[str]
     pages: int
@@ -64,7 +64,7 @@ def _holds(ledger: Ledger, model: Model) -> list[Hold]:
 
 
 def _rows(ledger: Ledger, model: Model) -> Iterator[str]:
-    """Keys and rows agree, parents are there, and what nobody has is nobody's."""
+    """Check that keys and rows agree, parents are there, and rows without copies have no holder."""
     index = model.blocks.index
     children: Counter[int] = Counter()
     parents = {index.parent[row] for row in index.rows.values()}
@@ -202,7 +202,7 @@ def _flights(ledger: Ledger, model: Model) -> Iterator[str]:
 
 
 def _moving(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
-    """Which ticket fills a row here, and which lets it drain, is known of exactly those that do."""
+    """Check that the tickets that fill or drain a row here are known of exactly those rows."""
     filling: dict[int, int] = {}
     draining: dict[int, int] = {}
     for ticket in ledger.tickets.running.values():
@@ -238,7 +238,7 @@ def _reserved(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
     for group, pool in enumerate(place.pools):
         held = sum(reservation.held[group] for reservation in place.reservations)
         if held != pool.reserved or not 0 <= held <= pool.free:
-            yield f"{pool.name}: {pool.reserved} pages are reserved, {held} of them by somebody, {pool.free} are free"
+            yield f"{pool.name}: {pool.reserved} pages are reserved, {held} for calls, {pool.free} are free"
 
 
 def _pages(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
@@ -269,7 +269,7 @@ def _pages(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
     for group, pool in enumerate(place.pools):
         yield from pool.problems()
         for page, state in enumerate(pool.states):
-            expected = held.get((group, page), (PageState.FREE, "nobody"))
+            expected = held.get((group, page), (PageState.FREE, "no holder"))
             if state != expected[0]:
                 yield f"{pool.name} page {page}: {PageState(state).name}, but held by {expected[1]}"
 
@@ -317,7 +317,7 @@ def _swapped(ledger: Ledger, model: Model) -> Iterator[str]:
 
 
 def _waiters(ledger: Ledger) -> Iterator[str]:
-    """Whoever waits for a load is told by it, and processes and leases know each other."""
+    """Check that a load knows all its waiters, and that processes and leases know each other."""
     for model in ledger.models.values():
         holds = [hold for hold in _holds(ledger, model) if not isinstance(hold, Sequence) or hold.is_open]
         waiting = [(id(hold), ticket) for hold in holds for ticket in hold.loads]
@@ -339,7 +339,7 @@ def _waiters(ledger: Ledger) -> Iterator[str]:
 
 
 def _counts(model: Model, place: Place) -> Iterator[str]:
-    """What operators are told of blocks and pins is what there is."""
+    """Check the counts of blocks and pins that operators see."""
     depth, states = model.blocks.index.depth, place.states[place.lead]
     for state in (FILLING, READY, DRAINING):
         if (seen := states.count(state)) != (told := place.counts.states[state]):

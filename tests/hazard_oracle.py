@@ -56,7 +56,7 @@ class Part:
 
     @property
     def weight(self) -> float:
-        """Of its landmarks that are open."""
+        """Sum over the open landmarks."""
         return 0.5 * (self.top == self.first) + 0.5 if self.top < self.last else 0.0
 
 
@@ -66,7 +66,7 @@ def bin_of(age: float) -> int:
 
 
 def below(borders: tuple[int, ...], value: float) -> int:
-    """How many borders a value has reached."""
+    """Number of borders that a value has reached."""
     return sum(value >= border for border in borders)
 
 

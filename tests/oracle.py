@@ -85,7 +85,7 @@ def lru_hits(requests: Iterable[Request], capacity: int) -> CacheCounts:
             stamp, victim = heapq.heappop(leaves)
             if stamps.get(victim) != stamp:
                 continue
-            assert children[victim] == 0  # whoever gives a block a child stamps it anew
+            assert children[victim] == 0  # a new child stamps its parent anew
             del stamps[victim], children[victim]
             evictions += 1
             parent = parents.pop(victim)
@@ -204,7 +204,7 @@ def main() -> None:
         "--percent", type=float, nargs="+", default=[2.0, 10.0, 50.0], help="pool, %% of distinct blocks"
     )
     parser.add_argument("--block-tokens", type=int, default=512)
-    parser.add_argument("--limit", type=int, default=None, help="only the first so many requests")
+    parser.add_argument("--limit", type=int, default=None, help="only the first N requests")
     options = parser.parse_args()
 
     requests = list(read_trace(options.trace, block_tokens=options.block_tokens, limit=options.limit))

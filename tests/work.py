@@ -1,6 +1,6 @@
-"""How much work a call is, whatever else the machine does: the interpreter's steps, instead of time.
+"""Work of a call, whatever else the machine does: the interpreter's steps, instead of time.
 
-What C code loops over counts as one step, so whoever uses this sees to it that the loops in question are Python's.
+What C code loops over counts as one step, so the loops in question must be Python's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Work:
 
 @contextmanager
 def counted() -> Iterator[Work]:
-    """Count the instructions of the ``with`` block's calls. Tracing is off for whoever traced before."""
+    """Count the instructions of the ``with`` block's calls. Tracing is off for an outer tracer."""
     work = Work()
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:

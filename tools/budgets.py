@@ -1,8 +1,8 @@
-"""Holds recorded results against the budgets: ``python -m tools.budgets [--check]``.
+"""Compare recorded results with the budgets: ``python -m tools.budgets [--check]``.
 
 Each budget names a file of benchmarks/results, where in it the figure stands, and its limit; of several figures the
 worst counts. With ``--check`` the exit code is 1 where one is missed, or its figure is not in the file, unless the miss
-is known, with its reason. A known one that is met by now is told, so that its reason goes.
+is known, with its reason. A known miss that is met again is reported, so that its reason is removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Budget:
     known: str = ""
 
     def worst(self, figures: list[float]) -> float:
-        """Of several."""
+        """The worst of several figures."""
         return min(figures) if self.comparison == ">=" else max(figures)
 
     def is_met(self, figure: float) -> bool:
@@ -70,7 +70,7 @@ class Finding:
 
 
 def swap(way: str, steps: str, gib: int = 4, /, **more: Any) -> dict[str, Any]:
-    """Rows of swap-cuda.json: one way, or both, in tickets of so many GiB each way."""
+    """Rows of swap-cuda.json: one way, or both, in tickets of ``gib`` GiB each way."""
     size = gib * GIB * (2 if way == "both" else 1)
     return {"way": way, "steps": steps, "copy_bytes": range(size * 9 // 10, size * 11 // 10), **more}
 

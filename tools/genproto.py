@@ -1,6 +1,6 @@
 """Generate the Python stubs of the API from its protos: `python -m tools.genproto [--check]`.
 
-The stubs are committed, so nobody who installs the package needs a compiler. grpcio-tools 1.71.2 makes them,
+The stubs are committed, so installing the package needs no compiler. grpcio-tools 1.71.2 makes them,
 because what it makes loads on every grpcio and protobuf from there up. mypy-protobuf types the messages and
 the calls, but needs a newer protobuf, so the two live in two environments of their own under .tools/.
 """

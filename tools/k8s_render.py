@@ -50,7 +50,7 @@ def renderer() -> tuple[str, ...] | None:
 
 
 def _version(command: tuple[str, ...]) -> tuple[int, ...]:
-    """Of the kustomize in it; (0,) where it does not tell."""
+    """Version of the kustomize in it; (0,) where it prints none."""
     arguments = ("version", "--client") if command[0] == "kubectl" else ("version",)
     said = subprocess.run([command[0], *arguments], capture_output=True, text=True, check=False).stdout
     found = re.search(r"Kustomize Version: v(\d+)\.(\d+)" if command[0] == "kubectl" else r"v(\d+)\.(\d+)", said)
@@ -58,7 +58,7 @@ def _version(command: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def render(command: tuple[str, ...], source: str) -> str:
-    """One target as it is written. Raises CalledProcessError, with what was wrong on standard error."""
+    """Render one target. Raises CalledProcessError; its cause is on standard error."""
     done = subprocess.run([*command, str(KUBERNETES / source)], stdout=subprocess.PIPE, text=True, check=True)
     return (
         f"# Rendered by `make k8s-render` from deploy/k8s/{source}; change that instead.\n# sources: {digest()}\n"

@@ -22,7 +22,7 @@ WAIT_SECONDS = 30.0
 
 @contextmanager
 def lively_daemon(engines: int = 2, warm_requests: int = 60) -> Iterator[DaemonProcess]:
-    """A daemon with so many engines at work; it has served ``warm_requests`` of each when the block begins."""
+    """A daemon with ``engines`` engines at work; it has served ``warm_requests`` of each when the block begins."""
     stop, warm = threading.Event(), threading.Semaphore(0)
     with DaemonProcess(FLAGS) as daemon:
         threads = [

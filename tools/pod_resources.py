@@ -1,4 +1,4 @@
-"""What a daemon's pod must ask for, from the sizes that it is configured with.
+"""Resource requests of a daemon's pod, from its configured sizes.
 
     python -m tools.pod_resources --overlay gpu                       # of deploy/k8s/overlays/gpu
     python -m tools.pod_resources --config my.toml --gpus 4
@@ -21,7 +21,7 @@ MIB = 1 << 20
 PROCESS_BYTES = 512 * MIB
 """Python, gRPC and their buffers: 130 MiB when idle (Linux 6.18, 2026-11); the rest is for many calls at once."""
 GPU_BYTES = 256 * MIB
-"""What a CUDA context takes of the host's memory: 100 MiB for one H200 (driver 580, 2026-11), and room."""
+"""Host memory of a CUDA context: 100 MiB for one H200 (driver 580, 2026-11), and room."""
 POOL_BYTES_A_LEDGER_BYTE = 256
 """The ledger takes some 210 bytes a block (benchmarks.ledger), so this holds for blocks of 64 KiB and more."""
 LOOP_MILLICORES = 500
@@ -39,7 +39,7 @@ class PodResources:
     millicores: int
 
     def shown(self) -> str:
-        """As a manifest says it."""
+        """The amount in a manifest's notation."""
         memory = f"{-(-self.memory_bytes // MIB)}Mi"
         return (
             f"resources:\n  requests:\n    cpu: {self.millicores}m\n    memory: {memory}\n"
@@ -58,7 +58,7 @@ def resources_of(config: Config, gpus: int) -> PodResources:
 
 
 def gpus_of(overlay: Path) -> int:
-    """How many GPUs an overlay's nodes have, by the annotation in its patch; 0 where it has none."""
+    """Number of GPUs of an overlay's nodes, by the annotation in its patch; 0 where it has none."""
     patch = overlay / "daemonset.yaml"
     found = re.search(r"cachesvc/gpus: \"(\d+)\"", patch.read_text(encoding="utf-8")) if patch.exists() else None
     return int(found[1]) if found else 0

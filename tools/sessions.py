@@ -21,7 +21,7 @@ DOCUMENT = ROOT / "docs" / "inspecting.md"
 BUF = ROOT / ".tools" / "buf" / "node_modules" / ".bin" / "buf"
 SESSION = re.compile(r"<!-- session: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 KEY = re.compile(r'"keyHex": "([0-9a-f]{12})|^([0-9a-f]{12})[0-9a-f]{4}  ', re.MULTILINE)
-"""Of an answer in JSON, or of a line of ``cachesvc blocks``."""
+"""Key of an answer in JSON, or of a line of ``cachesvc blocks``."""
 
 TABLE = re.compile(r"<!-- table: inspection -->\n.*?<!-- end -->", re.DOTALL)
 FIGURES = ROOT / "benchmarks" / "results" / "inspection.json"
@@ -89,7 +89,7 @@ def record(name: str, socket: str, folder: Path) -> list[tuple[str, str]]:
 
 
 def run(command: str, socket: str, folder: Path) -> str:
-    """What a command prints. Raises RuntimeError for one that fails."""
+    """Output of a command. Raises RuntimeError for one that fails."""
     real = command.replace(SOCKET, socket)
     if command.startswith("buf "):
         real = real.replace("buf ", f"{BUF} ", 1)
@@ -120,8 +120,7 @@ def documented(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def shape(output: str) -> str | set[str]:
-    """What stays the same from run to run: the names of JSON fields, or the first line without its numbers, keys and
-    tiers."""
+    """Constant part of an output: the names of JSON fields, or the first line without its numbers, keys and tiers."""
     if output.startswith("{"):
         return set(re.findall(r"^ *\"(\w+)\":", output, re.MULTILINE))
     first = output.splitlines()[0] if output else ""
@@ -131,7 +130,7 @@ def shape(output: str) -> str | set[str]:
 
 
 def table() -> str:
-    """What looking into a large index costs, from benchmarks/results/inspection.json."""
+    """Cost of questions about a large index, from benchmarks/results/inspection.json."""
     found = json.loads(FIGURES.read_text(encoding="utf-8"))
 
     def row(name: str, step: dict[str, float], took: str) -> str:

@@ -49,7 +49,7 @@ def files_of(revision: str) -> Files:
 
 
 def shape_of(files: Files) -> dict[str, int]:
-    """What is counted, by its name."""
+    """Counts by name."""
     out: dict[str, int] = {}
     for folder in FOLDERS:
         mine = [text for path, text in files.items() if path.parts[0] == folder]
@@ -78,7 +78,7 @@ def lengths_of(tree: ast.AST) -> Iterator[int]:
 
 
 def anys_in(tree: ast.AST) -> int:
-    """How often a parameter or a result is annotated with ``Any``, or with something of it."""
+    """Number of parameters and results that are annotated with ``Any``, or with something of it."""
     found = 0
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

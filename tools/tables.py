@@ -183,7 +183,7 @@ def swap_tickets() -> str:
 
 
 def _swaps(name: str, at_least: int) -> str:
-    """``at_least``: bytes each way of what is told."""
+    """Table of swaps. ``at_least``: smallest reported tickets, bytes each way."""
     found = _load(name)
     cells: dict[str, dict[int, str]] = {}
     for row in found["rows"]:
@@ -220,7 +220,7 @@ def fairness_cuda() -> str:
 
 
 def interference() -> str:
-    """What swaps cost an engine in another process."""
+    """Slowdown of an engine by swaps of another process."""
     found = _load("interference.json")
     modes = list(found["budgets"])
     by_kind: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
@@ -239,7 +239,7 @@ def interference() -> str:
 
 
 def attach() -> str:
-    """What a daemon costs, and how fast a prefix that is there is had."""
+    """Start cost of a daemon, and time to read a cached prefix."""
     found = _load("attach.json")
     start, memory, hit, budgets = (found[name] for name in ("start", "memory", "hit", "budgets"))
     taken, says = (f"{memory[name] / MIB:.0f} MiB" for name in ("taken_bytes", "context_bytes"))

@@ -8,7 +8,7 @@ from tools.results import load, rows
 
 
 def simulation() -> str:
-    """What policies hit on the real traces, by the device's share of their blocks."""
+    """Hit rates of policies on the real traces, by the device's share of their blocks."""
     found = load("simulation.json")
     body = []
     for each in found["traces"]:
@@ -19,12 +19,12 @@ def simulation() -> str:
 
 
 def stress() -> str:
-    """What policies hit on traffic of other kinds."""
+    """Hit rates of policies on traffic of other kinds."""
     return _stress(is_long=True)
 
 
 def stress_traces() -> str:
-    """What policies hit on real traces that are flooded, and on one after another."""
+    """Hit rates of policies on real traces that are flooded, and on one after another."""
     return _stress(is_long=False)
 
 
@@ -36,7 +36,7 @@ def _stress(*, is_long: bool) -> str:
 
 
 def learning() -> str:
-    """What is done in one go, where eviction learns."""
+    """Time of each step of the learning eviction."""
     found = load("learning.json")
     return rows(["in one go", "us"], [[name, f"{us:.0f}"] for name, us in found["us"].items()], found["machine"])
 

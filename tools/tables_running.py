@@ -119,7 +119,7 @@ def fuzz() -> str:
 
 
 def telemetry() -> str:
-    """What telemetry and access control add to a Step of 32 sequences and a Match of 2,048 blocks."""
+    """Cost of telemetry and access control to a Step of 32 sequences and a Match of 2,048 blocks."""
     found = load("telemetry.json")
     names = {
         "plain": "neither metrics nor traces",
@@ -140,7 +140,7 @@ def telemetry() -> str:
 
 
 def inspection() -> str:
-    """What operators' questions do to Steps beside them, at a million blocks."""
+    """Effect of operators' questions on Steps beside them, at a million blocks."""
     found = load("inspection.json")
     body = [["nothing", "", f"{found['alone_ms']['p50']:.2f} / {found['alone_ms']['p99']:.1f}"]]
     for name, one in found["questions"].items():

@@ -7,7 +7,7 @@ from typing import Any
 from tools.results import RESULTS, load, rows
 
 MIB = 1 << 20
-CALLS = {"match": "Match, resident", "match_absent": "Match, nobody has it", "step": "Step of 32"}
+CALLS = {"match": "Match, resident", "match_absent": "Match, absent", "step": "Step of 32"}
 
 
 def storage_calls() -> str:

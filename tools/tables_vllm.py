@@ -1,4 +1,4 @@
-"""What runs under vLLM, and how that was shown: tables of docs/vllm.md, from docs/data/vllm-support.toml."""
+"""Tables of docs/vllm.md from docs/data/vllm-support.toml: what runs under vLLM, and its evidence."""
 
 from __future__ import annotations
 

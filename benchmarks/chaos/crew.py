@@ -36,7 +36,7 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What runs. ``fault_copies``: share of the daemon's copy slices that fail. Sizes of pools in blocks."""
+    """Configuration of a run. ``fault_copies``: share of the daemon's copy slices that fail. Pools in blocks."""
 
     engines: int = 8
     backend: str = "shm"
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def host_pool_bytes(self) -> int:
-        """Of the daemon, with room for what chunks cut off."""
+        """Host pool of the daemon, with room for what chunks cut off."""
         host = self.host_blocks * self.block_bytes
         return host + -(-host // CHUNK_BYTES) * (self.block_bytes + SLACK_BYTES)
 
@@ -252,7 +252,7 @@ class Crew:
             time.sleep(LOOK_SECONDS)  # between two looks at other processes
 
     def epoch(self) -> int:
-        """Of the running daemon."""
+        """Epoch of the running daemon."""
         with grpc.insecure_channel(f"unix:{self.daemon.socket}") as channel:
             return int(admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest()).epoch)
 
@@ -309,7 +309,7 @@ class Crew:
 
 
 def held(admin: admin_pb2_grpc.AdminServiceStub) -> dict[str, int]:
-    """Pages that somebody holds or moves: all zero once nobody does."""
+    """Pages held or in flight, by state: all zero once no engine holds any."""
     pools = admin.GetStatus(admin_pb2.GetStatusRequest()).pools
     return {state: sum(getattr(pool, state) for pool in pools) for state in ("private", "in_flight", "quarantined")}
 

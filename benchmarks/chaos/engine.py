@@ -1,10 +1,10 @@
 """One engine process under chaos: requests on standard input, outcomes on standard output, one JSON line each.
 
-It serves through its lease's step stream, checks the bytes of every block that the cache gives it, and survives what is
-done to it: a lost lease, a daemon that goes and comes back (``Reattacher``), a broken connection, failed loads. When a
-lease is lost it first writes rubbish into the pages that were its own, as kernels that still run would, and only then
-says that it has quiesced: nobody may have been given those pages. SIGUSR1 cuts its gRPC connection, SIGUSR2 its life
-connection, both with ``shutdown`` on the descriptor. SIGQUIT prints every thread's stack.
+It serves through its lease's step stream, checks the bytes of every block that the cache gives it, and survives
+injected faults: a lost lease, a daemon that restarts (``Reattacher``), a broken connection, failed loads.
+When a lease is lost it first writes rubbish into the pages that were its own, as kernels that still run would, and only
+then reports that it has quiesced: the daemon must not have granted those pages to another engine. SIGUSR1 cuts its gRPC
+connection, SIGUSR2 its life connection, both with ``shutdown`` on the descriptor. SIGQUIT prints every thread's stack.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ BACK_SECONDS = 120.0
 LOAD_SECONDS = 60.0
 LOOK_SECONDS = 0.02
 SHARE_OF_POOL = 16
-"""A prompt is cut to this part of the device pool: a pool that all engines pin at once serves nobody."""
+"""A prompt is cut to this part of the device pool: a pool that all engines pin at once serves no request."""
 LOSSES = (LeaseLost, DaemonUnavailable, NotFound)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. ``step_ms``: each Step that was answered at the first attempt. ``losses``: what had
-    to be survived, by the error's name. ``lost_at``, ``back_at``: monotonic seconds of the last time that the daemon
-    was noticed gone, and that a lease was attached again; 0: not during this request."""
+    """Result of one request. ``step_ms``: each Step that was answered at the first attempt. ``losses``: faults
+    survived, by the error's name. ``lost_at``, ``back_at``: monotonic seconds of the last time that the daemon was
+    noticed gone, and that a lease was attached again; 0: not during this request."""
 
     index: int
     device: int = 0
@@ -149,7 +149,8 @@ class ChaosEngine:
     # -- one request ---------------------------------------------------------------------------------------------
 
     def _attempt(self, salt: int, block_ids: list[int], outcome: Outcome) -> None:
-        """What was verified counts only when the lease lived to the end: without it pages may be another's any time."""
+        """Answer once; verified bytes count only when the lease lived to the end: without it pages may be another's any
+        time."""
         assert self._lease is not None
         namespace = self._lease.registration.namespace
         keys = b"".join(_key(namespace, salt, block) for block in block_ids)
@@ -183,8 +184,8 @@ class ChaosEngine:
             raise
 
     def _write_late(self, sequence: Sequence, first: int, last: int, cuts: int) -> None:
-        """What kernels that nobody could stop do to the pages that were private when the lease was lost. Not where
-        the connection was cut meanwhile: then the publish may have been carried out, and the pages are sealed."""
+        """Write as kernels that cannot be stopped would, to pages that were private when the lease was lost. Skip this
+        where the connection was cut meanwhile: then the publish may have been carried out, and the pages are sealed."""
         if self._pattern is None or self._lease is None or not isinstance(self._lease.record.loss, LeaseLost):
             return
         if self.cuts != cuts:
@@ -294,7 +295,7 @@ def cut(path: str) -> int:
 
 
 def mapped_epochs() -> int:
-    """How many slabs of different lives of the daemon this process has mapped."""
+    """Number of slabs of different lives of the daemon that this process has mapped."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return len({line.split()[4] for line in lines if "memfd:kvcache-timeline" in line})
 

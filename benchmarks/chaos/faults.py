@@ -1,4 +1,4 @@
-"""What is done to engines and the daemon, in an order that a seed decides."""
+"""Faults injected into engines and the daemon, in an order that a seed decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmarks.chaos.crew import Crew, EngineSlot
 
 ENGINE_STOP_SHARE = (0.3, 2.5)
-"""Of the lease's silence limit: some stops are survived, most cost the lease."""
+"""Stop times as a share of the lease's silence limit: some stops are survived, most cost the lease."""
 DAEMON_STOP_SECONDS = (0.2, 2.0)
 SLICE_SECONDS = 0.1
 
@@ -55,7 +55,7 @@ class Faults(threading.Thread):
         }
 
     def run(self) -> None:
-        """Until the crew stops; whoever was stopped goes on then."""
+        """Inject faults until the crew stops, then resume every stopped process."""
         try:
             self._serve()
         except Exception as error:  # noqa: BLE001 - the root of this thread; the run reports it
@@ -66,7 +66,7 @@ class Faults(threading.Thread):
                 slot.tell(signal.SIGCONT)
 
     def has_done(self, *kinds: str) -> bool:
-        """True when each kind was done to somebody at least once; without names, all that are wanted."""
+        """True when each kind was injected at least once; without names, all that are wanted."""
         wanted = kinds or tuple(kind for kind in self._kinds if getattr(self._rates, kind))
         return all(self._crew.figures.faults[kind] for kind in wanted)
 
@@ -109,7 +109,7 @@ class Faults(threading.Thread):
         return True
 
     def _stop_daemon(self) -> bool:
-        """Nobody restarts it meanwhile: there is one thread for faults."""
+        """Stop the daemon and resume it. Only this thread injects faults, so no restart comes between."""
         process = self._crew.daemon.process
         process.send_signal(signal.SIGSTOP)
         time.sleep(self._rng.uniform(*DAEMON_STOP_SECONDS))  # what is stopped tells nothing to wait for

@@ -1,4 +1,4 @@
-"""What was seen of a run: requests, bytes, losses, and latencies by when they were measured."""
+"""Observations of a run: requests, bytes, losses, and latencies by when they were measured."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Figures:
                 self.returns.append(outcome["back_at"] - outcome["lost_at"])
 
     def note_fault(self, kind: str) -> None:
-        """Something was done to somebody."""
+        """Count an injected fault."""
         with self.lock:
             self.faults[kind] += 1
 

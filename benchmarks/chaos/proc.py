@@ -1,4 +1,4 @@
-"""What the kernel knows of processes: memory beside pools, memory files held, children not waited for."""
+"""Figures of processes from the kernel: memory beside pools, memory files held, children not waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POOL_NAME = "memfd:kvcache-"
 
 def bytes_beside_pools(pid: int, host_pool_bytes: int) -> int:
     """A daemon's own anonymous memory: without slabs and timelines, without the host pool, which is populated whole,
-    and without libraries, whose share of it depends on who else runs."""
+    and without libraries, whose share of it depends on other processes."""
     total = 0
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
         name, _, rest = line.partition(":")

@@ -1,1 +1,1 @@
-"""What holds bytes: device slabs, the host pool, timelines and copy streams behind one seam."""
+"""Memory that holds bytes: device slabs, the host pool, timelines and copy streams behind one seam."""

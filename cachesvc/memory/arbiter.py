@@ -1,20 +1,20 @@
-"""Decides which slice of which copy job goes next, for both directions of one device.
+"""Arbiter of copy jobs: chooses the next slice, for both directions of one device.
 
-A device has one link each way and many who want it. First come, first served lets a short load, for which a request
-waits, stand behind seconds of others' long ones, and behind backups for which nobody waits. The rules, in their order:
+A device has one link each way and many jobs for it. First come, first served lets a short load, for which a request
+waits, stand behind seconds of others' long ones, and behind backups without a waiter. The rules, in their order:
 
-1. Urgency. AWAITED jobs go before BACKGROUND jobs of their direction: somebody waits for those only. Background stores
+1. Urgency. AWAITED jobs go before BACKGROUND jobs of their direction: only the former have a waiter. Background stores
    also wait for awaited loads, because both directions share the host's memory bus and the device's copy engines. So
    that nothing starves, a background class that was served nothing for ``background_delay_s`` gets one slice. The delay
    is the class's, not each job's: with many jobs waiting, one slice each would be the whole link.
 2. Shares within a class, by bytes: two thirds to the job with the least (bytes left x bytes in all), one third to the
-   oldest. A short load behind endless long ones takes 1.5 times its time alone; whoever has become the oldest gets a
-   third at the least, and every job becomes the oldest. Bytes left alone would let a long job's tail, as large as the
-   short job, go first: 2.5 times. Jobs of one size go in the order they came.
+   oldest. A short load behind endless long ones takes 1.5 times its time alone; the oldest job gets a third at the
+   least, and every job becomes the oldest. Bytes left alone would let a long job's tail, as large as the short job, go
+   first: 2.5 times. Jobs of one size go in the order they came.
 3. A byte budget for each direction: a token bucket that holds two slices, for hosts whose memory or network cannot do
    without a limit.
-4. A pause: an engine has told that its decode is being hurt. Background stores get nothing until it is over, overdue or
-   not; whoever asks for it sees to it that it is short. Expedited jobs go on.
+4. A pause: an engine has reported that its decode suffers. Background stores get nothing until it is over, overdue or
+  not; the caller keeps it short. Expedited jobs go on.
 
 Pure: no thread and no clock. ``now`` comes in, and the owner holds a lock around every call.
 """
@@ -40,7 +40,7 @@ _CLOCK_GRAIN_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """What one device's copies keep to. ``*_bytes_per_second``: 0 is no limit.
+    """Rules of one device's copies. ``*_bytes_per_second``: 0 is no limit.
 
     ``queued_jobs``: jobs that wait at most, both directions together; more than the engine has tickets in flight.
     """
@@ -126,8 +126,8 @@ class Arbiter:
         lane.rivals[job.urgency].add(queued)
 
     def next_up(self, direction: Direction, now: float) -> Queued | None:
-        """Whose slice ``pop`` would give out, were there no byte budget. ``pop`` cuts it, unless that was done already:
-        without the owner's lock, by the direction's one thread."""
+        """Job whose slice ``pop`` would give out, were there no byte budget. ``pop`` cuts it, unless that was done
+        already: without the owner's lock, by the direction's one thread."""
         return self._choose(direction, now)
 
     def pop(self, direction: Direction, now: float) -> Slice | None:
@@ -192,7 +192,7 @@ class Arbiter:
         return self._lanes[direction].jobs
 
     def expedite(self, ticket: int) -> None:
-        """Somebody waits for a ticket now: what is left of its jobs is AWAITED. They keep their age."""
+        """Make a ticket awaited: what is left of its jobs is AWAITED. They keep their age."""
         for lane in self._lanes.values():
             for queued in lane.rivals[Urgency.BACKGROUND]:
                 if queued.job.ticket == ticket:

@@ -1,4 +1,4 @@
-"""How much memory may still be taken: by the kernel's estimate, and by every cgroup above this process."""
+"""Memory that may still be taken: by the kernel's estimate, and by every cgroup above this process."""
 
 from __future__ import annotations
 

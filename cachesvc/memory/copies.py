@@ -34,7 +34,7 @@ def check_bounds(copies: CopyBatch, region_bytes: Mapping[int, int]) -> None:
 
 
 def check_sizes(copies: CopyBatch, src_bytes: Int64s, dst_bytes: Int64s) -> None:
-    """As ``check_bounds``, with the sizes of each copy's regions, -1 for one that does not exist."""
+    """Check like ``check_bounds``, with the sizes of each copy's regions, -1 for one that does not exist."""
     width, height = copies[:, 4], copies[:, 5]
     for side, offset, pitch, size in (("source", 1, 6, src_bytes), ("destination", 3, 7, dst_bytes)):
         bad = _is_outside(copies[:, offset], copies[:, pitch], width, height, size)

@@ -29,7 +29,7 @@ class FaultyRunner:
         self._rng = random.Random(seed)
 
     def begin(self) -> None:
-        """As the runner that this one stands before."""
+        """Begin the wrapped runner."""
         self._runner.begin()
 
     def submit(self, piece: Slice) -> object:
@@ -44,5 +44,5 @@ class FaultyRunner:
         raise InjectedFault("a copy was made to fail half way (--fault-copies)")
 
     def wait(self, started: object) -> None:
-        """As the runner that this one stands before."""
+        """Wait for the wrapped runner."""
         self._runner.wait(started)

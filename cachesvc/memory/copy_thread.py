@@ -53,7 +53,7 @@ class CopyThread:
         self._begun: set[int] = set()  # those of which slices may be on their way
         self._fresh: deque[tuple[CopyJob, float]] = deque()  # begun, and when; not told yet
         self._is_idle = False  # the thread sleeps, and nothing is on its way
-        self._guest: threading.Thread | None = None  # who does its work for once
+        self._guest: threading.Thread | None = None  # thread that does its work for once
         self._guest_broke: Exception | None = None
         self.errand: Errand | None = None
         self._hangs = ""
@@ -74,7 +74,7 @@ class CopyThread:
             self._changed.notify_all()
 
     def submit_here(self, job: CopyJob) -> None:
-        """As of ``CopyStream``. Whose slice it is that is started, the arbiter decides."""
+        """Implement ``CopyStream``. The arbiter chooses the slice to start."""
         with self._changed:
             self._push(job)
             if not self._is_idle or not self._runner.only_queues:
@@ -112,7 +112,7 @@ class CopyThread:
             self._start(piece)
 
     def expedite(self, ticket: int) -> None:
-        """Somebody waits for a ticket's jobs now, here and wherever else its arbiter rules."""
+        """Make a ticket's jobs awaited, here and wherever else its arbiter rules."""
         with self._changed:
             self._arbiter.expedite(ticket)
             self._changed.notify_all()
@@ -263,8 +263,8 @@ class CopyThread:
             self._on_way.append((piece, started))
 
     def _tell_begun(self) -> None:
-        """Once all was started that may be, and before any of it ends: whoever is told may wake other processes, and
-        the link waits for no one."""
+        """Report that a job has begun, once all was started that may be and before any of it ends: the callback may
+        wake other processes, and the link must not wait for that."""
         while self._fresh:
             job, began = self._fresh.popleft()
             if job.begun is not None:
@@ -348,17 +348,17 @@ class CopyThreads:
             stream.start()
 
     def expedite(self, ticket: int) -> None:
-        """As ``Backend.expedite``."""
+        """Implement ``Backend.expedite``."""
         for stream in self._every:
             stream.expedite(ticket)
 
     def pause_background(self, seconds: float) -> None:
-        """As ``Backend.pause_background``."""
+        """Implement ``Backend.pause_background``."""
         with self._lock:
             self._arbiter.pause_background(Direction.STORE, self._clock() + seconds)
 
     def limit(self, direction: Direction, bytes_per_second: int) -> None:
-        """As ``Backend.limit_copies``."""
+        """Implement ``Backend.limit_copies``."""
         with self._lock:
             self._arbiter.limit(direction, bytes_per_second, self._clock())
             self._wake_all()
@@ -371,8 +371,8 @@ class CopyThreads:
             stream.close()
 
     def overdue(self) -> str:
-        """What has taken longer than it can, as far as was looked; nothing where all is well. To be asked again and
-        again, by one thread at a time."""
+        """Work that has taken longer than it can, as of the last look; empty where all is well. Call it repeatedly, by
+        one thread at a time."""
         return self._watch.look()
 
     def abandon(self, why: str) -> None:
@@ -382,7 +382,7 @@ class CopyThreads:
 
 
 def _nobody() -> None:
-    """Nobody waits for what another stream does."""
+    """Do nothing: another stream has no waiter here."""
 
 
 def _wake(changes: Iterable[threading.Condition]) -> None:

@@ -1,4 +1,4 @@
-"""Sees that copies end. A GPU that hangs fails no call and says nothing: who waits for it waits for ever.
+"""Watchdog for copies: a hung GPU reports no error, so waits need a time limit.
 
 Only time in which this process runs and looks is counted: one that was stopped for an hour has waited a moment.
 """
@@ -12,7 +12,8 @@ from typing import Protocol
 from cachesvc.memory.seam import Slice
 
 PATIENCE_S = 30.0
-"""A slice takes a millisecond; a driver that is busy with pinning for somebody else may hold it for seconds."""
+"""Time limit of a slice, seconds. It takes a millisecond; a driver that is busy with pinning may hold it for
+seconds."""
 SLOWEST_BYTES_PER_S = 100e6
 """Beside the patience. Slices are small, so no link's own figure is needed: the narrowest rows go at 1 GB/s."""
 MOST_COUNTED_S = 5.0
@@ -21,8 +22,8 @@ MOST_COUNTED_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Errand:
-    """What a copy thread asks of its GPU: to start a slice, or to say that it has landed. ``waited_s``: as was
-    counted."""
+    """Work that a copy thread asks of its GPU: to start a slice, or to report that it has landed. ``waited_s``: time
+    counted so far."""
 
     piece: Slice
     waited_s: float = 0.0
@@ -41,7 +42,7 @@ class Watched(Protocol):
 
 
 class CopyWatch:
-    """Of one device's copy threads; by one thread at a time."""
+    """Watchdog of one device's copy threads; used by one thread at a time."""
 
     def __init__(self, streams: Sequence[Watched], clock: Callable[[], float]) -> None:
         self._streams = streams

@@ -16,7 +16,7 @@ from functools import partial
 
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copy_thread import Clock, CopyThread, CopyThreads
-from cachesvc.memory.cuda_queue import CudaRunner, CudaSheet, PracticeGround
+from cachesvc.memory.cuda_queue import CudaRunner, CudaSheet
 from cachesvc.memory.cuda_slab import CudaSlab
 from cachesvc.memory.gpu_health import GpuHealth
 from cachesvc.memory.gpu_seam import GpuDevice, GpuMemory, GpuQueue
@@ -45,7 +45,6 @@ class Device:
     queues: list[GpuQueue]
     copying: CopyThreads
     health: GpuHealth
-    practice: PracticeGround
     used_bytes: int = 0
 
 
@@ -158,7 +157,7 @@ class CudaBackend:
         at.timeline.open(sheet, fd)
 
     def close_sheet(self, device: str, sheet: int) -> None:
-        """Nobody copies for the model any more."""
+        """Forget a sheet: no copy writes to it any more."""
         self._gpu(device)
         if (at := self._devices.get(device)) is not None:  # None: not running
             at.health.attempt(partial(at.timeline.close_sheet, sheet))
@@ -176,7 +175,7 @@ class CudaBackend:
         return self._device(device).copying.peers
 
     def can_reach(self, source: str, target: str) -> bool:
-        """As the hardware says. VMM slabs are open to their own GPU alone."""
+        """True where the hardware can. VMM slabs are open to their own GPU alone."""
         self._gpu(source)
         self._gpu(target)
         return source == target or (source, target) in self._reach
@@ -199,12 +198,12 @@ class CudaBackend:
             copying.limit(direction, bytes_per_second)
 
     def fault(self, device: str) -> str:
-        """What broke the GPU for this process; empty while it works."""
+        """Reason why the GPU is broken for this process; empty while it works."""
         self._gpu(device)
         return self._health[device].reason
 
     def probe(self) -> None:
-        """Ask every GPU that works for its free memory: one that fell off the bus is known before somebody copies. One
+        """Ask every GPU that works for its free memory: one that fell off the bus is known before the next copy. One
         whose copies do not end hangs: they fail. Waits for no answer that takes long."""
         self._look_at_copies()
         asked: list[threading.Thread] = []
@@ -249,7 +248,7 @@ class CudaBackend:
         return region
 
     def close_peer(self, region: int) -> None:
-        """Undo ``open_peer``: nobody copies from there any more."""
+        """Undo ``open_peer``: no copy reads from there any more."""
         self._holds.end(region)
         self._drop_region(region)
         next(iter(self._health.values())).attempt(self._peers.pop(region).close)
@@ -278,7 +277,6 @@ class CudaBackend:
         for device in self._devices.values():  # no earlier: a stream may read another device
             for queue in device.queues:
                 device.health.attempt(queue.close)
-            device.health.attempt(device.practice.close)
         for slab in list(self._slabs.values()):
             slab.close()
         for region in list(self._peers):
@@ -313,21 +311,19 @@ class CudaBackend:
         health = self._health[uuid]
         with ExitStack() as undo:
             timeline = HostTimeline(self._timeline_words, partial(CudaSheet, gpu, self._timeline_words))
-            practice = PracticeGround(gpu, vmm=self._vmm)
-            undo.callback(health.attempt, practice.close)
             queues: list[GpuQueue] = []
 
-            def runner(way: Direction) -> CudaRunner:
+            def runner() -> CudaRunner:
                 queue = gpu.queue()
                 undo.callback(health.attempt, queue.close)
                 queue.start()
                 queues.append(queue)
-                return CudaRunner(queue, timeline, lambda: self._regions, health, practice.copies(way))
+                return CudaRunner(queue, timeline, lambda: self._regions, health)
 
-            runners, peers = {way: runner(way) for way in Direction}, runner(Direction.LOAD)
+            runners, peers = {way: runner() for way in Direction}, runner()
             undo.pop_all()
         copying = CopyThreads(uuid, self._rules, runners, timeline.write, self._clock, peers=peers)
-        return Device(gpu, timeline, queues, copying, health, practice)
+        return Device(gpu, timeline, queues, copying, health)
 
     def _open_peers(self) -> None:
         for source, target in itertools.permutations(self._gpus.values() if not self._vmm else (), 2):

@@ -1,35 +1,20 @@
-"""What runs on a GPU's two streams: slices of copies, and the words that tell how far they have come."""
+"""Work on a GPU's two streams: slices of copies, and the words that show their progress."""
 
 from __future__ import annotations
 
-import mmap
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
-import numpy as np
-
 from cachesvc.memory.gpu_health import GpuHealth
-from cachesvc.memory.gpu_seam import GpuDevice, GpuMark, GpuQueue, PitchedCopies
-from cachesvc.memory.mapped import address_of
+from cachesvc.memory.gpu_seam import GpuDevice, GpuMark, GpuQueue
 from cachesvc.memory.regions import Regions
 from cachesvc.memory.seam import Slice
 from cachesvc.memory.timeline import HostTimeline, Sheet
 from cachesvc.model.futex import WORD_BYTES
-from cachesvc.model.transfer import Direction, Urgency
 
 SLICES_ON_WAY = 2
 """While one is copied the next is submitted: the link never waits for this process, which can still change its mind."""
-NEAR_S = 300e-6
-"""So long before a job should have landed this thread stops sleeping, and looks as long after it: to wake up takes a
-sleeper 50 to 100 us, in the driver too, and whoever waits for the job takes that once more (H100, 2026-11)."""
-SLEEPER_LATE_S = 60e-6
-"""How long after a slice has landed the driver wakes who sleeps until then (H100, 2026-11)."""
-USUAL_BYTES_PER_S = 50e9
-"""Of a link, until its slices have told."""
-TELLING_BYTES = 4 << 20
-"""Of a slice that tells how fast its link is: in smaller ones the driver's own time is too much."""
 
 
 class CudaSheet(Sheet):
@@ -67,45 +52,11 @@ class CudaSheet(Sheet):
             super().close()
 
 
-PRACTICE_WIDTH, PRACTICE_ROWS = 1 << 10, 8
-
-
-class PracticeGround:
-    """Memory on both sides that holds nothing: a rehearsal copies it, so that the driver's calls are rehearsed too."""
-
-    def __init__(self, gpu: GpuDevice, *, vmm: bool) -> None:
-        """Takes the memory, of a started GPU, as slabs are taken there. Raises RuntimeError, MemoryError."""
-        size_bytes = PRACTICE_WIDTH * PRACTICE_ROWS
-        self._host = memoryview(mmap.mmap(-1, size_bytes))
-        with ExitStack() as undo:
-            self._device = gpu.allocate(size_bytes, vmm=vmm)
-            undo.callback(self._device.close)
-            gpu.register_host(address_of(self._host), size_bytes)
-            undo.callback(gpu.unregister_host, address_of(self._host))
-            self._undo = undo.pop_all()
-
-    def copies(self, way: Direction) -> PitchedCopies:
-        """Some of either kind: of two rows, and of one."""
-        half, width = PRACTICE_WIDTH * PRACTICE_ROWS // 2, PRACTICE_WIDTH
-        ends = np.array([address_of(self._host), self._device.address], np.int64)
-        source, target = ends if way is Direction.LOAD else ends[::-1]
-        tall = [(source + at, target + at, width, 2, width, width) for at in range(0, half, 2 * width)]
-        single = [(source + at, target + at, width, 1, width, width) for at in range(half, 2 * half, width)]
-        return np.array(tall + single, np.int64)
-
-    def close(self) -> None:
-        """Give the memory back; no copy is on its way. Idempotent. Raises RuntimeError."""
-        self._undo.close()
-
-
 class _OnWay(NamedTuple):
-    """A slice that was queued, when, and the word that moves with it. ``is_awaited``: somebody waits for its end."""
+    """A slice that was queued, and the word that moves with it."""
 
     mark: GpuMark
     word: int | None
-    size_bytes: int
-    queued_at: float
-    is_awaited: bool
 
 
 class CudaRunner:
@@ -120,16 +71,11 @@ class CudaRunner:
         timeline: HostTimeline,
         regions: Callable[[], Regions],
         health: GpuHealth,
-        practice: PitchedCopies,
     ) -> None:
-        """``practice``: what is copied for a job that has neither copies nor a word, for it is a rehearsal."""
-        self._practice = practice
         self._queue = queue
         self._timeline = timeline
         self._regions = regions
         self._health = health
-        self._landed_at = 0.0
-        self._bytes_per_s = USUAL_BYTES_PER_S
 
     def begin(self) -> None:
         """Nothing to do on the thread: calls make the context current by themselves."""
@@ -138,55 +84,28 @@ class CudaRunner:
         """Queue the copies and the word. Raises CopyOutOfBounds, RuntimeError, and Unavailable once the GPU has broken;
         nothing is on its way then."""
         self._health.check()
-        is_rehearsal = piece.job.word is None and not len(piece.copies)
-        copies = self._practice if is_rehearsal else self._regions().addressed(piece.copies)
+        copies = self._regions().addressed(piece.copies)
         word = piece.job.word if piece.word_value is not None else None
         words = [] if word is None or piece.word_value is None else [(self._timeline.place(word), piece.word_value)]
-        is_awaited = piece.is_last and word is not None and piece.job.urgency is Urgency.AWAITED
         try:
-            return _OnWay(self._queue.submit(copies, words), word, piece.size_bytes, time.monotonic(), is_awaited)
+            return _OnWay(self._queue.submit(copies, words), word)
         except RuntimeError as error:
             self._settle(error)
             raise
 
     def wait(self, started: object) -> None:
-        """Until the mark is reached; then wake who waits on its word. Where that is a job's last, they are woken once
-        before too, to be awake by then. Raises RuntimeError, and Unavailable once the GPU has broken."""
+        """Wait for the mark, then wake the waiters of its word. Raises RuntimeError, and Unavailable once the GPU has
+        broken."""
         assert isinstance(started, _OnWay)
         try:
-            has_slept = not (started.is_awaited and self._has_landed_in_time(started))
-            if has_slept:
-                started.mark.wait()
+            started.mark.wait()
             if started.word is not None:
                 self._timeline.wake(started.word)
-            self._learn(started, time.monotonic() - SLEEPER_LATE_S * has_slept)
         except RuntimeError as error:
             self._settle(error)
             raise
         finally:
             started.mark.close()
-
-    def _has_landed_in_time(self, started: _OnWay) -> bool:
-        """Sleep until a slice is about to land, and look until it has; False where it does not for some time."""
-        assert started.word is not None
-        due = max(self._landed_at, started.queued_at) + started.size_bytes / self._bytes_per_s
-        while (early_s := due - NEAR_S - time.monotonic()) > 0 and not started.mark.is_reached:
-            time.sleep(min(early_s, NEAR_S))  # the link may be faster than its slices have told: narrow rows are slow
-        self._timeline.wake(started.word)
-        until = max(due, time.monotonic()) + NEAR_S
-        while not started.mark.is_reached:
-            if time.monotonic() > until:
-                return False
-            time.sleep(0)  # the other threads of this process go on
-        started.mark.wait()  # raises what broke
-        return True
-
-    def _learn(self, started: _OnWay, landed_at: float) -> None:
-        """How fast the link is, from a slice that has landed: what it waited for had landed before."""
-        took_s = landed_at - max(self._landed_at, started.queued_at)
-        self._landed_at = landed_at
-        if started.size_bytes >= TELLING_BYTES and took_s > 0:
-            self._bytes_per_s = (self._bytes_per_s + started.size_bytes / took_s) / 2
 
     def _settle(self, error: RuntimeError) -> None:
         """Wait for what may be on its way. Where that breaks too, it was not one call alone: raises Unavailable."""

@@ -25,7 +25,7 @@ class CudaSlab:
         self._is_open = True
 
     def close(self) -> None:
-        """Give the memory back once nobody reads it. Raises LedgerBroken when it was given back before."""
+        """Free the memory once its readers have finished. Raises LedgerBroken when it was freed before."""
         if not self._is_open:
             raise LedgerBroken(f"slab of region {self.region} was closed before")
         self._is_open = False
@@ -33,7 +33,7 @@ class CudaSlab:
 
 
 def handle_of(memory: GpuMemory, size_bytes: int) -> Handle:
-    """How another process maps it. A VMM allocation is mapped whole."""
+    """Handle by which another process maps the memory. A VMM allocation is mapped whole."""
     if memory.handle:
         return Handle("cuda_ipc", memory.handle, size_bytes)
     return Handle("cuda_fd", secrets.token_bytes(TOKEN_BYTES), memory.size_bytes)

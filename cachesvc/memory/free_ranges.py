@@ -1,6 +1,6 @@
 """First-fit over the free bytes of the host pool's chunks, and which bytes were ever used. The pool's lock guards both.
 
-A copy of the free ranges is cheap: who plans takes from one and throws it away.
+A copy of the free ranges is cheap: a planner takes from one and throws it away.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ByteRange:
 
 
 class FreeRanges:
-    """What is free, as columns sorted by chunk and offset, replaced and never written to; neighbours are one range."""
+    """Free ranges as columns sorted by chunk and offset, replaced and never written to; neighbours are one range."""
 
     def __init__(self, chunks: Iterable[int], nodes: Sequence[int | None] = ()) -> None:
         """``chunks``: size in bytes of each, multiples of ``ALIGN_BYTES``; ``nodes``: the NUMA node of each, or none
@@ -115,13 +115,13 @@ def columns_of(ranges: Iterable[ByteRange]) -> Int64s:
 
 
 class UsedBytes:
-    """Bytes that may hold what somebody left there: they are zeroed before they serve again. They only grow."""
+    """Bytes that were used before: they are zeroed before they serve again. They only grow."""
 
     def __init__(self) -> None:
         self._spans: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by chunk: sorted, apart
 
     def mark(self, place: ByteRange) -> None:
-        """Somebody had these."""
+        """Mark a range as used."""
         spans = self._spans[place.chunk]
         first = bisect_left(spans, (place.offset, 0))
         if first and spans[first - 1][1] >= place.offset:
@@ -133,7 +133,7 @@ class UsedBytes:
         spans[first:last] = [(min(start for start, _ in met), max(end for _, end in met))]
 
     def overlap(self, place: ByteRange) -> bool:
-        """True where somebody had any of these."""
+        """True where any of these bytes were used."""
         spans = self._spans[place.chunk]
         at = bisect_left(spans, (place.end, 0))  # the last one that begins before the end
         return at > 0 and spans[at - 1][1] > place.offset

@@ -1,4 +1,4 @@
-"""What the CUDA backend needs of a GPU. ``gpu_ops`` fills it on real hardware; it comes in through the composition
+"""Seam between the CUDA backend and a GPU. ``gpu_ops`` fills it on real hardware; it comes in through the composition
 root."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GpuMemory(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """What was allocated: at least what was asked for."""
+        """Allocated bytes: at least the requested ones."""
 
     @property
     def handle(self) -> bytes:
@@ -39,10 +39,6 @@ class GpuMemory(Protocol):
 class GpuMark(Protocol):
     """A point on a queue."""
 
-    @property
-    def is_reached(self) -> bool:
-        """True once the queue has come here. Raises as ``wait``."""
-
     def wait(self) -> None:
         """Sleep until the queue has come here. Raises RuntimeError for what broke on the way."""
 
@@ -52,7 +48,7 @@ class GpuMark(Protocol):
 
 class GpuQueue(Protocol):
     """Copies by copy engines alone, and words and marks behind them. Copies may pass one another: none may need what
-    another brings unless somebody has waited between them. Failures raise RuntimeError."""
+    another brings unless the caller has waited between them. Failures raise RuntimeError."""
 
     def start(self) -> None:
         """Make it."""
@@ -91,7 +87,7 @@ class GpuDevice(Protocol):
         """Leave its context. Idempotent."""
 
     def free_bytes(self) -> int:
-        """Device memory that nobody has taken."""
+        """Free device memory."""
 
     def allocate(self, size_bytes: int, *, vmm: bool) -> GpuMemory:
         """Zeroed memory. Raises MemoryError."""

@@ -1,7 +1,7 @@
-"""Counted holds on regions: what somebody reads is not given back before they are through.
+"""Counted holds on regions: memory is not freed before its readers have finished.
 
-Copies need none: the ledger closes no pool that a ticket touches. Whoever reads beside it (checksums, verification)
-looks a page up on one thread while another one may be closing the page's slab.
+Copies need none: the ledger closes no pool that a ticket touches. Readers beside it (checksums, verification) look a
+page up on one thread while another one may be closing the page's slab.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Holds:
                 self._changed.notify_all()
 
     def end(self, region: int) -> None:
-        """Let nobody hold the region any more, and wait for those who do. Raises LedgerBroken for a second time."""
+        """Allow no new hold on the region, and wait for its holders. Raises LedgerBroken for a second time."""
         with self._changed:
             if region not in self._count or region in self._ending:
                 raise LedgerBroken(f"region {region} was closed before")

@@ -2,8 +2,8 @@
 
     start    threads map each chunk, place it on the node and populate it slice by slice; when it is full they
              register it with the backend and call on_ready(chunk)
-    reserve  gives extents of pages, none across a chunk, on the node of a device where there is room; those that
-             somebody used before are zeroed first
+    reserve  gives extents of pages, none across a chunk, on the node of a device where there is room; those that were
+    used before are zeroed first
 
 A page is usable once its chunk is registered and, after an earlier slab, its bytes are zeroed:
 ``ready_pages``.
@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 MAX_CHUNK_BYTES = 1 << 30
 """One larger registration holds a driver-wide lock for too long."""
 SLICE_BYTES = 32 << 20
-"""What a thread populates or zeroes before it looks whether to stop: some 10 ms."""
+"""Bytes that a thread populates or zeroes before it checks whether to stop: some 10 ms."""
 
 Bind = Callable[[int, int, int | None], numa.Placement]
-"""As ``numa.bind``: the seam for machines that are made up."""
+"""Signature of ``numa.bind``: the seam for machines that are made up."""
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ class HostPool:
         return slab
 
     def release(self, slab: HostSlab) -> None:
-        """Take pages back; nobody may touch them any more. Raises LedgerBroken for a slab that was released before."""
+        """Take pages back, after their last access. Raises LedgerBroken for a slab that was released before."""
         with self._changed:
             if slab.is_released or slab not in self._slabs:
                 raise LedgerBroken("the host slab was released before, or is of another pool")

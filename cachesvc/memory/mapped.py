@@ -34,8 +34,7 @@ F_SEAL_FUTURE_WRITE = 0x10
 
 
 def sealed_memfd(name: str, size_bytes: int) -> int:
-    """A zeroed memory file that can neither shrink nor grow: who maps it can never be hit by SIGBUS for
-    its size."""
+    """A zeroed memory file that can neither shrink nor grow: a process that maps it gets no SIGBUS for its size."""
     with ExitStack() as undo:
         fd = new_memfd(name, size_bytes)
         undo.callback(os.close, fd)
@@ -56,8 +55,8 @@ def new_memfd(name: str, size_bytes: int) -> int:
 
 
 def seal_memfd(fd: int, *, is_shared: bool) -> None:
-    """Let nobody change the file's nature any more; nor its bytes, unless ``is_shared``, but through mappings that are
-    there. Raises OSError (Linux before 5.1)."""
+    """Seal the file against any change of its nature; and of its bytes, unless ``is_shared``, but through mappings that
+    are there. Raises OSError (Linux before 5.1)."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if is_shared else F_SEAL_FUTURE_WRITE))
 
 

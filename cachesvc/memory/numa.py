@@ -36,7 +36,7 @@ class NumaNode:
 
 
 class Placement(Enum):
-    """What ``bind`` did."""
+    """Result of ``bind``."""
 
     PLACED = "placed"
     ONE_NODE = "one node: nothing to choose"
@@ -102,7 +102,7 @@ def bind(address: int, size_bytes: int, node: int | None, *, sysfs: Path = SYSFS
 
 
 def refusal(error_number: int) -> Placement:
-    """What the kernel meant by an errno of ``mbind``."""
+    """Meaning of an errno of ``mbind``."""
     if error_number == errno.EPERM:
         return Placement.NOT_PERMITTED
     return Placement.NOT_SUPPORTED if error_number == errno.ENOSYS else Placement.REFUSED

@@ -75,12 +75,12 @@ class Rivals:
 
     @property
     def oldest(self) -> Queued:
-        """Of some."""
+        """The oldest of some jobs."""
         return next(iter(self._by_age.values()))
 
     @property
     def lightest(self) -> Queued:
-        """Of some: with the least weight, the oldest of those."""
+        """The job with the least weight, the oldest of those."""
         while True:
             weight, number = self._by_weight[0]
             queued = self._by_age.get(number)

@@ -19,14 +19,14 @@ COPY_FIELDS = ("src_region", "src_offset", "dst_region", "dst_offset", "width", 
 """Columns of a CopyBatch: a pitched copy of ``height`` rows of ``width`` bytes."""
 
 CopyBatch = npt.NDArray[np.int64]
-"""``[copies, len(COPY_FIELDS)]``. Column after column in memory (Fortran's order), where they are many: nobody looks at
-a copy as a whole."""
+"""``[copies, len(COPY_FIELDS)]``. Column after column in memory (Fortran's order), where they are many: readers take
+columns, never a whole copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """How another process maps a slab: ``kind`` is ``memfd`` (the fd goes over the life socket under ``token``),
-    ``cuda_ipc`` (``token`` is the 64-byte handle) or ``cuda_fd``."""
+    """Handle by which another process maps a slab: ``kind`` is ``memfd`` (the fd goes over the life socket under
+    ``token``), ``cuda_ipc`` (``token`` is the 64-byte handle) or ``cuda_fd``."""
 
     kind: str
     token: bytes
@@ -36,7 +36,7 @@ class Handle:
 @dataclass(frozen=True, slots=True)
 class CopyStep:
     """Copies that belong together; when they have all landed the timeline word becomes ``word_value``. ``size_bytes``:
-    what they add up to, where whoever made them knows that they are sane."""
+    their sum, where the planner guarantees that they are valid."""
 
     copies: CopyBatch
     word_value: int | None = None
@@ -47,12 +47,12 @@ class CopyStep:
 class CopyJob:
     """One rank's share of a ticket, executed in order on one stream, between slices of other jobs.
 
-    ``steps`` are asked for one after another, each when what was there before it has been started: whoever makes them
-    may plan as little ahead. Raising ends the job with what was raised.
-    ``done(error)`` is called once, from a thread of the backend: None when every byte has landed, else what broke.
-    On failure the backend first writes ``end_value`` to ``failed_word``, then to ``word``, so that nobody waits on.
-    ``begun(seconds)`` is told once the first slice was started, and when, by the backend's clock; before ``done``.
-    ``size_bytes``: of all copies, for the arbiter's shares; None: they are added up, and so all planned at once.
+    ``steps`` are asked for one after another, each when what was there before it has been started: so the planner may
+    plan as little ahead. Raising ends the job with what was raised. ``done(error)`` is called once, from a thread of
+    the backend: None when every byte has landed, else what broke. On failure the backend first writes ``end_value`` to
+    ``failed_word``, then to ``word``, so that no waiter hangs. ``begun(seconds)`` is called once the first slice was
+    started, with its time by the backend's clock; before ``done``. ``size_bytes``: of all copies, for the arbiter's
+    shares; None: they are added up, and so all planned at once.
     """
 
     ticket: int
@@ -109,8 +109,8 @@ class Slab(Protocol):
     fd: int | None
 
     def close(self) -> None:
-        """Give the memory back, once whoever reads it is through; mappings of other processes stay valid until they
-        close them. Raises LedgerBroken when it was given back before."""
+        """Free the memory, once its readers have finished; mappings of other processes stay valid until they close
+        them. Raises LedgerBroken when it was freed before."""
 
 
 class Sheet(Protocol):
@@ -138,7 +138,7 @@ class Timeline(Protocol):
         """Present value of a word."""
 
     def write(self, word: int, value: int) -> None:
-        """Set a word and wake whoever waits on it (failure and reset paths; streams write in order by themselves)."""
+        """Set a word and wake its waiters (failure and reset paths; streams write in order by themselves)."""
 
 
 class CopyStream(Protocol):
@@ -148,8 +148,8 @@ class CopyStream(Protocol):
         """Queue a job; returns at once. Raises Unavailable after ``close``, LimitExceeded."""
 
     def submit_here(self, job: CopyJob) -> None:
-        """As ``submit``; but where the stream has nothing to do the first slice is planned and started by this very
-        thread, for as long as the driver takes: it need not wake another one first."""
+        """Submit like ``submit``; but where the stream has nothing to do the first slice is planned and started by this
+        very thread, for as long as the driver takes: it need not wake another one first."""
 
     def stop(self) -> None:
         """Take no more jobs, and start no more copies: what is on its way lands, and every job of which something is
@@ -160,7 +160,7 @@ class CopyStream(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """A kind of device memory, as those see it who give it out and look after it. Nothing runs before ``start``."""
+    """A kind of device memory, as its allocator and its watchdog see it. Nothing runs before ``start``."""
 
     name: str
 

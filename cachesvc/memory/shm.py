@@ -37,7 +37,7 @@ class ShmSlab:
         self._on_close = on_close
 
     def close(self) -> None:
-        """Give the memory back once nobody reads it. Raises LedgerBroken when it was given back before."""
+        """Free the memory once its readers have finished. Raises LedgerBroken when it was freed before."""
         if self.fd is None:
             raise LedgerBroken(f"slab of region {self.region} was closed before")
         self._on_close(self)
@@ -159,7 +159,7 @@ class ShmBackend:
         self.timeline(device).open(sheet, fd)
 
     def close_sheet(self, device: str, sheet: int) -> None:
-        """Nobody copies for the model any more."""
+        """Forget a sheet: no copy writes to it any more."""
         self._check_device(device)
         if (timeline := self._timelines.get(device)) is not None:  # None: not running
             timeline.close_sheet(sheet)
@@ -226,7 +226,7 @@ class ShmBackend:
         return self._add_region(map_memfd(fd, handle.size_bytes))
 
     def close_peer(self, region: int) -> None:
-        """Undo ``open_peer``: nobody copies from there any more."""
+        """Undo ``open_peer``: no copy reads from there any more."""
         self._holds.end(region)
         with self._lock:
             del self._regions[region], self._sizes[region]

@@ -18,17 +18,17 @@ from cachesvc.model.errors import LedgerBroken, NotFound, Unavailable
 from cachesvc.model.futex import WORD_BYTES, store_and_wake, wake, words_of
 
 TIMELINE_WORDS = 8192
-"""Of a sheet."""
+"""Words of a sheet."""
 TOKEN_BYTES = 16
 
 
 class Sheet:
-    """One model's words on one device. Nobody else can write them, because a word says that bytes are there; unless
-    engines must (``is_shared``), to end their streams' waits once the daemon is gone."""
+    """One model's words on one device. No other process can write them, because a word says that bytes are there;
+    unless engines must (``is_shared``), to end their streams' waits once the daemon is gone."""
 
     def __init__(self, words: int, *, is_shared: bool = False, fd: int | None = None) -> None:
         """``fd``: of words that another process of the daemon's made, which keeps, seals and gives out their file; else
-        they are made here. Nobody else can write them once ``seal`` was called. Raises OSError."""
+        they are made here. No other process can write them once ``seal`` was called. Raises OSError."""
         self._writers = Writers() if fd is None else None
         try:
             own = new_memfd("kvcache-timeline", words * WORD_BYTES) if fd is None else fd
@@ -50,8 +50,7 @@ class Sheet:
         self._array = words_of(self._view)
 
     def seal(self) -> None:
-        """Whoever is to write the words has mapped them: the file changes neither its size nor its writers. Again is
-        fine."""
+        """Seal the file once its writers have mapped it: it changes neither its size nor its writers. Idempotent."""
         if self.fd is not None and not self._is_sealed:
             seal_memfd(self.fd, is_shared=self._is_shared)
             self._is_sealed = True
@@ -70,12 +69,12 @@ class Sheet:
         self._writers.hand_over()
 
     def continue_from(self, other: Sheet) -> None:
-        """Take over the words of a sheet that nobody advances any more: values only ever move forward."""
+        """Take over the words of a sheet that is no longer advanced: values only ever move forward."""
         self._array[:] = other._array
 
     @property
     def address(self) -> int:
-        """Of the first word, in this process."""
+        """Address of the first word, in this process."""
         return address_of(self._view)
 
     def place(self, word: int) -> int:
@@ -87,11 +86,11 @@ class Sheet:
         return int(self._array[word])
 
     def write(self, word: int, value: int) -> None:
-        """Set a word and wake whoever waits on it."""
+        """Set a word and wake its waiters."""
         store_and_wake(self._array, word, value)
 
     def wake(self, word: int) -> None:
-        """A stream has moved a word, and wakes nobody: wake whoever waits on it."""
+        """Wake the waiters on a word that a stream has moved: a stream wakes none."""
         wake(self._array, word)
 
     def close(self) -> None:
@@ -158,8 +157,8 @@ class HostTimeline:
         return dict(self._sheets)
 
     def close_sheet(self, number: int) -> None:
-        """Nobody writes or follows its words any more, and its number never comes again for other ones. Nothing where
-        it is not open."""
+        """Close a sheet: its words are neither written nor followed any more, and its number never comes again for
+        other ones. No-op where it is not open."""
         sheet = self._sheets.pop(number, None)
         if sheet is not None:
             sheet.close()
@@ -175,12 +174,12 @@ class HostTimeline:
         return self._sheets[number].read(at)
 
     def write(self, word: int, value: int) -> None:
-        """Set a word and wake whoever waits on it."""
+        """Set a word and wake its waiters."""
         number, at = divmod(word, self.words)
         self._sheets[number].write(at, value)
 
     def wake(self, word: int) -> None:
-        """A stream has moved a word, and wakes nobody: wake whoever waits on it."""
+        """Wake the waiters on a word that a stream has moved: a stream wakes none."""
         number, at = divmod(word, self.words)
         self._sheets[number].wake(at)
 

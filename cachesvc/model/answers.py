@@ -1,4 +1,4 @@
-"""What the flows answer, in the model's words; the edge turns these into messages."""
+"""Answers of the flows, in the model's words; the edge turns these into messages."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Reserved(Protocol):
 
 
 class Wait(NamedTuple):
-    """Not yet: ask again when one of these tickets has ended. Nothing was changed for the caller.
+    """Blocked: call again when one of these tickets has ended. Nothing was changed for the caller.
 
-    Without tickets its turn is over: ask again as soon as others have had theirs.
-    ``seconds``: after so long ask again all the same, because the flow can do without; None where it cannot.
-    ``reserved``: what is kept for the call meanwhile; who runs the call releases it once the call has ended.
+    Without tickets its turn is over: call again as soon as other calls have had theirs.
+    ``seconds``: after this time call again all the same, because the flow can do without; None where it cannot.
+    ``reserved``: what is kept for the call meanwhile; the node releases it once the call has ended.
     """
 
     tickets: tuple[int, ...]
@@ -53,7 +53,7 @@ class Wait(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """Blocks in place, blocks to load, blocks that somebody else is computing; tables of those in place; and how many
+    """Blocks in place, blocks to load, blocks that another request is computing; tables of those in place; and how many
     of those to load came from storage for this call."""
 
     device_blocks: int

@@ -1,4 +1,4 @@
-"""What many sequences do in one iteration, entry by entry: the columns of a Step as flows read them."""
+"""Operations of many sequences in one iteration, entry by entry: the columns of a Step as flows read them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_OPERATIONS = 4096
-"""Of a Step; a daemon may be configured for fewer."""
+"""Most operations of a Step; a daemon may be configured for fewer."""
 
 
 class Growth(NamedTuple):

@@ -1,4 +1,4 @@
-"""What can go wrong, by name: one tree for the daemon and its client. The daemon turns an error into its code, the edge
+"""Errors by name: one tree for the daemon and its client. The daemon turns an error into its code, the edge
 the code into a gRPC status; the client makes of code and sentence the same error again, by ``BY_CODE``.
 
 CacheError                    also under the name CacheClientError
@@ -9,7 +9,7 @@ CacheError                    also under the name CacheClientError
 ├── NotFound                  model, lease, sequence, replica or ticket is not known to the daemon
 ├── Conflict                  right request, wrong moment: another call must come first
 ├── LeaseLost                 all that the lease held is gone: recompute, open a new lease
-├── NotOwned                  the page or sequence belongs to somebody else
+├── NotOwned                  the page or sequence belongs to another owner
 ├── LoadFailed                a load that the sequence relies on has failed: release it, match again, recompute
 ├── PoolExhausted             not enough pages, with the numbers: release, ask for fewer, or recompute
 ├── LimitExceeded             more than a limit: send less at a time
@@ -23,13 +23,13 @@ CacheError                    also under the name CacheClientError
 ├── NotSupported              known by name, not built, or not possible in this process
 ├── DeadlineExceeded          no answer in time; the call may or may not have taken effect
 └── Unavailable               something that is needed is not there: a GPU, a port, a package
-    └── DaemonUnavailable     the daemon is not there or went away: go on without the cache, reconnect later
+    └── DaemonUnavailable     the daemon is not there or has ended: go on without the cache, reconnect later
         └── DaemonDraining    it wants to go and opens nothing new: finish what runs, open nothing
 
 LedgerBroken                  a bug of the daemon's own, outside of the tree: no caller did it, none can mend it
 └── IllegalMove               a copy or a page was asked to move against its table
 
-What only a client can see is added to the tree in ``cachesvc_client.errors``.
+Errors that only a client can see are added to the tree in ``cachesvc_client.errors``.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Conflict(CacheError):
 
 
 class LedgerBroken(AssertionError):
-    """The daemon contradicts itself: a pin given back that nobody held, a move that the table lacks.
+    """The daemon contradicts itself: a pin given back that was not held, a move that the table lacks.
 
     It ends the call as INTERNAL, is logged and counted; nothing that it left half-done may be served.
     """
@@ -329,8 +329,8 @@ class NotSupported(CacheError):
 
 
 class DeadlineExceeded(CacheError):
-    """What was waited for did not end in time. ``was_answered``: the daemon said so itself, and nothing was changed;
-    else the call may have taken effect."""
+    """Timeout of a wait. ``was_answered``: the daemon said so itself, and nothing was changed; else the call may have
+    taken effect."""
 
     code = ErrorCode.DEADLINE
     was_answered = False
@@ -382,4 +382,4 @@ BY_CODE: dict[ErrorCode, type[CacheError]] = {
         DaemonDraining,
     )
 }
-"""What a code is to its receiver; to who raises an error, its code is ``error.code``."""
+"""Meaning of a code for its receiver; for the raising side, its code is ``error.code``."""

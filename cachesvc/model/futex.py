@@ -1,9 +1,8 @@
-"""32-bit words in memory that several processes map: set one and wake who waits on it; wait without polling.
+"""32-bit words in memory that several processes map: set one and wake its waiters; wait without polling.
 
 The daemon's ``shm`` timeline and the client's waits are the two ends. Waiting is a shared futex, so a
-waiter sleeps in the kernel, and whoever sets a word wakes it from any process, container or namespace that
-maps the same file. A processor that sleeps takes 50 us and more to wake up: who knows that a word is about to move
-wakes its waiter before it does, and that one then looks again and again for a moment.
+waiter sleeps in the kernel, and the writer of a word wakes it from any process, container or namespace that maps the
+same file.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from cachesvc.model.transfer import has_reached
 WORD_BYTES = 4
 FOREVER_S = 1e6
 LATE_PART = 1 / 16
-"""Of what a waiter has waited: so late it may notice a word that nobody wakes it for."""
-EARLY_S = 500e-6
-"""For so long somebody looks almost without sleeping who was woken before the word has moved."""
+"""Share of a wait by which a waiter may be late to notice a word whose writer wakes none."""
 Words = npt.NDArray[np.uint32]
 
 
@@ -70,8 +67,8 @@ def words_of(buffer: memoryview) -> Words:
 
 
 def store_and_wake(words: Words, index: int, value: int) -> None:
-    """Set a word and wake everybody who waits on it. What was written before is visible to who sees the word by
-    ``load`` or ``wait_reached``."""
+    """Set a word and wake all its waiters. Earlier writes are visible to a reader that sees the word by ``load`` or
+    ``wait_reached``."""
     fence()
     words[index] = value & 0xFFFFFFFF
     wake(words, index)
@@ -85,7 +82,8 @@ def load(words: Words, index: int) -> int:
 
 
 def fence() -> None:
-    """What this thread has done stays before what it does next, for all who share memory with it.
+    """Order memory accesses: this thread's earlier ones come before its later ones, for all processes that share
+    memory.
 
     x86 keeps loads in order, and stores. Elsewhere a semaphore does, which is what Python's lock is: giving it back and
     taking it again synchronize memory (POSIX.1-2017, XBD 4.12).
@@ -99,8 +97,7 @@ def fence() -> None:
 
 
 def wake(words: Words, index: int) -> int:
-    """Wake everybody who waits on a word that somebody else has set, such as a GPU, or is about to set; says how many
-    slept."""
+    """Wake all waiters of a word that was set, such as by a GPU. Returns how many slept."""
     woken = _call(_number, _address(words, index), _FUTEX_WAKE, _EVERYBODY, None)
     if woken < 0:
         raise OSError(ctypes.get_errno(), f"FUTEX_WAKE of word {index} failed")
@@ -113,12 +110,11 @@ def wait_reached(
     """True once the word is at or past ``target``, cyclically; False when ``time.monotonic()`` passes
     ``deadline_s``.
 
-    ``poll_s``: the shortest and the longest pause between looks at a word that is set by one who wakes nobody, or
-    late, such as a GPU. None: whoever sets the word wakes.
+    ``poll_s``: the shortest and the longest pause between looks at a word whose writer wakes no waiter, or late, such
+    as a GPU. None: the writer wakes.
     """
     address, began = _address(words, index), time.monotonic()
     looks_s = (FOREVER_S, FOREVER_S) if poll_s is None else poll_s
-    awake_until = began
     while True:
         value = load(words, index)
         if has_reached(value, target):
@@ -126,28 +122,22 @@ def wait_reached(
         now = time.monotonic()
         if now >= deadline_s:
             return False
-        if now < awake_until:
-            time.sleep(0)  # some 70 us: whoever sets the word may need this very processor
-        elif _sleep_while(address, value, min(deadline_s - now, pause_s(looks_s, now - began))):
-            awake_until = time.monotonic() + EARLY_S * (load(words, index) == value)
+        _sleep_while(address, value, min(deadline_s - now, pause_s(looks_s, now - began)))
 
 
 def pause_s(poll_s: tuple[float, float], waited_s: float) -> float:
-    """Until the next look of who has waited so long already."""
+    """Pause until the next look of a waiter that has waited ``waited_s`` already."""
     shortest_s, longest_s = poll_s
     return min(max(shortest_s, LATE_PART * waited_s), longest_s)
 
 
-def _sleep_while(address: int, value: int, seconds: float) -> bool:
-    """Sleep until woken, and only then return True; or until ``seconds`` have passed, there is a signal, or the word is
-    not ``value``."""
+def _sleep_while(address: int, value: int, seconds: float) -> None:
+    """Sleep until woken, ``seconds`` have passed, there is a signal, or the word is not ``value``."""
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     if _call(_number, address, _FUTEX_WAIT, value, ctypes.addressof(limit)) < 0:
         why = ctypes.get_errno()
         if why not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(why, "FUTEX_WAIT failed")
-        return False
-    return True
 
 
 def _address(words: Words, index: int) -> int:

@@ -40,7 +40,7 @@ def distinct(numbers: npt.NDArray[Number]) -> npt.NDArray[Number]:
 
 
 def among(numbers: Column, others: Column) -> npt.NDArray[np.bool_]:
-    """Which of the numbers are among ``others``."""
+    """Mask of the numbers that are among ``others``."""
     rising = np.append(np.sort(others), np.iinfo(np.int32).max)
     found: npt.NDArray[np.bool_] = rising[np.searchsorted(rising, numbers)] == numbers
     return found

@@ -1,4 +1,4 @@
-"""What a block key is, for daemon and client: 32 bytes, chained below a namespace.
+"""Block keys, for daemon and client: 32 bytes, chained below a namespace.
 
 Key of block i = BLAKE2b-256(parent key, tokens as little-endian u32, extra keys and the tokens that they cover), the
 parent of block 0 being the namespace. So key i stands for the whole prefix, and equal keys in two namespaces cannot be.

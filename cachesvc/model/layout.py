@@ -35,9 +35,10 @@ MAX_NAME_BYTES = 64
 MAX_PAGE_BYTES = 1 << 30
 MARKER = "prefix"
 MARKER_PAGES = 64
-"""Markers on a device for each page of its largest group where nobody says how many: while a window holds w blocks, its
-sequence may be 64 * w blocks long. They take a byte each; what the daemon keeps of every page is what bounds them. The
-host has as many as pages: there it is markers that run out first, and take the pages of their blocks along."""
+"""Markers on a device for each page of its largest group where the caller gives no number: while a window holds w
+blocks, its sequence may be 64 * w blocks long. They take a byte each; what the daemon keeps of every page is what
+bounds them. The host has as many as pages: there it is markers that run out first, and take the pages of their blocks
+along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class Layout:
     """Every plane of every layer, the groups they belong to, and the number of ranks.
 
     A prefix is matched by its blocks in the groups without a window. Where each group has one, a last group ``prefix``
-    is added here, which nobody computes or reads: one byte a block, its marker. Raises LayoutRejected when the numbers
-    contradict each other or exceed a limit.
+    is added here, which engines neither compute nor read: one byte a block, its marker. Raises LayoutRejected when the
+    numbers contradict each other or exceed a limit.
     """
 
     block_tokens: int
@@ -209,7 +210,7 @@ class Layout:
         return sum(plane.page_bytes for plane in self.planes_of(group))
 
     def host_ranks(self, group: int) -> int:
-        """How many copies of a block the host keeps: one where all ranks hold the same bytes."""
+        """Number of copies of a block that the host keeps: one where all ranks hold the same bytes."""
         return 1 if self.groups[group].replicated else self.ranks
 
     def window_blocks(self, group: int) -> int:

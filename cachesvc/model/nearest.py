@@ -1,4 +1,4 @@
-"""What somebody probably meant who wrote a name that is not known."""
+"""Suggestion for an unknown name: the nearest known one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request was, as eviction policies learn from it."""
+"""Facts of a request that eviction policies learn from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Parts(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a request ended, as far as its engine tells: tokens of output (None: it does not), and when (seconds of the
+    """End of a request, as far as its engine reports it: tokens of output (None: unknown), and when (seconds of the
     daemon's clock; None: now)."""
 
     output_tokens: int | None = None
@@ -27,8 +27,8 @@ class Ended(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """What a policy that learns knows of a block: its class in words, its age there (seconds), and the hits a second
-    that it is expected to bring."""
+    """Worth of a block to a policy that learns: its class in words, its age there (seconds), and the expected hits a
+    second."""
 
     words: str
     age: float

@@ -1,4 +1,4 @@
-"""How a limit is shared out: what one of several callers may hold, so that no one takes all of it."""
+"""Shares of a limit: the most that one of several callers may hold, so that none of them takes all."""
 
 from __future__ import annotations
 

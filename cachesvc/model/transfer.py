@@ -1,4 +1,4 @@
-"""What is to be moved, said in pages; and how a waiter learns that a layer has come."""
+"""Transfers in pages, and the timeline words by which a waiter learns that a layer has come."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Direction(Enum):
-    """Which way a transfer goes, seen from the device."""
+    """Direction of a transfer, seen from the device."""
 
     LOAD = "load"  # host -> device, or from another replica's device
     STORE = "store"  # device -> host
@@ -23,10 +23,10 @@ class Inward(Enum):
 
 
 class Urgency(Enum):
-    """Whether somebody waits for a transfer now."""
+    """Urgency of a transfer: with a waiter or without."""
 
     AWAITED = "awaited"  # an engine waits for it
-    BACKGROUND = "background"  # write-through backups and prefetches: nobody waits yet
+    BACKGROUND = "background"  # write-through backups and prefetches: no waiter yet
 
     __hash__ = object.__hash__
 
@@ -37,7 +37,7 @@ class Done:
 
 
 class CopiesHang(Exception):
-    """Copies of a transfer do not end, and may still write where they were to. Callers are told that it failed."""
+    """Copies of a transfer hang, and may still write to their targets. Callers learn that the transfer failed."""
 
 
 @dataclass(frozen=True, slots=True)

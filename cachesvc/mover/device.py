@@ -186,11 +186,6 @@ class DeviceMover:
             why = "was closed first" if self._is_stopped else f"does not work ({now.fault})"
         self._end(job, RankEnd(job.ticket, self.device, Unavailable(f"the mover of {self.device} {why}"), None))
 
-    def rouse(self) -> None:
-        """A job comes in a moment."""
-        if (life := self._now.life) is not None:
-            life.rouse()
-
     def expedite(self, direction: Direction, ticket: int) -> None:
         """A ticket is awaited now."""
         self._put(records.expedite_record(direction, ticket))

@@ -90,10 +90,6 @@ class Life:
         """Tell the mover something; returns at once, whether it lives or not."""
         self._jobs.put(record)
 
-    def rouse(self) -> None:
-        """Tell the mover that a job comes in a moment."""
-        self._jobs.rouse()
-
     def take(self) -> list[bytes]:
         """Wait for records from the mover, and take those that are there. One thread."""
         self._reader.wait()

@@ -261,11 +261,6 @@ class Processes:
         for mover in self._at.values():
             mover.stop()
 
-    def rouse(self, devices: Sequence[str]) -> None:
-        """Jobs of these devices come in a moment."""
-        for device in devices:
-            self._at[device].rouse()
-
     def submit(self, job: RankJob) -> None:
         """Hand a job to its device's mover."""
         self._at[job.device].submit(job)

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -111,11 +111,6 @@ class Writer:
                 self._is_pumped = True
                 threading.Thread(target=self._pump, name="ring-pump", daemon=True).start()
 
-    def rouse(self) -> bool:
-        """A record comes in a moment: wake the reader, who needs as long for that as the record takes to be made. True
-        where it slept."""
-        return wake(self._ring.words, WRITTEN) > 0
-
     def close(self) -> None:
         """Forget what found no room. Idempotent."""
         with self._lock:
@@ -158,14 +153,13 @@ class Reader:
         self._parts: list[bytes] = []
         self._is_stopped = False
 
-    def wait(self, meanwhile: Callable[[], float] = lambda: LOOK_S) -> bool:
+    def wait(self) -> bool:
         """Sleep until something is there that was not read; False once it was stopped. What was taken before is done
-        with now: the writer is told here, and not before it is carried out, which begins at once. ``meanwhile`` is
-        called before each sleep, and says how many seconds that is to last at most."""
+        with now: the writer is told here, and not before it is carried out, which begins at once."""
         words, target = self._ring.words, self._at + 1
         if self._ring.mark(READ) != self._at:
             store_and_wake(words, READ, self._at)
-        while not self._is_stopped and not wait_reached(words, WRITTEN, target, time.monotonic() + meanwhile()):
+        while not self._is_stopped and not wait_reached(words, WRITTEN, target, time.monotonic() + LOOK_S):
             pass
         return not self._is_stopped
 

@@ -29,7 +29,6 @@ from cachesvc.model.errors import CacheError, NotFound, Unavailable
 from cachesvc.model.transfer import CopiesHang
 from cachesvc.mover import records
 from cachesvc.mover.channel import MOST_DESCRIPTORS, Message, answer_all, told_as
-from cachesvc.mover.rehearsal import Rehearsal
 from cachesvc.mover.ring import Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 from cachesvc.swap.costs import LinkCosts, costs_told
@@ -128,7 +127,6 @@ class _Work:
         self._slabs: dict[int, Slab] = {}
         self._writers: dict[int, int] = {}  # of sheets, for as long as copies may land
         self._listener = records.Listener(device, self._regions)
-        self._rehearsal = Rehearsal(self._listener, self._inside)
         self._thread = threading.Thread(target=self._serve_jobs, name="jobs", daemon=True)
         self._answers: dict[str, Callable[[Message], Message]] = {
             "open_sheet": self._open_sheet,
@@ -190,7 +188,7 @@ class _Work:
 
     def _serve_jobs(self) -> None:
         """Root of the thread that reads jobs."""
-        while self._jobs.wait(self._rehearsal.meanwhile):
+        while self._jobs.wait():
             for record in self._jobs.take():
                 kind = int.from_bytes(record[:8], "little")
                 if kind == records.STOP:
@@ -207,7 +205,6 @@ class _Work:
     def _carry_out(self, kind: int, record: bytes) -> None:
         if kind == records.JOB:
             self._inside.submit_here(self._listener.job(record))
-            self._rehearsal.remember(record)
             return
         numbers = np.frombuffer(record, np.int64)
         if kind == records.GEOMETRY:

@@ -1,1 +1,1 @@
-"""What to choose: eviction order and write-back rules. Pure; facts come in as arguments."""
+"""Choices: eviction order and write-back rules. Pure; facts come in as arguments."""

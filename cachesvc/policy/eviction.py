@@ -1,4 +1,4 @@
-"""Which block goes next, by the names of the policies.
+"""Eviction policies by name: the choice of the next victim.
 
 Most are a rank, one number: among the leaves that may go, the lowest rank goes first. ``hazard`` learns from requests
 which candidates will be used again, and when (``hazard/history.py``); ``hazard_cost`` weighs that by what they cost.
@@ -48,11 +48,11 @@ class Eviction:
     weighs_cost: bool = False
 
     def new_history(self, block_tokens: int) -> History | None:
-        """What a policy that learns keeps of one model; None for the others."""
+        """History of one model for a policy that learns; None for the others."""
         return History(block_tokens, weighs_cost=self.weighs_cost) if self.learns else None
 
     def new_shadow(self, blocks: int) -> Shadow | None:
-        """What least recently used would hit with so many blocks, beside a policy that learns; None for the others."""
+        """LRU shadow of a cache of ``blocks`` blocks, beside a policy that learns; None for the others."""
         return Shadow(blocks) if self.learns else None
 
 

@@ -1,4 +1,4 @@
-"""What least recently used would have hit, beside another policy: an LRU of keys alone, of a sample of them.
+"""LRU shadow beside another policy: the hits that LRU would have had, from a sample of keys alone.
 
 A prompt's blocks are used together, the root last, so a block that is there has all above it: each block of a sample
 tells by itself whether it would have been a hit. Keys are hashes, so those that end in some bytes are such a sample,
@@ -17,7 +17,7 @@ PARTS = 256
 
 
 class Shadow:
-    """Of a cache of ``blocks`` blocks. Counts are of blocks, of the whole as far as the sample tells: ``asked``,
+    """LRU of a cache of ``blocks`` blocks. Counts are of blocks, of the whole as far as the sample tells: ``asked``,
     ``hits`` that the policy in place had, ``shadow_hits`` that LRU would have had."""
 
     def __init__(self, blocks: int) -> None:

@@ -15,7 +15,7 @@ from cachesvc.model.words import WritePolicy
 @dataclass(frozen=True, slots=True)
 class WriteRule:
     """``threshold``: reuses after which write_through_selective copies. ``remember``: counts kept of dropped blocks.
-    ``share``: write_back copies blocks of a class that is used from the host at least so many times as often as the
+    ``share``: write_back copies blocks of a class that is used from the host at least ``share`` times as often as the
     mean, where eviction knows of classes; 0: all."""
 
     policy: WritePolicy
@@ -31,7 +31,7 @@ class WriteRule:
 
     @property
     def copies_when_sealed(self) -> bool:
-        """True where a block is backed up as soon as it is published."""
+        """True where a block is backed up when it is published."""
         return self.policy is WritePolicy.WRITE_THROUGH
 
     @property

@@ -186,7 +186,7 @@ def _holders(seen: PlacePages, group: int, pool: PoolColumns) -> list[str]:
 def _names(seen: PlacePages, group: int, page: int, mine: list[Held]) -> str:
     rows = np.flatnonzero((seen.pages[group] == page) & (seen.copies[group] != ABSENT)).tolist()
     names = [f"row {row}" for row in rows] + [held.by for held in mine if page in held.pages]
-    return " and by ".join(names) or "nobody"
+    return " and by ".join(names) or "no holder"
 
 
 def _counts(pool: PoolColumns) -> list[str]:

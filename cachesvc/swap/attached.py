@@ -1,4 +1,4 @@
-"""Which pools a transfer may touch: the host slabs of each model and the device slabs of its replicas."""
+"""Pools that a transfer may touch: the host slabs of each model and the device slabs of its replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cachesvc.swap.planner import GroupMove, Pool
 from cachesvc.swap.slots import SlotPool
 
 RankMoves = tuple[tuple[GroupMove, ...], ...]
-"""What each rank has to move, group by group."""
+"""Moves of each rank, group by group."""
 
 
 class HostPages(Protocol):
@@ -115,7 +115,7 @@ def attached_replica(
 def rank_moves(
     model: AttachedModel, replica: AttachedReplica, source: AttachedReplica | None, transfer: Transfer
 ) -> RankMoves:
-    """What each rank has to do for a transfer; pages are checked when it is planned. Raises InvalidRequest for a group
+    """Moves of each rank for a transfer; pages are checked when it is planned. Raises InvalidRequest for a group
     that does not exist, and for a store from two replicas.
 
     A replicated group is stored from rank 0 alone, and loaded from the one host page to every rank. From another

@@ -1,4 +1,4 @@
-"""What copies cost on a link, for the planner: measured by calibration, or these defaults."""
+"""Costs of copies on a link, for the planner: measured by calibration, or these defaults."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 SINGLE_LOST_US = 0.08
-"""Of the link, with each of a call's single rows, where nothing was measured: 1D batches reach 0.87 of it at 32 KiB,
+"""Link time lost with each of a call's single rows, where nothing was measured: 1D batches reach 0.87 of it at 32 KiB,
 0.96 at 64 (H100, 2026-11)."""
 LEAST_LOST_US = 0.02
 """Where it was, and less than can be measured was lost: they reach 0.95 at 32 KiB, 0.99 at 64 (H200, 2026-11)."""
 PROCESSOR_US = 0.7
-"""What the processor takes for one of a call's single rows: planning, and 0.4 to 0.6 in the driver (H200, 2026-11)."""
+"""Processor time of one of a call's single rows: planning, and 0.4 to 0.6 in the driver (H200, 2026-11)."""
 PEER_BYTES_PER_US = 375_000.0
-"""Of one copy between two H100s by NVLink (2026-11)."""
+"""Rate of one copy between two H100s by NVLink (2026-11)."""
 KEPT_FIGURES = 1 << 12
 ByWidth = tuple[tuple[int, float], ...]
 """A figure for rows of each of some widths in bytes."""
@@ -25,7 +25,7 @@ ByWidth = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkCosts:
-    """What copies cost on a link; told apart by identity, for choices are remembered by it. The defaults fit an H100 on
+    """Costs of copies on a link; compared by identity, for choices are remembered by it. The defaults fit an H100 on
     PCIe 5 x16, measured 2026-11.
 
     ``per_single_us``: what the processor takes to submit a copy of one row, where a call takes thousands of these; the
@@ -52,11 +52,11 @@ class LinkCosts:
     per_slice_us: float = 100.0
 
     def row_us(self, width: int) -> float:
-        """What a row costs beside its bytes: as was measured for the next width, or ``per_row_ns``."""
+        """Cost of a row beside its bytes: as was measured for the next width, or ``per_row_ns``."""
         return _next_width(self.row_ns or ((width, self.per_row_ns),), width)[1] / 1e3
 
     def single_us(self, width: int) -> float:
-        """What a copy of one row costs beside its bytes' own time."""
+        """Cost of a copy of one row beside its bytes' own time."""
         if math.isinf(self.per_single_us) or width < self.narrowest_single:
             return self.per_copy_us + self.row_us(width)
         if not self.singles_us:
@@ -67,12 +67,12 @@ class LinkCosts:
 
     @property
     def processor_us(self) -> float:
-        """What the processor takes for a copy of one row."""
+        """Processor time of a copy of one row."""
         return self.per_copy_us if math.isinf(self.per_single_us) else PROCESSOR_US
 
 
 class Figures(Protocol):
-    """What calibration measured, by the names of ``LinkCosts``."""
+    """Figures of calibration, by the names of ``LinkCosts``."""
 
     @property
     def load_bytes_per_us(self) -> float:
@@ -80,35 +80,35 @@ class Figures(Protocol):
 
     @property
     def per_copy_us(self) -> float:
-        """As of LinkCosts."""
+        """See LinkCosts."""
 
     @property
     def per_row_ns(self) -> float:
-        """As of LinkCosts."""
+        """See LinkCosts."""
 
     @property
     def per_step_us(self) -> float:
-        """As of LinkCosts."""
+        """See LinkCosts."""
 
     @property
     def max_pitch_bytes(self) -> int:
-        """As of LinkCosts."""
+        """See LinkCosts."""
 
     @property
     def per_single_us(self) -> float:
-        """As of LinkCosts."""
+        """See LinkCosts."""
 
     @property
     def row_ns(self) -> ByWidth:
-        """As of LinkCosts."""
+        """See LinkCosts."""
 
     @property
     def singles_us(self) -> ByWidth:
-        """As of LinkCosts."""
+        """See LinkCosts."""
 
 
 def costs_of(figures: Figures) -> LinkCosts:
-    """What plans cost on a link that was measured."""
+    """Costs of plans on a link that was measured."""
     return LinkCosts(
         per_copy_us=figures.per_copy_us,
         per_row_ns=figures.per_row_ns,
@@ -122,14 +122,14 @@ def costs_of(figures: Figures) -> LinkCosts:
 
 
 def costs_told(told: Mapping[str, Any]) -> LinkCosts:
-    """As ``costs_of``, of figures by name that went as JSON, which has lists for tuples."""
+    """Costs like ``costs_of``, from figures by name that went as JSON, which has lists for tuples."""
     by_width = {name: tuple((width, figure) for width, figure in told[name]) for name in ("row_ns", "singles_us")}
     return costs_of(SimpleNamespace(**{**told, **by_width}))
 
 
 def peer_costs(costs: LinkCosts) -> LinkCosts:
-    """What plans cost on the links from other devices, of a device whose link to the host costs so much: its processor
-    takes the same time, and bytes take less."""
+    """Costs of plans on the links from other devices, for a device with these costs to the host: its processor takes
+    the same time, and bytes take less."""
     return replace(costs, bytes_per_us=PEER_BYTES_PER_US, singles_us=())
 
 

@@ -177,8 +177,8 @@ class SwapEngine:
             self._movers.memory.close_sheet(device, model_id)
 
     def detach_replica(self, model_id: int, replica_id: int, seconds: float) -> bool:
-        """Forget a replica, once the transfers that touch it have ended; False where they have not in so many seconds.
-        Nobody submits any for it. Raises NotFound."""
+        """Forget a replica, once the transfers that touch it have ended; False where they have not in ``seconds``
+        seconds. The caller submits none for it meanwhile. Raises NotFound."""
 
         def has_landed() -> bool:
             return not any(flight.transfer.touches(model_id, replica_id) for flight in self._flights.values())
@@ -192,10 +192,10 @@ class SwapEngine:
         return True
 
     def free_slots(self, model_id: int, replica_id: int) -> int:
-        """Transfers of a model's replica that ``submit`` takes now; as many until somebody submits one of that model.
-        Raises NotFound.
+        """Transfers of a model's replica that ``submit`` takes now; the number holds until the next ``submit`` for that
+        model. Raises NotFound.
 
-        Whoever alone submits may so make sure of a ticket before changing anything. 0 once closed.
+        So the only submitting thread can make sure of a ticket before changing anything. 0 once closed.
         """
         model = self._model(model_id)
         model.replica(replica_id)
@@ -212,7 +212,6 @@ class SwapEngine:
             model = self._model(transfer.model)
             replica = model.replica(transfer.replica)
             source = None if transfer.source_replica is None else model.replica(transfer.source_replica)
-        self._movers.rouse(replica.devices)
         moves = rank_moves(model, replica, source, transfer)
         with self._lock:
             if not self._is_open:
@@ -234,7 +233,7 @@ class SwapEngine:
         return model.slots.told(slot)
 
     def expedite(self, ticket: int) -> None:
-        """Somebody waits for a ticket now. Nothing where it has ended or was awaited before."""
+        """Make a ticket awaited. No-op where it has ended or was awaited before."""
         with self._lock:
             flight = self._flights.get(ticket)
             if flight is None or flight.urgency is Urgency.AWAITED:
@@ -286,7 +285,7 @@ class SwapEngine:
                 flight.began = end.began if flight.began is None else min(flight.began, end.began)
             if flight.left:
                 return
-        if flight.error is not None:  # a rank that did well is told too: the ticket as a whole has failed
+        if flight.error is not None:  # a rank that did well gets it too: the ticket as a whole has failed
             for device in flight.devices:
                 self._movers.timeline(device).write(flight.slot.failed_word, flight.slot.end)
         times = TransferTimes(flight.submitted, flight.began, self._clock())

@@ -1,4 +1,5 @@
-"""How many pages of a layout fit into what is left: pure, so that a registration is planned before anything changes."""
+"""Number of pages of a layout that fit into what is left: pure, so that a registration is planned before anything
+changes."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from cachesvc.model.geometry import PLANE_ALIGN_BYTES
 from cachesvc.model.layout import Layout
 
 SHARE_PRECISION = 1024
-"""A share of the host pool comes out at most one part in so many below what would fit: every try takes from a copy."""
+"""Precision of a share of the host pool: at most one part in this number below what would fit, as every try takes from
+a copy."""
 
 
 class PoolSizes:
-    """What pools of a layout take, worked out once. A block has one page in every group (and on every rank).
+    """Memory that pools of a layout take, worked out once. A block has one page in every group (and on every rank).
 
     ``device_block_bytes``: on one device; ``host_block_bytes``: on the host.
     ``host_slabs``: (group, rank, bytes of a page) of each slab on the host, in the order in which they are made.
@@ -37,7 +39,7 @@ class PoolSizes:
         self._planes = Counter((group, width) for group, width in every if group in alone)
 
     def device_bytes(self, pages: Sequence[int]) -> int:
-        """As ``geometry.device_bytes``, of counts for every group."""
+        """Bytes like ``geometry.device_bytes``, of counts for every group."""
         pages = self.layout.slab_pages(pages)
         return sum(
             planes * -(-pages[group] * width // PLANE_ALIGN_BYTES) * PLANE_ALIGN_BYTES
@@ -45,7 +47,7 @@ class PoolSizes:
         )
 
     def host_bytes(self, pages: Sequence[int]) -> int:
-        """As ``geometry.host_bytes``, of counts for every group."""
+        """Bytes like ``geometry.host_bytes``, of counts for every group."""
         return sum(pages[group] * page_bytes for group, _, page_bytes in self.host_slabs)
 
     def device_pages(self, size_bytes: int) -> tuple[int, ...]:
@@ -69,9 +71,9 @@ class PoolSizes:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What the pools have left, or would have. ``device_bytes``: by device; ``nodes``: NUMA nodes by device.
+    """Memory that the pools have left, or would have. ``device_bytes``: by device; ``nodes``: NUMA nodes by device.
 
-    The capacities are of all there is, of each device and of the host.
+    The capacities are totals, of each device and of the host.
     """
 
     device_bytes: Mapping[str, int]

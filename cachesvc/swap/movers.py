@@ -4,12 +4,12 @@ A mover belongs to one device: it alone plans for it, copies on its link, and wr
 the mover of every device in the daemon's own process; processes of their own stand behind the same seam
 (``cachesvc.mover``).
 
-What holds on either side of it:
+Rules on either side of it:
 
 * A job ends exactly once, in ``on_end``, after its timeline words have: ``word`` at the slot's end, and before it
   ``failed_word``, where it failed.
-* Whose job of a device goes next is its arbiter's choice alone: a job is planned as it is copied, part by part.
-* Pools are told apart by identity: the geometry of a pool and its table are never changed, only replaced.
+* A device's arbiter alone chooses the next job: a job is planned during its copy, part by part.
+* Pools are compared by identity: the geometry of a pool and its table are never changed, only replaced.
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from cachesvc.memory.seam import (
-    COPY_FIELDS,
     Backend,
-    CopyBatch,
     CopyJob,
     CopyStep,
     CopyStream,
@@ -77,14 +73,11 @@ class Movers(Protocol):
     def timeline(self, device: str) -> Timeline:
         """The words of a device that works, or of one that worked last."""
 
-    def rouse(self, devices: Sequence[str]) -> None:
-        """Jobs of these devices come in a moment: who sleeps until then may wake up. Nothing is promised by it."""
-
     def submit(self, job: RankJob) -> None:
         """Have a job done. Raises nothing: a job that cannot be done ends, perhaps before this returns."""
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
-        """Somebody waits for a ticket's jobs now. Nothing where they have ended."""
+        """Make a ticket's jobs awaited. No-op where they have ended."""
 
     def began(self, device: str, ticket: int) -> float | None:
         """When the first slice of a job that has not ended was started, in monotonic seconds; None: not yet."""
@@ -98,9 +91,6 @@ class Movers(Protocol):
     def stop(self) -> None:
         """Take no more jobs, and start no more copies: what is on its way lands, and jobs of which something is left
         end as failed. Does not wait. Idempotent."""
-
-
-_NO_COPIES: CopyBatch = np.empty((0, len(COPY_FIELDS)), np.int64)
 
 
 @dataclass(slots=True)
@@ -150,16 +140,13 @@ class Inside:
         """The words of a device."""
         return self._timelines[device]
 
-    def rouse(self, devices: Sequence[str]) -> None:
-        """Nobody sleeps who would have to hand a job on."""
-
     def submit(self, job: RankJob) -> None:
         """Queue a job; one that cannot be ends here, with its waiters released."""
         self._take(job, lambda stream, copies: stream.submit(copies))
 
     def submit_here(self, job: RankJob) -> None:
-        """As ``submit``; a device that has nothing to do is given the first slice by this thread, which may take a
-        driver's time."""
+        """Submit like ``submit``; a device that has nothing to do is given the first slice by this thread, which may
+        take a driver's time."""
         self._take(job, lambda stream, copies: stream.submit_here(copies))
 
     def _take(self, job: RankJob, submit: Callable[[CopyStream, CopyJob], None]) -> None:
@@ -198,16 +185,6 @@ class Inside:
     def is_busy(self) -> bool:
         """True while a job has not ended."""
         return bool(self._under_way)
-
-    def rehearse(self, job: RankJob) -> None:
-        """Plan a job's first part, and submit none of it: all that a job passes through is used. Raises Unavailable,
-        LimitExceeded."""
-
-        def steps() -> Iterator[CopyStep]:
-            next(self._steps(job), None)
-            yield CopyStep(_NO_COPIES, size_bytes=0)
-
-        self._stream(job).submit_here(CopyJob(job.ticket, steps(), None, None, 0, lambda _: None, size_bytes=0))
 
     def stop(self) -> None:
         """End what is not on its way."""

@@ -1,10 +1,10 @@
-"""Turns pages to be moved into pitched copies. Pure: the same plan runs on NumPy in a test and on a GPU's
+"""Planner that turns page pairs into pitched copies. Pure: the same plan runs on NumPy in a test and on a GPU's
 copy engine.
 
 Every copy costs a submission, so there are three ways to copy a run of blocks that is contiguous in both pools
 (``templates.py``), and the cheapest differs from run to run; ``LinkCosts`` decides.
 
-A plan is made as it is asked for, part by part: the first is small and there at once, and while a part is copied there
+A plan is made on demand, part by part: the first is small and there at once, and while a part is copied there
 is time to make the next.
 """
 
@@ -29,13 +29,14 @@ from cachesvc.swap.templates import KEPT_CHOICES, When, template, way_of
 
 WORD_MASK = 0xFFFFFFFF
 FIRST_PART_BYTES = 8 << 20
-"""What is planned before the first copy starts: long enough to plan the next part meanwhile."""
+"""Bytes planned before the first copy starts: long enough to plan the next part meanwhile."""
 FIRST_PART_COPIES = 16
-"""Or so many, where that is more, but a slice at most: a few large copies are planned and submitted as fast as one."""
+"""Copies planned before the first one starts, where that is more, but a slice at most: a few large copies are planned
+and submitted as fast as one."""
 ALL_BUT_FIRST = -1
-"""As ``layers_per_step``: the first layer is a step, and all the rest another."""
+"""Value of ``layers_per_step``: the first layer is a step, and all the rest another."""
 PART_COPIES = 2048
-"""Of every further part: some 0.2 ms to plan, for which other jobs wait."""
+"""Copies of every further part: some 0.2 ms to plan, for which other jobs wait."""
 _Memo = dict[tuple[Piece, tuple[int, int]], CopyBatch]
 """Copies of a shape's planes for pairs ``[first, stop)``."""
 _NONE: CopyBatch = np.empty((0, len(COPY_FIELDS)), np.int64)
@@ -158,11 +159,11 @@ def _step_sizes(
 
 
 def _rising(largest: int, layers: int) -> list[int]:
-    """Sizes of steps: 1, 1, 2, 2, 4, 4 and so on up to ``largest``, for so many layers.
+    """Sizes of steps: 1, 1, 2, 2, 4, 4 and so on up to ``largest``, for ``layers`` layers.
 
-    Who waits layer by layer begins after the first step, so that one is short, though short steps use the link badly;
-    and no step is much longer than the time that the one before it keeps its waiter busy. Where even the largest steps
-    are bad ones, the first is a layer all the same, and the second is all the rest.
+    A waiter that goes layer by layer begins after the first step, so that one is short, though short steps use the link
+    badly; and no step is much longer than the time that the one before it keeps its waiter busy. Where even the largest
+    steps are bad ones, the first is a layer all the same, and the second is all the rest.
     """
     if largest >= layers:
         return [1, layers - 1] if layers > 1 else [1]
@@ -255,7 +256,7 @@ def _lost_us(
     sizes: Sequence[int],
     costs: LinkCosts,
 ) -> float:
-    """Microseconds beyond the bytes' own time with steps of so many layers."""
+    """Microseconds beyond the bytes' own time with steps of this size."""
     lost_us, at = 0.0, 0
     for step in sizes:
         chunk, at, size_bytes = present[at : at + step], at + step, 0

@@ -39,7 +39,7 @@ class Runs:
         return _of(starts, np.diff(starts, append=stop - first), device, host)
 
     def about(self) -> tuple[int, int]:
-        """How many runs, and how long they are, as powers of two."""
+        """Number of runs, and their length, as powers of two."""
         count = self.pages if self.length == 1 else len(self.lengths)
         return (_power(count), _power(self.pages // count)) if count else (0, 0)
 

@@ -1,8 +1,8 @@
-"""Hands out timeline words of a model: one pair (progress, failure) for each ticket, the same on every rank.
+"""Allocator of a model's timeline words: one pair (progress, failure) for each ticket, the same on every rank.
 
-A pair that was used goes to the end of the line, and half of all pairs always wait there, so whoever comes
-late to an old ticket still finds its words as they were left. A word only ever moves forward: the next
-ticket begins where the last one ended, so a cyclic comparison stays right on either side of a reuse.
+A pair that was used goes to the end of the line, and half of all pairs always wait there, so a waiter that comes late
+to an old ticket still finds its final words. A word only ever moves forward: the next ticket begins where the last one
+ended, so a cyclic comparison stays right on either side of a reuse.
 """
 
 from __future__ import annotations
@@ -47,5 +47,5 @@ class SlotPool:
             self._waiting.append(pair)
 
     def told(self, slot: TimelineSlot) -> TimelineSlot:
-        """The slot as engines know it, who have this sheet alone."""
+        """Slot with the numbers of engines, which have this sheet alone."""
         return TimelineSlot(slot.word - self._first, slot.failed_word - self._first, slot.base, slot.layers)

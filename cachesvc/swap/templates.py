@@ -26,7 +26,7 @@ EVERY = slice(None)
 
 
 class Way(IntEnum):
-    """How a run is copied."""
+    """Ways to copy a run."""
 
     BY_PLANES = 0
     BY_BLOCKS = 1
@@ -34,8 +34,8 @@ class Way(IntEnum):
 
 
 class When(Enum):
-    """What a copy costs beside its bytes' time: before the first byte moves the processor's time too, for which later
-    nobody waits."""
+    """Costs of a copy beside its bytes' time: before the first byte moves the processor's time too, for which later
+    nothing waits."""
 
     FIRST = "first"
     LATER = "later"
@@ -45,7 +45,7 @@ class When(Enum):
 
 @lru_cache(maxsize=KEPT_CHOICES)
 def way_of(piece: Piece, length: int, costs: LinkCosts, when: When) -> tuple[Way, float, int]:
-    """The cheapest way of a run of so many blocks, its microseconds beyond the bytes' own time, and its copies."""
+    """Cheapest way of a run of ``length`` blocks, its microseconds beyond the bytes' own time, and its copies."""
     row_us, single_us = costs.row_us(piece.row_width), costs.single_us(piece.row_width)
     is_whole = piece.is_dense and length * piece.row_width <= costs.max_pitch_bytes
     rows = 1 if is_whole else length
@@ -143,5 +143,5 @@ def _rows(piece: Piece, runs: Runs, pages: Int64s | slice, shape: Shape, directi
 
 @lru_cache(maxsize=KEPT_CHOICES)
 def _like(width: int, height: int, pitches: tuple[int, int]) -> CopyBatch:
-    """What is equal in all rows."""
+    """Fields that are equal in all rows."""
     return np.array((0, 0, 0, 0, width, height, *pitches), np.int64)

@@ -1,4 +1,4 @@
-"""What operators see of transfers: bytes, waits and times by direction; and how old is what waits now."""
+"""Counts of transfers for operators: bytes, waits and times by direction; and how old is what waits now."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TransferTimes(NamedTuple):
 
 
 class TransferTrace(Protocol):
-    """A transfer that somebody traces."""
+    """A transfer with a trace."""
 
     def ended(self, times: TransferTimes, error: Exception | None) -> None:
         """The transfer has ended; called once, from any thread."""
@@ -37,7 +37,7 @@ class TransferTracer(Protocol):
     """Traces transfers that traced calls begin."""
 
     def begin(self, transfer: Transfer, size_bytes: int) -> TransferTrace | None:
-        """Called where the transfer is submitted; None: nobody traces the call that runs now."""
+        """Begin a trace where the transfer is submitted; None: the running call has no trace."""
 
 
 class Waiting(NamedTuple):

@@ -1,4 +1,4 @@
-"""Who is told that a transfer has ended: the swap engine is made before those who wait for its transfers."""
+"""Forwarder of transfers' ends: the swap engine is made before the listeners to its transfers."""
 
 from __future__ import annotations
 

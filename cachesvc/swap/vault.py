@@ -33,8 +33,8 @@ from cachesvc.swap.headroom import Headroom, PoolSizes
 log = logging.getLogger(__name__)
 
 LANDING_SECONDS = 2.0
-"""How long the copies of lost replicas are waited for. Where they take longer, for a GPU hangs, their memory is freed
-some other time: whoever makes pools waits here, on any device."""
+"""Time limit of waiting for the copies of lost replicas, seconds. Where they take longer, for a GPU hangs, their memory
+is freed later: callers that make pools wait here, on any device."""
 
 OnHostPages = Callable[[int, int, Run], None]
 """``(model, group, run)``: more host pages of a group are usable on every rank; called from a thread of the pool."""
@@ -72,8 +72,9 @@ class Shared(NamedTuple):
 
 @dataclass(eq=False)
 class _Holding:
-    """What one model holds. ``news``: (group, run) pairs that arrived before it was ``announced``, not told yet.
-    ``lost``: slabs, with their devices, of replicas of which another device lost its memory; some are gone by now."""
+    """Slabs and handles of one model. ``news``: (group, run) pairs that arrived before it was ``announced``, not
+    reported yet. ``lost``: slabs, with their devices, of replicas of which another device lost its memory; some are
+    gone by now."""
 
     host: list[list[HostSlab]]
     arrivals: Arrivals
@@ -133,12 +134,12 @@ class Vault:
         return self._backend.devices()
 
     def device_free_bytes(self, device: str) -> int:
-        """What is left of a device's pool; slabs that were rounded up may take a little more than all of it."""
+        """Free bytes of a device's pool; slabs that were rounded up may take a little more than all of it."""
         with self._lock:
             return max(0, self._backend.capacity_bytes(device) - self._used[device])
 
     def headroom(self, without: Collection[int] = ()) -> Headroom:
-        """What is left, or would be without some models."""
+        """Free memory, or what would be free without some models."""
         with self._lock:
             gone = [self._models[model] for model in without]
             used = Counter(self._used)
@@ -175,7 +176,7 @@ class Vault:
         return self._pool.view(holding.host[group][rank], page)
 
     def shared(self, token: bytes) -> Shared | None:
-        """What is behind a handle's token; None for a token of no handle that travels as a descriptor."""
+        """Memory behind a handle's token; None for a token of no handle that travels as a descriptor."""
         with self._lock:
             for model, holding in self._models.items():
                 for replica, ranks in holding.replicas.items():

@@ -1,1 +1,1 @@
-"""What the daemon says of itself: events with constant names."""
+"""Telemetry of the daemon: events with constant names."""

@@ -15,7 +15,7 @@ MODEL = ("model", "model_id")
 
 
 class Kind(Enum):
-    """How values behave: a counter only grows (until its model or the daemon goes)."""
+    """Kinds of values: a counter only grows (until its model or the daemon goes)."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

@@ -18,7 +18,7 @@ CHATTY = "grpc._cython.cygrpc"
 """Says at level debug with each call that there is an event loop: nothing else would be found among its lines."""
 _log = logging.getLogger("cachesvc")
 _TEMPLATE = re.compile(r"([a-z][a-z0-9_]*)((?: [a-z_]+=%[-.\d]*[a-z])*)")
-"""What floors below this one log with: ``logging``'s message is an event's name and its fields."""
+"""Pattern of a log call of lower floors: ``logging``'s message is an event's name and its fields."""
 
 
 class JsonLines(logging.Formatter):
@@ -61,7 +61,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # noqa: BLE001 - what cannot be written down must not break who said it
+        except Exception:  # noqa: BLE001 - an unwritable event must not break its caller
             self.writer.lost += 1
             return
         if self.writer.lost > self._told:

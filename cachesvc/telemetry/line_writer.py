@@ -1,6 +1,6 @@
-"""Writes log lines to a descriptor without ever waiting for it: a line that cannot go now is lost, and counted.
+"""Writer of log lines to a descriptor that never waits for it: a line that cannot go now is lost, and counted.
 
-A daemon's standard error may be a pipe that nobody reads, a terminal that was stopped, a full disk, or closed. A
+A daemon's standard error may be a pipe without a reader, a terminal that was stopped, a full disk, or closed. A
 blocking write to any of them would stop the event loop, and with it every engine.
 """
 
@@ -11,7 +11,7 @@ import os
 import select
 
 PIPE_BYTES = 4096
-"""POSIX's PIPE_BUF on Linux: a pipe that polls as writable takes so much at once."""
+"""POSIX's PIPE_BUF on Linux: a pipe that polls as writable takes this many bytes at once."""
 
 
 class LineWriter:

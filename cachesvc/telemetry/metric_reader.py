@@ -93,7 +93,7 @@ class Reader:
             reading = Reading()
             reading.put("loop_lag_seconds", time.monotonic() - asked)
             self._gather(reading)
-        except Exception as error:  # noqa: BLE001 - the root of a callback: whoever asked is told
+        except Exception as error:  # noqa: BLE001 - the root of a callback: the caller gets the error
             answer.set_exception(error)
         else:
             answer.set_result(reading)

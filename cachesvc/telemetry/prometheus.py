@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def metrics_page(reader: Reader) -> Page:
-    """What is served at each scrape. Raises Unavailable where prometheus-client is missing."""
+    """Page that each scrape gets. Raises Unavailable where prometheus-client is missing."""
     try:
         from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
         from prometheus_client.exposition import choose_encoder
@@ -49,7 +49,7 @@ def metrics_page(reader: Reader) -> Page:
 
 
 class _Collector:
-    """What the registry asks at each scrape."""
+    """Collector that the registry asks at each scrape."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

@@ -1,8 +1,8 @@
 """One page over HTTP for scrapers: a GET, an answer, and the connection ends. On a thread and a loop of its own.
 
-Whoever connects is nobody yet, so he costs little: no thread, one of ``MOST_CONNECTIONS`` sockets, ``HEAD_BYTES`` of
-memory, ``EXCHANGE_SECONDS`` in all. When the sockets are taken, who has been there longest without having asked makes
-room, so that nobody keeps a scraper out by connecting and saying nothing.
+Unauthenticated connections get minimal resources: no thread, one of ``MOST_CONNECTIONS`` sockets, ``HEAD_BYTES`` of
+memory, ``EXCHANGE_SECONDS`` in all. When the sockets are taken, the oldest connection without a request is closed, so
+that silent connections cannot keep a scraper out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATUS_OF = {Unauthenticated: HTTPStatus.UNAUTHORIZED, PermissionDenied: HTTPSt
 
 
 class Answer(NamedTuple):
-    """What is sent: a status, headers beside those of its length and end, and the body."""
+    """Response: a status, headers beside those of its length and end, and the body."""
 
     status: HTTPStatus
     headers: dict[str, str]
@@ -46,8 +46,8 @@ Admit = Callable[[str], None]
 class ScrapeServer:
     """Serves ``page`` at ``PATH`` of one address.
 
-    ``admit``: None lets everybody in who asks for the host by an address or by its own name. A page of elsewhere whose
-    name was bound to this address anew, in somebody's browser, does neither.
+    ``admit``: None lets in every request that names the host by an address or by its own name. A foreign page whose
+    name was rebound to this address, in a user's browser, does neither.
     """
 
     def __init__(

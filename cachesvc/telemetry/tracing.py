@@ -1,7 +1,7 @@
 """Spans of calls and of the transfers that they begin, for calls whose caller is traced.
 
 The parent is the W3C ``traceparent`` of a call's metadata. Unless OTEL_TRACES_SAMPLER says otherwise the daemon begins
-no trace by itself and follows the caller's sampling, so a call that nobody traces costs a look at its metadata. This
+no trace by itself and follows the caller's sampling, so an untraced call costs a look at its metadata. This
 module needs no OpenTelemetry to be imported: ``Tracer`` is given a provider's tracer by ``otlp.py``.
 """
 
@@ -66,7 +66,7 @@ class Span:
 
 
 current_span: ContextVar[Span | None] = ContextVar("cachesvc_span", default=None)
-"""The recording span of the call that runs now; None where nobody traces it."""
+"""The recording span of the call that runs now; None for an untraced call."""
 
 
 class Tracer:

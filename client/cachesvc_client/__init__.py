@@ -73,12 +73,10 @@ from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
 from cachesvc_client.reattach import Reattacher
 from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.columns import SequenceColumns
-from cachesvc_client.records.columns_part import ColumnsAnswer, OddEntry
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
-from cachesvc_client.stepping import PendingColumns, PendingStep, StepStream
+from cachesvc_client.stepping import PendingStep, StepStream
 from cachesvc_client.wire.credentials import Credentials, open_remote
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport, default_socket, default_target
 
@@ -93,7 +91,6 @@ __all__ = [
     "CacheClient",
     "CacheClientError",
     "ChannelOptions",
-    "ColumnsAnswer",
     "Conflict",
     "Credentials",
     "DaemonDraining",
@@ -118,8 +115,6 @@ __all__ = [
     "NotFound",
     "NotOwned",
     "NotSupported",
-    "OddEntry",
-    "PendingColumns",
     "PendingStep",
     "PermissionDenied",
     "Plane",
@@ -133,7 +128,6 @@ __all__ = [
     "Registration",
     "Retries",
     "Sequence",
-    "SequenceColumns",
     "StepBatch",
     "StepStream",
     "Stock",

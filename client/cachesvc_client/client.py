@@ -63,12 +63,12 @@ class CacheClient:
 
     @property
     def epoch(self) -> int:
-        """Which life of the daemon this is. Raises DaemonUnavailable before ``connect``."""
+        """Number of the daemon's life. Raises DaemonUnavailable before ``connect``."""
         return self._calls.epoch
 
     @property
     def transport(self) -> str:
-        """Which way the calls of CacheService go now: "lane" or "grpc"; empty while not connected."""
+        """Transport that calls of CacheService use now: "lane" or "grpc"; empty while not connected."""
         return self._calls.transport
 
     def connect(self) -> CacheClient:
@@ -101,12 +101,12 @@ class CacheClient:
         ``model`` names the weights, revision included; nothing is shared across two salts. ``devices``: UUIDs, one a
         rank (empty: the daemon's first). Each pool is asked for as pages for each group (those of a layout's markers
         may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
-        pools that are there already stay as they are. ``reserved_pages``: so many first pages of every group on the
-        device are the engines' own and never granted; all engines of a model share them, and name the same number.
-        ``display_name``: what operators see beside ``model``; nothing depends on it, and the first one stays.
-        ``timeout_s``: instead of ``Timeouts.register_s``, for pools that are known to be there.
-        Raises PoolExhausted with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved
-        pages), NotSupported, DaemonUnavailable, DeadlineExceeded.
+        pools that are there already stay as they are. ``reserved_pages``: number of first pages of every group on the
+        device that the engines own and the daemon never grants; all engines of a model share them, and name the same
+        number. ``display_name``: what operators see beside ``model``; nothing depends on it, and the first one stays.
+        ``timeout_s``: instead of ``Timeouts.register_s``, for pools that are known to be there. Raises PoolExhausted
+        with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved pages), NotSupported,
+        DaemonUnavailable, DeadlineExceeded.
         """
         registering = self._calls.register(
             model,

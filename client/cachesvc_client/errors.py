@@ -1,4 +1,4 @@
-"""What a caller has to expect, by name: the tree of ``cachesvc.model.errors``, and what only a client can see.
+"""Errors of the client: the tree of ``cachesvc.model.errors``, and those that only a client can raise.
 
 CacheClientError              the same class as CacheError
 ├── InvalidRequest            the request itself is wrong: fix it, do not retry
@@ -11,7 +11,7 @@ CacheClientError              the same class as CacheError
 ├── NotFound                  model, lease, sequence or ticket is not known to the daemon
 ├── Conflict                  right request, wrong moment: another call must come first
 ├── LeaseLost                 all that the lease held is gone: recompute, open a new lease
-├── NotOwned                  the page or sequence belongs to somebody else
+├── NotOwned                  the page or sequence belongs to another owner
 ├── LoadFailed                a load that the sequence relies on has failed: release it, match again, recompute
 ├── PoolExhausted             not enough pages: release, ask for fewer, or recompute
 │   └── StockEmpty            no page in the client's own stock: allocate, or wait for the next step
@@ -153,7 +153,7 @@ _BY_STATUS = {status: code for code, status in GRPC_CODES.items()}
 
 
 class OperationFailure(Protocol):
-    """What a step says of an operation that failed (``kvcache.v1.OperationError``)."""
+    """Error of one operation of a step (``kvcache.v1.OperationError``)."""
 
     @property
     def code(self) -> str:
@@ -161,7 +161,7 @@ class OperationFailure(Protocol):
 
     @property
     def message(self) -> str:
-        """What was wrong and what to do."""
+        """Cause and remedy."""
 
     @property
     def facts(self) -> Iterable[ErrorFact]:

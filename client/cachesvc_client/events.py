@@ -37,8 +37,8 @@ __all__ = ["Batch", "BlockMirror", "EventSubscriber", "Kind", "Part", "Run", "Sp
 def subscription(
     namespace: bytes, *, snapshot: bool = True, epoch: int = 0, after: int | None = None, storage: bool = False
 ) -> event_pb2.SubscribeRequest:
-    """What to ask for: a snapshot first, or all behind change ``after`` of ``epoch``, or (neither) from now on.
-    ``storage``: also what changes there."""
+    """Request for events: a snapshot first, or all behind change ``after`` of ``epoch``, or (neither) from now on.
+    ``storage``: also changes of storage."""
     request = event_pb2.SubscribeRequest(namespace=namespace, snapshot=snapshot, epoch=epoch, storage=storage)
     if after is not None and not snapshot:
         request.after_sequence_number = after

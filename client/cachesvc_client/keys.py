@@ -48,7 +48,7 @@ _SPAN = struct.Struct("<qII")
 
 @dataclass(frozen=True, slots=True, order=True)
 class ExtraKey:
-    """What tokens alone do not say about ``[start_token, end_token)``: an image's digest, an adapter's name.
+    """Input beside the tokens of ``[start_token, end_token)``: an image's digest, an adapter's name.
 
     Extras of one ``kind`` must not overlap; those of two kinds may, so an image and an adapter can be on one block.
     """
@@ -60,7 +60,7 @@ class ExtraKey:
 
     @classmethod
     def of_prompt(cls, kind: str, digest: bytes) -> ExtraKey:
-        """What holds for the whole prompt and all that is computed after it, such as a LoRA adapter.
+        """Extra key of a whole prompt and all that is computed after it, such as a LoRA adapter.
 
         Unlike a tenant's salt it needs no pool of its own: blocks of all adapters share the model's.
         """
@@ -102,7 +102,7 @@ class _Track:
     cursor: int = 0
 
     def bytes_for(self, start_token: int, end_token: int) -> bytes:
-        """What the kind adds to the block of these tokens."""
+        """Bytes that the kind adds to the block of these tokens."""
         spans, self.cursor = extras_for_block(self.extras, start_token, end_token, self.cursor)
         if self.head and not spans:
             return b""
@@ -166,8 +166,8 @@ class BlockHasher:
 
     def tail_key(self) -> bytes:
         """Key of the last block, which is not full, with its length: no full block has it, and no tail of another
-        length. Under it a prefill hands that block over; whoever decodes copies it to a page of its own, because its
-        rest will be written. Empty where all blocks are full."""
+        length. Under it a prefill hands that block over; the decoding engine copies it to a page of its own, because
+        its rest will be written. Empty where all blocks are full."""
         if not len(self._tail):
             return b""
         start = self.blocks * self.block_tokens

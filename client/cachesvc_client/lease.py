@@ -1,18 +1,14 @@
-"""What one engine holds: a lease on a model's replica, kept alive, and the sequences opened under it."""
+"""Lease of one engine on a model's replica, kept alive, with the sequences opened under it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
-import numpy as np
-import numpy.typing as npt
-
 from cachesvc.model.answers import Prefetched, TicketView
 from cachesvc_client.aio.lease import AsyncLease
 from cachesvc_client.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.columns import ColumnsRecord, SequenceColumns
 from cachesvc_client.records.views import LeaseView
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import StepStream
@@ -61,32 +57,23 @@ class Lease(LeaseView):
         """Make sure that what was read of the lease's pages up to now was its own. While ``is_sure`` nothing is asked;
         else the daemon is, which knows whether it took the lease for silent and gave its pages to others.
 
-        Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (nobody
-        knows: the same), DeadlineExceeded.
+        Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (unknown:
+        the same), DeadlineExceeded.
         """
         drive(self._calls.make_sure(timeout_s))
 
     def step(self, stock_pages: int | Seq[int] = 0) -> StepStream:
         """Open the lease's step stream. ``stock_pages``: pages to keep in stock, for every group or for each.
 
-        Raises Conflict while the last one is open.
+        Raises Conflict while the last one is open, NotSupported (the daemon is of release 0.1, which knows no columns).
         """
         return StepStream(self._calls.step(stock_pages), self._calls.calls)
 
-    def columns(
-        self, max_sequences: int, max_blocks: int, tables: npt.NDArray[np.int32] | None = None
-    ) -> SequenceColumns[Sequence]:
-        """Room for ``max_sequences`` sequences of up to ``max_blocks`` blocks each, all their cells in one table.
-
-        ``tables``: int32 ``[groups, max_sequences, max_blocks]`` to use for it, such as pinned memory. Raises
-        InvalidRequest.
-        """
-        return SequenceColumns(ColumnsRecord(self.record, max_sequences, max_blocks, tables))
-
     def completed(self, launch: int) -> None:
-        """The kernels of ``launch``, and of all launches before it, have ended: releases that waited for them go.
+        """Note that the kernels of ``launch`` and of all earlier launches have ended, and send the releases that
+        waited.
 
-        With an open step stream they go in a step that nobody waits for, so call it where that stream is used. Raises
+        With an open step stream they go in a step without a waiter, so call it where that stream is used. Raises
         InvalidRequest (no such launch), DeadlineExceeded (the next ``match`` sees to it).
         """
         drive(self._calls.completed(launch))

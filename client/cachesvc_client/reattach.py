@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 class Reattacher:
     """One thread for one client. ``on_back(leases)`` is called from it after each ``reconnect``, with what that gave.
 
-    Pauses between attempts double from ``first_pause_s`` to ``longest_pause_s``: an attempt on a socket that nobody
-    listens on costs a millisecond, a pause costs every engine of the node that much of the daemon's return.
+    Pauses between attempts double from ``first_pause_s`` to ``longest_pause_s``: an attempt on a socket without a
+    listener costs a millisecond, a pause costs every engine of the node that much of the daemon's return.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Reattacher:
     def _come_back(self) -> None:
         pause_s = self._first_pause_s
         while not self._closed.is_set():
-            if self._client.connected:  # somebody else brought it back
+            if self._client.connected:  # another thread reconnected it
                 return
             try:
                 leases = self._client.reconnect()

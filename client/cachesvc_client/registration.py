@@ -1,4 +1,4 @@
-"""What the daemon grants to a registered model."""
+"""Pools that the daemon grants to a registered model."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class Registration:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which model and replica, among those of one epoch."""
+        """Model and replica, among those of one epoch."""
         return self.model_id, self.replica

@@ -6,11 +6,8 @@ from typing import Any
 
 from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.aio.sequence import AsyncSequence
-from cachesvc_client.aio.stepping import AsyncPendingColumns, AsyncPendingStep, AsyncStepStream
-from cachesvc_client.keys import PackedKeys
+from cachesvc_client.aio.stepping import AsyncPendingStep, AsyncStepStream
 from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.columns import SequenceColumns, Slots
-from cachesvc_client.records.columns_part import ColumnsAnswer
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.wire.blocking import drive
 
@@ -30,17 +27,6 @@ class PendingStep:
         return drive(self._calls.results(timeout_s))
 
 
-class PendingColumns:
-    """Columns that were sent in a step."""
-
-    def __init__(self, calls: AsyncPendingColumns) -> None:
-        self._calls = calls
-
-    def answer(self, timeout_s: float | None = None) -> ColumnsAnswer:
-        """What became of them; plain answers are in the columns by then. Raises as ``PendingStep.results``."""
-        return drive(self._calls.answer(timeout_s))
-
-
 class StepStream:
     """A stream of steps under one lease; used from one thread. The stock is filled up by every answer."""
 
@@ -50,14 +36,14 @@ class StepStream:
 
     @property
     def free_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that nobody had when the last answer was made; empty before the first answer. The
-        stock is not among them, and other engines take from them too."""
+        """Free device pages of each group as of the last answer; empty before the first answer. The stock is not among
+        them, and other engines take from them too."""
         return self._calls.free_pages
 
     @property
     def evictable_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are kept by nobody. Some
-        take a transfer, such as their write-back, before they are free."""
+        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are unpinned. Some take
+        a transfer, such as their write-back, before they are free."""
         return self._calls.evictable_pages
 
     def batch(self) -> StepBatch[Sequence]:
@@ -75,59 +61,9 @@ class StepStream:
         """
         return PendingStep(drive(self._calls.send(batch)))
 
-    def submit_columns(
-        self,
-        columns: SequenceColumns[Any],
-        *,
-        grow: Slots | tuple[Slots, Slots] | None = None,
-        publish: tuple[Slots, Slots] | tuple[Slots, Slots, PackedKeys] | None = None,
-        recycle: tuple[Slots, Slots] | None = None,
-        release: Slots | None = None,
-        batch: StepBatch[Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> ColumnsAnswer:
-        """Send what the sequences of ``columns`` do in an iteration, by their slots, and wait for the answer.
-
-        ``grow``: slots that take a block of the stock each, or ``(slots, blocks)``; their cells are in ``tables`` at
-        once. ``publish``: ``(slots, upto_blocks)``, or with the packed keys of all new blocks, slot by slot, where
-        Match was not told them. ``recycle``: ``(slots, computed_tokens)``. ``release``: slots that are free afterwards.
-        ``batch``: what other sequences want, after that. What launches may use waits for them, as with handles.
-
-        Raises as ``send`` and ``PendingStep.results``; StockEmpty and InvalidRequest (nothing is taken or sent).
-        """
-        return drive(
-            self._calls.submit_columns(
-                columns,
-                grow=grow,
-                publish=publish,
-                recycle=recycle,
-                release=release,
-                batch=batch,
-                timeout_s=timeout_s,
-            )
-        )
-
-    def send_columns(
-        self,
-        columns: SequenceColumns[Any],
-        *,
-        grow: Slots | tuple[Slots, Slots] | None = None,
-        publish: tuple[Slots, Slots] | tuple[Slots, Slots, PackedKeys] | None = None,
-        recycle: tuple[Slots, Slots] | None = None,
-        release: Slots | None = None,
-        batch: StepBatch[Any] | None = None,
-    ) -> PendingColumns:
-        """As ``submit_columns``; collect the answer later."""
-        return PendingColumns(
-            drive(
-                self._calls.send_columns(
-                    columns, grow=grow, publish=publish, recycle=recycle, release=release, batch=batch
-                )
-            )
-        )
-
     def tell(self) -> None:
-        """Send growth, and releases that waited for launches, in a step that nobody collects. Raises as ``send``."""
+        """Send growth, and releases that waited for launches, in a step whose results are not collected. Raises as
+        ``send``."""
         drive(self._calls.tell())
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from cachesvc_ctl.target import Target, add_target, target_of
 
 MOST = 2**31 - 1
 MOST_LISTED = 4096
-"""What the daemon lists in one answer; it takes a greater limit for that one."""
+"""Length of the daemon's longest answer; the daemon reduces a greater limit to it."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class DaemonCommand(Command):
 
     @property
     def target(self) -> Target:
-        """Which daemon, by which credentials. Raises InvalidRequest."""
+        """Target daemon and credentials. Raises InvalidRequest."""
         return target_of(self.arguments)
 
 

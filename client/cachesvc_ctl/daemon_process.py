@@ -64,7 +64,7 @@ class DaemonProcess:
                 said = self.log.read_text(encoding="utf-8", errors="replace").strip()
                 self._clean_up()
                 raise DaemonFailed(f"the daemon did not start: {reason_of(said) or said[-2000:] or 'it said nothing'}")
-            time.sleep(LOOK_SECONDS)  # the log is a file, so that a daemon never blocks on a pipe nobody reads
+            time.sleep(LOOK_SECONDS)  # the log is a file, so that a daemon never blocks on a full pipe
 
     def _is_ready(self, began: int) -> bool:
         awaited = {"ready", "host_pool_whole"} if self._is_awaited_whole else {"ready"}

@@ -32,7 +32,7 @@ class Events(DaemonCommand):
         model_flag(),
         flag("--no-snapshot", action="store_true", help="begin with what happens next, not with what is there"),
         flag("--storage", action="store_true", help="tell too what is written to storage, and what goes from there"),
-        flag("--count", type=count, default=0, metavar="N", help="end after so many changes (default 0: never)"),
+        flag("--count", type=count, default=0, metavar="N", help="end after N changes (default 0: never)"),
         flag(
             "--format", choices=("text", "json", "vllm"), default="text", help="vllm: the KV events that routers read"
         ),

@@ -50,7 +50,7 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How much fits into one rank's device memory: ``count`` times ``unit_pages[g]`` pages of each group."""
+    """Capacity of one rank's device memory: ``count`` times ``unit_pages[g]`` pages of each group."""
 
     count: int
     unit_pages: tuple[int, ...]

@@ -44,7 +44,7 @@ FAILURES = (
     *(MissingExtraError, IndexFileError, UnknownSymbol, UnknownModel),
 )
 INTERRUPTED = 130
-"""What shells say of a command that Ctrl-C ended."""
+"""Exit code that shells use for a command that Ctrl-C ended."""
 
 COMMANDS: tuple[type[Command], ...] = (
     *(Status, Top, Wait),
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """What was typed. Exits with 0 after help, with 2 after a line that says what is wrong."""
+    """Parsed command line. Exits with 0 after help, with 2 after a line that says what is wrong."""
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     parser = _parser()
@@ -115,7 +115,7 @@ def _parser() -> Parser:
 
 
 def _said(failure: BaseException | None, mapped: CacheClientError, arguments: argparse.Namespace) -> str:
-    """The error for an operator; where nobody answers it is about the daemon, not about engines."""
+    """The error for an operator; without an answer it is about the daemon, not about engines."""
     if isinstance(failure, grpc.RpcError) and isinstance(mapped, DaemonUnavailable) and not is_refusal(failure):
         return no_answer(failure, arguments)
     return f"{mapped}; see --token-file" if isinstance(mapped, Unauthenticated) else str(mapped)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 @contextmanager
 def part_file(path: Path) -> Iterator[Path]:
-    """Where to write what ``path`` is to hold: beside it, with the same suffix; it takes its place at the end.
+    """Yield a file beside ``path``, with the same suffix; it replaces ``path`` at the end.
 
-    A pipe or a device is written as it is.
+    A pipe or a device is written directly.
     """
     if path.exists() and not path.is_file():
         yield path

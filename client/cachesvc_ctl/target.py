@@ -1,4 +1,4 @@
-"""Which daemon a command asks, by which credentials, and the message where none answers."""
+"""Target daemon of a command, its credentials, and the message without an answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Target:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name the daemon, and those by which an operator proves who calls."""
+    """Add the flags that name the daemon, and those of the operator's credentials."""
     group = parser.add_argument_group("the daemon, and credentials")
     one = group.add_mutually_exclusive_group().add_argument
     one("--socket", metavar="PATH", help=f"its unix socket (else CACHESVC_SOCKET, else {DEFAULT_SOCKET})")
@@ -44,7 +44,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def target_of(arguments: argparse.Namespace) -> Target:
-    """What those flags, or the environment, say. Raises InvalidRequest for files that do not go together."""
+    """Target that those flags, or the environment, name. Raises InvalidRequest for files that do not go together."""
     found = credentials_from(*_said(arguments.token_file))
     roots = arguments.tls_ca or found.root_ca
     proof = replace(found, root_ca=roots, certificate=arguments.tls_certificate, key=arguments.tls_key)
@@ -63,7 +63,7 @@ def address_of(arguments: argparse.Namespace) -> str:
 
 
 def no_answer(failure: grpc.RpcError, arguments: argparse.Namespace) -> str:
-    """What an operator reads where nobody answers at ``arguments``' socket or address."""
+    """Message for an operator where no daemon answers at ``arguments``' socket or address."""
     told = getattr(failure, "details", None)  # calls have it, mere errors of gRPC do not
     reason = str(told() if told is not None else failure).removeprefix(
         "failed to connect to all addresses; last error: "

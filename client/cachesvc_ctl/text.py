@@ -1,4 +1,4 @@
-"""What commands write for people: aligned tables, bytes with a unit, and what was left out."""
+"""Text that commands write for people: aligned tables, bytes with a unit, and the number of omitted rows."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Wait(DaemonCommand):
     )
 
     def run(self) -> int:
-        """Return 0 as soon as it is ready, 1 when the time is over. Raises grpc.RpcError for a permanent refusal."""
+        """Return 0 once the daemon is ready, 1 when the time is over. Raises grpc.RpcError for a permanent refusal."""
         target, timeout = self.target, self.arguments.timeout
         until = time.monotonic() + timeout
         pause = threading.Event()

@@ -1,6 +1,6 @@
 """vLLM's KV cache in place on the daemon's pages: ``CachesvcConnector``, loaded by ``--kv-transfer-config``.
 
-vLLM is needed by whoever asks for the connector, not by whoever imports this package.
+Only a use of the connector needs vLLM; importing this package does not.
 """
 
 from __future__ import annotations

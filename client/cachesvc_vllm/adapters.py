@@ -1,4 +1,4 @@
-"""What a LoRA adapter adds to the keys of its requests: a digest of its files. vLLM's own keys know its name and path
+"""LoRA adapters in the keys of their requests: a digest of their files. vLLM's own keys know an adapter's name and path
 alone, behind which two engines may have two adapters."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOK_S = 1.0
 log = logging.getLogger(__name__)
 
 Stamp = tuple[tuple[str, int, int, int, int], ...]
-"""Of each file: name, bytes, when its content and when anything of it was changed, and its inode."""
+"""Per file: name, bytes, when its content and when anything of it was changed, and its inode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Adapters:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-vllm-adapters")
 
     def salt(self, asked: Any) -> bytes | None:
-        """What the keys of a request with this ``LoRARequest`` are mixed with: 32 bytes, nothing without one. None
-        while the files are read, which the first call begins, or looked at, which one call in ``LOOK_S`` begins.
+        """Salt for the keys of a request with this ``LoRARequest``: 32 bytes, empty without one. None while the files
+        are read, which the first call begins, or looked at, which one call in ``LOOK_S`` begins.
 
         An engine that has loaded an adapter goes on with what it loaded: once files have changed, or a request of the
         same number names others, what is computed is this engine's own.
@@ -113,7 +113,7 @@ def _is_unchanged(reading: Reading) -> bool:
 
 
 def _stamp(folder: Path) -> Stamp:
-    """Of an adapter's files. Raises OSError, also where there are none."""
+    """Stamp of an adapter's files. Raises OSError, also where there are none."""
     files = sorted(each for each in folder.iterdir() if each.name == CONFIG or each.suffix in WEIGHTS)
     if not any(each.suffix in WEIGHTS for each in files):
         raise FileNotFoundError(f"there are no weights ({', '.join(WEIGHTS)}) in {folder}")

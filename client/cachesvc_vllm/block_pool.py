@@ -1,6 +1,6 @@
 """vLLM's block pool, whose block ids are the daemon's pages: a method for each that vLLM's scheduler calls.
 
-Blocks are objects of one request each, also where requests share a page: who frees one is then known by the block.
+Blocks are objects of one request each, also where requests share a page: the block then tells which request frees it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         self.on_reset: Callable[[], None] = lambda: None
 
     def schedule(self, request: RequestPages) -> None:
-        """What is asked for next is for this request."""
+        """Serve the next allocations for this request."""
         self._current = request
 
     def show_hits(self, request: RequestPages, hashes: Sequence[bytes]) -> None:
@@ -136,13 +136,13 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         """Nothing to do: ``kv_events`` announces what the daemon has."""
 
     def cache_partial_block(self, *args: Any, **kwargs: Any) -> None:
-        """Of models with several groups alone, which are refused."""
+        """Raise: models with several groups alone need it, and these are refused."""
         raise NotImplementedError("partial blocks cannot be shared")
 
     def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
-        """As ``cache_partial_block``."""
+        """Raise, like ``cache_partial_block``."""
         raise NotImplementedError("a sealed block stays in its page")
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Any) -> None:
-        """Of sparse attention with a host pool of vLLM's own, which is refused."""
+        """Raise: sparse attention with a host pool of vLLM's own alone needs it, and that is refused."""
         raise NotImplementedError("pages that were freed may be another engine's at once")

@@ -184,13 +184,13 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- both --------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> CacheStats | None:
-        """What the scheduler saw since the last call."""
+        """Statistics of the scheduler since the last call."""
         stats = None if self._scheduler is None else self._scheduler.take_stats()
         return None if stats is None or stats.is_empty() else stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats | None:
-        """What another process has sent."""
+        """Statistics that another process has sent."""
         return CacheStats() if data is None else CacheStats(data)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What keeps an engine from starting on the daemon's pages, in words for its operator."""
+"""Errors that keep an engine from starting on the daemon's pages, worded for its operator."""
 
 from __future__ import annotations
 

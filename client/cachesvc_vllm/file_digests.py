@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Hasher(Protocol):
-    """As of ``hashlib``."""
+    """Protocol of a ``hashlib`` digest."""
 
     def update(self, data: memoryview, /) -> object:
         """Add bytes."""

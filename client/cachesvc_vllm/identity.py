@@ -1,4 +1,4 @@
-"""What of vLLM's configuration decides the bytes of a page: all of it, but for a written list of what does not.
+"""Parts of vLLM's configuration that decide the bytes of a page: all of it, but for a written list of what does not.
 
 So an option that a later release adds keeps engines apart until someone has looked at it. A value without fields is
 its type.
@@ -143,7 +143,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-"""Of each class of vLLM's configuration the fields that decide no byte, in 0.32 and 0.33."""
+"""Fields of each class of vLLM's configuration that decide no byte, in 0.32 and 0.33."""
 
 HARMLESS_ENVIRONMENT = frozenset(
     {
@@ -163,17 +163,17 @@ HARMLESS_ENVIRONMENT = frozenset(
         *("VLLM_XGRAMMAR_CACHE_MB", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NVTX_SCOPES_FOR_PROFILING"),
     }
 )
-"""Of the variables that vLLM itself counts among what decides compiled code."""
+"""Variables that decide no byte, of those that vLLM counts among what decides compiled code."""
 
 HUB_NOTES = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
-"""Of a model's ``config.json``: where it came from."""
+"""Notes in a model's ``config.json`` about its origin."""
 
 LENGTH_FREE_ROPES = frozenset({"", "default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope", "proportional"})
 """Kinds of position embeddings that do not look at ``max_model_len``; LongRoPE, for one, does."""
 
 
 LENGTH_READERS = ("llama4",)
-"""How the names of model types begin that look at ``max_model_len`` and at the generation config to scale attention."""
+"""Beginnings of the names of model types that use ``max_model_len`` and the generation config to scale attention."""
 
 
 def config_facts(vllm_config: Any) -> dict[str, str]:
@@ -182,7 +182,7 @@ def config_facts(vllm_config: Any) -> dict[str, str]:
 
 
 def config_details(vllm_config: Any, factors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values behind ``config_facts`` and ``environment_fact`` that are set, for operators who compare."""
+    """Return the values behind ``config_facts`` and ``environment_fact`` that are set, for operators to compare."""
     parts = {**_deciding_parts(vllm_config), "environment": _deciding_factors(factors)}
     named = {f"{part}.{name}": each for part, value in parts.items() for name, each in _fields_of(value).items()}
     return {name: _shown(each) for name, each in sorted(named.items()) if each not in (None, False, "", [], {})}

@@ -69,7 +69,7 @@ class Keeper:
 
     @property
     def pid(self) -> int:
-        """Of the process that beats now; 0 before the first."""
+        """Process id of the current heartbeat process; 0 before the first."""
         process = self._process
         return 0 if process is None else process.pid
 

@@ -66,8 +66,8 @@ class Matches:
         return requests
 
     def take(self, timeout_s: float) -> list[RequestPages]:
-        """Wait for the answer to what was sent, if anything was, and return those requests that nobody wants any more,
-        but that have a sequence now. What has no answer in time stays as it is."""
+        """Wait for the answer to what was sent, if anything was. Return the abandoned requests that have a sequence
+        now. Requests without an answer in time stay pending."""
         if self._sent is None:
             return []
         step, requests = self._sent

@@ -1,4 +1,4 @@
-"""What vLLM's own metrics say of the connector: hits by tier, loads, and its time in vLLM's scheduler thread."""
+"""Metrics of the connector in vLLM's own: hits by tier, loads, and its time in vLLM's scheduler thread."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 FOUND = ("asked_tokens", "device_tokens", "host_tokens")
 AGAIN = tuple(f"preempted_{name}" for name in FOUND)
 COUNTS = (*FOUND, *AGAIN, "loads", "failed_loads")
-"""Of matched requests: their prompts' tokens, and those found in place and in the host pool; the same of requests that
-were preempted before, or not loaded, with what they had generated; loads that have ended, and those whose blocks did
-not come."""
+"""Counts of matched requests: their prompts' tokens, and those found in place and in the host pool; the same of
+requests that were preempted before, or not loaded, with what they had generated; loads that have ended, and those whose
+blocks did not come."""
 
 STEP_SECONDS = "step_seconds"
-"""Of each iteration in which it did something: time in vLLM's scheduler thread."""
+"""Time of each active iteration in vLLM's scheduler thread."""
 
 LOAD_SECONDS = "load_seconds"
-"""Of each load: from the request's having its pages until the scheduler has heard of its end."""
+"""Time of each load: from the request's having its pages until the scheduler knows of its end."""
 
 SHARES = "shares"
 """1 while the engine shares with others, 0 while its weights are known to no other or it has no daemon."""

@@ -23,7 +23,7 @@ DISPLAY_BYTES = 128
 
 @dataclass(frozen=True)
 class Runtime:
-    """What the running vLLM says of itself. ``hash_root``: the seed of its keys' root; ``backends``: of attention;
+    """Facts of the running vLLM. ``hash_root``: the seed of its keys' root; ``backends``: of attention;
     ``packages``: releases of what computes; ``processor``: the kind of GPU; ``environment``: vLLM's variables."""
 
     release: str
@@ -109,7 +109,7 @@ def _drafter_weights(vllm_config: Any, draft: Any) -> str:
 
 
 def _checkpoint(model: Any, load: Any) -> str:
-    """Of a ``ModelConfig``, as a ``LoadConfig`` reads it."""
+    """Name of the checkpoint of a ``ModelConfig``, as a ``LoadConfig`` reads it."""
     name = getattr(model, "model_weights", "") or model.model
     commit = None if getattr(model, "hf_config_path", None) else getattr(model.hf_config, "_commit_hash", None)
     try:

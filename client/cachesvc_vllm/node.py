@@ -26,13 +26,13 @@ RESERVED_PAGES = 1
 """vLLM's kernels read and write block 0 for rows that are padding."""
 
 SHOWN_CHARACTERS = 31
-"""Of an engine's id; with what ``new_instance`` adds it is the most that an instance may have."""
+"""Most characters of an engine's id; with what ``new_instance`` adds it is the most that an instance may have."""
 
 RETRY_S = 0.1
-"""Between two attempts to come back: one on a socket that nobody listens on costs a millisecond."""
+"""Pause between two attempts to reconnect: one on a socket without a listener costs a millisecond."""
 
 FOLLOW_S = 30.0
-"""How much later than its scheduler a worker may find a daemon that came back."""
+"""Time that a worker may find a restarted daemon later than its scheduler."""
 
 LOOK_S = 0.1
 """So long a step waits for that. It computes nothing, but requests may end meanwhile."""
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Share:
-    """What an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of each
-    rank's GPU; none for the daemon's first devices. ``display_name``: for operators. ``longest_blocks``: of a request;
-    0 where it does not matter."""
+    """Pool that an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of
+    each rank's GPU; none for the daemon's first devices. ``display_name``: for operators. ``longest_blocks``: of a
+    request; 0 where it does not matter."""
 
     model: str
     layout: Layout
@@ -272,7 +272,7 @@ class Node:
                     log.error("daemon_gone restart this engine once the daemon is back")
                     return
                 while self._is_wanting() and not self._come_back():
-                    self._wake.clear()  # a loss is told by the lease and by the connection
+                    self._wake.clear()  # the lease and the connection report a loss
                     self._wake.wait(RETRY_S)
         except Exception:
             log.exception("reattach_failed")

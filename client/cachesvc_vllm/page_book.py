@@ -1,4 +1,4 @@
-"""Who has which page: a request's pages come from the daemon, and one step an iteration tells it what became of them.
+"""Page accounting of an engine: the daemon grants a request's pages, and one step an iteration reports their use.
 
 Used from vLLM's scheduler thread alone. While it schedules, requests are matched, and their pages are reserved before
 vLLM counts what is free, so that taking them cannot fail: for all that wait and may run next, in one message each. When
@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 
 
 class PageBook:
-    """``stock_blocks``: pages kept at hand, so that decode grows without a round trip. ``ahead_blocks``: of requests
-    that wait, so many are matched and reserved together. ``without_host``: requests that have what is in place alone,
-    because a load of theirs has failed and might fail each time. ``drops_last``: leave out the last block of each hit,
-    whose drafter's KV is right for another continuation."""
+    """``stock_blocks``: pages kept at hand, so that decode grows without a round trip. ``ahead_blocks``: limit of
+    blocks that are matched and reserved together for waiting requests. ``without_host``: requests that have what is in
+    place alone, because a load of theirs has failed and might fail each time. ``drops_last``: leave out the last block
+    of each hit, whose drafter's KV is right for another continuation."""
 
     def __init__(
         self, lease: Lease, stock_blocks: int, ahead_blocks: int = 0, clock: Callable[[], float] = time.monotonic
@@ -72,16 +72,17 @@ class PageBook:
         return not self.held_blocks
 
     def is_beyond(self, blocks: int) -> bool:
-        """True where a request of so many blocks finds no room before there is a new lease, whatever ends by then."""
+        """True where a request of ``blocks`` blocks finds no room before there is a new lease, whatever ends by
+        then."""
         mine = len(self._private) + sum(len(each.pages) for each in self._requests.values())
         return self.is_adrift and (self.is_moving or (self.is_empty and blocks > mine))
 
     def find(self, request_id: str) -> RequestPages | None:
-        """What a request has, if it has begun."""
+        """Pages of a request, if it has begun."""
         return self._requests.get(request_id)
 
     def is_with_daemon(self) -> bool:
-        """True while the lease lives. Once it does not, the pages that nobody else can use are this engine's."""
+        """True while the lease lives. After that, this engine uses the pages that no other engine can use."""
         if self._lease.is_lost and not self.is_adrift:
             self._go_adrift()
         return not self.is_adrift
@@ -387,8 +388,9 @@ class PageBook:
     # -- without it --------------------------------------------------------------------------------------------------
 
     def _go_adrift(self) -> None:
-        """Requests go on in the pages that they have, new ones in those that nobody else can use. Where the daemon took
-        the lease away, or nobody knows, shared pages may be others' by now: then nothing goes on."""
+        """Detach from a lost daemon: requests keep their pages, and new ones get pages that no other engine can use.
+        Where the daemon revoked the lease, or that is unknown, shared pages may be others' by now: then all requests
+        stop."""
         self.is_adrift = True
         self.is_moving = isinstance(self._lease.record.loss, LeaseLost) or not self._lease.is_sure
         self._take_matches()

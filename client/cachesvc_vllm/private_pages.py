@@ -1,4 +1,4 @@
-"""Pages that nobody else was offered: what an engine goes on with once the daemon has gone."""
+"""Pages that were never shared: an engine goes on with them once the daemon has gone."""
 
 from __future__ import annotations
 

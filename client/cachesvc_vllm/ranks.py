@@ -10,16 +10,16 @@ from cachesvc_vllm.errors import ConnectorRefused
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How it went for one rank: it has its slab of ``model``, which is empty where no daemon is there and none is
-    required; or a ``failure`` kept it from starting."""
+    """Start of one rank: it has its slab of ``model``, which is empty where no daemon is there and none is required; or
+    a ``failure`` kept it from starting."""
 
     model: str = ""
     failure: str = ""
 
 
 def agreed_model(starts: Sequence[Start]) -> str:
-    """The model that every rank has its slab of; empty where one has none, and nobody may use what it has. Raises
-    ConnectorRefused where a rank failed, or ranks share as different models."""
+    """The model that every rank has its slab of; empty where one rank has none, and the others may not use theirs.
+    Raises ConnectorRefused where a rank failed, or ranks share as different models."""
     for rank, start in enumerate(starts):
         if start.failure:
             raise ConnectorRefused(f"rank {rank} did not start: {start.failure}")

@@ -1,4 +1,4 @@
-"""What the connector cannot serve, refused before anything is allocated, with what works instead."""
+"""Unsupported configurations, refused before anything is allocated, with what works instead."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _of_role(transfer: Any) -> list[str]:
 
 
 def _of_siblings(transfer: Any) -> list[str]:
-    """Of connectors under a MultiConnector, the first that has tokens loads them; only the first in the list knows
-    that it is the one."""
+    """Reasons against sibling connectors under a MultiConnector: the first that has tokens loads them; only the first
+    in the list knows that it is the one."""
     children = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
     names = [each.get("kv_connector") for each in children]
     if transfer.kv_connector != "MultiConnector" or names[:1] == [NAME]:

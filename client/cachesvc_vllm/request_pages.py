@@ -40,8 +40,8 @@ def blocks_wanted(
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request is matched for: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM
-    takes first, hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``)."""
+    """Match of a request: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM takes first,
+    hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``)."""
 
     hashes: Sequence[bytes]
     most_blocks: int
@@ -53,15 +53,14 @@ class Wish:
 class RequestPages:
     """``sequence``: None where there was no daemon to match it: all pages are private then.
 
-    ``pages``: the request's table, which only grows. A page keeps its place when somebody else was faster to publish
+    ``pages``: the request's table, which only grows. A page keeps its place when another engine was faster to publish
     its block, because kernels have the table. ``hit_blocks`` of them were found in place, ``host_blocks`` behind these
     have to be loaded. vLLM has taken the first ``taken`` pages and not freed ``held`` of them. ``wanted``: up to where
     blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will be once
-    what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
-    ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
-    ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
-    ``is_matching``: its match has no answer yet; ``is_forgotten``: and when it has one, nobody wants it. ``salt``: as
-    the wish had it.
+    what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room. ``is_shortened``: the
+    last block of its hit was left out already. ``is_loading``: its loads were handed to workers. ``is_foreign``:
+    another connector loads a part of it, which the daemon cannot vouch for: it is not shared. ``is_matching``: its
+    match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``salt``: as the wish had it.
     """
 
     request_id: str
@@ -140,5 +139,5 @@ class RequestPages:
         return self.pages[first : self.taken]
 
     def private_pages(self) -> list[int]:
-        """Pages that only this request ever wrote, and that nobody was offered."""
+        """Pages that only this request ever wrote, and that were never published."""
         return self.pages[max(self.wanted, self.hit_blocks + self.host_blocks) :]

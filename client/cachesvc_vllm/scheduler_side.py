@@ -103,7 +103,7 @@ class SchedulerSide:
                 self._book.expect(request.request_id, wish)
 
     def get_computed_blocks(self, request: Any, max_cache_hit_length: int | None = None) -> Any:
-        """As ``KVCacheManager.get_computed_blocks``, after the request's match; no hits while its adapter is read, and
+        """Do ``KVCacheManager.get_computed_blocks``, after the request's match; no hits while its adapter is read, and
         ``host_tokens`` then says so. vLLM 0.32 has no limit to pass on."""
         assert self._pool is not None
         with self._watch:
@@ -127,7 +127,7 @@ class SchedulerSide:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As ``KVCacheManager.allocate_slots``, once the request's pages are reserved; None where there is no room."""
+        """Do ``KVCacheManager.allocate_slots``, once the request's pages are reserved; None where there is no room."""
         self._look()
         pool, pages = self._pool, self._book.find(request.request_id)
         assert pool is not None
@@ -226,8 +226,8 @@ class SchedulerSide:
         self._is_dropped = True
 
     def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
-        """Loads that the workers are to watch. An iteration is scheduled: tell the daemon of the last one. Where
-        somebody waits for a first token, the next one tells."""
+        """Loads that the workers are to watch, called once an iteration is scheduled: report the last one to the
+        daemon. Where a waiter needs its first token, the next iteration reports."""
         with self._watch:
             self._is_hasty = self._has_admitted and not self._is_hasty
             self._has_admitted = False
@@ -279,7 +279,7 @@ class SchedulerSide:
         return self._book.untold.has_late_pages
 
     def take_stats(self) -> CacheStats:
-        """What was seen since the last call."""
+        """Statistics since the last call."""
         taken, self._stats = self._stats, CacheStats()
         taken.data[SHARES] = int(self._weights.is_shared and not self._book.is_adrift)
         return taken
@@ -344,8 +344,8 @@ class SchedulerSide:
         return blocks
 
     def _reserve(self, request: Any, blocks: int) -> RequestPages | None:
-        """Have a request's table be so many blocks long; None where there is no room. Raises ConnectorRefused where
-        there will be none, for this engine does not come back."""
+        """Grow a request's table to ``blocks`` blocks; None where there is no room. Raises ConnectorRefused where there
+        will be none, for this engine does not come back."""
         self._leave_if_back()
         pages = self._book.find(request.request_id)
         if pages is None:
@@ -360,8 +360,9 @@ class SchedulerSide:
         return None
 
     def _free_waiting(self) -> None:
-        """Without the daemon, nobody finds room, or moves on, while all pages are those of requests that came from the
-        host and wait. vLLM preempts none that has not run, and looks no further than the first: they start over."""
+        """Free waiting requests without the daemon, when all pages are held by requests that came from the host and
+        wait: else none finds room. vLLM preempts none that has not run, and looks no further than the first: they start
+        over."""
         waiting = [each for each in self._unfinished.values() if each.status.name in WAITING]
         waiting = [each for each in waiting if each.request_id not in self._loading_since_s]
         held = [pages.held for each in waiting if (pages := self._book.find(each.request_id)) is not None]

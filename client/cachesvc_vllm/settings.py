@@ -1,4 +1,4 @@
-"""What an operator may set in ``kv_connector_extra_config``: read once, checked, refused by name."""
+"""Settings of ``kv_connector_extra_config``: read once, checked, refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other through vLLM."""
+"""Messages between the two sides of the connector, sent through vLLM."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class WorkerLease(KVConnectorWorkerMetadata):  # type: ignore[misc]
     lease_id: str
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerLease:
-        """Of two ranks."""
+        """Combine the messages of two ranks."""
         return self if self == other else WorkerLease("")

@@ -1,11 +1,11 @@
-"""What the daemon is not told yet: which blocks are computed, and which requests have ended.
+"""Reports to the daemon that must wait: computed blocks, and ended requests.
 
 A drafter's kernels may run on when a step's output has come, for vLLM copies sampled tokens out before it drafts. They
-write KV behind what the step has computed. With a drafter the daemon hears of an output's blocks after the next output,
-whose kernels ran behind them, or after that of a step that computes nothing, for which workers wait.
+write KV behind what the step has computed. With a drafter the daemon gets the report of an output's blocks after the
+next output, whose kernels ran behind them, or after that of a step that computes nothing, for which workers wait.
 
     end_step   blocks of this output, requests that it ended     -> late
-    end_step   of the next                                       -> ready, told by the next flush
+    end_step   of the next                                       -> ready, sent by the next flush
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Untold:
         self.ready.add(self._late)
 
     def end_output(self, *, computes: bool) -> None:
-        """What the output says is noted. Without ``computes`` workers have waited for all kernels."""
+        """Note the end of an output. Without ``computes`` workers have waited for all kernels."""
         (self._late if computes else self.ready).add(self._fresh)
 
     def settle(self) -> None:

@@ -1,4 +1,5 @@
-"""Which vLLM this connector was held against. It replaces vLLM's block pool, whose methods are not a public API."""
+"""Releases of vLLM that this connector was tested with. It replaces vLLM's block pool, whose methods are not a public
+API."""
 
 from __future__ import annotations
 

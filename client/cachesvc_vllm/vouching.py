@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class PagesLapsed(RuntimeError):
-    """What requests under way have read may have been others'. vLLM has no way to take back a step whose output has
+    """Requests under way may have read another engine's pages. vLLM has no way to take back a step whose output has
     come, so the engine ends, and gives none of it out."""
 
 
@@ -39,14 +39,13 @@ class Vouching:
         self._under_way: deque[Lease | None] = deque()
 
     def look(self) -> bool:
-        """Before anything is scheduled: a lease that was lost while nobody looked is known to be. True once in each
-        iteration."""
+        """Look for a lost lease before anything is scheduled. True once in each iteration."""
         if self._has_looked:
             return False
         self._has_looked = True
         lease = self._lease()
         if not lease.is_sure:
-            with suppress(CacheClientError):  # the lease says it from now on; where nobody answered, the end asks again
+            with suppress(CacheClientError):  # the lease says it from now on; without an answer, the end asks again
                 lease.make_sure(LOOK_S)
         return True
 

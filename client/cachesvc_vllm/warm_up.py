@@ -1,4 +1,4 @@
-"""Keeps vLLM's warm-up out of pages that others use: its made-up requests write to page 0, which nobody is granted."""
+"""Guard of shared pages during vLLM's warm-up: its made-up requests write to page 0, which is never granted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class WarmUp:
         self._tables: Any = None
 
     def begin(self) -> None:
-        """Every block id that a runner is told is page 0 from now on."""
+        """Replace every block id that a runner gets by page 0 from now on."""
         try:
             from vllm.v1.worker.gpu.block_table import BlockTables
         except ImportError:  # no Triton: the runner that warms up so cannot be here

@@ -1,4 +1,4 @@
-"""What requests are matched for: how much of them, under keys mixed with what else their KV depends on."""
+"""Matches that requests ask for: their length, and the salt that stands for what else their KV depends on."""
 
 from __future__ import annotations
 

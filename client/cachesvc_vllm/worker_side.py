@@ -41,11 +41,11 @@ from cachesvc_vllm.warm_up import WarmUp
 T = TypeVar("T")
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn", "deep-gemm", "flash-mla", "sgl-kernel")
-"""What attention and matrix products come from, beside vLLM's own extensions."""
+"""Packages that attention and matrix products come from, beside vLLM's own extensions."""
 
 EMPTY_STEP_S = 0.005
-"""So long a step that computes nothing waits for a load, or for the daemon. A request that comes meanwhile is scheduled
-so much later."""
+"""Time that a step which computes nothing waits for a load, or for the daemon. A request that comes meanwhile is
+scheduled that much later."""
 
 log = init_logger("vllm." + __name__)
 
@@ -75,8 +75,8 @@ class WorkerSide:
         self._told: WorkerLease | None = None
 
     def memory_context(self) -> SlabMode | None:
-        """What vLLM allocates its KV memory in; None: as without a connector, where no daemon is required or there.
-        Every rank calls it, and has the same of these, or an error."""
+        """Context in which vLLM allocates its KV memory; None: as without a connector, where no daemon is required or
+        there. Every rank calls it, and has the same of these, or an error."""
         told = self._tell_all((_uuid(), new_instance(str(self._vllm_config.kv_transfer_config.engine_id))))
         self.instance = told[0][1]
         try:
@@ -108,7 +108,7 @@ class WorkerSide:
         self._warm_up.begin()
 
     def end_warm_up(self) -> None:
-        """What is written from here on is requests'. Raises PageChanged, where that is looked for."""
+        """End the warm-up: requests write from here on. Raises PageChanged, where that is looked for."""
         self._warm_up.end()
         self._check("the start, after warm-up")
 
@@ -214,7 +214,7 @@ class WorkerSide:
             self._node.page_check().check(when)
 
     def _tell_all(self, mine: T) -> list[T]:
-        """What each rank tells here, in their order."""
+        """Reports of all ranks, in their order."""
         ranks = get_tp_group()
         told: list[Any] = [mine] * ranks.world_size
         if ranks.world_size > 1:
@@ -223,14 +223,14 @@ class WorkerSide:
 
 
 def _uuid() -> str:
-    """Of this process's GPU, empty without one."""
+    """UUID of this process's GPU, empty without one."""
     if not torch.cuda.is_available():
         return ""
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _releases() -> dict[str, str]:
-    """Of the packages that compute, those that are there."""
+    """Releases of the installed packages that compute."""
     found = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):

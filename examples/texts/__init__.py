@@ -62,7 +62,7 @@ _SCRIPTS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a user says, turn by turn, about a document that stands at the head of every prompt."""
+    """Turns of a user about a document that stands at the head of every prompt."""
 
     name: str
     document: str

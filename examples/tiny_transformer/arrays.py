@@ -20,7 +20,7 @@ FP8_VALUES = decode_e4m3(np.arange(256, dtype=np.uint8))
 
 
 class Pool(Protocol):
-    """What is needed of an attached pool."""
+    """The required part of an attached pool."""
 
     def group_planes(self, group: str) -> Any:
         """NumPy arrays of a group's planes by (layer, name)."""
@@ -44,7 +44,7 @@ class Arrays:
 
     @property
     def label(self) -> str:
-        """What the bits depend on besides the weights; part of a model's digest."""
+        """Name of the arithmetic that the bits depend on besides the weights; part of a model's digest."""
         return "numpy"
 
     def put(self, array: npt.NDArray[Any]) -> Array:
@@ -73,7 +73,7 @@ class Arrays:
         return encode_e4m3(values)
 
     def from_fp8(self, codes: Array) -> Array:
-        """What codes stand for, in float32."""
+        """Values of codes, in float32."""
         return FP8_VALUES[codes]
 
     def to_bf16(self, values: Array) -> Array:
@@ -135,7 +135,7 @@ class TorchArrays(Arrays):
         return values.clamp(-largest, largest).to(self.xp.float8_e4m3fn).view(self.xp.uint8)
 
     def from_fp8(self, codes: Array) -> Array:
-        """What codes stand for, in float32."""
+        """Values of codes, in float32."""
         return codes.contiguous().view(self.xp.float8_e4m3fn).to(self.xp.float32)
 
     def to_bf16(self, values: Array) -> Array:

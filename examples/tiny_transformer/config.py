@@ -1,4 +1,4 @@
-"""What a tiny transformer looks like, as data: sizes, layers, planes and groups. Holds no weights."""
+"""Shape of a tiny transformer as data: sizes, layers, planes and groups. Holds no weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN_PLANE = "hidden"
 
 
 class Row(NamedTuple):
-    """What a token leaves for one head in one plane."""
+    """Bytes of a token for one head in one plane."""
 
     width: int
     dtype: str = "float32"
@@ -51,12 +51,12 @@ class Attention(Protocol):
 
     @property
     def kv_heads(self) -> int:
-        """How many heads have rows of their own in the pages."""
+        """Number of heads with rows of their own in the pages."""
         ...
 
     @property
     def rope_dim(self) -> int:
-        """How many columns of a query or key are rotated."""
+        """Number of columns of a query or key that are rotated."""
         ...
 
     def rows(self) -> dict[str, Row]:
@@ -161,7 +161,7 @@ class TinyConfig:
 
     @property
     def layer_count(self) -> int:
-        """How many layers have planes, the draft's included."""
+        """Number of layers with planes, the draft's included."""
         return len(self.all_layers)
 
     @property
@@ -170,7 +170,7 @@ class TinyConfig:
         return self.layers if self.draft is None else (*self.layers, self.draft.layer)
 
     def shard(self, ranks: int) -> TinyConfig:
-        """What one of several ranks holds, the same on each. Raises ValueError where that is not so."""
+        """Configuration of one of several equal ranks. Raises ValueError where they cannot be equal."""
 
         def cut(layer: Layer) -> Layer:
             attention = layer.attention.shard(ranks)

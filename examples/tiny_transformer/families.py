@@ -156,7 +156,7 @@ class Mla:
         return replace(self, heads=part_of(self.heads, ranks))
 
     def sharded_weights(self) -> tuple[str, ...]:
-        """What is there for each query head."""
+        """Names of the weights that exist for each query head."""
         return ("query", "key_up", "value_up")
 
 

@@ -19,7 +19,7 @@ TablesFor = Callable[[int, int], Tables]
 
 @dataclass(slots=True)
 class Drafts:
-    """How often a draft was put forward, and how often the model agreed."""
+    """Number of drafts that were proposed, and that the model accepted."""
 
     proposed: int = 0
     accepted: int = 0
@@ -35,7 +35,7 @@ def generate(
     wait_layer: WaitLayer,
     drafts: Drafts | None = None,
 ) -> Iterator[int]:
-    """Yield new_tokens byte tokens, each as soon as it is known; the first one ends the prefill.
+    """Yield new_tokens byte tokens, each as soon as computed; the first one ends the prefill.
 
     prompt: [n], of which the first cached_tokens < n are in the pages already. wait_layer is called in the
     prefill only. After k tokens the pages hold n + k - 1 positions: a token's own rows are computed when the
@@ -70,7 +70,7 @@ def with_draft(work: Work, logits: F32) -> Work:
 
 
 def pick_tokens(work: Work, logits: F32, drafts: Drafts) -> list[int]:
-    """What follows the verified part of a work: one token, or two where its draft is what the model says itself."""
+    """Next tokens of a work: one, or two where the model agrees with its draft."""
     picked = [pick_byte(logits[0])]
     if work.wanted == 2:
         drafts.proposed += 1

@@ -1,7 +1,7 @@
 """A decoder-only transformer whose keys and values live in cache pages only.
 
 Bit-identical by construction: a position's rows and logits are the same bytes however the prompt was split
-into calls, whatever was cached and whoever else is in the call. Each position is computed in its block's chunk,
+into calls, whatever was cached and whichever sequences share the call. Each position is computed in its block's chunk,
 always block_tokens rows in one shape and on its own row; the keys that the chunk gathers follow from the block's
 index alone (paging.py); no operation mixes rows, heads are computed one by one; and a hidden key weighs exactly 0.
 Decoding is the same path with one computed row. Where chunks run side by side, in lanes, a row may be in any of them:
@@ -50,12 +50,12 @@ Exchange = Callable[[Array], Array]  # one rank's heads [heads, T, width] to tho
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What a call computes of one sequence: tokens [n] at start_position and on, and what is wanted of them."""
+    """Work of one call for a sequence: tokens [n] at start_position and on, and the wanted results."""
 
     tokens: Tokens
     start_position: int
     tables: Tables
-    wanted: int = 1  # logits of so many of the last tokens
+    wanted: int = 1  # number of last tokens whose logits are wanted
 
     @property
     def end_position(self) -> int:
@@ -201,7 +201,7 @@ class TinyTransformer:
             stack.hidden = attended + swiglu(xp, normed, weights["gate"], weights["up"], weights["down"])
 
     def _attend(self, index: int, layer: Layer, stack: _Stack, planes: Planes) -> Array:
-        """What all heads of a layer make of the pages: [heads, lanes * T, width]."""
+        """Attention output of all heads of a layer: [heads, lanes * T, width]."""
         arrays, attention = self.arrays, layer.attention
         parts: dict[int, Array] = {}
         for group in dict.fromkeys(layer.head_groups):

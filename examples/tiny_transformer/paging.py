@@ -5,7 +5,7 @@ not depend on which of its neighbours were computed in the same call. So the blo
 from its block's index alone; those that no computed row can see are zeros, and their pages are not touched.
 
 Chunks that gather equally much stand side by side, in lanes. There are always as many lanes, empty ones among them:
-what a row is worth must not depend on who else is in the call either.
+what a row is worth must not depend on the other sequences of the call either.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Reach:
-    """What one chunk writes and reads in one group. keys = gathered blocks * block_tokens."""
+    """Pages that one chunk writes and reads in one group. keys = gathered blocks * block_tokens."""
 
     write_page: int
     own_slot: int  # which of the gathered blocks is the chunk's
@@ -59,7 +59,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class StackedReach:
-    """What the chunks in all lanes write and read in one group, as arrays of a module."""
+    """Pages that the chunks in all lanes write and read in one group, as arrays of a module."""
 
     write_pages: Array  # [computed rows]
     live_slots: Array  # of lanes * gathered blocks
@@ -71,7 +71,7 @@ class StackedReach:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which of the rows [lanes * T] of a stack are computed, as arrays of a module."""
+    """Mask of the computed rows [lanes * T] of a stack, as arrays of a module."""
 
     stack_rows: Array  # [computed rows]
     page_rows: Array  # [computed rows], which row of its page each is
@@ -169,7 +169,7 @@ def gather_rows(arrays: Arrays, pages: Array, reach: StackedReach) -> Array:
 
 
 class _Sight(NamedTuple):
-    """What the rows of one block may see: the same for all its chunks."""
+    """Blocks that the rows of one block may see: the same for all its chunks."""
 
     blocks: Index
     keys: Index  # the positions in those blocks
@@ -190,7 +190,7 @@ def _find_sight(group: Group, block: int, block_tokens: int, step_blocks: int) -
 def _gathered_blocks(group: Group, block: int, block_tokens: int, step_blocks: int) -> Index:
     """The blocks that any row of `block` can see, ascending: the sinks' and the window's, or all.
 
-    Behind them stand later ones, which nobody sees, so that there are as many for more blocks: with a step of more
+    Behind them stand later ones, hidden from every row, so that there are as many for more blocks: with a step of more
     than 1 a multiple of it, or the most that a window ever has.
     """
     if group.window_tokens is None:

@@ -80,7 +80,7 @@ def _visible(group: Group, count: int) -> Bool:
 
 
 def _best(family: Dsa, x: F64, weights: LayerWeights, visible: Bool) -> Bool:
-    """What is left of the visible keys: each query's top_k by the indexer's score."""
+    """Reduce the visible keys to each query's top_k by the indexer's score."""
     keys = _round_rows(x @ weights["index_key"], least_largest=1e-4)
     best = np.zeros_like(visible)
     for query in range(len(x)):
@@ -142,7 +142,7 @@ def nearest_fp8(values: F64) -> F64:
 
 
 def _round_rows(rows: F64, least_largest: float = 0.0) -> F64:
-    """What is left of rows [..., n] that go to fp8, each with a scale of its own."""
+    """Round rows [..., n] as fp8 would, each with a scale of its own."""
     scale = np.maximum(np.abs(rows).max(axis=-1, keepdims=True), least_largest) / 448
     rounded: F64 = nearest_fp8(rows / scale) * scale
     return rounded

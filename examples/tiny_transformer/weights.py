@@ -29,7 +29,7 @@ class Weights:
         return Weights(arrays.put(self.embedding), layers, arrays.put(self.final_gain), arrays.put(self.unembedding))
 
     def shard(self, config: TinyConfig, rank: int, ranks: int) -> Weights:
-        """What one rank needs: its part of each layer's heads, and all of the rest."""
+        """Weights of one rank: its part of each layer's heads, and all of the rest."""
 
         def cut(layer: Layer, weights: dict[str, Array]) -> dict[str, Array]:
             parts = {name: np.split(weights[name], ranks)[rank] for name in layer.attention.sharded_weights()}

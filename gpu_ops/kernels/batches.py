@@ -1,4 +1,4 @@
-"""What the tokens of a batch need besides themselves: where rows begin, positions, slots, key ranges, window rows.
+"""Index arrays for a batch's tokens: where rows begin, positions, slots, key ranges, window rows.
 
 Row ``b`` of a batch has ``added[b]`` new tokens behind ``cached[b]`` cached ones; ``starts`` are their sums, rows + 1
 of them, and all of this is int32 unless said otherwise. A window of 0 tokens has no bound; otherwise it counts the
@@ -28,7 +28,7 @@ MAX_ROW = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a layer sees of a sequence. ``window_tokens`` 0: everything."""
+    """Keys of a sequence that a layer sees. ``window_tokens`` 0: everything."""
 
     window_tokens: int = 0
     sink_tokens: int = 0

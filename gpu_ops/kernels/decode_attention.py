@@ -80,7 +80,7 @@ def head_rules(table_of_head: Sequence[int], reach_of_head: Sequence[Reach], dev
 
 
 def plan_splits(batch: int, kv_heads: int, group: int, max_tokens: int, sms: int) -> int:
-    """How many splits fill ``sms`` multiprocessors, for sequences of up to ``max_tokens``."""
+    """Number of splits that fill ``sms`` multiprocessors, for sequences of up to ``max_tokens``."""
     blocks = batch * kv_heads * blocks_for(group, QUERIES)
     useful = max(1, max_tokens // LEAST_SPLIT_TOKENS)
     return min(MAX_SPLITS, useful, blocks_for(sms * BLOCKS_PER_SM, max(1, blocks)))

@@ -22,7 +22,7 @@ GATHERED_EACH = 64
 
 
 class Rounding(IntEnum):
-    """How a scale is rounded, as the kernel knows it."""
+    """Rounding of a scale, as the kernel numbers it."""
 
     NEAREST = 0
     UP_TO_POWER_OF_TWO = 1
@@ -39,7 +39,7 @@ class IndexPlanes:
     block_tokens: int
 
     def arguments(self) -> tuple[Operand | int, ...]:
-        """As kernels take them."""
+        """Kernel arguments."""
         return (
             *(self.codes, self.codes.strides[0], self.scales.address + self.scales_offset, self.scales.strides[0]),
             *(self.pages, self.block_tokens),

@@ -29,7 +29,7 @@ class NewLatents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathering:
-    """Whose keys: ``starts_q`` and ``starts_k`` as ``cumulate_lengths`` wrote them.
+    """Ranges of the keys: ``starts_q`` and ``starts_k`` as ``cumulate_lengths`` wrote them.
 
     ``cached`` is needed with a window or sinks alone, and ``reach`` is what ``starts_k`` was made with.
     """

@@ -14,7 +14,7 @@ from gpu_ops.kernels.operands import Operand
 
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 MAX_GRID = 65535
-"""Of a grid's y and z."""
+"""Limit of a grid's y and z."""
 
 
 def launch(
@@ -38,7 +38,7 @@ def launch(
 
 
 def external_stream(handle: int) -> Any:
-    """CuPy's object for a stream that somebody else made."""
+    """CuPy's object for a stream that another library made."""
     import cupy
 
     if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14; the older way ends with it

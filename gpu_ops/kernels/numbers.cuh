@@ -18,8 +18,8 @@ constexpr u32 NAN_E4M3 = 0x7F, MAX_CODE_E4M3 = 0x7E, SIGN_E4M3 = 0x80;
 
 static __device__ __forceinline__ uint4 zeros() { return make_uint4(0, 0, 0, 0); }
 
-// Products and quotients that keep denormals, which bf16 has as fp32 has: CuPy compiles with -ftz=true, and what stands in
-// PTX is left as it is.
+// Products and quotients that keep denormals, which bf16 has as fp32 has. CuPy compiles with -ftz=true, but the compiler
+// does not change PTX.
 static __device__ __forceinline__ float times(float a, float b) {
     float product;
     asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));

@@ -1,4 +1,4 @@
-"""What a kernel is given: arrays of any framework as address, shape and strides, checked by name before a launch.
+"""Kernel operands: arrays of any framework as address, shape and strides, checked by name before a launch.
 
 Takes CuPy arrays and whatever else has ``__cuda_array_interface__``; where that cannot name a type, DLPack by CuPy.
 NumPy knows no bf16, so sixteen-bit floats may come as integers or as raw bytes of that width too.
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 VECTOR_BYTES = 16
-"""What kernels read and write at a time: rows begin at multiples of it."""
+"""Unit of the kernels' reads and writes, bytes: rows begin at multiples of it."""
 
 
 class Kind(Enum):
-    """What the elements of an operand are: bytes of one, and the kinds of NumPy's types that may hold them."""
+    """Element type of an operand: the bytes of an element, and the kinds of NumPy's types that may hold it."""
 
     BYTE = ("a byte", 1, "uiVf")
     HALF = ("a sixteen-bit float", 2, "uiVf")

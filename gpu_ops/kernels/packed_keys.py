@@ -1,4 +1,4 @@
-"""Writes and reads packed keys, rows of ``latent`` fp8 codes, a float32 scale for each 128, and rope as it is.
+"""Writes and reads packed keys, rows of ``latent`` fp8 codes, a float32 scale for each 128, and unpacked rope.
 
 With 512 latent and 64 rope values a row has 656 bytes. ``gpu_ops.kernels.reference_keys`` says what the bytes are.
 """
@@ -14,7 +14,7 @@ SOURCE = "packed_keys"
 WARP, WARPS = 32, 8
 TILE_VALUES = 128
 STEP_VALUES = 512
-"""What a warp takes at a time; it also keeps rows at multiples of 16 bytes."""
+"""Values that a warp takes at a time; it also keeps rows at multiples of 16 bytes."""
 SCALE_BYTES = 4
 
 

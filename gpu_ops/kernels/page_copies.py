@@ -17,7 +17,7 @@ from gpu_ops.kernels.operands import Kind, Operand, bytes_operand, operand, requ
 SOURCE = "copy_pages"
 THREADS = 256
 CHUNK_BYTES = 16 << 10
-"""What one block of threads takes of a page: four vectors a thread."""
+"""Bytes of a page that one block of threads takes: four vectors a thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class PagePlanes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagePairs:
-    """Which page is copied to which, on a device. ``last``: the highest page of all."""
+    """Pairs of source and target pages, on a device. ``last``: the highest page of all."""
 
     pairs: Operand
     count: int

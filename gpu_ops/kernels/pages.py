@@ -18,14 +18,14 @@ from gpu_ops.kernels.launch import external_stream, module
 
 THREADS = 256
 CHUNK_BYTES = 16 << 10
-"""What one block of threads takes of a page: eight words a thread."""
+"""Bytes of a page that one block of threads takes: eight words a thread."""
 MAX_CHUNKS = 65535
 """Limit of a grid's y; a longer page is walked in strides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stamps:
-    """Which pages, and the seed of each, on a device. ``first`` and ``last``: the lowest and the highest page."""
+    """Pages and the seed of each, on a device. ``first`` and ``last``: the lowest and the highest page."""
 
     pages: Any
     seeds: Any

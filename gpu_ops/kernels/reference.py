@@ -1,4 +1,4 @@
-"""What the kernels do, in NumPy: the oracle that their results are compared with, bit by bit."""
+"""The kernels in NumPy: the oracle that their results are compared with, bit by bit."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def decode_attention(
     lengths: Lengths,
     scale: float,
 ) -> tuple[Exact, Exact]:
-    """What each query head gets, and by how much bf16 may miss it. Zeros where nothing is visible."""
+    """Output of each query head, and its bound on the error of bf16. Zeros where nothing is visible."""
     pages, kv_heads, block_tokens, _ = keys.shape
     group = queries.shape[1] // kv_heads
     each = max(table_of_head) + 1

@@ -1,4 +1,4 @@
-"""What the kernels say of a batch's tokens, in NumPy and plain loops: starts, positions, slots, key ranges, windows.
+"""Oracle of a batch's index arrays, in NumPy and plain loops: starts, positions, slots, key ranges, windows.
 
 Row ``b`` has ``added[b]`` new tokens behind ``cached[b]`` cached ones. A window of 0 tokens has no bound; otherwise it
 counts the query itself. Written as the rules read, not as the kernels compute.
@@ -82,7 +82,7 @@ def token_slots(
 
 
 def key_ranges(starts_q: Lengths, starts_k: Lengths, tokens: int) -> tuple[Lengths, Lengths]:
-    """Which gathered keys each new token may see, [begin, end): the last new token sees all of its row."""
+    """Gathered keys that each new token may see, [begin, end): the last new token sees all of its row."""
     begins, ends = np.full((2, tokens), -1, np.int32)
     for row in range(len(starts_q) - 1):
         for token in range(int(starts_q[row]), int(starts_q[row + 1])):

@@ -30,7 +30,7 @@ Slots = npt.NDArray[np.int64]
 
 
 def pack_rows(latent: HalfBits, rope: HalfBits, half: Half) -> Codes:
-    """Rows ``[tokens, row bytes]``: codes, then scales max(largest / 448, smallest normal), then rope as it is."""
+    """Pack rows ``[tokens, row bytes]``: codes, then scales max(largest / 448, smallest normal), then unpacked rope."""
     tiles = widen(latent, half).reshape(len(latent), -1, TILE_VALUES)
     scales = np.maximum(largest_finite(tiles) / MAX_E4M3, SMALLEST_NORMAL)
     codes = encode_e4m3(divided(tiles, scales[..., None])).reshape(latent.shape)

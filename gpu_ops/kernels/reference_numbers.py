@@ -41,7 +41,7 @@ def narrow(values: Floats, half: Half) -> HalfBits:
 
 
 def _sizes() -> npt.NDArray[np.float64]:
-    """What the codes 0 to 0x7E mean."""
+    """Values of the codes 0 to 0x7E."""
     code = np.arange(CODES_BELOW_NAN)
     exponent, fraction = code >> 3, code & 7
     return np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
@@ -62,7 +62,7 @@ def encode_e4m3(values: Floats) -> Codes:
 
 
 def decode_e4m3(codes: Codes) -> Floats:
-    """What codes mean; NaN for 0x7F and 0xFF."""
+    """Values of codes; NaN for 0x7F and 0xFF."""
     size = codes & ~np.uint8(SIGN)
     meant = np.where(size == NAN_CODE, np.nan, SIZES[np.minimum(size, CODES_BELOW_NAN - 1)])
     return np.where(codes & SIGN, -meant, meant).astype(np.float32)

@@ -48,7 +48,7 @@ def test_a_broken_life_connection_loses_the_lease_and_its_close_is_told(node: No
         sequence.publish(4)
     if closes == "before it is back":
         old.close(quiesced=True)
-        assert node.pages("private") == 4, "nobody could be told"
+        assert node.pages("private") == 4, "no close could reach the daemon"
     with Reattacher(engine.client, back.put):
         leases = back.get(timeout=WAIT_SECONDS)
     if closes == "afterwards":
@@ -72,11 +72,11 @@ async def test_the_awaited_client_tells_it_too(node: Node) -> None:
             await (await lease.match(b"")).allocate(2)
         assert cut(node.socket + ".life") == 1
         while client.connected:
-            with contextlib.suppress(DaemonUnavailable):  # one call may come through before it is heard of
+            with contextlib.suppress(DaemonUnavailable):  # one call may come through before the loss is noticed
                 await early.match(b"")
         await early.close()
         (fresh,) = await client.reconnect()
-        assert sorted(node.lease_states().values()) == ["live", "live"], "the one that was closed is told"
+        assert sorted(node.lease_states().values()) == ["live", "live"], "the closed one is known"
         assert late.is_lost
         await late.close()
         await asyncio.to_thread(wait_until, lambda: not any(node.held().values()), "the old pages came back")

@@ -1,4 +1,4 @@
-"""Memory that is not there: pools full of what nobody may take, a host tier that never came, copies that fail."""
+"""Memory pressure: pools full of pinned pages, a host tier that never came, copies that fail."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.e2e.remote import RemoteEngine
 from tests.e2e.rig import Node, running_node, wait_until
 
 HOST_BYTES = 64 << 20
-"""What ``running_node`` asks for."""
+"""Host pool that ``running_node`` asks for."""
 GROWTH_BYTES = 64 * MIB
 """Allowed for gRPC's windows and for remembered answers, some 7 MiB a stream; a leak of these floods is gigabytes."""
 STEP = b"/kvcache.v1.CacheService/Step"
@@ -40,7 +40,7 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(autouse=True)
 def _descriptors() -> Iterator[None]:
-    """As many as the machine lets this process have."""
+    """Allow as many descriptors as the machine lets this process have."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     yield
@@ -85,7 +85,7 @@ def test_a_stream_whose_answers_nobody_reads(node: Node) -> None:
             channel = open_streams.enter_context(own_channel(node))
             calls.append(cache_pb2_grpc.CacheServiceStub(channel).Step(steps(rude.lease.id)))
         for call in calls:
-            assert next(iter(call)).results, "it was heard, and now nobody reads any more"
+            assert next(iter(call)).results, "it was answered, and now the client stops reading"
 
         def is_stuck() -> bool:
             before = last

@@ -39,7 +39,7 @@ class HostGpu:
         self.told: Counter[str] = Counter()
 
     def call(self, name: str) -> None:
-        """What each call begins with."""
+        """Start a call: count it, and fail where that is planned."""
         self.told[name] += 1
         if name in self.hangs:
             self.hung.release()
@@ -98,7 +98,7 @@ class HostGpu:
         return HostQueue(self)
 
     def pins(self) -> int:
-        """How many stretches of host memory are pinned."""
+        """Number of pinned ranges of host memory."""
         return sum(count for name, count in self.held.items() if name.startswith("pin"))
 
     def is_whole(self) -> bool:
@@ -126,7 +126,7 @@ class HostMemory:
 
 
 class HostQueue:
-    """What is queued is done at once."""
+    """Copy queue that carries out each entry at once."""
 
     def __init__(self, gpu: HostGpu) -> None:
         self._gpu = gpu
@@ -162,10 +162,6 @@ class HostMark:
 
     def __init__(self, gpu: HostGpu) -> None:
         self._gpu = gpu
-
-    @property
-    def is_reached(self) -> bool:
-        return "wait" not in self._gpu.hangs
 
     def wait(self) -> None:
         self._gpu.call("wait")

@@ -293,7 +293,7 @@ class Counted:
 
         def told(index: int, outcome: Outcome) -> None:
             each(index, outcome)
-            if index not in ended:  # what has failed on its way is told twice
+            if index not in ended:  # a failed transfer is reported twice
                 ended.add(index)
                 self._end()
 

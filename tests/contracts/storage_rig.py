@@ -39,7 +39,7 @@ class Turning(Protocol):
         """Something else changes what is kept of an object."""
 
     def content(self, name: ObjectName) -> bytes:
-        """What is kept of an object, header and all."""
+        """Stored bytes of an object, header and all."""
 
     def swap(self, one: ObjectName, other: ObjectName) -> None:
         """Something else exchanges two objects' contents."""
@@ -122,13 +122,13 @@ WHOLE_PART = Part(WHOLE, 0, 1)
 
 
 def content_of(name: ObjectName, size_bytes: int = PAGE_BYTES) -> bytes:
-    """What an object holds: some function of its name."""
+    """Content of an object: some function of its name."""
     return (name.text.encode() * (size_bytes // 64 + 1))[:size_bytes]
 
 
 @dataclass
 class Asked:
-    """What has become of a call. ``back``: those that came back after their wait had ended."""
+    """Outcome of a call. ``back``: items that came back after their wait had ended."""
 
     names: list[ObjectName]
     pages: list[tuple[memoryview, ...]]
@@ -143,7 +143,7 @@ class Asked:
             self.ended.set()
 
     def told(self) -> list[Outcome]:
-        """What became of every item; waits for it."""
+        """Outcome of every item; waits for it."""
         if self.names:
             self.ended.wait()
         return [self.outcomes[at] for at in range(len(self.names))]

@@ -1,4 +1,4 @@
-"""What every memory backend must do. Bytes, order, release of waiters, and nothing left behind."""
+"""Contract of every memory backend: bytes, order, release of waiters, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs whose first slice is started by whoever submits them: the stream's own thread goes on from there."""
+"""Jobs whose first slice the submitting thread starts: the stream's own thread goes on from there."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_fault_of_our_own_on_the_submitter_s_thread_fails_every_job() -> None:
 
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_beginning_is_told_before_the_end_and_not_by_who_starts_the_next_job(bench: Bench, is_broken: bool) -> None:
-    """Who tells of it may wake other processes."""
+    """The thread that reports it may wake other processes."""
     bench.threads.start()
     runner, ticket = bench.runners[LOAD], 0
     told_by: list[threading.Thread] = []

@@ -1,4 +1,4 @@
-"""What a copy stream does with its runner: interleaved jobs, some of which break, one end for each."""
+"""A copy stream with its runner: interleaved jobs, some of which break, one end for each."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_the_budget_comes_back_where_the_gpu_gives_no_memory() -> None:
 
 
 def test_where_slabs_are_vmm_memory_nothing_asks_for_legacy_handles() -> None:
-    """Which some GPUs do not give: those that are why somebody chose VMM."""
+    """Some GPUs give no legacy handles; operators choose VMM for them."""
 
     class NoHandles(HostGpu):
         def allocate(self, size_bytes: int, *, vmm: bool) -> HostMemory:

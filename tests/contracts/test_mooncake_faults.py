@@ -50,7 +50,7 @@ def bench(cluster: Cluster) -> Iterator[Bench]:
 
 
 def test_a_frozen_server_ends_the_wait_and_not_the_call(cluster: Cluster, bench: Bench) -> None:
-    """The read comes back when the server goes on; until then nobody may use its memory."""
+    """The read comes back when the server goes on; until then its memory must not be used."""
     name = name_of("a")
     bench.keep([name])
     cluster.server.freeze()
@@ -165,7 +165,7 @@ def begin_and_stop(cluster: Cluster, names: list[ObjectName], size_bytes: int) -
     assert writer.stdout is not None
     while "begins" not in (line := writer.stdout.readline()):
         assert line, "the writer died too soon"
-    while cluster.raw.get_size(names[0].text) != -703:  # the master knows that somebody writes it
+    while cluster.raw.get_size(names[0].text) != -703:  # the master knows that a write is under way
         assert writer.poll() is None
     return writer
 

@@ -1,4 +1,4 @@
-"""A region that is read while its slab is closed: the bytes stay until they are read, and then nobody reads them."""
+"""A region that is read while its slab is closed: the bytes stay until they are read, and later reads fail."""
 
 from __future__ import annotations
 

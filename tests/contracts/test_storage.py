@@ -1,4 +1,4 @@
-"""What every storage engine must do: objects come back whole or not at all, and each item ends once."""
+"""Contract of every storage engine: objects come back whole or not at all, and each item ends once."""
 
 from __future__ import annotations
 

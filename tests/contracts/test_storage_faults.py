@@ -1,4 +1,4 @@
-"""What comes out of an ``ObjectStore`` is right or is not there, whatever the engine behind it does or says."""
+"""Results of an ``ObjectStore`` are right or absent, whatever the engine behind it does or says."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def sim(**odds: float) -> tuple[Bench, SimStorage]:
 
 
 def test_an_ok_that_was_never_true() -> None:
-    """The writer died in the middle, and whoever puts again is told OK: a get alone tells."""
+    """The writer died in the middle, and a later put gets OK: a get alone shows it."""
     bench, engine = sim(lose=1.0)
     assert bench.keep([name_of("a")]) == [OK]
     assert bench.fetch([name_of("a")]) == [MISS]
@@ -145,8 +145,8 @@ def test_a_deadline_ends_the_wait_and_not_the_call() -> None:
     bench.now += 2
     assert bench.store.expire() == 1
     assert asked.told() == [LATE]
-    assert asked.back == [], "its memory is nobody's yet"
-    assert bench.store.expire() == 1, "and it is told once"
+    assert asked.back == [], "its memory is not free yet"
+    assert bench.store.expire() == 1, "and it is reported once"
     engine.frozen = False
     engine.land_late()
     assert asked.content(0) == content_of(name), "the bytes did land"

@@ -41,7 +41,7 @@ def opened(folder: Path, **options: float) -> Iterator[Bench]:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of every file below, whoever's."""
+    """Bytes of every file below, of any owner."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -117,7 +117,7 @@ def test_a_small_filesystem_that_is_full_harms_nothing(tmp_path: Path) -> None:
 
 def test_the_floor_of_the_filesystem_is_kept(tmp_path: Path) -> None:
     with opened(tmp_path / "cache", floor=1 << 60) as bench:
-        assert bench.keep([name_of("a")]) == [BUSY], "nobody has an exbibyte left"
+        assert bench.keep([name_of("a")]) == [BUSY], "no disk has an exbibyte left"
         assert bench.fetch([name_of("a")]) == [MISS]
 
 

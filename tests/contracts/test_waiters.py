@@ -1,4 +1,4 @@
-"""Whoever waits for a timeline word, as another process maps it, is woken and finds the bytes of its step."""
+"""A waiter for a timeline word, as another process maps it, is woken and finds the bytes of its step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cachesvc.model.futex import Words, wait_reached, words_of
 from tests.contracts.test_backend import CUDA, Bench, flat, host, make, step
 
 SHARED_KINDS = ("shm", CUDA)
-"""Whose timelines other processes map."""
+"""Kinds whose timelines other processes map."""
 
 
 def words_as_mapped(bench: Bench) -> Words:
@@ -25,7 +25,7 @@ def words_as_mapped(bench: Bench) -> Words:
 
 @pytest.mark.parametrize("kind", ["shm", "host gpu", CUDA])
 def test_whoever_waits_for_a_word_is_woken(kind: str) -> None:
-    """Though a GPU wakes nobody: the thread that sees its slice land does."""
+    """A GPU wakes no waiter: the thread that sees its slice land does."""
     bench = make(kind)
     region, _ = host(bench, 4096)
     slab = bench.backend.create_slab(bench.device, 4096)
@@ -41,7 +41,7 @@ def test_whoever_waits_for_a_word_is_woken(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SHARED_KINDS)
 def test_whoever_waits_for_a_word_finds_the_bytes_of_its_step(kind: str) -> None:
-    """A GPU wakes nobody."""
+    """A GPU wakes no waiter."""
     bench = make(kind)
     poll_s = None if kind == "shm" else (1e-5, 1e-3)
     region, memory = host(bench, 1 << 18)

@@ -1,1 +1,1 @@
-"""What is deployed: manifests and image, checked without a cluster."""
+"""Tests of the deployment: manifests and image, checked without a cluster."""

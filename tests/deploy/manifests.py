@@ -32,7 +32,7 @@ class Pod(NamedTuple):
 
     @property
     def labels(self) -> dict[str, str]:
-        """What selectors see."""
+        """Labels that selectors see."""
         labels: dict[str, str] = self.template["metadata"]["labels"]
         return labels
 

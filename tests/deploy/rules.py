@@ -1,6 +1,6 @@
-"""What every set of manifests must hold to. A rule says what is wrong, in words; nothing wrong is an empty list.
+"""Rules of every set of manifests. A rule lists its violations in words.
 
-Schemas pass a selector that selects nothing, a probe of a port that nobody serves, or a pool that exceeds its pod.
+Schemas pass a selector that selects nothing, a probe of a port without a server, or a pool that exceeds its pod.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tools.pod_resources import resources_of
 
 SOCKETS = "/run/cachesvc"
 DISK = "/var/cache/cachesvc"
-"""Of daemons whose cache outlives them."""
+"""Folder of daemons whose cache outlives them."""
 CLOSE_SECONDS = 10
-"""What the daemon may take to close everything once it has drained."""
+"""Time in which a daemon closes everything once it has drained."""
 CAPABILITIES = {"own-the-folder": ["CHOWN"], "cachesvcd": ["SYS_NICE"]}
 """All that any container may have; why stands beside each in the manifests."""
 SECRET_MODE = 0o440
-"""Of a Secret's files, which are root's and of the pod's fsGroup."""
+"""Mode of a Secret's files, which are root's and of the pod's fsGroup."""
 NETWORK_PORTS = {"cachesvc": set(), "cachesvc-tls": {7443}, "cachesvc-metrics": {9464}}
 
 
 def confined(documents: list[Doc]) -> Iterator[str]:
-    """No part of the host but the sockets' folder and the cache's own disk, nobody root without need, nothing
-    writable, nothing gained."""
+    """Require that a pod gets no part of the host but the sockets' folder and the cache's own disk, no root without
+    need, nothing writable, and no privileges."""
     for pod in pods(documents):
         for setting in ("hostIPC", "hostPID", "hostNetwork", "shareProcessNamespace"):
             if pod.spec.get(setting):
@@ -70,7 +70,7 @@ def _confined_container(container: Doc) -> Iterator[str]:
 
 
 def powerless(documents: list[Doc]) -> Iterator[str]:
-    """Nobody may ask the API server for anything."""
+    """Require that no pod may ask the API server for anything."""
     kinds = ("Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding")
     yield from (f"{document['kind']} {document['metadata']['name']}" for document in of_kind(documents, *kinds))
     for holder in [*of_kind(documents, "ServiceAccount"), *(pod.spec for pod in pods(documents))]:
@@ -233,7 +233,7 @@ def shared(documents: list[Doc]) -> Iterator[str]:
 
 
 def proven(documents: list[Doc]) -> Iterator[str]:
-    """Nobody is let in for what he reached: the daemon has tokens, and whoever asks it has a Secret with one."""
+    """Require proof of identity: the daemon has tokens, and each of its clients has a Secret with one."""
     for pod in pods(documents):
         is_daemon = pod.owner["kind"] == "DaemonSet"
         for container in pod.spec["containers"] if is_daemon else pod.containers:
@@ -279,7 +279,7 @@ def _engine(pod: Pod) -> Iterator[str]:
 
 
 def waiting(documents: list[Doc]) -> Iterator[str]:
-    """What runs before an engine waits for the daemon to take work, and gives up in the end."""
+    """Require that the init container of an engine waits for a ready daemon, and gives up in the end."""
     for pod in pods(documents):
         for container in pod.spec.get("initContainers", ()):
             program, *words = container["command"]
@@ -329,7 +329,7 @@ RULES: tuple[Callable[[list[Doc]], Iterator[str]], ...] = (
 
 
 def complaints(documents: list[Doc]) -> list[str]:
-    """What all rules say."""
+    """Violations of all rules."""
     return [f"{rule.__name__}: {said}" for rule in RULES for said in rule(documents)]
 
 

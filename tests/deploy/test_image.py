@@ -76,7 +76,7 @@ def test_what_is_copied_is_there_and_in_the_context() -> None:
 
 
 def is_in_context(source: str) -> bool:
-    """What .dockerignore leaves in: the last pattern that matches the path or a folder above it decides."""
+    """True where .dockerignore leaves a path in: the last pattern that matches it or a folder above it decides."""
     kept = True
     for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
         pattern = line.removeprefix("!")

@@ -18,7 +18,7 @@ HASHED = ("setup", "image", "image-cuda13", "mooncake", "routers", "build", "uv"
 
 
 def pins(name: str) -> dict[str, str]:
-    """What a file pins: versions by name."""
+    """Versions that a file pins, by name."""
     text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
     return {canonical(found[1]): found[2] for found in re.finditer(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)}
 

@@ -166,12 +166,12 @@ BREAKS: dict[str, tuple[str, Change, str]] = {
         "cachesvcd cannot read /etc/cachesvc/tokens/tokens.toml: the Secret has another key",
     ),
     "unreadable": ("gpu", lambda docs: spec(docs)["securityContext"].pop("fsGroup"), "its mode or its group"),
-    "nobody": (
+    "no token": (
         "trial",
         lambda docs: engine(docs)["containers"][0]["env"].pop(1),
         "engine proves nothing",
     ),
-    "nobody waits": (
+    "a wait without a token": (
         "engine",
         lambda docs: engine(docs)["initContainers"][0]["env"].pop(1),
         "await-cache proves nothing",

@@ -1,4 +1,4 @@
-"""What a package index shows of the distribution, and that the lock pins what it needs and nothing else."""
+"""The distribution's page in a package index, and that the lock pins what it needs and nothing else."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.style.tree import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 UNSEEN = {"cuda-pathfinder", "pycparser"}
-"""What only packages lead to that the tests' environment lacks: CuPy, and cffi, which PyPy alone wants. Mooncake, whose
-file is made for it alone, is one as well."""
+"""Packages that the tests' environment lacks, and to which only packages lead: CuPy, and cffi, which PyPy alone wants.
+Mooncake, whose file is made for it alone, is one as well."""
 
 
 def test_an_index_shows_what_it_is_and_by_whom() -> None:
@@ -60,7 +60,7 @@ def reachable() -> set[str]:
 
 
 def needs(requirement: Requirement) -> Iterator[Requirement]:
-    """What an installed distribution requires, with the extras that are asked for; nothing is known of others."""
+    """Requirements of an installed distribution, with the extras that are asked for; none for other distributions."""
     try:
         lines = metadata.requires(requirement.name) or ()
     except metadata.PackageNotFoundError:

@@ -20,7 +20,7 @@ SCRIPT = ROOT / "deploy/k8s/tokens.sh"
 
 
 def made(folder: Path, *namespaces: str) -> dict[tuple[str, str], dict[str, str]]:
-    """What the script prints: the contents of each Secret by namespace and name."""
+    """Output of the script: the contents of each Secret by namespace and name."""
     printed = subprocess.run(
         ["sh", SCRIPT, str(folder / "operator.token"), *namespaces], capture_output=True, text=True, check=True
     )

@@ -117,7 +117,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     @property
     def registration(self) -> Registration:
-        """What the daemon granted."""
+        """Registration that the daemon granted."""
         assert self._registration is not None
         return self._registration
 
@@ -172,7 +172,7 @@ class Engine(AbstractContextManager["Engine"]):
     def bad(
         self, sequence: Tabled, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
     ) -> list[str]:
-        """Which planes of which blocks hold other bytes than they should; holes are passed over."""
+        """Planes of blocks that hold other bytes than they should; holes are passed over."""
         wanted = set(range(self.layout.layers) if layers is None else layers)
         return [
             f"block {position} {name}.{layer}.{group}"

@@ -23,9 +23,9 @@ from tests.e2e.test_access import Authority
 
 PORT = 7100
 BLOCKS, LONG = 8, 64
-"""Of a prompt, and of one that takes a while on its way."""
+"""Blocks of a prompt, and of one whose transfer takes a while."""
 CLONE_NEWNET = 0x40000000
-"""Of setns(2); Python has it from 3.12 on."""
+"""Flag of setns(2); Python has it from 3.12 on."""
 TOKEN = "a-token-that-only-nodes-know-0123456789"
 
 
@@ -77,7 +77,7 @@ class Network:
         return f"10.77.0.{side + 1}"
 
     def flags(self, side: int, wait: str) -> list[str]:
-        """Of a daemon that lends, and borrows of the other side."""
+        """Flags of a daemon that lends to the other side and borrows from it."""
         certificate, key = self._files[side]
         return [
             *("--peer-listen", f"{self.address(side)}:{PORT}", "--peer-data-port", str(PORT + 1)),
@@ -88,14 +88,14 @@ class Network:
         ]
 
     def cut(self) -> None:
-        """No packet passes any more, and nobody is told."""
+        """Drop all packets, without a report to either side."""
         _run("ip", "-n", self.names[0], "link", "set", "v0", "down")
 
     def mend(self) -> None:
         _run("ip", "-n", self.names[0], "link", "set", "v0", "up")
 
     def slow_down(self, rate: str = "1mbit") -> None:
-        """What side 0 sends."""
+        """Limit the rate at which side 0 sends."""
         shape = ("root", "tbf", "rate", rate, "burst", "16kbit", "latency", "200ms")
         _run("tc", "-n", self.names[0], "qdisc", "replace", "dev", "v0", *shape)
 
@@ -149,7 +149,7 @@ def serve(engine: Engine, seed: int, blocks: int = BLOCKS) -> Served:
 
 
 def _enter(namespace: int) -> None:
-    """Of a network, by the file that stands for it."""
+    """Enter a network's namespace, by the file that stands for it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "cannot enter a network namespace")

@@ -13,7 +13,7 @@ from kvcache.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2_grp
 
 
 class Refusal(NamedTuple):
-    """How a call ended. ``status`` is None where the client itself refused, without asking."""
+    """End of a call. ``status`` is None where the client itself refused, without asking."""
 
     error: CacheClientError
     status: grpc.StatusCode | None

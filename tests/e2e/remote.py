@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class RemoteRefused(Exception):
-    """What the remote engine's call raised: ``kind`` is the name of its type."""
+    """Error of a call of the remote engine: ``kind`` is the name of its type."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")

@@ -42,7 +42,7 @@ class Node:
         return sum(getattr(pool, state) for pool in pools if place in ("", pool.place))
 
     def held(self) -> dict[str, int]:
-        """Pages that somebody holds or moves: all zero once nobody does."""
+        """Pages held or in flight, by state: all zero once no engine holds any."""
         return {state: self.pages(state) for state in ("private", "in_flight", "quarantined")}
 
     def has_host_pool(self) -> bool:
@@ -56,11 +56,11 @@ class Node:
         return {lease.lease_id: lease.state for lease in leases}
 
     def problems(self) -> list[str]:
-        """What Verify finds wrong."""
+        """Problems that Verify finds."""
         return list(self.admin.Verify(admin_pb2.VerifyRequest()).problems)
 
     def log(self) -> str:
-        """What the daemon has said so far."""
+        """The daemon's log so far."""
         return self.daemon.log.read_text(encoding="utf-8")
 
 
@@ -100,6 +100,6 @@ def running_node(flags: Sequence[str] = (), folder: Path | None = None) -> Itera
 
 
 def check_books(node: Node) -> None:
-    """Nobody holds a page, and every page is in exactly one place."""
+    """Check that no page is held, and that every page is in exactly one place."""
     wait_until(lambda: not any(node.held().values()), f"all pages came back: {node.held()}")
     assert node.problems() == []

@@ -22,7 +22,7 @@ Page = dict[tuple[str, Labels], float]
 
 
 def ready_line(node: Node) -> dict[str, Any]:
-    """What the daemon said when it was ready."""
+    """The daemon's message that it is ready."""
     lines = [json.loads(line) for line in node.log().splitlines()]
     return next(line for line in lines if line["event"] == "ready")
 
@@ -33,7 +33,7 @@ def address(node: Node) -> str:
 
 
 def page_text(node: Node) -> str:
-    """The page as it is served."""
+    """The page of metrics."""
     with urllib.request.urlopen(f"http://{address(node)}/metrics") as page:
         text: str = page.read().decode()
     return text
@@ -68,7 +68,7 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def series(self, expression: str) -> list[dict[str, Any]]:
-        """What an expression gives now."""
+        """Series of an expression now."""
         result: list[dict[str, Any]] = self.ask("query", query=expression)["result"]
         return result
 

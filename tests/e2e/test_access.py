@@ -1,4 +1,4 @@
-"""Who may call, and what: tokens, scopes, tenants, processes, certificates. Real daemons, real sockets."""
+"""Access: tokens, scopes, tenants, processes, certificates. Real daemons, real sockets."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_new_file_counts_at_once_and_a_revoked_token_ends_open_streams() -> No
             assert client.register("m", PLAIN).existed
         write_tokens(path, "[[token]]\nname = 1\n")
         daemon.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "tokens_not_read" in daemon.log.read_text(encoding="utf-8"), "a bad file is told")
+        wait_until(lambda: "tokens_not_read" in daemon.log.read_text(encoding="utf-8"), "the daemon reports a bad file")
         with CacheClient(daemon.socket, token=FRESH) as client:
             assert client.register("m", PLAIN).existed, "and changes nothing"
         log = daemon.log.read_text(encoding="utf-8")
@@ -180,7 +180,7 @@ def test_a_subscriber_proves_itself_and_reads_its_token_file_again(capsys: pytes
                 sequence.allocate(1)
                 sequence.publish(1)
             parts = [next(batches).part for _ in range(2)]
-            assert parts == [Part.FIRST, Part.LAST], "the old token is told nothing any more, the new one all anew"
+            assert parts == [Part.FIRST, Part.LAST], "the old token gets nothing any more, the new one all anew"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CACHESVC_TOKEN", SECOND)
             patch.setattr("sys.argv", ["cachesvc", "events", "--socket", daemon.socket, "--model", "9"])
@@ -280,7 +280,7 @@ def serial_of(address: str, folder: Path) -> str:
 
 
 def ask_status(admin: Any) -> str:
-    """Who we are to the daemon."""
+    """The caller's name in the daemon."""
     return str(admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=10).caller)
 
 

@@ -1,4 +1,4 @@
-"""What each kind of bad request gets: a typed error, a status, and nothing changed or leaked."""
+"""Bad requests: each kind gets a typed error, a status, and nothing changed or leaked."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ WORKING = [
          StatusCode.INVALID_ARGUMENT, "no group 9"),
     Case("recycle beyond the blocks", lambda s: s.recycle(tokens=HUGE), InvalidRequest, StatusCode.INVALID_ARGUMENT,
          "beyond the 4 blocks"),
-    Case("recycle nothing of nobody", lambda s: s.recycle(sequence=77), NotFound, StatusCode.NOT_FOUND,
+    Case("recycle nothing of an unknown sequence", lambda s: s.recycle(sequence=77), NotFound, StatusCode.NOT_FOUND,
          "unknown sequence"),
 ]  # fmt: skip
 

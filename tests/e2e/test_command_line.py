@@ -1,4 +1,4 @@
-"""How the daemon and its command line start, refuse to start, and end."""
+"""Start, refused start and end of the daemon and its command line."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_a_configuration_is_checked_without_a_start(folder: Path, node: Node) ->
     tokens.touch(0o600)
     for text, words in (
         ("leases = 0\n", "leases must be positive"),
-        ("socket_group = 'nobody-is-in-it'\n", "there is no group 'nobody-is-in-it' here"),
+        ("socket_group = 'no-such-group'\n", "there is no group 'no-such-group' here"),
         ("tokens = '/no/such/file'\n", "cannot read the tokens' file /no/such/file"),
         (f"{tls}tls_client_ca = '/c'\n", "TLS says who calls, not who may: name tokens too"),
         (f"{tls}tokens = '{tokens}'\n", "the certificate cannot be used"),
@@ -329,7 +329,7 @@ def test_a_broken_line_of_a_trace_is_named(folder: Path) -> None:
         (["--eviction", "newest"], "newest"),
         (["--engines", "0"], "is not a number from 1 to"),
         (["--device-blocks", "900000000000"], "leaves"),
-        (["--socket", "/nobody/listens.sock"], "is the daemon running on that --socket?"),
+        (["--socket", "/absent/daemon.sock"], "is the daemon running on that --socket?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

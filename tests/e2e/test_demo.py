@@ -102,16 +102,6 @@ def test_the_conclusion_is_what_was_found(
     assert capsys.readouterr().out.splitlines() == [*problems, last_line]
 
 
-def test_arrays_decode_a_batch(daemon: DaemonProcess) -> None:
-    """Twice: the second time every block is in place, and the publishes are duplicates."""
-    command = [sys.executable, "-m", "examples.columns", daemon.socket]
-    runs = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout for _ in range(2)]
-    first, second = runs
-    assert first == "40 publishes of 8 sequences\n"
-    assert second.count("publish of slot") == 32
-    assert "rror" not in second
-
-
 def test_fifty_lines_are_an_engine(daemon: DaemonProcess) -> None:
     """The integrator's guide shows this file: a second request, and a second process, find the first one's blocks."""
     command = [sys.executable, "-m", "examples.fifty_lines", daemon.socket]

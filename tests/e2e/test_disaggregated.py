@@ -53,7 +53,7 @@ def ask(pair: Pair, prompt: Tokens) -> Asked:
 
 
 def test_two_nodes_over_a_network() -> None:
-    """What one has is a hit on the other; the router knows it by their events; and one of them may go."""
+    """Blocks of one node are a hit on the other; the router knows it by their events; and one of them may go."""
     prompt = make_prompt(100, seed=3)
     with short_folder() as folder, Network(folder) as network, network.node(0) as one, network.node(1) as two:
         with Pair(small(), one.socket, two.socket) as pair:

@@ -1,4 +1,4 @@
-"""Subscribers of a real daemon: a snapshot and every change, nobody else's, and no harm from the slow."""
+"""Subscribers of a real daemon: a snapshot and every change, none of another tenant's, and no harm from the slow."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_two_tenants_with_the_same_prompts_share_no_event(node: Node) -> None:
             catch_up(subscriber, batches, mirror)
         assert len(streams[0][2].spots) == 5
         assert streams[1][2].spots == {}
-        assert streams[1][2].last == 0, "not even the number of another tenant's changes is told"
+        assert streams[1][2].last == 0, "not even the number of another tenant's changes shows"
         second.serve(prompt(1, 5))
         for subscriber, batches, mirror in streams:
             catch_up(subscriber, batches, mirror)

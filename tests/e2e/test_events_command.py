@@ -147,7 +147,7 @@ def publishing(node: Node, *arguments: str) -> Iterator[str]:
 
 
 class Router:
-    """What a cache-aware router keeps of a worker: hashes by medium, from batches without a gap."""
+    """A cache-aware router's state of a worker: hashes by medium, from batches without a gap."""
 
     def __init__(self, socket: Any) -> None:
         self.socket = socket

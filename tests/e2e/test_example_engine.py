@@ -71,7 +71,7 @@ def leased(
 
 
 def make_prompts() -> list[Tokens]:
-    """Of several lengths; the last two begin like the first one."""
+    """Prompts of several lengths; the last two begin like the first one."""
     prompts = [make_prompt(length, seed=length) for length in (70, 33, 48, 90, 17)]
     return [*prompts, np.concatenate((prompts[0][:48], prompts[1])), np.concatenate((prompts[0][:64], prompts[2]))]
 
@@ -115,7 +115,7 @@ def test_a_batch_in_a_small_pool_answers_like_requests_one_by_one(
 
 
 def test_preempted_while_the_host_is_full_too_they_are_computed_again(shared: Node, model: TinyTransformer) -> None:
-    """Nobody can be swapped out for long: what was released comes to the same tokens, and the same drafts' luck."""
+    """No request can be swapped out for long: what was released comes to the same tokens, and the same drafts' luck."""
     with leased(shared, model, f"full host {model.config.name}", pages=17, host_pages=2) as lease:
         served = serve(lease, model)
         assert [outcome(each) for each in served.requests] == [alone(model, prompt) for prompt in make_prompts()]
@@ -147,7 +147,8 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(shared: Node) -> Non
 def test_a_second_turn_hits_the_blocks_of_prompt_and_answer_that_were_computed(
     shared: Node, name: str, beyond: int
 ) -> None:
-    """All of them and no other: nobody asks what follows the last token of an answer, so it has no keys and values."""
+    """All of them and no other: no call computes what follows the last token of an answer, so it has no keys and
+    values."""
     model = build_model(with_blocks(name, BLOCK_TOKENS, max_positions=256))
     total = 3 * BLOCK_TOKENS + beyond
     computed_tokens = (total - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -176,7 +177,7 @@ def test_a_second_turn_hits_the_blocks_of_prompt_and_answer_that_were_computed(
 def test_a_sequence_swapped_at_every_block_and_loaded_anew_goes_on_as_it_was(
     shared: Node, name: str, block_tokens: int
 ) -> None:
-    """What was on the host is hit there, and the rest of the prompt computed behind it; in large blocks by chunks."""
+    """Blocks on the host are hit there, and the rest of the prompt computed behind it; in large blocks by chunks."""
     model = build_model(with_blocks(name, block_tokens, max_positions=512))
     prompt, has_draft = make_prompt(2 * block_tokens - 10, seed=1), model.config.draft is not None
     new_tokens = NEW_TOKENS if has_draft else 14  # enough to enter a block

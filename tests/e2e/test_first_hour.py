@@ -77,9 +77,9 @@ def test_a_slip_gets_one_line(line: list[str], said: str) -> None:
 def test_the_environment_names_the_daemon_and_flags_win(node: Node) -> None:
     found = cachesvc("leases", CACHESVC_SOCKET=node.socket)
     assert (found.returncode, found.stdout) == (0, "none\n")
-    missed = cachesvc("leases", "--socket", "nobody.sock", CACHESVC_SOCKET=node.socket)
+    missed = cachesvc("leases", "--socket", "absent.sock", CACHESVC_SOCKET=node.socket)
     assert missed.returncode == 2
-    assert "no answer from ./nobody.sock" in missed.stderr
+    assert "no answer from ./absent.sock" in missed.stderr
     with running_node(["--listen", "127.0.0.1:0"]) as other:
         address = f"127.0.0.1:{port_of(other.daemon)}"
         over_tcp = cachesvc("status", "--json", CACHESVC_ADDRESS=address, CACHESVC_SOCKET=node.socket)
@@ -109,9 +109,9 @@ def test_wait_is_over_when_the_daemon_is_ready(folder: Path) -> None:
 
 
 def test_wait_says_why_it_was_in_vain(folder: Path) -> None:
-    nobody = cachesvc("wait", "--ready", "--timeout", "0.5", "--socket", str(folder / "nobody.sock"))
+    nobody = cachesvc("wait", "--ready", "--timeout", "0.5", "--socket", str(folder / "absent.sock"))
     assert nobody.returncode == 1
-    assert nobody.stdout.startswith(f"not ready after 0.5 s: no answer from {folder}/nobody.sock (")
+    assert nobody.stdout.startswith(f"not ready after 0.5 s: no answer from {folder}/absent.sock (")
     with running_node(["--drain-seconds", "60"], folder=folder) as node:
         where = ("--socket", node.socket)
         assert cachesvc("wait", *where).stdout == "ready\n"

@@ -1,4 +1,4 @@
-"""Prefill on one node, decode on another: token by token what one engine alone answers, whoever dies."""
+"""Prefill on one node, decode on another: token by token what one engine alone answers, whichever node dies."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_family_goes_on_where_the_other_node_has_stopped(
         partial = [length for length in LENGTHS if length % BLOCK_TOKENS]
         assert decode.tails == len(partial), "every last block came over, whatever its length"
     for node in nodes:
-        wait_until(lambda node=node: not any(node.held().values()), "nobody holds anything")  # type: ignore[misc]
+        wait_until(lambda node=node: not any(node.held().values()), "no page is held")  # type: ignore[misc]
         assert node.problems() == []
     wait_until(lambda: is_all_back(nodes[0]), "nothing is lent")
 
@@ -116,7 +116,7 @@ def test_whoever_prefills_may_die_at_any_point(seed: int) -> None:
                 assert answer.went_alone == ""
             killer.join()
             lender.daemon.process.wait()
-        wait_until(lambda: not any(borrower.held().values()), "nobody holds anything")
+        wait_until(lambda: not any(borrower.held().values()), "no page is held")
         assert borrower.problems() == []
 
 

@@ -1,4 +1,4 @@
-"""What a hostile caller does costs that caller: an engine of another tenant goes on, and the daemon stays small."""
+"""A hostile caller's cost falls on that caller: an engine of another tenant goes on, and the daemon stays small."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MIB = 1 << 20
 FILES = 1024
 QUOTAS = '[quota.tenants.a]\ndevice_bytes = "1MiB"\nmodels = 1\nleases = 4\npages = 4096\nbytes_per_second = "4MiB"\n'
 MAX_GROWTH_BYTES = 96 * MIB
-"""Of the daemon, whatever is sent to it."""
+"""Limit of the daemon's growth, whatever is sent to it."""
 BOMB = b"\x1a\x00" * (MAX_MESSAGE_BYTES // 2 - 64)
 """A Step of four million operations that say nothing."""
 TINY = Layout(1, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (1,), "uint8"),))
@@ -53,7 +53,7 @@ class Stage:
 
     @property
     def resident_bytes(self) -> int:
-        """What the daemon has of memory."""
+        """Resident memory of the daemon."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1])
         return pages * resource.getpagesize()
 

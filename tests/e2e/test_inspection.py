@@ -350,7 +350,7 @@ async def test_top_shows_a_live_daemon_survives_its_restart_and_obeys_keys(folde
                 await pilot.pause(LOOK_SECONDS)
             pytest.fail(f"still not so: {what}; {text(app, '#head')}")
 
-        await until(lambda: "NO ANSWER" in text(app, "#head"), "nobody is there")
+        await until(lambda: "NO ANSWER" in text(app, "#head"), "no daemon is there")
         with running_node(folder=folder) as node, Engine(node.socket, name="shown") as engine:
             for _ in range(3):
                 engine.serve(prompt(1, 6))

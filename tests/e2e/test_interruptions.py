@@ -1,4 +1,4 @@
-"""A daemon that stops in order, is stopped for a while, or is another one than before: what its callers are told."""
+"""A daemon that stops in order, is stopped for a while, or was replaced: the errors that its callers get."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def own_channel(node: Node) -> grpc.Channel:
 
 
 def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    """How a call ended, and the kind that the daemon names."""
+    """End of a call, and the kind that the daemon names."""
     return call.code(), dict(call.trailing_metadata() or ()).get("kv-error-code", "")
 
 

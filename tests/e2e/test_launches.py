@@ -60,7 +60,7 @@ class Request:
 
 
 class Neighbour:
-    """Takes what is free, and sees to it that nobody else writes it."""
+    """Takes what is free, and sees to it that no other engine writes it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -87,7 +87,7 @@ def test_a_pipe_that_nobody_reads(folder: Path, is_read_later: bool) -> None:
 
 
 def drain(reading: int) -> bytes:
-    """What a pipe holds now."""
+    """Content of a pipe now."""
     taken = b""
     try:
         while True:

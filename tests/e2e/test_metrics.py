@@ -1,4 +1,4 @@
-"""A running daemon's metrics: what they say of a known load, that no tenant's data crosses, and who can draw them."""
+"""A running daemon's metrics: their values under a known load, no tenant's data in them, and access to them."""
 
 from __future__ import annotations
 

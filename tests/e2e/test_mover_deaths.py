@@ -1,4 +1,5 @@
-"""A mover is killed: engines of its device are told and come back, the others notice nothing, and no page is wrong."""
+"""A mover is killed: engines of its device get errors and come back, the others notice nothing, and no page is
+wrong."""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ def test_the_engine_is_told_and_finds_on_the_host_what_was_saved() -> None:
 
 
 def test_movers_killed_under_load_bring_no_wrong_page() -> None:
-    """Prompts are loaded, evicted and computed all the while; each death is told, and every byte that is served is
-    looked at."""
+    """Prompts are loaded, evicted and computed all the while; the daemon reports each death, and every served byte is
+    checked."""
     with two_devices("--write-policy", "write_through") as (node, first, second):
         stop, bad, served = threading.Event(), list[str](), [0, 0]
 
@@ -100,7 +101,7 @@ def test_movers_killed_under_load_bring_no_wrong_page() -> None:
 
 
 def come_back_at_last(engine: Engine, stop: threading.Event) -> None:
-    """As ``come_back``, again and again while the device has no mover."""
+    """Call ``come_back`` again and again while the device has no mover."""
     while not stop.is_set():
         try:
             come_back(engine)

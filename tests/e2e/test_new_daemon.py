@@ -40,7 +40,7 @@ class Supervisor:
 
 
 def match_until_lost(lease: Lease) -> CacheClientError:
-    """What ends the matching; a daemon that drains does not."""
+    """Error that ends the matching; a daemon that drains does not."""
     while True:
         try:
             lease.match(b"").release()

@@ -1,4 +1,4 @@
-"""What one node has computed is a hit on another: real daemons, each with host pages of its own."""
+"""Blocks that one node has computed are a hit on another: real daemons, each with host pages of its own."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_one_node_has_computed_is_a_hit_on_the_other() -> None:
         assert (again.device, again.computed) == (BLOCKS, 0)
         assert lender.counters()["lent_blocks"] == PROMPTS * BLOCKS, "it is the borrower's own by now"
         for node in (lender, borrower):
-            wait_until(lambda node=node: idle(node), "nobody holds anything")  # type: ignore[misc]
+            wait_until(lambda node=node: idle(node), "no page is held")  # type: ignore[misc]
             assert node.problems() == []
 
 

@@ -1,6 +1,6 @@
 """Two daemons in network namespaces of their own: the link is cut, slow, and a node dies or freezes.
 
-Whatever comes of it, every byte that is served is right, every prompt is answered, and nobody keeps anything.
+Whatever comes of it, every byte that is served is right, every prompt is answered, and no page stays held.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def network() -> Iterator[Network]:
 
 
 def check(*nodes: Node) -> None:
-    """Nobody holds anything any more, and all adds up."""
+    """Check that no page is held any more, and that all adds up."""
     for node in nodes:
-        wait_until(lambda node=node: not any(node.held().values()), "nobody holds anything")  # type: ignore[misc]
+        wait_until(lambda node=node: not any(node.held().values()), "no page is held")  # type: ignore[misc]
         wait_until(lambda node=node: is_all_back(node), "nothing is lent")  # type: ignore[misc]
         assert node.problems() == []
         assert "Traceback" not in node.log()

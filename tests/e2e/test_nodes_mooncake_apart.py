@@ -1,7 +1,7 @@
 """Two daemons in network namespaces over one Mooncake Store, which lies on the first one's side with its master.
 
-Whatever becomes of the store and of the link, every byte that is served is right, every prompt is answered, and nobody
-keeps anything.
+Whatever becomes of the store and of the link, every byte that is served is right, every prompt is answered, and no page
+stays held.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def kept(node: Node) -> int:
 
 
 def wait_until_it_comes_over(first: Engine, second: Engine) -> None:
-    """What the first node computes is a hit on the second, as soon as the store has it."""
+    """Wait until the first node's blocks are a hit on the second, as soon as the store has them."""
     seeds = itertools.count(1000)
 
     def comes_over() -> bool:
@@ -71,9 +71,9 @@ def wait_until_it_comes_over(first: Engine, second: Engine) -> None:
 
 
 def check(*nodes: Node) -> None:
-    """Nobody holds anything any more, and all adds up."""
+    """Check that no page is held any more, and that all adds up."""
     for node in nodes:
-        wait_until(lambda node=node: not any(node.held().values()), "nobody holds anything")  # type: ignore[misc]
+        wait_until(lambda node=node: not any(node.held().values()), "no page is held")  # type: ignore[misc]
         assert node.problems() == []
         assert "Traceback" not in node.log()
 
@@ -137,7 +137,7 @@ def test_a_cut_link_holds_nobody_up_and_is_used_again_once_mended(network: Netwo
 
 
 def test_a_node_that_is_cut_off_ends_in_time(network: Network, store: Store) -> None:
-    """What hangs in the library is left behind."""
+    """A call that hangs in the library is left behind."""
     with node_on(network, 0, store) as one, engine_on(one) as first:
         keep(one, first, 1)
         with node_on(network, 1, store, HASTY) as two, engine_on(two) as second:

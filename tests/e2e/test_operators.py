@@ -1,4 +1,4 @@
-"""What operators see: the command line, health, reflection, channelz, and what a grpcurl-like client can call."""
+"""Operators' view: the command line, health, reflection, channelz, and calls of a grpcurl-like client."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_evict(run: Run, node: Node, busy: Engine) -> None:
         2,
         "cachesvc evict: one of the arguments --model --all is required; see cachesvc evict --help\n",
     )
-    assert node.pages("sealed", "host") == sealed, "nobody drops a cache by mistake"
+    assert node.pages("sealed", "host") == sealed, "no cache is dropped by mistake"
     code, text = run("evict", "--socket", node.socket, "--model", "model@1", "--tier", "host", "--blocks", "2")
     assert (code, text.strip()) == (0, "evicted 2 blocks")
     assert node.pages("sealed", "host") == sealed - 2
@@ -243,7 +243,7 @@ def test_an_idle_daemon_says_none(run: Run, node: Node) -> None:
     assert "argument --key: 'zz' is not hexadecimal" in said
 
 
-@pytest.mark.parametrize("model", ["7", "nobody@1"])
+@pytest.mark.parametrize("model", ["7", "unknown@1"])
 def test_a_model_that_was_named_and_is_not_there_is_an_error(run: Run, node: Node, model: str) -> None:
     said = (2, f"cachesvc: there is no model {model}; cachesvc models lists those that are\n")
     for line in (["blocks"], ["tree"], ["evict"], ["verify"], ["why", "abcd"], ["dump", "x.jsonl"], ["events"]):
@@ -264,7 +264,7 @@ def test_models_go_by_name_and_number_and_several_are_asked_about(run: Run, node
 
 
 def test_without_a_daemon_the_command_line_says_so(run: Run, folder: Path) -> None:
-    code, text = run("status", "--socket", str(folder / "nobody"))
+    code, text = run("status", "--socket", str(folder / "absent"))
     assert code == 2
     assert "is the daemon running on that --socket?" in text
 

@@ -1,4 +1,4 @@
-"""What a kubelet and engines of other users meet: the port for probes, and sockets that a group may open."""
+"""Probes of a kubelet, and engines of other users: the port for probes, and sockets that a group may open."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print("served", served.computed, "bad", served.bad)
 
 
 def free_port() -> int:
-    """A port that nobody had a moment ago."""
+    """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -67,7 +67,7 @@ def probing(port: int) -> Iterator[grpc.Channel]:
 
 
 def check(channel: grpc.Channel, service: str) -> int:
-    """What a gRPC probe of that service is told."""
+    """Answer of a gRPC probe of that service."""
     request = health_pb2.HealthCheckRequest(service=service)
     return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=10).status)
 
@@ -79,7 +79,7 @@ def silence(until: Event) -> Iterator[bytes]:
 
 
 def code_of(channel: grpc.Channel, method: str) -> grpc.StatusCode:
-    """How a call of a method ends."""
+    """Status code of a call of a method."""
     call = channel.unary_unary(method, request_serializer=Empty.SerializeToString, response_deserializer=bytes)
     with pytest.raises(grpc.RpcError) as refused:
         call(Empty(), timeout=10)
@@ -183,7 +183,8 @@ def test_a_group_that_is_none_is_said(folder: Path) -> None:
 def test_members_of_the_group_with_a_listed_uid_are_engines(
     folder: Path, groups: str, uid: int, is_served: bool
 ) -> None:
-    """Group and uid both count: the file's mode lets members connect, and ``allow_uids`` says who may map memory."""
+    """Group and uid both count: the file's mode lets members connect, and ``allow_uids`` names the users that may map
+    memory."""
     folder.chmod(0o755)
     config = folder / "config.toml"
     config.write_text(f'socket_group = "{GROUP}"\nallow_uids = [0, 64011]\n')

@@ -108,4 +108,4 @@ def test_without_a_file_there_is_nothing_to_read() -> None:
         with pytest.raises(grpc.RpcError, match="--config FILE"):
             reload(node)
         node.daemon.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: len(events(node, "reload_refused")) == 2, "the signal was heard, and ended nobody")
+        wait_until(lambda: len(events(node, "reload_refused")) == 2, "the daemon got the signal, and ended no call")

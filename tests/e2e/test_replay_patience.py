@@ -23,7 +23,7 @@ SERVED = {"index": 3, "device": 0, "host": 0, "computed": 2, "uncached": 0, "ver
 
 
 def settings(folder: Path) -> EngineSettings:
-    """Of an engine whose daemon is to be in that folder."""
+    """Settings of an engine whose daemon is to be in that folder."""
     return EngineSettings(
         str(folder / "cachesvc.sock"), "e", "m@1", block_bytes=64, block_tokens=16, layers=1, device_blocks=8,
         host_blocks=0,

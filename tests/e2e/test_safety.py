@@ -1,4 +1,4 @@
-"""Engines and the daemon die, hang and come back; nobody gets a page that somebody else may still write."""
+"""Engines and the daemon die, hang and come back; no engine gets a page that another may still write."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ except ConnectionResetError:
 
 
 def connect_as(uid: int, path: str) -> str:
-    """What a process of that user finds at a socket."""
+    """Result of a process of that user at a socket."""
     command = [sys.executable, "-c", CONNECT_AS, str(uid), path]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -239,7 +239,7 @@ def test_another_user_is_turned_away(folder: Path) -> None:
 
 
 def test_who_connects_again_and_again_takes_no_descriptors(node: Node) -> None:
-    """As an engine does whose daemon was away; each time the daemon watches its process anew."""
+    """Like an engine whose daemon was away; each time the daemon watches its process anew."""
     descriptors = Path(f"/proc/{node.daemon.process.pid}/fd")
 
     def greet() -> None:

@@ -1,4 +1,4 @@
-"""Who may read a daemon's metrics where it has tokens, and what a crowd at that door costs. Real daemons."""
+"""Access to a daemon's metrics where it has tokens, and the cost of a crowd at that port. Real daemons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE = PLAIN_FILE + entry(SCRAPER, "prometheus", '["metrics"]')
 
 
 def page(daemon: DaemonProcess, token: str = "") -> tuple[int, str]:
-    """Status and text of the page, as ``token`` or as nobody."""
+    """Status and text of the page, as ``token`` or without one."""
     asked = urllib.request.Request(f"http://127.0.0.1:{metrics_port(daemon)}/metrics")
     if token:
         asked.add_header("Authorization", f"Bearer {token}")
@@ -50,7 +50,7 @@ def test_with_tokens_the_page_is_for_a_token_of_its_own() -> None:
     ):
         client.register("secret-model", PLAIN, device_pages=[4], host_pages=[0])
         status, text = page(daemon)
-        assert (status, "secret-model" in text) == (401, False), "nobody learns what a tenant hits"
+        assert (status, "secret-model" in text) == (401, False), "no reader learns what a tenant hits"
         assert page(daemon, GUESS)[0] == 401
         for other in (READER, OPERATOR, ENGINE):
             status, text = page(daemon, other)
@@ -81,7 +81,7 @@ def test_half_requests_are_neither_threads_nor_descriptors_without_end() -> None
         for _ in range(300):
             half = held.enter_context(socket.create_connection(("127.0.0.1", metrics_port(daemon))))
             half.send(b"GET /metrics HTTP/1.1\r\n")
-        assert page(daemon, SCRAPER)[0] == 200, "whoever asks is answered"
+        assert page(daemon, SCRAPER)[0] == 200, "every scrape is answered"
         threads, descriptors = of_process(daemon)
         assert threads <= before[0] + 1
         assert descriptors <= before[1] + MOST_CONNECTIONS + 1

@@ -1,4 +1,4 @@
-"""What engines are here for: one computes, the others find it in place, with the right bytes."""
+"""Sharing between engines: one computes, the others find it in place, with the right bytes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_tenants_get_no_bytes_of_each_other_through_reused_memory(node: Node) ->
 
 
 def test_idle_models_leave_their_host_memory_to_new_ones(node: Node) -> None:
-    """Found by reading: whoever came second had no host tier for its life, as long as the first one was known."""
+    """Found by reading: a second model had no host tier for its life, as long as the first one was known."""
     pools = []
     for salt in (b"tenant a", b"tenant b"):
         with Engine(node.socket, salt=salt, device_pages=16, host_pages=None) as engine:

@@ -1,4 +1,4 @@
-"""``cachesvc simulate`` as it is typed: its rows, its table, its picture, and what it says of bad flags."""
+"""Command ``cachesvc simulate``: its rows, its table, its picture, and its errors for bad flags."""
 
 from __future__ import annotations
 

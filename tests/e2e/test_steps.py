@@ -6,12 +6,12 @@ import struct
 
 import pytest
 from cachesvc_client import Conflict, NotFound, PoolExhausted, Sequence, StockEmpty
-from cachesvc_client.wire.older import with_columns, without_columns
 from kvcache.v1 import admin_pb2, cache_pb2
 
 from tests.e2e.engine import WINDOWED, Engine, prompt
 from tests.e2e.refusals import bare_stubs
 from tests.e2e.rig import Node
+from tests.step_operations import with_columns, without_columns
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -112,13 +112,15 @@ def test_each_answer_tells_what_is_free_and_what_eviction_can_give(node: Node) -
         batch.allocate(sequence, 5)
         steps.submit(batch)
         assert (steps.free_pages, steps.evictable_pages) == ((2, 3), (6, 6))
-        columns = engine.lease.columns(2, 8)
-        slot = columns.add(sequence)
-        steps.submit_columns(columns, publish=([slot], [5]))
+        batch = steps.batch()
+        batch.publish(sequence, 5)
+        steps.submit(batch)
         assert (steps.free_pages, steps.evictable_pages) == ((2, 3), (6, 6)), "its own are pinned"
         with engine.lease.match(b"") as another, pytest.raises(PoolExhausted, match="free 2, evictable 6"):
             another.allocate(9)
-        steps.submit_columns(columns, release=[slot])
+        batch = steps.batch()
+        batch.release(sequence)
+        steps.submit(batch)
         assert (steps.free_pages, steps.evictable_pages) == ((2, 3), (11, 11))
         assert node.problems() == []
 
@@ -230,7 +232,7 @@ def test_a_step_whose_stream_breaks_is_found_again_under_its_id(node: Node) -> N
 
 
 def test_a_step_by_columns_over_the_socket_is_what_it_is_by_operations(node: Node) -> None:
-    """The same publishes, recycles and releases, by the one and by the other, of prompts that nobody has."""
+    """The same publishes, recycles and releases, by the one and by the other, of unknown prompts."""
     with Engine(node.socket, layout=WINDOWED, device_pages=64) as engine, bare_stubs(node.socket) as bare:
         answers = []
         for number, is_column in enumerate((True, False)):
@@ -263,29 +265,3 @@ def test_a_step_by_columns_over_the_socket_is_what_it_is_by_operations(node: Nod
             (cache_pb2.STEP_COLUMN_PUBLISH, 3, "NOT_FOUND"),
         ]
         assert struct.unpack("<2I", answers[0].freed_pages) == (10, 2)
-
-
-def test_arrays_and_handles_share_a_lease(node: Node) -> None:
-    with Engine(node.socket, layout=WINDOWED, device_pages=64) as engine, engine.lease.step(stock_pages=8) as steps:
-        steps.submit()
-        columns = engine.lease.columns(4, 16)
-        keys = [engine.keys(prompt(seed, 8)) for seed in range(3)]
-        sequences = [engine.lease.match(each) for each in keys]
-        for sequence in sequences:
-            sequence.allocate(4)
-        slots = [columns.add(sequence) for sequence in sequences[:2]]
-        batch = steps.batch()
-        batch.publish(sequences[2], 4)
-        answer = steps.submit_columns(columns, grow=slots, publish=(slots, 4), recycle=(slots, 64), batch=batch)
-        assert (answer.odd, answer.results[0].sealed_blocks) == ([], 4)
-        pending = steps.send_columns(columns, grow=(slots, 2))
-        assert columns.blocks[slots].tolist() == [7, 7], "at once"
-        assert pending.answer().odd == []
-        cells = columns.tables[0, slots[0], :7].tolist()
-        first = columns.take(slots[0])
-        assert first.tables[0].tolist() == cells
-        assert first.publish(7).sealed_blocks == 7
-        assert steps.submit_columns(columns, release=slots[1:]).odd == []
-        for sequence in (first, sequences[2]):
-            sequence.release()
-    assert node.held() == {"private": 0, "in_flight": 0, "quarantined": 0}

@@ -1,4 +1,4 @@
-"""An orderly stop: engines are told that the daemon goes before another one can answer in its place."""
+"""An orderly stop: engines learn that the daemon goes before another one can answer in its place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def waiting_daemon(path: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Caller:
-    """An engine that matches one prompt again and again until the daemon refuses; what it is told, and when."""
+    """An engine that matches one prompt again and again until the daemon refuses; its answers, and when they came."""
 
     def __init__(self, path: str) -> None:
         self.client = CacheClient(path).connect()

@@ -1,4 +1,4 @@
-"""What is cached outlives the daemon: real daemons on one folder, killed and started again."""
+"""Cached blocks outlive the daemon: real daemons on one folder, killed and started again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_after_a_kill_every_stored_block_is_a_hit_with_its_bytes(tmp_path: Path)
         again = engine.serve(prompt(0, BLOCKS))
         assert (again.device, again.computed) == (BLOCKS, 0)
         assert counters["hit_blocks_storage"] == node.counters()["hit_blocks_storage"]
-        wait_until(lambda: node.held() == {"private": 0, "in_flight": 0, "quarantined": 0}, "nobody holds anything")
+        wait_until(lambda: node.held() == {"private": 0, "in_flight": 0, "quarantined": 0}, "no page is held")
         assert node.problems() == []
 
 
@@ -195,8 +195,8 @@ def test_a_frozen_disk_costs_one_bounded_wait_and_nothing_after_it(tmp_path: Pat
         said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
         assert "engine     NOT used" in said
         assert "nothing came within 0.2 s" in said
-        assert time.monotonic() - began < PATIENCE_SECONDS, "no call waited for the disk for ever"
+        assert time.monotonic() - began < PATIENCE_SECONDS, "no call waited for the disk without end"
 
 
 PATIENCE_SECONDS = 60.0
-"""Far from what it takes, and far from for ever."""
+"""Far from the time that it takes, and far from endless."""

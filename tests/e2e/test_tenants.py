@@ -1,4 +1,4 @@
-"""Two tenants on one daemon: nothing crosses, nobody gets in by guessing, and nobody takes more than its quota."""
+"""Two tenants on one daemon: nothing crosses, no caller gets in by guessing, and none takes more than its quota."""
 
 from __future__ import annotations
 

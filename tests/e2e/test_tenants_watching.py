@@ -1,4 +1,4 @@
-"""What callers who watch are told and what not: Verify, streams of events and dumps, salts where nobody logs in."""
+"""Watching callers see their own tenant alone: Verify, streams of events and dumps, salts without tokens."""
 
 from __future__ import annotations
 

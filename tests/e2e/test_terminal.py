@@ -1,4 +1,4 @@
-"""What callers name themselves reaches an operator's terminal as text alone."""
+"""Names that callers choose reach an operator's terminal as text alone."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_preempted_sequence_keeps_its_bytes(node: Node) -> None:
         assert node.pages("private", "replica 0") == 0
         assert node.pages("private", "host") == 3
 
-        for seed in (16, 17):  # the device is somebody else's in the meantime
+        for seed in (16, 17):  # the device is another model's in the meantime
             assert other.ask("serve", tokens=prompt(seed, TINY))["bad"] == []
         sequence.swap_in()
         sequence.wait_swapped(WAIT_SECONDS)

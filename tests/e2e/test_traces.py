@@ -94,7 +94,7 @@ def test_a_request_is_followed_down_to_its_transfers(traced: Node, receiver: Rec
     tracer = TracerProvider().get_tracer("engine")
     with Engine(traced.socket, device_pages=4, host_pages=16) as engine:
         for seed in range(2):
-            engine.serve(prompt(seed, 4))  # nobody traces these
+            engine.serve(prompt(seed, 4))  # calls without a trace
         with tracer.start_as_current_span("request") as request:
             assert engine.serve(prompt(0, 4)).host == 4
         context = request.get_span_context()

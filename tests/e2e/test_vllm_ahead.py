@@ -37,7 +37,7 @@ def wish(hashes: list[bytes]) -> Wish:
 
 
 def some_hashes(blocks: int) -> list[bytes]:
-    """Of blocks that nobody else has."""
+    """Hashes of blocks that no other request has."""
     return [secrets.token_bytes(32) for _ in range(blocks)]
 
 
@@ -92,7 +92,7 @@ def test_a_request_that_goes_before_its_match_has_come_holds_nothing(node: Node)
         assert book.find("b") is not None
         book.forget("b")
         assert book.find("b") is None
-        compute(book, book.begin("c", wish(hashes)), hashes)  # takes the answer in that nobody wants
+        compute(book, book.begin("c", wish(hashes)), hashes)  # takes the abandoned answer in
         book.flush()
 
 

@@ -81,7 +81,7 @@ def test_after_a_restart_the_tensors_lie_on_the_next_daemon_s_slab(staying: Daem
 
 
 def test_a_daemon_that_goes_again_before_anybody_has_moved_is_waited_for(staying: Daemon) -> None:
-    """And whoever was told to follow into a lease of the daemon that went takes no other, and goes on."""
+    """A rank that was asked to follow into a lease of the daemon that went takes no other, and goes on."""
     scheduler = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=False)
     worker = Node(Settings(socket=staying.socket), "engine", SHARE, attaches=True)
     worker.start()
@@ -192,7 +192,7 @@ def test_an_operator_is_told_once_why_an_engine_does_not_come_back(
 
 
 class Attempts(logging.Filter):
-    """Counts attempts to come back; whoever says that a lease is lost goes on once there was one."""
+    """Counts attempts to reconnect; a test that reports a lost lease goes on once there was one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from tests.unit.vllm_rig import layers_outermost
 
 PAGES = 64
 USABLE = PAGES - 1
-"""Page 0 is nobody's."""
+"""Page 0 is never granted."""
 
 
 def hashes(seed: str, blocks: int) -> list[bytes]:
@@ -211,7 +211,7 @@ def test_when_the_daemon_has_gone_requests_get_pages_that_nobody_else_was_offere
     keys = hashes("a", 4)
     sealed = engine.compute("sealed", keys)
     under_way = engine.admit("under way", hashes("b", 6), 6)
-    engine.book.seal(under_way, 2, hashes("b", 6))  # may have reached the daemon, and somebody from there
+    engine.book.seal(under_way, 2, hashes("b", 6))  # may have reached the daemon, and another engine from there
     node.daemon.process.kill()
     node.daemon.process.wait()
     wait_until(lambda: engine.lease.is_lost, "the engine knows")
@@ -250,7 +250,7 @@ def test_a_hit_that_was_to_come_from_the_host_is_nothing_once_the_daemon_has_gon
 
 
 def test_a_request_whose_load_failed_is_computed_and_not_loaded_again(node: Node) -> None:
-    """What fails may fail each time: a request that came back to it would never be answered."""
+    """A load that failed may fail each time: a request that came back to it would never be answered."""
     engine, keys = Engine(node, host_pages=PAGES), hashes("a", 4)
     engine.compute("first", keys)
     engine.end(engine.admit("all", [], USABLE))  # drives them to the host
@@ -281,7 +281,7 @@ def test_a_request_whose_load_failed_before_it_was_admitted_is_matched_again(nod
 
 
 def test_without_the_daemon_one_that_waits_gets_what_others_have_that_wait_behind_it(node: Node) -> None:
-    """Or it would wait for ever, and they behind it."""
+    """Or it would wait without end, and they behind it."""
     engine = Engine(node)
     book = engine.book
     behind = book.begin("behind", Wish(hashes("b", 9), 9, 0))

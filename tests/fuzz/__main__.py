@@ -71,12 +71,12 @@ def one_round(parts: Parts, messages: int, seed: int, wire_share: float, clients
 
 
 def messages_of(parts: Parts) -> int:
-    """Of all parts."""
+    """Number of messages of all parts."""
     return sum(part.messages for part in parts.values())
 
 
 def load(path: Path | None) -> tuple[Parts, int, list[str]]:
-    """What an earlier run has come to: its parts, how many rounds it made, and what broke."""
+    """Result of an earlier run: its parts, how many rounds it made, and what broke."""
     if path is None or not path.exists():
         return {name: Findings() for name in PARTS}, 0, []
     known = json.loads(path.read_text(encoding="utf-8"))

@@ -52,7 +52,7 @@ class AnyTarget(Protocol):
         """It has ended."""
 
     async def problems(self) -> list[str]:
-        """What conservation finds wrong."""
+        """Problems that conservation finds."""
 
     async def rest(self) -> dict[str, int]:
         """Wait for what runs; then the pages and leases that are still held."""
@@ -63,7 +63,7 @@ class AnyTarget(Protocol):
 
 @dataclass
 class Findings:
-    """What a run came to. ``grown_kib``: resident memory from the first look to the last."""
+    """Result of a run. ``grown_kib``: resident memory from the first look to the last."""
 
     messages: int = 0
     sensible: int = 0
@@ -90,12 +90,12 @@ class Findings:
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
     def shown(self) -> dict[str, Any]:
-        """As JSON."""
+        """The findings as JSON."""
         return asdict(self)
 
 
 class Fuzzer:
-    """Drives one Target under one seed. ``is_alone``: nobody else does, so that at the end nobody may hold anything."""
+    """Drives one Target under one seed. ``is_alone``: no other fuzzer does, so that at the end no page may be held."""
 
     def __init__(
         self, target: AnyTarget, seed: int, without: frozenset[str] = frozenset(), *, is_alone: bool = True

@@ -19,7 +19,7 @@ from cachesvc.wire.lane import HEADER, METHODS, encode
 from tests.fuzz.target import Rpc
 
 SHARE = 0.4
-"""Of the calls that a lane carries."""
+"""Share of the calls that a lane carries."""
 LIFE_SECONDS = 10.0
 
 

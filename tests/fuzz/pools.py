@@ -1,4 +1,5 @@
-"""What a fuzzer has learnt from the daemon's answers: ids, keys and pages that get messages deep into the handlers."""
+"""Values that a fuzzer has learnt from the daemon's answers: ids, keys and pages that get messages deep into the
+handlers."""
 
 from __future__ import annotations
 
@@ -62,13 +63,13 @@ class Pools:
         self.handles: deque[bytes] = deque([b"\0" * 16], maxlen=KEPT)
 
     def lease_id(self) -> str:
-        """Of a live lease mostly, else of one that has ended."""
+        """Id of a live lease mostly, else of one that has ended."""
         if self.leases and self.rng.random() < 0.85:
             return self.rng.choice(self.leases).id
         return self.rng.choice(self.ended)
 
     def sequence_id(self) -> int:
-        """Of an open sequence mostly."""
+        """Id of an open sequence mostly."""
         lease = self.rng.choice(self.leases) if self.leases else None
         if lease is not None and lease.sequences and self.rng.random() < 0.8:
             return self.rng.choice(list(lease.sequences))

@@ -32,7 +32,7 @@ FLAGS = (
 )
 
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""Of the event loop's own pool, which come when they are first wanted, and stay."""
+"""Threads of the event loop's own pool, which come when they are first wanted, and stay."""
 
 TENANTS = ("secret of a with enough letters", "secret of b with enough letters")
 VIEWER, OPERATOR = "sees a and has enough letters", "sees all and has enough letters"
@@ -62,7 +62,7 @@ def fuzz_in_process(messages: int, seed: int) -> Findings:
 def fuzz_socket(messages: int, seed: int, clients: int = 1, *, guarded: bool = False) -> tuple[Findings, list[str]]:
     """A daemon of its own under several client processes, with garbage on its sockets meanwhile; also what its log says
     of calls that broke. ``guarded``: it knows tokens, of two tenants and an operator, and clients show what they have,
-    what others have, or nothing. When all have left, nobody may hold anything and accounting must be right."""
+    what others have, or nothing. When all have left, no page may be held and accounting must be right."""
     with short_folder() as folder:
         flags = [*FLAGS]
         if guarded:

@@ -73,7 +73,7 @@ class Rpc(NamedTuple):
 
     @property
     def path(self) -> str:
-        """As it is called on the wire."""
+        """Path of the method on the wire."""
         return f"/{self.service}/{self.name}"
 
 
@@ -92,7 +92,7 @@ def list_rpcs() -> dict[str, Rpc]:
 
 
 class CallContext:
-    """What a servicer sees of a call: how it ended is kept."""
+    """Context of a call for a servicer; it keeps how the call ended."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self.written: list[Any] = []
@@ -199,7 +199,7 @@ class Target:
         self.node.on_transfer_done(ticket, error)
 
     async def tell(self, serving: Serving) -> None:
-        """Nobody probes this daemon."""
+        """Do nothing: this daemon has no probes."""
 
     async def new_process(self) -> bytes:
         """A process as the life socket would tell it."""
@@ -262,7 +262,7 @@ class Target:
         return str(opened[0].lease_id)
 
     async def problems(self) -> list[str]:
-        """What conservation finds wrong."""
+        """Problems that conservation finds."""
         return audit(self.core.ledger).problems
 
     async def rest(self) -> dict[str, int]:
@@ -282,7 +282,7 @@ class Target:
         return held | {"leases": len(self.core.ledger.leases)}
 
     def usage(self) -> tuple[int, int, int]:
-        """As ``usage_of`` this process."""
+        """Call ``usage_of`` for this process."""
         gc.collect()
         return usage_of("self")
 

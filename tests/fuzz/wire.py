@@ -20,7 +20,7 @@ from tests.fuzz.target import ANSWERS_READ, Rpc, list_rpcs, usage_of
 
 LONGEST_SECONDS = 5.0
 OWN_ERROR = "Internal error from Core"
-"""What gRPC's client says itself when it writes to a stream that the daemon has ended meanwhile."""
+"""Message of gRPC's client for a write to a stream that the daemon has ended meanwhile."""
 LIVE = """
 import socket, sys
 life = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -35,7 +35,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class Tokens(NamedTuple):
-    """What a client shows: its ``own``, at times one of ``others``, a wrong one, or none; ``admin`` to look."""
+    """Token of a client: its ``own``, at times one of ``others``, a wrong one, or none; ``admin`` to look."""
 
     own: str
     others: tuple[str, ...]
@@ -135,11 +135,11 @@ class RemoteTarget:
         await process.wait()
 
     async def problems(self) -> list[str]:
-        """What Verify finds wrong."""
+        """Problems that Verify finds."""
         return list((await self._admin().Verify(admin_pb2.VerifyRequest(), metadata=self._looking)).problems)
 
     async def rest(self) -> dict[str, int]:
-        """Wait until nobody holds anything; then what is held all the same."""
+        """Wait until no page is held; then the pages held all the same."""
         loop = asyncio.get_running_loop()
         until = loop.time() + BOUND_SECONDS
         while True:
@@ -152,7 +152,7 @@ class RemoteTarget:
             await asyncio.sleep(LOOK_SECONDS)
 
     def usage(self) -> tuple[int, int, int]:
-        """Of the daemon's process."""
+        """Usage of the daemon's process."""
         return usage_of(str(self._pid))
 
     @property

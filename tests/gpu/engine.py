@@ -40,7 +40,7 @@ LAYOUTS = {"small": SMALL, "large": LARGE, "mixed": MIXED}
 CUDA = ("--backend", "cuda", "--device-pool", "2GiB", "--host-pool", "2GiB", "--calibration", "never")
 BACKED_UP = (*CUDA, "--write-policy", "write_through")
 SLOWLY = (*BACKED_UP, "--load-limit", "200MiB")
-"""1.2 GiB take six seconds: whoever wants to be in the middle of a load is."""
+"""A rate at which 1.2 GiB take six seconds, for tests that act in the middle of a load."""
 
 
 class PlaneChecks(NamedTuple):
@@ -95,7 +95,7 @@ class GpuEngine(Engine):
     def bad(
         self, sequence: Tabled, keys: bytes, positions: Iterable[int], layers: Iterable[int] | None = None
     ) -> list[str]:
-        """Which planes of which blocks hold other bytes than they should."""
+        """Planes of blocks that hold other bytes than they should."""
         return [
             f"block {each.positions[int(at)]} {each.name}.{each.layer}.{each.group}"
             for each in self.planes(sequence, keys, positions, layers)
@@ -108,7 +108,7 @@ class GpuEngine(Engine):
         return self.queue_checks(self.prepare(sequence, keys), ticket, stream)
 
     def prepare(self, sequence: SequenceView, keys: bytes) -> list[tuple[PlaneChecks, Any]]:
-        """What the checks of a hit need on the device, the kernels too; counters begin as nonsense."""
+        """Arrays on the device, and kernels, for the checks of a hit; counters begin as nonsense."""
         every = list(self.planes(sequence, keys, range(sequence.hit_blocks)))
         assert every
         count_wrong(every[0].plane, every[0].marks, self.stream.ptr)

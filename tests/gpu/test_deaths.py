@@ -58,7 +58,7 @@ def test_an_engines_stream_goes_on_when_the_daemon_is_killed_during_a_load(folde
             engine.pool.wait_ticket_on(stream, ticket)
         assert engine.pool.outcome(ticket) is LoadOutcome.LOST
         assert sequence.lost_tokens() == range(BLOCKS * BLOCK_TOKENS)
-        engine.fill(sequence, keys, range(BLOCKS))  # recompute, in memory that nobody else owns any more
+        engine.fill(sequence, keys, range(BLOCKS))  # recompute, in memory without another owner
         assert engine.bad(sequence, keys, range(BLOCKS)) == []
 
     with running_node((*CUDA, *flags), folder=folder) as again:
@@ -85,7 +85,7 @@ def test_the_daemon_goes_on_when_an_engine_is_killed_during_a_load() -> None:
         assert len(doomed.ask("begin_load", name="open", blocks=BLOCKS)) == 1
         assert node.pages("in_flight", "replica 0") == BLOCKS
         doomed.send_signal(signal.SIGKILL)
-        wait_until(lambda: not any(node.held().values()), "its load has ended, and nobody holds its pages")
+        wait_until(lambda: not any(node.held().values()), "its load has ended, and no page is held")
         assert node.problems() == []
         wait_until(lambda: len(node.lease_states()) == 1, "its lease is gone")
         with engine.lease.match(keys) as sequence:

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = "cuda:0"
 TOLERANCE = {True: 3e-2, False: 1e-3}
-"""Of logits around 1, against NumPy: a value beside a rounding border of fp8 may fall to its other side."""
+"""Tolerance of logits around 1, against NumPy: a value beside a rounding border of fp8 may fall to its other side."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def serve(lease: Lease, model: TinyTransformer, limits: BatchLimits = LIMITS) ->
 
 @cache
 def expected_of(name: str) -> list[tuple[list[int], tuple[int, int]]]:
-    """What the prompts come to one by one on the GPU, without a cache."""
+    """Answers to the prompts one by one on the GPU, without a cache."""
     return [alone(model_of(name), prompt) for prompt in make_prompts()]
 
 
@@ -141,7 +141,7 @@ def test_preempted_while_the_host_is_full_too_they_are_computed_again(node: Node
 def test_a_sequence_swapped_at_every_block_and_loaded_anew_goes_on_as_it_was(
     node: Node, name: str, block_tokens: int
 ) -> None:
-    """As many drafts are accepted as without the way to the host and back."""
+    """The model accepts as many drafts as without the way to the host and back."""
     model, prompt = model_of(name, block_tokens), make_prompt(2 * block_tokens - 10, seed=1)
     expected = alone(model, prompt)
     with leased(node, model, f"torch swap {name} {block_tokens}", pages=8) as lease, lease.attach() as pool:

@@ -54,7 +54,7 @@ def flooding(hostile: GpuEngine) -> Iterator[None]:
 
 
 def seen(victim: GpuEngine, ticket: TicketView, stream: Any) -> str:
-    """How far a load and a stream that waits for it have come, for whoever reads of a failure."""
+    """Progress of a load and of a stream that waits for it, for a failure's message."""
     slot = ticket.slot
     assert slot is not None
     word, failed = (int(victim.pool.timeline[at]) for at in (slot.word, slot.failed_word))

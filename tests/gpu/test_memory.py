@@ -25,7 +25,7 @@ WAYS = pytest.mark.parametrize("vmm", [False, True], ids=["ipc", "vmm"])
 
 
 def digest_in_another_process(gpu: Gpu, memory: DeviceMemory, size_bytes: int) -> str:
-    """What a peer sees; it turns every bit of it."""
+    """Digest in a peer process, which then inverts every bit of it."""
     request = {"uuid": gpu.uuid, "size_bytes": size_bytes}
     ours, theirs = socket.socketpair()
     with ours, theirs:

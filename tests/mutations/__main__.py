@@ -32,7 +32,7 @@ MISSED = ""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What noticed a defect: the test's name, the failing seed; empty: nothing did, None: not tried."""
+    """Test or failing seed that noticed a defect; empty: nothing did, None: not tried."""
 
     name: str
     part: str
@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Copy:
-    """The working tree as it is, in a folder of its own."""
+    """Copy of the working tree, in a folder of its own."""
 
     def __init__(self, folder: Path, processes: int) -> None:
         self._folder = folder
@@ -165,7 +165,7 @@ def shown(outcome: Outcome) -> str:
 
 
 def summary(outcomes: list[Outcome]) -> str:
-    """How many were noticed."""
+    """Number of noticed defects, in words."""
     tried = [each.tests for each in outcomes if each.tests is not None]
     driven = [each.simulation for each in outcomes if each.simulation is not None]
     return (

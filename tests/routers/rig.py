@@ -33,13 +33,13 @@ PACKAGES_VARIABLE = "CACHESVC_ROUTERS"
 
 WAIT_S = 30.0
 HOST_CREDIT, DISK_CREDIT = 0.5, 0.25
-"""What a router of vLLM counts a token for that has to be loaded."""
+"""Cost of a token that has to be loaded, for a router of vLLM."""
 
 DECISION = re.compile(r'KV prefix decision.*worker="([^"]+)".*credited_prefix_tokens=(\d+)')
 
 
 def environment() -> dict[str, str]:
-    """What a router is started with."""
+    """Environment of a router."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join((os.environ[PACKAGES_VARIABLE], str(ROOT)))}
 
 
@@ -69,7 +69,7 @@ class Worker:
         assert not self.engine.serve(prompt).bad
 
     def match(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """What the daemon finds on the device, and behind that on the host."""
+        """Blocks that the daemon finds on the device, and behind that on the host."""
         with self.engine.lease.match(self.engine.keys(prompt)) as sequence:
             return sequence.device_blocks, sequence.host_blocks
 

@@ -27,7 +27,7 @@ def main() -> int:
     )
     parser.add_argument("seeds", metavar="SEED | FIRST..LAST | FIRST..")
     parser.add_argument("steps", type=int, nargs="?", default=STEPS)
-    parser.add_argument("--seconds", type=float, help="stop at the first failure, or after so much processor time")
+    parser.add_argument("--seconds", type=float, help="stop at the first failure, or after this much processor time")
     parser.add_argument("--every-step", action="store_true", help="look at everything after each step: where it broke")
     given = parser.parse_args()
     first, dots, last = given.seeds.partition("..")

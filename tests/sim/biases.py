@@ -1,4 +1,4 @@
-"""What a seed is inclined to: each bias makes some rare meeting of events common, and each seed has one bias.
+"""Biases of seeds: each makes some rare meeting of events common, and each seed has one bias.
 
 Left to chance alone, four engines in roomy pools seldom meet: in 360 seeds a sequence came back from the host a few
 dozen times, and never while the pages that it came back to were wanted by others.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from cachesvc.model.words import WritePolicy
 
 GQA, GQA_BESIDE, WINDOWED, WINDOWED_BESIDE = range(4)
-"""What an engine registers: two replicas of a model with one full group, two of one with a window too."""
+"""Layouts that an engine registers: two replicas of a model with one full group, two of one with a window too."""
 ANY_KINDS = ((GQA,), (WINDOWED,), (GQA, GQA_BESIDE, GQA_BESIDE, WINDOWED_BESIDE), (GQA, GQA_BESIDE, WINDOWED, 3, 3))
 
 
@@ -21,7 +21,7 @@ class Bias:
     """Ranges are of pages, both ends included. ``kinds``: what each engine may register.
 
     ``families``: of prompts that begin alike; ``same``: how likely a block is that of most of its family. ``engine``
-    and ``world``: what makes an action of an engine, or an event around it, so many times as likely as without a bias.
+    and ``world``: factor of the likelihood of an engine's action, or of an event around it.
     ``misfortune``: how likely an event is a rare one. ``requests``: open at most, for each engine. ``host_is_there``:
     all of the host's memory has come before the first engine. ``evicted_tiers``: where an operator evicts.
     ``ahead_pages``: that are kept free.

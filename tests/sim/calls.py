@@ -1,4 +1,4 @@
-"""How a simulated engine's calls are sent, perhaps twice, refused, told to wait, sent again and given up."""
+"""Calls of a simulated engine: perhaps sent twice, refused, made to wait, sent again and given up."""
 
 from __future__ import annotations
 

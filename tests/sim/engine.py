@@ -39,7 +39,7 @@ from tests.sim.node import content_of
 from tests.sim.processes import Request
 
 STARVED = {"swap_out": 5.0, "release": 2.0, "begin": 0.2, "prefetch": 0.2, "grow": 0.2}
-"""What an engine is inclined to when it was refused pages a moment ago."""
+"""Factors of an engine's actions after it was refused pages a moment ago."""
 
 
 class SimEngine(SimCalls):
@@ -89,7 +89,7 @@ class SimEngine(SimCalls):
         self.node.run(self._flow(pause_write_backs, self.rng.choice((1, 400, 1000))))
 
     def _actions(self, request: Request) -> list[tuple[str, float, Callable[[Request], None]]]:
-        """What can be done with a request, and how likely it is."""
+        """Possible actions on a request, and the likelihood of each."""
         if request.swapped:
             return [("swap_in", 2, self._swap_in), ("release", 0.3, self._release)]
         if request.total == 0:
@@ -277,7 +277,7 @@ class SimEngine(SimCalls):
         self._call(request, ("publish", request.id, first, keys), flow, published)
 
     def _misuse(self, request: Request) -> None:
-        """What the rules forbid: out of turn, twice, somebody else's page, keys below another prefix."""
+        """Break a rule: out of turn, twice, another engine's page, keys below another prefix."""
         wrong: list[Callable[[], object]] = [
             self._flow(publish, request.id, request.sealed + 1, request.keys[:KEY_BYTES], 1),
             self._flow(publish, request.id, request.sealed, request.keys[:KEY_BYTES] * 2, 2),

@@ -96,12 +96,12 @@ class Followers:
 
 
 def shown_by(mirror: BlockMirror) -> Truth:
-    """What a mirror shows."""
+    """Copies that a mirror shows."""
     return {key: (mirror.parents[key], frozenset(spots)) for key, spots in mirror.spots.items()}
 
 
 def truth_of(model: Model) -> Truth:
-    """What the ledger has, read without any of the code under test."""
+    """Copies that the ledger has, read without any of the code under test."""
     index = model.blocks.index
     out: Truth = {}
     for key, row in index.rows.items():

@@ -63,7 +63,7 @@ MEETINGS = (
 
 
 class _Pressure(NamedTuple):
-    """What shows that a call has made room."""
+    """Counts that show that a call has made room."""
 
     evictions: int
     host_evictions: int
@@ -115,7 +115,7 @@ class Meetings:
         self.seen["load failed below another"] += any("above it failed" in reason for reason in reasons)
 
     def _told(self, ticket: Ticket, *, failed: bool) -> list[str]:
-        """What is seen of a ticket before it lands."""
+        """Observations of a ticket before it lands."""
         ledger, out = self._core.ledger, []
         if ticket.traveller is not None:
             way = "out" if ticket.direction is Direction.STORE else "in"
@@ -152,7 +152,7 @@ class Meetings:
         )
 
     def _traits(self, name: str, sequence: Sequence | None) -> list[str]:
-        """What of a sequence is on its device before a call that may make room for the rest of it."""
+        """Pages of a sequence on its device before a call that may make room for the rest of it."""
         if sequence is None or name not in ("allocate", "swap in"):
             return []
         model = self._core.ledger.models[sequence.model]

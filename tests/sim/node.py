@@ -191,7 +191,7 @@ class SimNode:
             tidy(self.core.chores)
 
     def run(self, flow: Callable[[], Answer]) -> Answer:
-        """As the node runs flows."""
+        """Run a flow like the node does."""
         return flow()
 
     def call(self, lease: str, request_id: int, contents: object, flow: Callable[[], Answer]) -> Answer:
@@ -261,7 +261,7 @@ _CONTENT: dict[tuple[bytes, int, bytes], list[bytes]] = {}
 
 
 def content_of(layout: Layout, group: int, key: bytes) -> list[bytes]:
-    """What a block's page holds on each rank: a function of its key; where ranks hold the same, the same."""
+    """Bytes of a block's page on each rank: a function of its key; where ranks hold the same, the same."""
     known = _CONTENT.get((layout.fingerprint, group, key))
     if known is None:
         size = layout.page_bytes(group)

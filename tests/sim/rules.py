@@ -1,4 +1,4 @@
-"""What holds between any two events, beyond accounting: rules that a wrong order of events would break."""
+"""Rules that hold between any two events, beyond accounting, and that a wrong order of events would break."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cachesvc.swap.engine import SwapEngine
 
 
 def broken_rules(ledger: Ledger) -> list[str]:
-    """What is wrong; empty when nothing is."""
+    """Broken rules; empty when there are none."""
     out: list[str] = []
     for model in ledger.models.values():
         out += _hittable_below_hittable(model)
@@ -28,7 +28,8 @@ def broken_rules(ledger: Ledger) -> list[str]:
 
 
 def unhurried(ledger: Ledger, engine: SwapEngine) -> list[str]:
-    """What somebody waits for is awaited where copies are ordered, too. Holds while no end of a transfer is unread."""
+    """Tickets with a waiter that are not awaited where copies are ordered. Holds while no end of a transfer is
+    unread."""
     tickets = [ticket for ticket in ledger.tickets.running.values() if isinstance(ticket.direction, Direction)]
     known = Counter(ticket.urgency for ticket in tickets if ticket.landed is None)
     moving: Counter[Urgency] = Counter()

@@ -1,7 +1,7 @@
-"""A storage engine in memory that does nothing until told, and lies when its seed says so.
+"""A storage engine in memory that acts only on command, and lies when its seed says so.
 
 No thread and no clock of its own. It must pass the contract suite of the real engines (tests/contracts/test_storage.py)
-as long as it is told to do nothing wrong.
+without injected faults.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class SimStorage:
         return found
 
     def close(self) -> None:
-        """What has not begun is BUSY, unless it hangs."""
+        """Answer BUSY for what has not begun, unless it hangs."""
         self.is_open = False
         if not self.frozen:
             waiting, self.waiting = self.waiting, []
@@ -178,7 +178,7 @@ class SimStorage:
             self.gone(names)
 
     def land_late(self) -> None:
-        """What was begun long ago moves its bytes after all, deadlines or not: a stopped process goes on."""
+        """Move the bytes of calls begun long ago, deadlines or not: a stopped process goes on."""
         waiting, self.waiting = self.waiting, []
         for each in waiting:
             each.run()

@@ -56,7 +56,7 @@ class SteppedStream:
         self._open[id(job)] = job
 
     def submit_here(self, job: CopyJob) -> None:
-        """As ``submit``: nothing moves before its step."""
+        """Submit as always: nothing moves before its step."""
         self.submit(job)
 
     def step(self) -> None:
@@ -88,7 +88,7 @@ class SteppedStream:
             self._end(job, error)
 
     def fail(self, error: Exception) -> None:
-        """End the next job as it is."""
+        """Fail the next job without copying."""
         job = self.next_job()
         assert job is not None
         self._arbiter.fail(job)
@@ -294,7 +294,7 @@ class SteppedBackend:
         return self.load_stream(device)
 
     def can_reach(self, source: str, target: str) -> bool:
-        """As it was made."""
+        """Reachability that the backend was made with."""
         self._check(source)
         self._check(target)
         return self._are_near or source == target

@@ -1,6 +1,6 @@
-"""The simulated node with storage below it that delays, loses, lies, and writes when nobody waits any more.
+"""The simulated node with storage below it that delays, loses, lies, and writes after its waiters have gone.
 
-What the storage has survives a world: the next one of the same seed is the daemon after a restart.
+The storage's objects survive a world: the next one of the same seed is the daemon after a restart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.sim.sim_storage import FAULTS, SimStorage
 from tests.sim.world import LOOKS, World
 
 STORAGE_SHARE = 0.5
-"""How many events are the storage's."""
+"""Share of the events that are the storage's."""
 
 
 class InboxCarrier:
@@ -38,7 +38,7 @@ class InboxCarrier:
         self._inbox.append(call)
 
     def close(self) -> None:
-        """What was added is delivered all the same."""
+        """Deliver what was added all the same."""
 
 
 class StorageWorld(World):
@@ -112,13 +112,13 @@ class StorageWorld(World):
             super()._settle()
 
     def finish(self) -> None:
-        """As for any world; the storage holds no page either."""
+        """Finish like any world; the storage holds no page either."""
         super().finish()
         counters = self.node.core.counters
         for name in ("storage_fetches", "storage_fetched_blocks", "storage_kept_blocks", "storage_not_kept_blocks"):
             self.node.events[name] += counters.get(name, 0)
         for model in self.node.core.ledger.models.values():
-            assert model.stored.is_idle, "somebody still reads or writes host pages"
+            assert model.stored.is_idle, "a storage call still reads or writes host pages"
             assert not model.stored.fetching
             self.node.events["storage_hits"] += model.hit_blocks["storage"]
         running = self.node.core.ledger.tickets.running.values()

@@ -28,7 +28,7 @@ EVENTS = (
     "swapped_in",
     "told_to_wait",
 )
-"""What must have happened too, or the run has shown little."""
+"""Events that must have happened too, or the run has shown little."""
 
 _seen: Counter[str] = Counter()
 

@@ -28,7 +28,7 @@ from tests.sim.rules import broken_rules, unhurried
 
 SILENCE_LIMIT_SECONDS = 30.0
 LOOKS = 0.25
-"""How often everything is looked at after a step: what is wrong mostly stays wrong."""
+"""Probability that everything is checked after a step: what is wrong mostly stays wrong."""
 FAULTS = (
     "client_retry",
     "clock_jump",
@@ -51,7 +51,7 @@ FAULTS = (
 )
 """Kinds of bad luck that a long enough run must have seen."""
 SHARED = ("peer_loads", "peer_blocks", "relayed_blocks")
-"""What replicas got of each other; counted at the end of a run."""
+"""Counters of what replicas got of each other, read at the end of a run."""
 
 
 def gqa_layout() -> Layout:
@@ -181,7 +181,7 @@ class World:
             engine.start(made.model)
             return
         if engine.silent_until and engine.lease not in self._live():
-            engine.scribble()  # what its kernels did while nobody heard of it
+            engine.scribble()  # what its kernels did before the loss was noticed
             self.faults["wrote_after_loss"] += 1
         engine.silent_until = 0.0
         engine.step()
@@ -293,7 +293,7 @@ class World:
             self._register(request)
         except (PoolExhausted, Unavailable):
             after = {model.id for model in self.node.core.ledger.models.values()}
-            assert after == before, "a refusal evicts nobody"
+            assert after == before, "a refusal evicts no model"
             self.faults["rival_refused"] += 1
         else:
             after = {model.id for model in self.node.core.ledger.models.values()}

@@ -1,4 +1,4 @@
-"""What the documents tell people to type is there."""
+"""Commands and goals in the documents exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of defects fits the code as it is: each can be put in, and what is to notice it is there."""
+"""The table of defects fits the code: each can be put in, and the tests that must notice it exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be paired has an owner: no flow pins, flies or moves sealed pages by hand, or sets what others own."""
+"""Paired state has an owner: no flow pins, flies or moves sealed pages by hand, or sets what others own."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_every_event_is_in_the_vocabulary_with_its_fields() -> None:
         known = set(VOCABULARY[name].fields)
         assert fields <= known or "..." in known, f"{where}: {name} carries {fields - known}"
     silent = VOCABULARY.keys() - {name for name, _ in found} - {"process_ended", "connection_ended", "library_log"}
-    assert silent == {"log_lines_lost"}, "nobody says these"
+    assert silent == {"log_lines_lost"}, "no code logs these"
 
 
 def said() -> Iterator[tuple[str, str, set[str]]]:

@@ -14,7 +14,7 @@ from tests.style.tree import read_texts
 
 @dataclass(frozen=True)
 class Ban:
-    """What may not be written, in files whose names match ``where``, and what to do instead."""
+    """Banned pattern, in files whose names match ``where``, and what to do instead."""
 
     name: str
     pattern: str
@@ -51,7 +51,7 @@ def test_no_banned_words(ban: Ban) -> None:
 
 def test_no_failure_is_swallowed() -> None:
     found = [f"{name}:{line}" for name, text in read_texts(".py") for line in find_swallowed(text)]
-    assert not found, "catch by name, where somebody can act:\n" + "\n".join(found)
+    assert not found, "catch by name, where code can act:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

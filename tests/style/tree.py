@@ -1,4 +1,4 @@
-"""The files of the project: what git holds or would hold, so that nobody's build outputs are judged."""
+"""The files of the project: what git holds or would hold, so that build outputs are not judged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def list_files(root: Path = ROOT) -> list[str]:
     if not (root / ".git").exists() or shutil.which("git") is None:
         return walk(root)
     listing = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    if listing.returncode:  # a clone that belongs to somebody else, for one
+    if listing.returncode:  # a clone that belongs to another user, for one
         return walk(root)
     return sorted({name for name in listing.stdout.split("\0") if name and (root / name).is_file()})
 

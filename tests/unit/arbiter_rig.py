@@ -46,7 +46,7 @@ def tokens_job(ticket: int, tokens: int, urgency: Urgency = AWAITED) -> CopyJob:
 
 @dataclass
 class Link:
-    """``on_end(ticket)`` may push more. ``moved``: bytes by ticket, ``order``: who was served, slice by slice."""
+    """``on_end(ticket)`` may push more. ``moved``: bytes by ticket, ``order``: tickets served, slice by slice."""
 
     rules: CopyRules = field(default_factory=copy_rules)
     depth: int = 1

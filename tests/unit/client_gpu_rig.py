@@ -23,7 +23,7 @@ UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
 
 class _Shown:
-    """What NumPy makes an array of; it holds the plane, and so its owner."""
+    """Object that NumPy makes an array of; it holds the plane, and so its owner."""
 
     def __init__(self, plane: DevicePlane) -> None:
         self._plane = plane
@@ -127,7 +127,7 @@ class GpuRig:
         return pool
 
     def write(self, word: int, value: int) -> None:
-        """As the daemon's GPU does."""
+        """Write a word like the daemon's GPU does."""
         self.daemon.timeline.write(word, value)
 
     def lose(self) -> None:

@@ -32,6 +32,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.wire.convert import layout_from_proto, pack_numbers, pack_pages, placements_to_proto
 from cachesvc.wire.lane import LANE_QUESTION
 from cachesvc.wire.status import ERROR_METADATA_KEY, GRPC_CODES, LIFE_GREETING, LIFE_SUFFIX
+from tests.step_operations import with_columns, without_columns
 
 TOKEN = b"0123456789abcdef"
 EPOCH = 7
@@ -43,17 +44,17 @@ Fault = Callable[[grpc.ServicerContext], None]
 
 
 def break_way(context: grpc.ServicerContext) -> None:
-    """As a connection that was reset: UNAVAILABLE, and no word of the daemon's own."""
+    """Fail like a connection that was reset: UNAVAILABLE, and no word of the daemon's own."""
     context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset")
 
 
 def lose_answer(context: grpc.ServicerContext) -> None:
-    """As a deadline that passed on the way: what became of the call is not known."""
+    """Fail like a deadline that passed on the way: the outcome of the call is unknown."""
     context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
 
 def refuse(code: ErrorCode, message: str = "no") -> Fault:
-    """As the daemon refuses."""
+    """Fail like the daemon does."""
 
     def fault(context: grpc.ServicerContext) -> None:
         context.set_trailing_metadata(((ERROR_METADATA_KEY, code.value),))
@@ -84,6 +85,7 @@ class FakeDaemon:
         self.silence_limit_ms = silence_limit_ms
         self.faults: dict[str, deque[Fault]] = defaultdict(deque)
         self.seen: dict[str, list[Any]] = defaultdict(list)
+        self.knows_columns = True
         self.step_answers: deque[cache_pb2.StepResponse] = deque()
         self.beats = threading.Semaphore(0)
         self.draining = False
@@ -236,6 +238,7 @@ class _Lease(lease_pb2_grpc.LeaseServiceServicer):
             instance_id=request.instance_id if self._daemon.knows_instances else "",
             first_id=self._daemon.first_id,
             joined=self._daemon.first_id > 0,
+            step_columns=self._daemon.knows_columns,
         )
 
     def KeepAlive(self, request_iterator: Any, context: Any) -> Iterator[lease_pb2.KeepAliveResponse]:
@@ -288,9 +291,11 @@ class _Cache(cache_pb2_grpc.CacheServiceServicer):
         return cache_pb2.WaitTicketsResponse()
 
     def Step(self, request_iterator: Any, context: Any) -> Iterator[cache_pb2.StepResponse]:
+        """Tests see and answer each entry of the columns as the operation that it stands for, before the others."""
         for request in request_iterator:
-            self._daemon.enter("Step", request, context)
-            answer = self._daemon.step_answers.popleft()
+            assert self._daemon.layout is not None
+            self._daemon.enter("Step", without_columns(request, len(self._daemon.layout.groups)), context)
+            answer = with_columns(self._daemon.step_answers.popleft(), request)
             answer.request_id = request.request_id
             yield answer
 

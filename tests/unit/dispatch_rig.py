@@ -65,10 +65,10 @@ class Desk:
         request: Q,
         *,
         who: Caller = EVERYONE,
-        process: CallerKey = "somebody",
+        process: CallerKey = "a process",
         seconds: float | None = None,
     ) -> Any:
-        """What ``serve`` gives: an answer, a refusal, or a future."""
+        """Result of ``serve``: an answer, a refusal, or a future."""
         return self.dispatcher.serve(who, method, request, process=lambda: process, seconds=seconds)
 
     def fill(self, lease: str, sequence: int, prompt: str, *, blocks: int | None = None) -> None:
@@ -87,7 +87,7 @@ class Desk:
         return int(ticket.id)
 
     async def land(self, ticket: int, error: Exception | None = None) -> None:
-        """The ticket's bytes have arrived, or never will; whoever waits for it has its turn."""
+        """End a ticket, with its bytes or with an error; its waiters have their turn."""
         del self.rig.mover.transfers[ticket]
         self.node.on_transfer_done(ticket, error)
         await turns()
@@ -102,7 +102,7 @@ class Desk:
         return sorted(self.rig.core.ledger.leases[lease].sequences[sequence].own[0])
 
     def break_ledger(self, lease: str, sequence: int) -> None:
-        """What the sequence has sealed is no longer pinned: its release gives a pin back that nobody holds."""
+        """Unpin what the sequence has sealed: its release gives back a pin that it does not hold."""
         sealed = cache_pb2.PublishRequest(lease_id=lease, sequence_id=sequence, blocks=1)
         assert isinstance(self.ask(self.cache.publish, sealed), cache_pb2.PublishResponse)
         held = self.rig.core.ledger.leases[lease].sequences[sequence]
@@ -140,7 +140,7 @@ def extend(sequence: int, page: int, generation: int) -> cache_pb2.StepOperation
 
 
 def kinds(response: cache_pb2.StepResponse) -> list[str]:
-    """What each operation was answered: its name, or the code of its refusal."""
+    """Answer to each operation: its name, or the code of its refusal."""
     return [
         result.error.code if result.HasField("error") else str(result.WhichOneof("result"))
         for result in response.results

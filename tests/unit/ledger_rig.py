@@ -79,7 +79,7 @@ class RecordingMover:
 
     def submit(self, transfer: Transfer) -> TimelineSlot:
         if self.refusing:
-            raise Unavailable("the mover is told to refuse")
+            raise Unavailable("the mover refuses by order")
         self.transfers[transfer.ticket] = transfer
         self.all.append(transfer)
         return TimelineSlot(0, 1, 0, 1)
@@ -182,7 +182,7 @@ class CountedVault:
 
 @dataclass
 class Rig:
-    """A core with one model. ``now`` is what flows are told."""
+    """A core with one model. ``now``: time that flows get."""
 
     core: Core
     mover: RecordingMover

@@ -1,4 +1,4 @@
-"""What tests of movers wait for."""
+"""Waits for tests of movers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tier over an engine that does what it is told, in a time of the test's."""
+"""A tier over an engine that acts on command, in a time of the test's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.ledger_rig import chain, one_group
 
 @dataclass
 class Facts:
-    """What a tier knows of a model."""
+    """A tier's facts of a model."""
 
     layout: Layout
     id: int = 1

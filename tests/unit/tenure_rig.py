@@ -28,7 +28,7 @@ def sure_lease(daemon: FakeDaemon) -> Iterator[Lease]:
 
 
 def expire(lease: Lease) -> None:
-    """As after a stop for longer than the limit."""
+    """Let the lease expire, like a stop for longer than the limit does."""
     lease.record.tenure = Tenure(LONG_S, -math.inf)
     assert not sure(lease)
 

@@ -19,7 +19,7 @@ from tests.unit.ledger_rig import one_group, rig_of
 
 
 def take(admission: Admission, kind: Kind, process: str, count: int, tenant: str = "") -> list[Place]:
-    """As many places as can be had, up to ``count``."""
+    """Take up to ``count`` places."""
     places = []
     for _ in range(count):
         try:

@@ -156,7 +156,7 @@ def test_background_stores_wait_for_awaited_loads_and_awaited_stores_do_not() ->
     link.push(job_of(5, 64 * MIB, BACKGROUND), STORE)
     now = link.now
     link.run()
-    assert link.begun[5] == now  # background loads are in nobody's way
+    assert link.begun[5] == now  # background loads delay no other
 
 
 def test_the_store_side_is_told_when_the_last_awaited_load_has_landed() -> None:

@@ -1,4 +1,4 @@
-"""Budgets are held against results: what is missed without a reason is told and fails, what is missing too."""
+"""Budgets against results: a miss without a reason is reported and fails, and so does a missing figure."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_daemon_whose_gpu_cannot_be_measured_says_what_to_do() -> None:
 
 
 class TimedGpu(CountingGpu):
-    """What is copied takes time; between ``busy_from`` and ``busy_until`` three times as much."""
+    """A GPU whose copies take time; between ``busy_from`` and ``busy_until`` three times as much."""
 
     def __init__(self, busy_from: float, busy_until: float) -> None:
         super().__init__()

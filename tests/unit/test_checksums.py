@@ -1,4 +1,4 @@
-"""What is kept of checksums is bounded, also where one block comes and goes."""
+"""Memory of checksums is bounded, also where one block comes and goes."""
 
 from __future__ import annotations
 

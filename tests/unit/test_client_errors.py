@@ -30,7 +30,7 @@ from cachesvc.wire.status import GRPC_CODES
 
 ERRORS_TABLE = Path(__file__).resolve().parents[2] / "proto/ERRORS.md"
 OWN_TO_THE_DAEMON = {"KeyReused", "EventsForgotten", "OtherEpoch", "Unavailable"}
-"""What a client knows by the class above or below it."""
+"""Errors that a client knows by the class above or below."""
 DRAWN = re.compile(r"^([│ ├└─]*)([A-Z]\w+)  ", re.MULTILINE)
 
 

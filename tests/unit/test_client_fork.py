@@ -1,4 +1,4 @@
-"""A forked child shares its parent's sockets: it is told so, and neither speaks nor closes in the parent's name."""
+"""A forked child shares its parent's sockets: it gets an error, and neither speaks nor closes in the parent's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine learns that its daemon has gone from the first call that meets nobody, or another life of the daemon."""
+"""An engine learns that its daemon has gone from the first call that meets none, or another life of the daemon."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.client_rig import EPOCH, FakeDaemon, break_way, refuse
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 RETRIES = Retries(pause_s=0.001)
 NEVER_S = 60.0
-"""What a test that hangs waits for."""
+"""Time limit of a test that hangs."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def leased(client: CacheClient) -> Lease:
 
 
 def silent(lease: Lease) -> list[CacheClientError]:
-    """What callbacks were told so far."""
+    """Errors that callbacks got so far."""
     told: list[CacheClientError] = []
     lease.on_lost(told.append)
     return told
@@ -91,7 +91,7 @@ def test_a_call_that_meets_the_next_daemon_is_told_as_the_loss_of_its_own(
     with pytest.raises(DaemonUnavailable):
         lease.match(b"")
     daemon.hang_up()
-    assert lost.empty(), "its end is told once"
+    assert lost.empty(), "its end is reported once"
     successor.faults.clear()
     (fresh,) = client.reconnect()
     assert client.epoch == EPOCH + 1
@@ -178,7 +178,7 @@ def test_what_the_living_daemon_says_costs_no_lease(
 
 
 def test_reconnect_to_a_daemon_that_drains_gives_the_leases_that_live(daemon: FakeDaemon, client: CacheClient) -> None:
-    """What the guide tells engines to do on DaemonUnavailable is harmless while the daemon drains."""
+    """The guide's reaction to DaemonUnavailable is harmless while the daemon drains."""
     kept, lost = leased(client), leased(client)
     daemon.faults["Match"].append(refuse(ErrorCode.LEASE_LOST, "it fell silent"))
     with pytest.raises(CacheClientError):

@@ -1,4 +1,4 @@
-"""What a client does with sequences and keys, beside what the daemon answers."""
+"""Sequences and keys in a client, beside what the daemon answers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_sequence_that_is_dropped_unreleased_is_warned_of_and_left_as_it_is(da
 
 
 def test_ends_are_told_though_the_daemon_has_no_room_for_the_call_now(daemon: FakeDaemon, lease: Lease) -> None:
-    """What was not told would stay held until the process ends."""
+    """An unreported end would keep its pages until the process ends."""
     pool = lease.attach()
     for rpc, end in (("Detach", pool.close), ("Close", lease.close)):
         daemon.faults[rpc] += [refuse(ErrorCode.QUOTA_EXCEEDED), refuse(ErrorCode.LIMIT)]

@@ -230,7 +230,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 class Breaking:
-    """A daemon's lane that takes so many calls and ends without an answer to the last."""
+    """A daemon's lane that takes a number of calls and ends without an answer to the last."""
 
     def __init__(self, answers: int) -> None:
         self.answers = answers

@@ -235,7 +235,7 @@ def test_a_release_that_was_refused_for_now_is_tried_again(daemon: FakeDaemon, l
 
 
 def test_what_a_refused_step_would_have_told_is_told_by_the_next(daemon: FakeDaemon, lease: Lease) -> None:
-    """Growth and held releases travel unasked, so nobody else would send them again."""
+    """Growth and held releases travel unasked, so no caller would send them again."""
     sequence, ending = lease.match(b""), lease.match(b"")
     with lease.step(stock_pages=1) as steps:
         daemon.step_answers.append(Step(stock=[cells(0, [5])]))

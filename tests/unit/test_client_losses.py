@@ -1,4 +1,4 @@
-"""What a sequence has lost: all that a load which did not come may have held, and never what came."""
+"""Losses of a sequence: all that a load which did not come may have held, and never what came."""
 
 from __future__ import annotations
 

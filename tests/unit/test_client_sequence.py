@@ -1,4 +1,4 @@
-"""What a client holds of a sequence follows the daemon's answers, cell by cell, and survives its refusals."""
+"""State of a sequence in a client: it follows the daemon's answers, cell by cell, and survives its refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_table_grows_beyond_its_first_capacity_and_shows_read_only_views() -> 
     table = BlockTable()
     assert table.pages.tolist() == []
     table.put(2, range(2))
-    assert table.pages.tolist() == [-1, -1, 0, 1], "cells that nobody wrote have no page"
+    assert table.pages.tolist() == [-1, -1, 0, 1], "unwritten cells have no page"
     table.put(0, range(200))
     table.put_at([3, 199], [-1, 7])
     assert table.pages.dtype == np.int32

@@ -18,6 +18,7 @@ from cachesvc_client import (
     LeaseLost,
     LimitExceeded,
     NotOwned,
+    NotSupported,
     PoolExhausted,
     Retries,
     Sequence,
@@ -59,6 +60,14 @@ def refusal(code: ErrorCode) -> Result:
 
 def allocated(blocks: range) -> Result:
     return Result(allocate=cache_pb2.AllocateResponse(tables=[cells(0, blocks, first_block=blocks[0])]))
+
+
+def test_a_daemon_that_takes_no_columns_is_refused_before_a_step(daemon: FakeDaemon) -> None:
+    daemon.knows_columns = False
+    with CacheClient(daemon.path) as client:
+        lease = client.open_lease(client.register("m", LAYOUT))
+        with pytest.raises(NotSupported, match=r"upgrade it to release 0\.2"):
+            lease.step()
 
 
 def test_counts_of_pages_are_those_of_the_last_answer(daemon: FakeDaemon, lease: Lease) -> None:

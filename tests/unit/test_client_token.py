@@ -91,11 +91,11 @@ def test_a_token_that_another_thread_has_read_is_worth_a_try_too(tmp_path: Path)
     assert not proof.renew(Refused(), old), "the file holds the same"
     guard.rotate("second")
     assert proof.renew(Refused(), old)
-    assert proof.renew(Refused(), old), "refused with the old one, while somebody else had read the new one"
+    assert proof.renew(Refused(), old), "refused with the old one, while another call had read the new one"
     assert proof.metadata == metadata_of("second")
     assert not proof.renew(Refused(), proof.metadata)
     guard.file.unlink()
-    assert not proof.renew_stream(Refused(), proof.metadata), "a stream has nobody to tell"
+    assert not proof.renew_stream(Refused(), proof.metadata), "a stream has no caller to raise to"
 
 
 def test_beats_and_steps_go_on_under_a_new_token(daemon: FakeDaemon, tmp_path: Path) -> None:

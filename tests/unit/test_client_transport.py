@@ -326,7 +326,7 @@ def test_reconnect_registers_anew_and_opens_what_was_open(daemon: FakeDaemon, tm
     with connected(daemon) as client:
         kept, closed = leased(client), leased(client)
         closed.close()
-        assert client.reconnect() == (kept,), "while the daemon is there: what lives, as it is"
+        assert client.reconnect() == (kept,), "while the daemon is there: the live leases, unchanged"
         daemon.close()
         assert client.wait_lost(PROMPT_S)
         with pytest.raises(DaemonUnavailable):

@@ -1,4 +1,4 @@
-"""A token is shown to the daemon alone: not in plain text on a network, not to whoever took its socket's place."""
+"""A token goes to the daemon alone: not in plain text on a network, not to a process that took its socket's place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METHOD = "/kvcache.v1.AdminService/GetStatus"
 
 
 class Listener:
-    """Somebody's socket that takes down whatever is said to it."""
+    """A stranger's socket that records what is sent to it."""
 
     def __init__(self, listening: socket.socket, greeting: bytes = b"") -> None:
         self.heard = b""
@@ -89,7 +89,7 @@ def ask(channel: grpc.Channel) -> None:
 
 @contextmanager
 def as_stranger() -> Iterator[None]:
-    """As another user, where this is root, who may become one."""
+    """Become another user, where this is root."""
     is_root = os.geteuid() == 0
     if is_root:
         os.seteuid(STRANGER)
@@ -106,7 +106,7 @@ def test_a_token_leaves_this_machine_by_tls_alone() -> None:
         for host in (socket.gethostname(), "10.0.0.7", "dns:///localhost", "ipv4:127.0.0.1", "localhost.evil.example"):
             with pytest.raises(InvalidRequest, match=r"not sent to .* in plain text"):
                 open_remote(f"{host}:{port}", Credentials(TOKEN))
-            open_remote(f"{host}:{port}", Credentials()).close()  # whoever proves nothing may go in plain text
+            open_remote(f"{host}:{port}", Credentials()).close()  # without a token it may go in plain text
             open_remote(f"{host}:{port}", Credentials(TOKEN, root_ca="system")).close()
         for host in ("127.0.0.1", "localhost", "[::1]"):
             open_remote(f"{host}:{port}", Credentials(TOKEN)).close()

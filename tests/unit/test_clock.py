@@ -19,7 +19,7 @@ from tests.unit.ledger_rig import chain, one_group, rig_of
 
 
 class NoPath:
-    """Of a prompt that fills no block."""
+    """Path of a prompt that fills no block."""
 
     blocks = known = resident = 0
 
@@ -87,7 +87,7 @@ def test_a_request_has_waited_ten_minutes_at_most_and_ends_after_it_came() -> No
 
 
 def test_ends_that_lie_ahead_are_waited_for_within_bounds() -> None:
-    """Whoever tells that its requests never end is not remembered for ever."""
+    """An engine that says that its requests never end is forgotten in the end."""
     history = History(16)
     for number in range(REMEMBERED + 100):
         parts = history.arrived(NoPath(), float(number), 0.0)

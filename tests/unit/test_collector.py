@@ -78,7 +78,7 @@ def test_a_daemon_that_is_never_idle_collects_sometime(rig: Rig) -> None:
 
 
 def test_a_daemon_at_work_makes_full_passes_as_rare_as_they_are_long(rig: Rig) -> None:
-    """Between two calls of an engine there is no room for one of 30 ms; and what nobody passes over grows."""
+    """Between two calls of an engine there is no room for one of 30 ms; and uncollected garbage grows."""
 
     def is_found(now: float) -> bool:
         ring = Ring()
@@ -92,7 +92,7 @@ def test_a_daemon_at_work_makes_full_passes_as_rare_as_they_are_long(rig: Rig) -
         return gone() is None
 
     rig.took = 0.03
-    assert is_found(2.0), "nobody knows yet how long it takes"
+    assert is_found(2.0), "its length is not known yet"
     assert not is_found(100.0)
     assert is_found(2.0 + LATE_SECONDS + rig.took / FULL_SHARE)
 

@@ -7,7 +7,6 @@ import asyncio
 from array import array
 from typing import Any
 
-from cachesvc_client.wire.older import with_columns, without_columns
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,6 +14,7 @@ from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import WritePolicy
+from tests.step_operations import with_columns, without_columns
 from tests.unit.dispatch_rig import Desk, turns
 from tests.unit.ledger_rig import BLOCK_TOKENS, chain, one_group, rig_of, windowed
 
@@ -227,12 +227,12 @@ def ints(numbers: list[int]) -> bytes:
 
 
 def counted(counts: list[int]) -> bytes:
-    """As clients write it: nothing where all are 1."""
+    """Counts as clients write them: nothing where all are 1."""
     return ints(counts) if counts and max(counts) > 1 else b""
 
 
 def in_order(response: cache_pb2.StepResponse) -> cache_pb2.StepResponse:
-    """Entries that waited are told when they ended."""
+    """Entries of a step in order; those that waited end later."""
     told = cache_pb2.StepResponse()
     told.CopyFrom(response)
     odd = sorted(told.columns.odd, key=lambda each: (each.column, each.index))
@@ -243,7 +243,7 @@ def in_order(response: cache_pb2.StepResponse) -> cache_pb2.StepResponse:
 
 
 def state(desk: Desk, lease: str) -> dict[str, object]:
-    """Everything that somebody could notice."""
+    """All observable state."""
     rig, index = desk.rig, desk.rig.model.blocks.index
     core, model = rig.core, rig.model
     sequences = core.ledger.leases[lease].sequences
@@ -268,7 +268,7 @@ def state(desk: Desk, lease: str) -> dict[str, object]:
 
 
 def events(desk: Desk) -> list[tuple[int, int, bytes, bytes]]:
-    """What was told of copies, group by group."""
+    """Events of copies, group by group."""
     journal = desk.rig.model.blocks.journal
     told = [(each.group, int(each.kind), each.key, each.parent) for each in journal.read(journal.first, 1 << 20)]
     return sorted(told, key=lambda each: each[0])

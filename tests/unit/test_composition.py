@@ -105,7 +105,7 @@ def test_a_start_that_fails_late_leaves_nothing(folder: Path, setting: str) -> N
 
 
 class Log:
-    """What was started and closed, in order; whatever is in ``broken`` raises instead."""
+    """Starts and closes in order; a part that is in ``broken`` raises instead."""
 
     def __init__(self, *broken: str) -> None:
         self.lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What reaches an operator's terminal: text, and nothing that the terminal would act on."""
+"""Output for an operator's terminal: text, and nothing that the terminal would act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What health checks are answered, and that looking at devices goes on whatever a look met."""
+"""Answers of health checks, and that looking at devices goes on whatever a look met."""
 
 from __future__ import annotations
 

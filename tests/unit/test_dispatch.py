@@ -1,4 +1,4 @@
-"""One way through the daemon: who calls, admission, repeats, the call, and what is told of it. No gRPC anywhere."""
+"""One way through the daemon: caller, admission, repeats, the call, and its answer. No gRPC anywhere."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ async def test_what_is_reserved_for_a_call_that_waits_ends_with_it(end: str) -> 
     async with Desk(rig, waiting=1) as desk:
         lease = desk.lease()
         if end == "no room to wait":
-            desk.admission.take(Kind.WAITS, Holder("somebody", None))
+            desk.admission.take(Kind.WAITS, Holder("a process", None))
         serve(rig, lease, 1, "abc")
         desk.ask(desk.cache.match, match(lease, 2, ""))
         served = desk.ask(desk.cache.allocate, allocate(lease, 2, 3))
         [drain] = rig.mover.transfers
         if end == "no room to wait":
             assert served.code == "LIMIT"
-            assert pool.reserved == 0, "kept for nobody"
+            assert pool.reserved == 0, "kept for no call"
         else:
             assert pool.reserved == 1
         if end == "given up":
@@ -219,7 +219,7 @@ async def test_a_call_that_finds_no_room_is_a_sign_of_life_and_one_of_a_stranger
     async with Desk(calls=1) as desk:
         lease = desk.lease()
         held = desk.rig.core.ledger.leases[lease]
-        desk.admission.take(Kind.WORK, Holder("somebody", None))
+        desk.admission.take(Kind.WORK, Holder("a process", None))
         held.last_heard = -1000.0
         stranger = Caller("stranger", frozenset({Scope.ENGINE}), "another tenant")
         assert desk.ask(desk.cache.release, release(lease, 2), who=stranger).code == "NOT_FOUND"
@@ -330,7 +330,7 @@ async def test_a_lease_of_an_earlier_daemon_is_told_to_be_lost() -> None:
         assert resolve(desk.rig.core.ledger, own, 0.0).lease.id == own
 
 
-# -- what is told ------------------------------------------------------------------------------------------------
+# -- events --------------------------------------------------------------------------------------------------
 
 
 async def test_each_call_is_counted_once_by_its_outcome() -> None:

@@ -127,7 +127,7 @@ def test_a_run_ends_where_a_block_is_held_or_shared_or_nowhere_else() -> None:
     ledger.drop_copy(ledger.host, rows[30])
     assert walk.backed_run(rows[-1], 100) == rows[:30:-1], "the only copy of a block"
     ledger.pin(place, rows[32])
-    assert walk.backed_run(rows[-1], 100) == rows[:32:-1], "a block that somebody holds"
+    assert walk.backed_run(rows[-1], 100) == rows[:32:-1], "a pinned block"
     publish(ledger, place, "young", rows[35], 90)
     assert walk.backed_run(rows[-1], 100) == rows[:35:-1], "a block with another child here"
     ledger.begin_flight(rows[37])

@@ -1,4 +1,4 @@
-"""What could be evicted, counted by chains, against a walk from every block that somebody holds; and who goes first."""
+"""Evictable blocks, counted by chains, against a walk from every pinned block; and the order of their eviction."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def names(ledger: BlockLedger, rows: list[int]) -> list[str]:
 
 
 def by_walking(ledger: BlockLedger, place: Place, unpinned: list[int], *, after_flights: bool) -> int:
-    """All that are here, less everybody who is held and everything above."""
+    """All that are here, less the pinned ones and everything above."""
     index, protected = ledger.index, set[int]()
     for start in index.rows.values():
         row = start

@@ -31,7 +31,7 @@ def rig_with_room(policy: WritePolicy = THROUGH, host: int = 200, pages: int = P
 
 
 def rest(rig: Rig) -> None:
-    """Nobody asks for anything until all that is under way has ended."""
+    """Wait without calls until all that is under way has ended."""
     while rig.core.chores or rig.mover.transfers:
         rig.settle()
         while rig.core.chores:

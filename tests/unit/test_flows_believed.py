@@ -1,4 +1,4 @@
-"""What storage is believed to have: told to those who asked for it, remembered, and said when somebody asks why."""
+"""Storage presence hints: sent to subscribers that asked for them, remembered, and part of an explanation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def feed_of(at: StorageRig, *, storage: bool = True) -> Feed:
 
 
 def told(feed: Feed, tier: str = "storage") -> list[tuple[bool, str, list[bytes]]]:
-    """What is told of storage: is it there, why, which blocks."""
+    """Events of storage: presence, reason, blocks."""
     changes = feed.next()
     out: list[tuple[bool, str, list[bytes]]] = []
     for run in [] if changes is None else to_message(1, 1, changes).runs:

@@ -200,7 +200,7 @@ def test_blocks_on_their_way_to_the_host_are_worth_waiting_for() -> None:
 
 
 def test_blocks_that_another_replica_sends_to_the_host_are_worth_waiting_for() -> None:
-    """Their keys are in flight here too; whoever had nothing on its own way was refused."""
+    """Their keys are in flight here too; an engine without a transfer of its own was refused."""
     rig = rig_of(one_group(), device=(2,), host=(8,), policy=WritePolicy.WRITE_THROUGH, replicas=2)
     a, b = rig.lease("a", 0), rig.lease("b", 1)
     rig.run(match, b, 1, b"", 0)

@@ -1,4 +1,4 @@
-"""What storage has beyond a hit: fetched once, admitted in order of depth, and never waited for without end."""
+"""Blocks that storage has beyond a hit: fetched once, admitted in order of depth, and never waited for without end."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_the_block_that_the_next_comes_under_is_not_evicted_meanwhile() -> None:
     assert plan.drops == [], "the second is kept, and the first lies above it"
     at.tell([2, 3], WHOLE)
     plan, _ = at.rig.model.evictor.plan_host(8)
-    assert len(plan.drops) == 4, "then nobody holds them"
+    assert len(plan.drops) == 4, "then they are unpinned"
 
 
 def test_room_is_made_on_the_host_and_no_more_than_its_share() -> None:
@@ -215,7 +215,7 @@ def test_room_is_made_on_the_host_and_no_more_than_its_share() -> None:
 
 
 def test_where_nobody_knows_a_few_are_asked_for_and_then_all() -> None:
-    """What is not there takes, and evicts, no more of the host than these few."""
+    """Absent blocks take, and evict, no more of the host than these few."""
     names = ascii_letters[:40]
     at = storing(names, host=128)
     at.storage.knows = False

@@ -1,4 +1,5 @@
-"""Tickets whose copies never ended: they fail like others, but nobody gets the pages to which bytes may still come."""
+"""Tickets whose copies never ended: they fail like others, but the pages to which bytes may still come are not
+granted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written to storage, when, and that nothing waits for it."""
+"""Writes to storage: what, when, and that nothing waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sequence needs and has on its device already stays there while room is made for the rest of it."""
+"""Blocks that a sequence needs and has on its device stay there while room is made for the rest of it."""
 
 from __future__ import annotations
 

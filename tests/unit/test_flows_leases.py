@@ -1,4 +1,5 @@
-"""Leases and the processes behind them: loss, quarantine, and pages that come back only when nobody can write them."""
+"""Leases and the processes behind them: loss, quarantine, and pages that come back only when no process can write
+them."""
 
 from __future__ import annotations
 
@@ -180,7 +181,7 @@ def test_opening_again_with_the_same_key_gives_the_same_lease() -> None:
 def instance(
     first: bytes = SCHEDULER, *, attached: tuple[bytes, ...] = (SCHEDULER, WORKER), host: int = 0
 ) -> tuple[Rig, str]:
-    """As ``engine``, of two processes that share it, whichever comes first; the scheduler holds what is held."""
+    """An engine of two processes that share it, whichever comes first; the scheduler holds what is held."""
     rig = rig_of(one_group(), device=(8,), host=(host,))
     for token in (SCHEDULER, WORKER):
         process_arrived(rig.core, token, 1, 1)
@@ -369,7 +370,7 @@ def test_what_cannot_be_opened_or_attached() -> None:
     with pytest.raises(NotFound, match="replica"):
         open_lease(rig.core, 1, 9, "engine", SCHEDULER, 7, 0.0)
     with pytest.raises(NotFound, match="process"):
-        open_lease(rig.core, 1, 0, "engine", b"nobody", 7, 0.0)
+        open_lease(rig.core, 1, 0, "engine", b"unknown", 7, 0.0)
     for rank in (1, -1):
         with pytest.raises(InvalidRequest, match="rank"):
             attach(rig.core, resolve(rig.core.ledger, lease, 0.0), rank, SCHEDULER)

@@ -1,4 +1,4 @@
-"""What another node borrows stays on the host until it is let go of, and nothing else is held up for it."""
+"""Blocks that another node borrows stay on the host until they are returned, and delay nothing else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_is_on_the_host_is_lent_and_stays() -> None:
     assert list(lent.rows) == rows
     assert list(lent.pages[0]) == [rig.host.pages[0][row] for row in rows]
     admin.evict(rig.core, 1, "host", 0)
-    assert len(rig.host_keys()) == 4, "nobody evicts what is lent"
+    assert len(rig.host_keys()) == 4, "lent blocks are not evicted"
     assert idle_models(rig.core) == [], "nor its model"
     end(rig, lent)
     assert idle_models(rig.core) == [rig.model]

@@ -92,7 +92,7 @@ def test_a_refused_transfer_fails_like_any_other() -> None:
     assert ticket.slot is None
     assert rig.core.ledger.tickets.get(ticket.id).state.value == "failed"
     rig.mover.refusing = False
-    with pytest.raises(LoadFailed, match="told to refuse"):
+    with pytest.raises(LoadFailed, match="refuses by order"):
         rig.run(publish, a, 1, 2, b"", 0)
     rig.run(release, a, 1)
 

@@ -223,7 +223,7 @@ def test_host_pages_that_arrive_late_can_be_used_then() -> None:
 
 
 def test_host_pages_of_the_longest_idle_models_make_room_and_no_others() -> None:
-    """Found by reading: an idle model's host memory stayed its own for ever, and every later one was refused."""
+    """Found by reading: an idle model's host memory was never given up, and every later one was refused."""
     desk = Desk()
     desk.occupy(desk.register("busy", 10, host=PoolRequest((20,))))
     for now, name, pages in ((1.0, "none", 0), (2.0, "few", 10), (3.0, "many", 120), (4.0, "young", 50)):
@@ -258,7 +258,7 @@ def test_what_the_device_refuses_evicts_nobody_for_the_host_either() -> None:
 
 
 def test_a_share_that_idle_models_leave_nothing_of_evicts_them() -> None:
-    """Found by reading: with the default share, a second model had no host tier for its life, and nobody said so."""
+    """Found by reading: with the default share, a second model had no host tier for its life, without a report."""
     desk = Desk()
     desk.register("first", 10, host=PoolRequest())
     assert desk.host_pages("first") == HOST_PAGES
@@ -268,7 +268,7 @@ def test_a_share_that_idle_models_leave_nothing_of_evicts_them() -> None:
     desk.register("third", 10, now=2.0, host=PoolRequest(share=0.0))
     assert desk.names == ["second", "third"]
     desk.occupy(desk.register("second"))
-    desk.register("fourth", 10, now=3.0, host=PoolRequest())  # nobody idle holds any: it goes without
+    desk.register("fourth", 10, now=3.0, host=PoolRequest())  # no idle model holds any: it goes without
     assert desk.names == ["second", "third", "fourth"]
     assert desk.host_pages("fourth") == 0
 

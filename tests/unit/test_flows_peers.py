@@ -1,4 +1,5 @@
-"""What one replica has and another one wants: device to device, through the host, or not at all, but never an error."""
+"""Blocks that one replica has and another one wants: device to device, through the host, or not at all, without
+errors."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_it_takes_no_sequence_of_the_lease_and_holds_its_prefix_while_it_loads()
     assert lease.prefetches == {}
     assert (rig.host.counts.pinned, rig.place().counts.pinned, len(rig.device_keys())) == (0, 0, 4)
     place = rig.place()
-    assert not any(place.used[row] for row in rig.model.blocks.index.rows.values()), "nobody has used it yet"
+    assert not any(place.used[row] for row in rig.model.blocks.index.rows.values()), "no request has used it yet"
 
 
 @pytest.mark.parametrize("error", ["", "broken"])

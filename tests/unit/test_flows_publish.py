@@ -1,4 +1,4 @@
-"""Match and publish: turns, owners, duplicates, contradicting keys, and who is computing what."""
+"""Match and publish: turns, owners, duplicates, contradicting keys, and blocks that are being computed."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_requests_that_cannot_be(rig: Rig) -> None:
     with pytest.raises(NotFound):
         rig.run(release, lease, 1)
     with pytest.raises(NotFound):
-        rig.run(match, "nobody", 1, b"", 0)
+        rig.run(match, "unknown", 1, b"", 0)
     close_lease(rig.core, lease, quiesced=True)
     with pytest.raises(LeaseLost):
         rig.run(publish, lease, 1, 0, chain("a"), 0)
@@ -207,7 +207,7 @@ def test_replicas_share_keys_but_not_pages() -> None:
 
 
 def test_a_block_used_through_another_replica_can_still_be_evicted_here() -> None:
-    """Found by reading: its entry went stale and nobody offered the block to this replica's heap again."""
+    """Found by reading: its entry went stale and the block never came back to this replica's heap."""
     rig = rig_of(one_group(), device=(2,), replicas=2)
     a, b = rig.lease("a", 0), rig.lease("b", 1)
     serve(rig, a, 1, "ab")

@@ -1,4 +1,4 @@
-"""Where no transfer can begin: flows say so before they change anything, and no dead ticket is told as running."""
+"""Where no transfer can begin: flows say so before they change anything, and no dead ticket is reported as running."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_flow_that_needs_a_transfer_is_refused_with_nothing_changed(
 def test_what_moves_nothing_needs_no_slot() -> None:
     rig, a = hosted("ab", policy=WritePolicy.WRITE_THROUGH)
     no_slots(rig)
-    serve(rig, a, 1, "xyz")  # and is not backed up, since nobody can
+    serve(rig, a, 1, "xyz")  # and is not backed up, since no mover can
     assert rig.mover.all == []
     rig.run(match, a, 2, chain(*"xyz"), 0)
     rig.run(allocate, a, 2, 8)
@@ -125,7 +125,7 @@ def test_a_peer_is_done_without_where_no_transfer_can_begin() -> None:
 
 
 def refusing(rig: Rig) -> list[tuple[int, str]]:
-    """The mover breaks its word from now on; who is told of it."""
+    """Make the mover break its word from now on; the errors that callers get."""
     told: list[tuple[int, str]] = []
     rig.core.on_refused = lambda ticket, reason: told.append((ticket, reason))
     rig.mover.refusing = True
@@ -137,12 +137,12 @@ def test_a_load_that_the_mover_refuses_is_told_as_failed_at_once() -> None:
     told = refusing(rig)
     answer = call()
     [ticket] = answer.tickets  # type: ignore[attr-defined]
-    assert (ticket.state, ticket.reason, ticket.slot) == ("failed", "the mover is told to refuse", None)
-    assert told == [(ticket.id, "the mover is told to refuse")]
+    assert (ticket.state, ticket.reason, ticket.slot) == ("failed", "the mover refuses by order", None)
+    assert told == [(ticket.id, "the mover refuses by order")]
     assert rig.core.counters["tickets_failed"] == 1
     assert rig.place().pools[0].counts[PageState.IN_FLIGHT] == 0
     [lease] = rig.core.ledger.leases
-    with pytest.raises(LoadFailed, match="told to refuse"):
+    with pytest.raises(LoadFailed, match="refuses by order"):
         rig.run(publish, lease, 1, 2, b"", 0)
     rig.run(release, lease, 1)
     assert rig.free() == [8]

@@ -1,4 +1,4 @@
-"""The stock: it starves nobody on a full cache, evicts nothing for an engine that does not grow, and costs next to
+"""The stock: it starves no engine on a full cache, evicts nothing for an engine that does not grow, and costs next to
 nothing where nothing can be had."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.work import steps_of
 
 
 def full_of_cache(pages: int, *, host: int = 0, layout: Layout | None = None) -> tuple[Rig, str]:
-    """A pool that is full of sealed blocks that nobody uses: key "0" is the coldest."""
+    """A pool full of unpinned sealed blocks: key "0" is the coldest."""
     layout = layout or one_group()
     groups = len(layout.groups)
     rig = rig_of(layout, device=(pages,) * groups, host=(host,) * groups)
@@ -157,7 +157,7 @@ def pinned(pages: int, chains: int) -> tuple[Rig, str]:
 
 @pytest.mark.parametrize("grown", [0, 8])
 def test_where_all_is_in_use_a_refill_is_no_more_work_in_a_larger_pool(grown: int) -> None:
-    """It walked the pool for the numbers of a refusal that nobody was shown: 44 ms a step with 96,000 pages in use."""
+    """It walked the pool for the numbers of a refusal that was never shown: 44 ms a step with 96,000 pages in use."""
 
     def work(pages: int) -> int:
         rig, a = pinned(pages, 4)

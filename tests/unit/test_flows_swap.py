@@ -43,7 +43,7 @@ def test_out_and_in_moves_every_own_page_there_and_back() -> None:
     assert len(out.pages[0].device_pages) == 4
     assert rig.free() == [4], "a page is free when its bytes are on the host"
     rig.settle()
-    assert rig.free() == [6], "the sealed blocks stay until somebody needs their pages"
+    assert rig.free() == [6], "the sealed blocks stay until their pages are needed"
     own = dict(zip(out.pages[0].device_pages, out.pages[0].host_pages, strict=True))
     serve(rig, rig.lease("b"), 1, "wxyz")  # takes the pages that became free
     answer = rig.run(swap_in, a, 1)
@@ -110,7 +110,7 @@ def test_pages_of_a_swap_in_that_failed_stay_their_sequences_until_it_is_heard_o
     [ticket] = rig.mover.transfers
     rig.land(ticket, "broken")
     pool = rig.place().pools[0]
-    assert [pool.states[page] for page in tables[2:]] == [PageState.PRIVATE] * 2, "nobody else may have them"
+    assert [pool.states[page] for page in tables[2:]] == [PageState.PRIVATE] * 2, "no other sequence may have them"
     assert pool.counts[PageState.FREE] == 4
     if end == "asked again":
         rig.run(swap_in, a, 1)

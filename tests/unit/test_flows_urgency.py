@@ -1,4 +1,4 @@
-"""Which transfers somebody waits for: backups and prefetches are background until a flow waits for them."""
+"""Awaited transfers: backups and prefetches are background until a flow waits for them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_pause_is_for_the_devices_of_the_lease_alone_and_never_long() -> None:
     with pytest.raises(InvalidRequest, match="at most 1000 ms at a time, not 1001"):
         rig.once(pause_write_backs, a, 1001)
     with pytest.raises(NotFound):
-        rig.once(pause_write_backs, "nobody", 10)
+        rig.once(pause_write_backs, "unknown", 10)
     close_lease(rig.core, a, quiesced=False)
     with pytest.raises(LeaseLost):
         rig.once(pause_write_backs, a, 10)

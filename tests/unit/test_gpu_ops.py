@@ -1,4 +1,4 @@
-"""What of ``gpu_ops`` needs no GPU: structures byte by byte, rounding, refusals, and the oracle of its kernels."""
+"""Parts of ``gpu_ops`` that need no GPU: structures byte by byte, rounding, refusals, and the oracle of its kernels."""
 
 from __future__ import annotations
 

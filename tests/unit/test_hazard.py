@@ -67,7 +67,7 @@ class Cache:
 
 
 def conversations(seed: int, requests: int) -> Iterator[Prompt]:
-    """Users who come back after a while of their own, half of them once, below one of a few system prompts."""
+    """Returning users, half of them once, each after a while of their own, below one of a few system prompts."""
     rng = random.Random(seed)
     names = iter(range(1, 1 << 30))
     systems = [[next(names) for _ in range(rng.randint(1, 6))] for _ in range(4)]
@@ -114,7 +114,7 @@ def test_a_long_path_is_taken_over_in_turns_and_nobody_sees_it_half_done() -> No
     assert not isinstance(match(core, call, 1, keys, 0), Wait)
     assert is_under_way()
     assert sum(segment == cache.history.running[-1].own for segment in index.segments) == ROWS_A_TURN
-    assert isinstance(match(core, call, 2, keys, 0), Wait), "whoever comes next has it go on first"
+    assert isinstance(match(core, call, 2, keys, 0), Wait), "the next call continues it first"
     while isinstance(match(core, call, 2, keys, 0), Wait):
         assert is_under_way()
     core.turns = core.turns._replace(pages=16)
@@ -126,7 +126,7 @@ def test_a_long_path_is_taken_over_in_turns_and_nobody_sees_it_half_done() -> No
 
 
 class OnePath:
-    """The first ``blocks`` blocks of a path whose segments are ``owners``; ``looks`` counts who asks for them."""
+    """The first ``blocks`` blocks of a path whose segments are ``owners``; ``looks`` counts the look-ups."""
 
     def __init__(self, owners: list[int], blocks: int) -> None:
         self.blocks, self.known, self.resident = blocks, min(blocks, len(owners)), min(blocks, len(owners))
@@ -188,7 +188,7 @@ def test_what_it_keeps_is_bounded() -> None:
 
 
 def test_it_is_switched_on_and_off_while_blocks_are_there() -> None:
-    """What was there before belongs to nobody and goes by its last access."""
+    """Blocks that were there before have no owner and go by their last access."""
     rig = rig_of(one_group(), device=(8,), eviction="lru")
     lease = rig.lease()
     for number, prompt in enumerate(("ab", "cd", "ef")):

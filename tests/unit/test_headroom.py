@@ -1,4 +1,4 @@
-"""What fits: never more than there is, hardly less, and exactly what the pools then give."""
+"""Headroom: never more than there is, hardly less, and exactly what the pools then give."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_slabs_that_are_released_while_they_are_zeroed_leave_the_pool_whole() ->
         assert pool.free_bytes == 64 * MIB
         last = pool.reserve(16 * MIB, 4)
         wait_ready(pool, last)
-        for page in range(4):  # nobody zeroes behind the new owner's back
+        for page in range(4):  # no thread zeroes behind the new owner's back
             pool.view(last, page)[:] = bytes([page + 1]) * (16 * MIB)
         assert pool.ready_pages(last) == [Run(0, 4)]
         for page in range(4):
@@ -276,7 +276,7 @@ def test_chunks_are_divided_among_the_nodes_of_the_devices_from_the_first_one_on
 
 
 def test_pages_of_a_device_lie_on_its_node_while_there_is_room() -> None:
-    """With a made-up machine: two GPUs on node 1, one on node 0, and one whose node nobody knows."""
+    """With a made-up machine: two GPUs on node 1, one on node 0, and one whose node is unknown."""
     bound: list[int | None] = []
 
     def bind(address: int, size_bytes: int, node: int | None) -> Placement:

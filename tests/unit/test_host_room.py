@@ -31,7 +31,7 @@ def backed_up(*prompts: str, device: tuple[int, int], host: tuple[int, int], win
 
 
 def on_host(rig: Rig, *prompt: object) -> list[tuple[bool, bool]]:
-    """Of each block of a prompt: has the host its full page, and its windowed one?"""
+    """Presence on the host of each block's full page, and of its windowed one."""
     keys, index = chain(*prompt), rig.model.blocks.index
     rows = [index.rows[keys[at : at + KEY_BYTES]] for at in range(0, len(keys), KEY_BYTES)]
     full, window = rig.host.states

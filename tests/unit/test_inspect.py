@@ -1,4 +1,4 @@
-"""What the command line says of a daemon's devices, and of what is not installed here."""
+"""The command line's view of a daemon's devices, and of missing packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal, the feed that reads it, and what is told of a key."""
+"""The journal, the feed that reads it, and the explanation of a key."""
 
 from __future__ import annotations
 

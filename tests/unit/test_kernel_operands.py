@@ -1,4 +1,4 @@
-"""What does not fit is refused by name before anything is launched: no GPU is needed to say so."""
+"""Operands that do not fit are refused by name before a launch: no GPU is needed to say so."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
 
 
 def _ignored(_: object) -> None:
-    """A result that nobody needs."""
+    """Ignore a result."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -174,7 +174,7 @@ def test_splits_fill_the_machine_but_are_no_smaller_than_useful() -> None:
 
 
 def test_a_source_with_its_headers_in_place_compiles() -> None:
-    """As CuPy gets it: without a folder to look for headers."""
+    """Compile like CuPy does: without a folder to look for headers."""
     for path in kernel_files():
         text = whole_source(path.stem)
         assert '#include "' not in text

@@ -84,7 +84,7 @@ def test_slots_that_there_are_not_are_neither_written_nor_read() -> None:
 
 
 def test_an_indexer_page_holds_all_codes_and_then_all_scales() -> None:
-    """Of 64 tokens: 8,448 bytes, scales from 8,192 on; code d of token o at 128 o + d."""
+    """A page of 64 tokens: 8,448 bytes, scales from 8,192 on; code d of token o at 128 o + d."""
     rng = np.random.default_rng(10)
     pool = np.zeros((2, 64, 132), np.uint8)
     codes, scales = split_pages(pool)

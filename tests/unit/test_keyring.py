@@ -21,7 +21,7 @@ GOOD = json.dumps({"token": [{"name": "a", "sha256": DIGEST, "scopes": ["admin"]
 
 
 class Watched:
-    """A tokens' file, a keyring that looks at it when it is told to, and what the log had."""
+    """A tokens' file, a keyring that reads it on command, and what the log had."""
 
     def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.path = folder / "tokens.json"
@@ -39,7 +39,7 @@ class Watched:
         fresh.replace(self.path)
 
     def looks(self, seconds: int) -> list[str]:
-        """What the log has of so many looks, one a second."""
+        """Log of that number of looks, one a second."""
         self._caplog.clear()
         for _ in range(seconds):
             self.seconds += 1
@@ -130,7 +130,7 @@ def test_a_file_that_is_gone_is_told_until_it_is_back_and_revokes_nobody_meanwhi
     assert watched.looks(1) == [], "it may be on its way"
     assert watched.looks(1) == ["tokens_not_read"]
     assert watched.ring.stale_seconds > 0
-    assert watched.ring.find(TOKEN, b"", ()) is not None, "a slip stops nobody"
+    assert watched.ring.find(TOKEN, b"", ()) is not None, "a slip stops no engine"
     assert watched.looks(180) == ["tokens_not_read"] * 3, "once a minute"
     assert watched.ring.stale_seconds == 180
     watched.ring.reload()

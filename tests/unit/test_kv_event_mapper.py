@@ -1,4 +1,4 @@
-"""Which blocks a worker announces to routers, and when: no more than a match finds, none without tokens and parent."""
+"""Announcements of a worker's blocks to routers: no more than a match finds, none without tokens and parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no frame of a lane, and who may not open one: told by name, and the lane ends; nobody else feels it."""
+"""Broken frames and refused lanes: the client gets a named error, the lane ends, and no other caller is affected."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_noise_ends_its_lane_and_nothing_else(seed: int) -> None:
         assert site.lanes.count == 1
 
 
-# -- who calls -------------------------------------------------------------------------------------------------
+# -- callers ---------------------------------------------------------------------------------------------------
 
 
 def keyring(path: Path, *tokens: str) -> Keyring:

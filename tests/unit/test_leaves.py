@@ -12,7 +12,7 @@ from cachesvc.model.errors import LedgerBroken
 
 
 class Rows:
-    """Ranks of rows that may go, and how often somebody looked."""
+    """Ranks of candidate rows, and the number of look-ups."""
 
     def __init__(self, rows: int) -> None:
         self.ranks: dict[int, int] = {}

@@ -35,7 +35,7 @@ def reference(rows: dict[bytes, int], keys: bytes) -> int:
 
 
 def look_up(filled: Filled, keys: bytes) -> int:
-    """What Match does in the ledger: find, touch, pin; and the unpin, so that nothing is left."""
+    """Ledger's part of a Match: find, touch, pin; and the unpin, so that nothing is left."""
     ledger, place = filled.ledger, filled.place
     hit = ledger.find(keys, place)
     ledger.index.touch(hit.device_row, 1 << 40)
@@ -59,7 +59,7 @@ def ratio_of(work: Callable[[bytes], int], least: Callable[[bytes], int], prompt
 
 
 def best_ratio(work: Callable[[bytes], int], least: Callable[[bytes], int], prompts: list[bytes]) -> float:
-    """Of several runs, until one is good enough."""
+    """Best ratio of several runs, until one is good enough."""
     best = float("inf")
     for _ in range(RUNS):
         best = min(best, ratio_of(work, least, prompts))

@@ -36,7 +36,7 @@ PROMPTS = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map("".join)
 
 @dataclass
 class Told:
-    """What the flows told one sequence. ``sealed``: prompt prefixes that it must be able to rely on."""
+    """Answers of the flows to one sequence. ``sealed``: prompt prefixes that it must be able to rely on."""
 
     id: int
     lease: str
@@ -149,7 +149,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(prompt=PROMPTS, lease=st.integers(0, 1), near=st.booleans(), data=st.data())
     def matches_with_peers(self, prompt: str, lease: int, near: bool, data: st.DataObject) -> None:
-        """What the call waits for lands in any way; in the end it has a hit, and begun one transfer of its own."""
+        """A match whose transfers land in any way; in the end it has a hit, and begun one transfer of its own."""
         if len(self.told) >= 6:
             return
         lease_id, replica = self.leases[lease]

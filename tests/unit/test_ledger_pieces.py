@@ -118,7 +118,7 @@ def test_a_match_costs_the_same_beside_many_blocks(layout: Layout) -> None:
 
 
 def test_an_answer_is_packed_and_of_its_moment() -> None:
-    """No list of integers lies between the ledger and the message, and what is told does not change afterwards."""
+    """No list of integers lies between the ledger and the message, and the answer does not change afterwards."""
     rig = rig_of(one_group(), device=(16,))
     lease = rig.lease()
     serve(rig, lease, 1, "abcd")

@@ -1,4 +1,4 @@
-"""Who is at the other end of the life socket, and when they count as gone; with real sockets and processes."""
+"""Processes at the other end of the life socket, and when they count as gone; with real sockets and processes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_process_of_another_pid_namespace_has_no_number(ends: tuple[socket.soc
 
 
 class Site:
-    """A life server whose peers are whoever the test says. ``gone``: their tokens, as they go; ``ended``: those whose
+    """A life server whose peers the test chooses. ``gone``: their tokens, as they go; ``ended``: those whose
     lanes are to end."""
 
     def __init__(self, path: str, connections: int = 64) -> None:
@@ -229,10 +229,10 @@ async def test_at_the_end_of_the_daemon_every_engine_is_told_at_once(site: Site)
     assert all(select.select([each], [], [], 0)[0] for each in connections)
     assert [each.recv(64) for each in connections] == [b""] * 8
     site.server.close()
-    assert site.gone == [], "nobody is told of engines: they live"
+    assert site.gone == [], "no engine counts as gone: they live"
 
 
-# -- who takes more than its part --------------------------------------------------------------------------------------
+# -- greedy processes ----------------------------------------------------------------------------------------
 
 
 async def test_one_user_leaves_room_for_the_next_and_each_has_its_part(site: Site) -> None:

@@ -54,7 +54,7 @@ def test_a_full_pipe_loses_lines_and_takes_the_next(pipe: tuple[int, int]) -> No
 def test_a_line_that_was_cut_short_is_ended_before_the_next(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     writer = LineWriter(writing)
-    assert not writer.write("y" * (1 << 20)), "no pipe takes so much"
+    assert not writer.write("y" * (1 << 20)), "no pipe takes that much"
     taken = b""
     while not writer.write("next"):
         taken += os.read(reading, 1 << 16)

@@ -1,4 +1,4 @@
-"""Which GPUs there are, as a process of its own says: what it says is taken, and what it breaks with is told."""
+"""List of GPUs from a process of its own: its answer is used, and its failure is reported."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ListedOne:
 
     @property
     def facts(self) -> GpuFacts:
-        """What it is."""
+        """Properties of the GPU."""
         return GpuFacts(self.uuid, 0, "a GPU", "0000:3b:00.0", 1 << 30, (9, 0), 1 << 20, has_vmm=self.has_vmm)
 
     def can_reach(self, other: ListedOne) -> bool:

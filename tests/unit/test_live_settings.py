@@ -1,4 +1,4 @@
-"""What is said to change live is what does, and each of it is a setting."""
+"""Live settings: exactly those that the table names change live, and each of them is a setting."""
 
 from __future__ import annotations
 

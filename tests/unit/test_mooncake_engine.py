@@ -1,4 +1,4 @@
-"""The Mooncake engine over a library that says what it is told to: every call has an end, and no memory is given back
+"""The Mooncake engine over a library with scripted answers: every call has an end, and no memory is given back
 that bytes may still come to. The real library: tests/contracts/test_mooncake_faults.py."""
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def test_a_read_that_fails_on_its_way_keeps_its_memory_for_a_while(
     asking.library.raises = RuntimeError("the library broke") if breaks else None
     began = time.monotonic()
     asking.read()
-    assert asking.told.get() is Outcome.LATE, "nobody need wait for it"
+    assert asking.told.get() is Outcome.LATE, "the wait has ended"
     assert asking.told.get() is Outcome.BUSY
-    assert time.monotonic() - began >= DOUBT_SECONDS, "its memory is nobody's only now"
+    assert time.monotonic() - began >= DOUBT_SECONDS, "its memory is free only now"
     asking.library.code = native.NOT_FOUND
     asking.read()
     assert asking.told.get() is Outcome.MISS

@@ -71,7 +71,7 @@ def test_a_budget_that_comes_while_a_life_is_told_of_another_is_told_too() -> No
     told: list[bytes] = []
 
     class Listening(Life):
-        """A budget comes with the first that it is told of."""
+        """Mover whose budget comes with its first message."""
 
         def put(self, record: Sequence[Part]) -> None:
             if record == records.limit_record(Direction.LOAD, 1):

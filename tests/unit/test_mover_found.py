@@ -82,7 +82,7 @@ def is_listening(path: str) -> bool:
 
 
 def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, heard: Heard) -> None:
-    """Nobody waits for it: what is under way ends, and so does the daemon."""
+    """Its hang delays nothing: what is under way ends, and so does the daemon."""
     path = str(tmp_path / "mover.sock")
     with by_hand(path) as mover:
         settings = Settings("shm", "shm-0", 1 << 20, timeline_words=64)
@@ -130,7 +130,7 @@ def test_a_mover_takes_no_path_that_is_not_its_own(tmp_path: Path) -> None:
         first.kill()
         first.wait()
     assert kept.read_text() == "kept"
-    with by_hand(str(path)):  # what a killed one has left is in nobody's way
+    with by_hand(str(path)):  # what a killed one has left does not disturb the next
         assert is_listening(str(path))
 
 
@@ -200,9 +200,9 @@ def descriptors() -> int:
 
 
 def test_who_is_not_there_is_said(tmp_path: Path) -> None:
-    path = str(tmp_path / "nobody.sock")
+    path = str(tmp_path / "absent.sock")
     movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
-    with pytest.raises(Unavailable, match=r"no mover for shm-0: .*nobody\.sock: No such file"):
+    with pytest.raises(Unavailable, match=r"no mover for shm-0: .*absent\.sock: No such file"):
         movers.start()
     movers.close()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as hangs:

@@ -88,7 +88,7 @@ class Unkillable:
         """It does not hear."""
 
     def has_ended(self, seconds: float | None) -> bool:
-        assert seconds is not None, "nobody waits for it for ever"
+        assert seconds is not None, "the wait for it ends"
         return False
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
 def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
     call: str, process: Process | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads jobs may stand in the driver's call: it submits the first slice of an idle device."""
+    """The thread that reads jobs may stand in the driver's call: it submits the first slice of an idle device."""
     hung, fresh = HostGpu(), HostGpu()
     with on_gpus(hung, fresh, process=process) as rig:
         hung.hangs = {call}
@@ -190,7 +190,7 @@ def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
         rig.settle()
         monkeypatch.undo()
         error = rig.ended[-1][1]
-        assert "died: 196 bytes" in str(error), "no end is told before the mover is gone"
+        assert "died: 196 bytes" in str(error), "no end is reported before the mover is gone"
         may_write = process is not None
         assert isinstance(error, CopiesHang) == may_write == rig.engine.hangs(MODEL)
         assert rig.engine.free_slots(MODEL, REPLICA) == free - may_write
@@ -282,7 +282,7 @@ def test_a_gpu_that_cannot_pin_for_it_is_broken_takes_host_memory_from_no_other(
 def test_memory_is_given_back_to_a_gpu_that_hangs_without_waiting_for_it(
     call: str, pair: tuple[HostGpu, HostGpu, Processes]
 ) -> None:
-    """Whoever makes pools frees what others left, on any device."""
+    """Making pools frees what others left, on any device."""
     hung, _, movers = pair
     slab = movers.create_slab(hung.uuid, 4096)
     movers.open_sheet(hung.uuid, 1)

@@ -1,4 +1,4 @@
-"""What the daemon says of jobs and pools is what the mover hears, and ends come back as they were."""
+"""Records of jobs and pools reach the mover unchanged, and ends come back unchanged."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def moves() -> tuple[GroupMove, ...]:
 
 
 def plan_of(one: RankJob, regions: dict[int, int]) -> list[list[int]]:
-    """What the planner makes of a job, with regions by other numbers."""
+    """Plan of a job, with regions by other numbers."""
     steps = tuple(plan(one.moves, one.direction, layers=4, base=0, layers_per_step=1, costs=LinkCosts()))
     copies = np.concatenate([step.copies for step in steps])
     for column in (0, 2):

@@ -92,7 +92,7 @@ def test_a_closed_writer_writes_no_more_and_waits_for_nobody(ring: Ring) -> None
 
 
 def test_a_reader_that_is_stopped_waits_no_more_for_the_rest_of_a_record(ring: Ring) -> None:
-    """Whose writer has died, perhaps."""
+    """Its writer has died, perhaps."""
     Writer(ring).put([bytes(2 * HEAD_BYTES)])
     reader, went_on = Reader(ring), list[bool]()
     assert reader.wait()
@@ -105,25 +105,9 @@ def test_a_reader_that_is_stopped_waits_no_more_for_the_rest_of_a_record(ring: R
 
 
 def test_closing_a_writer_leaves_the_readers_word_alone(ring: Ring) -> None:
-    """It may come further just then, and nobody else would set it right."""
+    """It may come further just then, and no other thread would set it right."""
     writer, reader = Writer(ring), Reader(ring)
     ring.words.flags.writeable = False
     writer.close()
     ring.words.flags.writeable = True
     assert reader.take() == []
-
-
-def test_a_roused_reader_waits_for_its_record_all_the_same(ring: Ring) -> None:
-    writer, reader = Writer(ring), Reader(ring)
-    found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.extend(take(reader, 1)))
-    thread.start()
-    for _ in range(100):
-        while not writer.rouse():
-            assert thread.is_alive()
-    assert not found
-    writer.put([b"job"])
-    thread.join()
-    assert found == [b"job"]
-    writer.close()
-    writer.rouse()

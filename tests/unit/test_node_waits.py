@@ -1,4 +1,4 @@
-"""How a call waits: until a ticket ends, for as long as its flow has patience, and never beyond its deadline."""
+"""Waits of a call: until a ticket ends, for as long as its flow has patience, and never beyond its deadline."""
 
 from __future__ import annotations
 

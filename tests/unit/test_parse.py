@@ -1,4 +1,4 @@
-"""What is refused of a message before it is parsed, and that nothing else is."""
+"""Messages that are refused before they are parsed, and no others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def field_number(kind: Any, name: str) -> int:
 
 
 def empties(kind: Any, field: str, size_bytes: int) -> bytes:
-    """So many bytes of empty entries of a list."""
+    """Empty entries of a list, ``size_bytes`` in all."""
     return nested(field_number(kind, field), b"") * (size_bytes // 2)
 
 

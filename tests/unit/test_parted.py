@@ -25,7 +25,7 @@ def test_it_does_what_a_dict_does() -> None:
     assert dict(parted) == plain
     assert len(parted) == len(plain)
     assert sorted(parted.values()) == sorted(plain.values())
-    assert parted.get(b"nobody", -1) == -1
+    assert parted.get(b"unknown", -1) == -1
 
 
 def test_no_part_is_large() -> None:

@@ -1,4 +1,5 @@
-"""Host pages from another node: right or not at all, for as long as a lease lasts, whoever dies in the middle."""
+"""Host pages from another node: right or not at all, for as long as a lease lasts, whichever node dies in the
+middle."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_parts_of_a_block_are_told_apart(node: LendingNode, pulling: Pulling) ->
 
 def test_an_answer_that_cannot_be_read_is_none(control: NearControl, pulling: Pulling) -> None:
     control.borrow = lambda *_: "no loan"  # type: ignore[method-assign, assignment]
-    assert pulling.reader.exists(NAMES) == [False] * 4, "whoever asked is told all the same"
+    assert pulling.reader.exists(NAMES) == [False] * 4, "the caller gets an answer all the same"
 
 
 def test_a_secret_is_good_for_one_stream(node: LendingNode) -> None:
@@ -123,7 +124,7 @@ def test_without_descriptors_it_waits_for_some(node: LendingNode) -> None:
 
 
 def test_the_end_waits_for_no_peer_longer_than_for_one(node: LendingNode, control: NearControl) -> None:
-    """Loans that were never read are given back by the thread that beats, and not by whoever ends."""
+    """The thread of heartbeats gives back loans that were never read, and not the closing thread."""
     node.have(NAMES)
     told: list[str] = []
     pulling = Pulling(control)
@@ -187,7 +188,7 @@ def test_a_page_that_changed_is_wrong_and_its_peer_rests(
 def test_a_peer_that_does_not_answer_rests_for_a_while(control: NearControl, pulling: Pulling) -> None:
     control.broken = True
     assert pulling.reader.exists(NAMES) == [False] * 4
-    assert pulling.peers.expects(SCOPE, NAMES[0].key, [Part(0, 0, 1)]) == 0, "nobody can be asked"
+    assert pulling.peers.expects(SCOPE, NAMES[0].key, [Part(0, 0, 1)]) == 0, "no peer can be asked"
     assert pulling.reader.exists(NAMES) == [False] * 4
     assert control.asked == 1
 
@@ -247,7 +248,7 @@ def test_pages_stay_until_nobody_sends_from_them(node: LendingNode) -> None:
             assert not more
     assert node.quiet == [lent.lease]
     node.desk.give_back(lent.lease)
-    assert node.quiet == [lent.lease], "it is told once"
+    assert node.quiet == [lent.lease], "it is reported once"
 
 
 def test_a_lender_that_dies_in_the_middle_fails_what_is_left(node: LendingNode, control: NearControl) -> None:

@@ -1,4 +1,4 @@
-"""What is planned for links as they were measured: pitched copies or single rows, and in how many steps."""
+"""Plans for links as they were measured: pitched copies or single rows, and in how many steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators ask: answers show a caller its own tenant's things alone, and nothing where there is nothing."""
+"""Operators' questions: answers show a caller its own tenant's things alone, and nothing where there is nothing."""
 
 from __future__ import annotations
 
@@ -140,7 +140,8 @@ async def test_ids_and_namespaces_are_shown_to_those_who_may_use_them(target: Ta
     assert list(shown.values()) == [(lease.id, model.namespace), (short, b""), (short, model.namespace)]
 
 
-# -- nothing is asked of nobody ----------------------------------------------------------------------------------------
+# -- questions without a daemon
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ async def verify_all(target: Target, **fields: bool) -> admin_pb2.VerifyResponse
 
 
 async def out_of_service(target: Target) -> list[str]:
-    """What ListModels and GetStatus say of it: both or neither."""
+    """Models that ListModels and GetStatus say are out of service: both or neither."""
     _, listed = await target.call(list_rpcs()["ListModels"], [b""])
     _, told = await target.call(list_rpcs()["GetStatus"], [b""])
     why = [model.out_of_service for model in listed[0].models]

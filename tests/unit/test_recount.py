@@ -216,7 +216,7 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (sink_too_deep, "depth 7"),
     (forget_a_copy, "copy"),
     (name_a_page_twice, "held by row"),
-    (leak_a_page, "PRIVATE, but held by nobody"),
+    (leak_a_page, "PRIVATE, but held by no holder"),
     (take_a_free_page, "free runs hold it 1 times"),
     (pin_for_nobody, "1 pins counted, 0 holders"),
     (pin_a_window_for_nobody, "window pins counted"),

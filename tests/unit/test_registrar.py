@@ -79,7 +79,7 @@ class Desk:
         self.backend.close()
 
     def permit(self, count: int = 2) -> None:
-        """Let so many slabs be made; a model of ours has two."""
+        """Let ``count`` slabs be made; a model of ours has two."""
         self.backend.permits.release(count)
 
     async def begun(self) -> None:

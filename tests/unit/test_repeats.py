@@ -31,7 +31,7 @@ def as_we_write(name: str, request: Message) -> Mark:
 
 
 def kept(answers: int, size_bytes: int) -> list[int]:
-    """Which of so many answers of a size are still known."""
+    """Remembered ones of ``answers`` answers of a size."""
     repeats = Repeats(Purse())
     text = "x" * size_bytes
     for number in range(1, answers + 1):
@@ -46,7 +46,7 @@ def test_small_answers_are_kept_by_count() -> None:
 def test_large_ones_are_kept_as_far_as_their_bytes_allow() -> None:
     assert kept(200, KEEP_BYTES // 64) == list(range(201 - 63, 201))
     assert kept(200, KEEP_MOST_BYTES // 33) == list(range(201 - KEEP_LEAST, 201)), "the last few always"
-    assert kept(40, KEEP_BYTES) == list(range(34, 41)), "but no more than so many bytes"
+    assert kept(40, KEEP_BYTES) == list(range(34, 41)), "but no more than its limit of bytes"
     assert kept(5, KEEP_MOST_BYTES) == [5], "whatever it takes, the last one"
 
 

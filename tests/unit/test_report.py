@@ -63,7 +63,7 @@ REPORT = ReplayReport(
 
 
 def share_of(picture: npt.NDArray[np.float32], color: str) -> float:
-    """How much of the picture has just this colour."""
+    """Share of the picture that has just this colour."""
     return float(np.isclose(picture[:, :, :3], to_rgb(color), atol=0.004).all(axis=2).mean())
 
 

@@ -1,4 +1,5 @@
-"""Pages that come free for a call that waits are kept for it, whoever comes between, until it has them or has ended."""
+"""Pages that come free for a waiting call are kept for it, whichever call comes between, until it has them or has
+ended."""
 
 from __future__ import annotations
 

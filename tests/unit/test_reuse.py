@@ -1,4 +1,4 @@
-"""What the ledger counts for operators: causes of misses, the reuse ceiling, what left unused, and ages."""
+"""Counts of the ledger for operators: causes of misses, the reuse ceiling, what left unused, and ages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server behind the page of metrics: whom it answers, and that who asks nothing costs nothing."""
+"""The server behind the page of metrics: which clients it answers, and that idle connections cost nothing."""
 
 from __future__ import annotations
 

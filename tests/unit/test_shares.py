@@ -1,4 +1,4 @@
-"""Leases and models where no quota says how many: no tenant takes all, and whoever comes late gets in."""
+"""Leases and models without quotas: no tenant takes all, and a late tenant gets in."""
 
 from __future__ import annotations
 

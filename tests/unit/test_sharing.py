@@ -27,7 +27,7 @@ def lease_of(rig: Rig, pid: int, quota: int = 0) -> Lease:
 
 
 def on_host(blocks: int) -> Rig:
-    """A rig whose host has so many prompts of one block, and the device none."""
+    """A rig whose host has ``blocks`` prompts of one block, and the device none."""
     rig = rig_of(one_group(), device=(blocks + 8,), host=(blocks + 8,), policy=WritePolicy.WRITE_THROUGH)
     lease = rig.lease("writer")
     for number in range(blocks):
@@ -38,7 +38,7 @@ def on_host(blocks: int) -> Rig:
 
 
 def prefetched(rig: Rig, lease: Lease, numbers: range) -> int:
-    """How many prefetches of one block begin before one is refused."""
+    """Count prefetches of one block that begin before one is refused."""
     for begun, number in enumerate(numbers):
         try:
             rig.run(prefetch, lease.id, chain(number))
@@ -88,7 +88,7 @@ def test_backups_leave_a_quarter_of_all_transfers_to_what_processes_ask_for() ->
 
 
 def with_leases(limit: int, *pids: int) -> Rig:
-    """A rig of so many leases at a time, to which these processes are connected."""
+    """A rig of ``limit`` leases at a time, to which these processes are connected."""
     rig = rig_of(one_group(), device=(4,))
     rig.core.limits = Limits(leases=limit)
     for pid in pids:
@@ -97,7 +97,7 @@ def with_leases(limit: int, *pids: int) -> Rig:
 
 
 def opened(rig: Rig, pid: int, quota: int = 0) -> int:
-    """How many leases the process can open, until it is refused."""
+    """Count the leases that the process can open until it is refused."""
     for count in range(100):
         try:
             lease_of(rig, pid, quota)

@@ -30,18 +30,18 @@ FAR_AHEAD = 0x3FFFFFFF
 
 
 def shared_timeline() -> HostTimeline:
-    """As a GPU's: engines may write the words that they get."""
+    """A timeline like a GPU's: engines may write the words that they get."""
     return HostTimeline(WORDS, lambda fd: Sheet(WORDS, is_shared=True, fd=fd))
 
 
 def as_engine(sheet: Sheet) -> Words:
-    """All that a descriptor gives to who got it, to be written."""
+    """Writable words of a sheet, by its descriptor alone."""
     assert sheet.fd is not None
     return words_of(memoryview(mmap.mmap(sheet.fd, os.fstat(sheet.fd).st_size)))
 
 
 def file_of(sheet: Sheet) -> int:
-    """Which file it is."""
+    """Identity of its file."""
     assert sheet.fd is not None
     return os.fstat(sheet.fd).st_ino
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and names that nobody knows."""
+"""Sizes as people write them, and unknown names."""
 
 from __future__ import annotations
 

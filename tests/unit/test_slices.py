@@ -56,7 +56,7 @@ def executed(batches: Sequence[npt.NDArray[np.int64]], span: int) -> Bytes:
 
 
 def written(batches: Sequence[npt.NDArray[np.int64]], span: int) -> npt.NDArray[np.int64]:
-    """How often each target byte is written."""
+    """Number of writes of each target byte."""
     times = np.zeros(span, np.int64)
     for batch in batches:
         for _, _, _, at, width, height, _, pitch in batch.tolist():

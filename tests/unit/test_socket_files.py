@@ -96,5 +96,5 @@ async def test_a_folder_that_is_missing_is_named(path: str) -> None:
 
 def test_a_group_that_is_not_there_is_named(path: str) -> None:
     leave(path)
-    with pytest.raises(Unavailable, match="there is no group 'of nobody'"):
-        open_to_group(path, "of nobody")
+    with pytest.raises(Unavailable, match="there is no group 'of no user'"):
+        open_to_group(path, "of no user")

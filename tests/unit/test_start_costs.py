@@ -1,4 +1,4 @@
-"""What begins at once for thousands of blocks takes as many interpreter steps as for hundreds: a swap, a load, and the
+"""Calls that begin work for thousands of blocks take as many interpreter steps as for hundreds: a swap, a load, and the
 answer of a large allocation go by columns, not block by block."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from tests.work import counted
 
 GROW, PUBLISH, RECYCLE, RELEASE = 1, 2, 3, 4
 MOST_TO_GROW, MOST_TO_PUBLISH = 160, 960
-"""Instructions for each sequence: a block from the stock, and two blocks with keys that nobody has published."""
+"""Instructions for each sequence: a block from the stock, and two blocks with unpublished keys."""
 
 
 def longs(*numbers: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Whatever is asked of an engine comes to an end, and what may still be written to is nobody's until then."""
+"""Every call of an engine comes to an end, and memory that it may still write to is not free until then."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_question_that_is_never_answered_ends() -> None:
     rig.engine.frozen = False
     rig.engine.land_late()
     rig.settle()
-    assert rig.outcomes() == [], "an answer that nobody waits for"
+    assert rig.outcomes() == [], "an answer without a waiter"
     assert rig.tier.store.out() == 0
 
 
@@ -97,7 +97,7 @@ def test_what_breaks_before_it_is_begun_has_failed(way: str) -> None:
     rig.now += 2.0
     rig.tier.tick()
     rig.settle()
-    assert rig.outcomes() == [], "it is told once"
+    assert rig.outcomes() == [], "it is reported once"
 
 
 def test_what_breaks_once_it_may_have_begun_is_late_until_it_is_back() -> None:

@@ -1,4 +1,4 @@
-"""The tier over an engine that does what it is told: shapes, hints, breaker, canary, budget, news."""
+"""The tier over an engine that acts on command: shapes, hints, breaker, canary, budget, news."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_an_engine_lets_go_of_is_told_by_model_and_block() -> None:
     names = list(rig.engine.objects)
     foreign = names[0]._replace(scope=names[0].scope._replace(namespace=bytes(32)))
     rig.engine.evict([names[0], foreign, names[0]._replace(part=(1, 0, 1)), names[2]])  # type: ignore[arg-type]
-    assert told == [], "whoever evicts has no time for it"
+    assert told == [], "an eviction has no time for it"
     rig.settle()
     assert [key for _, keys in told for key in keys] == [names[0].key, names[2].key]
     assert {model for model, _ in told} == {1}, "of others' models nothing is known here"
@@ -60,7 +60,7 @@ def test_an_engine_that_has_to_be_asked_is_asked_before_it_is_read() -> None:
 
 
 def test_what_an_engine_never_promised_says_nothing_against_it() -> None:
-    """Who has to be asked is asked for every new prompt."""
+    """An engine without a catalogue is asked for every new prompt."""
     rig = TierRig(engine=SimStorage(knows=False))
     for at in range(2 * LAST_OUTCOMES):
         rig.tier.fetch(rig.model, 7, chain(at), [[10]])
@@ -124,7 +124,7 @@ def test_nothing_is_asked_once_somebody_has_waited_in_vain_until_a_canary_came_b
     rig.engine.frozen = False
     rig.engine.land_late()
     rig.settle()
-    assert rig.outcomes() == [None, None], "the pages are nobody's again"
+    assert rig.outcomes() == [None, None], "the pages are free again"
     for _ in range(80):
         rig.now += 0.5
         rig.tier.tick()
@@ -166,7 +166,7 @@ def test_lies_open_the_breaker_and_a_few_misses_do_not() -> None:
         rig.tier.fetch(rig.model, asked, chain(*absent), [list(range(8))])
         rig.settle()
     assert rig.outcomes().count(MISS) == 64
-    assert rig.tier.breaker.is_closed, "a store that is honest about it harms nobody much"
+    assert rig.tier.breaker.is_closed, "a store that is honest about it does little harm"
     rig.engine.odds = {"fail": 1.0}
     rig.tier.fetch(rig.model, 99, chain(*absent), [list(range(8))])
     rig.settle()
@@ -194,7 +194,7 @@ def test_writing_is_bounded_by_bytes_a_second_and_under_way() -> None:
     budget.begin(120)
     assert budget.room(0.0) == 0, "it has used up its second"
     assert budget.room(0.5) == 30
-    assert budget.room(10.0) == 30, "so much is under way"
+    assert budget.room(10.0) == 30, "this much is under way"
     budget.end(120)
     assert budget.room(10.0) > 1000
 
@@ -223,7 +223,7 @@ def test_the_breaker_waits_longer_each_time() -> None:
     breaker.probed(now, is_good=True)
     assert breaker.is_closed
     breaker.probed(now, is_good=False)
-    assert breaker.is_closed, "an answer that nobody waits for"
+    assert breaker.is_closed, "an answer without a waiter"
 
 
 @pytest.mark.parametrize("write", list(WriteWhen))

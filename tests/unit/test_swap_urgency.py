@@ -1,18 +1,16 @@
-"""How urgent transfers are in the swap engine: background ones stand back, are expedited, and can be paused; and movers
-are awake when a job comes."""
+"""Urgency of transfers in the swap engine: background ones stand back, are expedited, and can be paused; and movers are
+awake when a job comes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from cachesvc.model.errors import NotFound
 from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
-from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside, RankJob
 from tests.sim.stepped_backend import SteppedBackend, SteppedStream
-from tests.unit.swap_rig import MODEL, REPLICA, Rig, attach_replica, mixed_layout, rig_of
+from tests.unit.swap_rig import MODEL, REPLICA, Rig, mixed_layout, rig_of
 
 LOAD, STORE = Direction
 DEVICES = ("step-0", "step-1")
@@ -73,28 +71,3 @@ def test_what_is_expedited_before_it_is_queued_is_awaited(rig: Rig, monkeypatch:
     rig.engine.submit(transfer(2, STORE, Urgency.BACKGROUND))
     assert {(device, STORE, 2) for device in DEVICES} <= set(streams(rig))
     rig.settle(2)
-
-
-def test_movers_are_roused_before_their_jobs_are_made() -> None:
-    told: list[tuple[str, str]] = []
-
-    class Told(Inside):
-        def rouse(self, devices: Sequence[str]) -> None:
-            told.extend(("rouse", device) for device in devices)
-
-        def submit(self, job: RankJob) -> None:
-            told.append(("submit", job.device))
-            super().submit(job)
-
-    backend = SteppedBackend(2, 1 << 20, timeline_words=64)
-    backend.start()
-    rig = Rig(mixed_layout(2), backend)
-    rig.engine = SwapEngine(Told(backend), rig.done)
-    rig.engine.start()
-    rig.add_hosts()
-    attach_replica(rig, REPLICA)
-    rig.move(LOAD, (0, [1], [2]))
-    rig.settle()
-    devices = backend.devices()
-    assert told == [("rouse", device) for device in devices] + [("submit", device) for device in devices]
-    rig.close()

@@ -1,4 +1,4 @@
-"""Which tickets end, in what order and why; and that landing one is work for its own chain, however many others run."""
+"""Ends of tickets, their order and cause; and that landing one is work for its own chain, however many others run."""
 
 from __future__ import annotations
 

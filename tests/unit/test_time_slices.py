@@ -13,7 +13,7 @@ from cachesvc.service.time_slices import SLICE_SECONDS, TimeSlices
 
 
 def counting(steps: int) -> Question[int]:
-    """So many steps, each of half a slice."""
+    """A number of steps, each of half a slice."""
     for _ in range(steps):
         until = time.perf_counter() + SLICE_SECONDS / 2
         while time.perf_counter() < until:

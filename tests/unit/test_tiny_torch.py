@@ -22,7 +22,7 @@ CPU = "cpu"
 
 
 def awkward_rows(rows: int, width: int) -> npt.NDArray[np.float32]:
-    """Of all sizes: some of zeros, some beside the least normal number, some whose codes are halves of steps."""
+    """Rows of all sizes: some of zeros, some beside the least normal number, some whose codes are halves of steps."""
     draw = np.random.default_rng(11)
     values = draw.standard_normal((rows, width)) * 10.0 ** draw.integers(-40, 30, (rows, 1))
     values[::7] = 0

@@ -31,7 +31,8 @@ from tests.unit.tiny_rig import (
 )
 
 TOLERANCE = {True: 3e-2, False: 2e-4}
-"""Of logits around 1. Where rows are fp8 a value beside a rounding border may fall to its other side in float64."""
+"""Tolerance of logits around 1. Where rows are fp8 a value beside a rounding border may fall to its other side in
+float64."""
 
 
 @pytest.fixture(params=[(name, block) for name in SMALL for block in (4, 16)], ids=lambda p: f"{p[0]}-{p[1]}")

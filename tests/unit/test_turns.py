@@ -367,7 +367,7 @@ def test_a_load_that_failed_is_told_before_anything_of_it_goes() -> None:
     rig.run(match, b, 1, chain(*"abcdefg"), 0)
     waiting = rig.once(allocate, b, 1, 7)
     assert isinstance(waiting, Wait)
-    assert list(waiting.tickets) == [ticket], "nobody joins it: whoever relied on it was told"
+    assert list(waiting.tickets) == [ticket], "no call joins it: its waiters got the error"
     while rig.core.chores:
         tidy(rig.core.chores)
         rig.check()

@@ -1,4 +1,4 @@
-"""What falls out of windows, and what a released prompt's windows held, goes in turns."""
+"""Pages that fall out of windows, and those of a released prompt's windows, go in turns."""
 
 from __future__ import annotations
 

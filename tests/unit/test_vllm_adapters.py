@@ -1,4 +1,4 @@
-"""Adapters are told from each other by their files, whatever they are called, and only for as long as these stay."""
+"""Adapters are distinguished by their files, whatever they are called, and only for as long as these stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @dataclass
 class LoRARequest:
-    """As vLLM's own."""
+    """Stand-in for vLLM's own."""
 
     lora_path: str
     lora_int_id: int = 1
@@ -43,7 +43,7 @@ def salt_of(made: Adapters, asked: LoRARequest) -> bytes:
 
 
 def first_salt(folder: Path) -> bytes:
-    """As an engine has it that starts now."""
+    """Salt of an engine that starts now."""
     with adapters() as made:
         return salt_of(made, LoRARequest(str(folder)))
 

@@ -117,7 +117,7 @@ from cachesvc_vllm.file_digests import FileDigests, cache_folder
 print(cache_folder(), FileDigests().digest(Path(sys.argv[1])))
 """
     environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
-    homeless = {**environment, "XDG_CACHE_HOME": "~nobody-of-this-name/cache"}
+    homeless = {**environment, "XDG_CACHE_HOME": "~no-such-user/cache"}
     said = subprocess.run(
         [sys.executable, "-c", program, str(path)], env=homeless, stdout=subprocess.PIPE, text=True, check=True
     ).stdout.split()

@@ -16,7 +16,7 @@ BLOCK = 4
 
 @dataclass
 class Request:
-    """What the keys need of vLLM's."""
+    """The part of vLLM's request that the keys need."""
 
     all_token_ids: list[int]
     request_id: str = "r"

@@ -14,7 +14,7 @@ HASH = "0f" * 32
 
 @dataclass
 class Feature:
-    """As vLLM's ``MultiModalFeatureSpec``, as far as it is read."""
+    """The part of vLLM's ``MultiModalFeatureSpec`` that is read."""
 
     identifier: str
     mm_hash: str | None = None

@@ -38,7 +38,7 @@ NGRAM = SimpleNamespace(method="ngram", use_eagle=lambda: False, draft_model_con
 def name(
     config: Any = None, kv: KVCacheConfig | None = None, runtime: Runtime = RUNTIME, weights: str | None = None
 ) -> str:
-    """Of an engine."""
+    """Name of an engine's model."""
     return model_name(model_facts(config or vllm_config(), kv or layers_outermost(), weights, runtime))
 
 

@@ -1,4 +1,4 @@
-"""What the connector cannot serve is refused in words, before anything is allocated."""
+"""Configurations that the connector cannot serve are refused in words, before anything is allocated."""
 
 from __future__ import annotations
 

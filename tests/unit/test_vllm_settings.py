@@ -1,4 +1,4 @@
-"""What an operator may say to the connector, and which vLLM it takes."""
+"""Settings of the connector, and the releases of vLLM that it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's layout has each of vLLM's pages at the very offset where vLLM has it."""
+"""The daemon's layout has each of vLLM's pages at vLLM's own offset."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def output(untold: Untold, *requests: RequestPages, computes: bool = True) -> No
 
 
 def late() -> Untold:
-    """As with a drafter."""
+    """Reports of an engine with a drafter."""
     untold = Untold()
     untold.is_late = True
     return untold

@@ -1,4 +1,4 @@
-"""Which of vLLM's steps may say something, by the lease that they were computed under."""
+"""Steps of vLLM that may give out tokens, by the lease that they were computed under."""
 
 from __future__ import annotations
 

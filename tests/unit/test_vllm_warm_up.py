@@ -1,4 +1,4 @@
-"""vLLM's made-up requests before the first real one write to the page that nobody is granted."""
+"""vLLM's made-up requests before the first real one write to the page that is never granted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cachesvc_vllm.warm_up import WarmUp
 
 
 class BlockTables:
-    """What a runner of vLLM's turns block ids into."""
+    """Object of vLLM's runner that maps block ids."""
 
     redirect_writes_to_null_block = False
 
@@ -27,7 +27,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> type[BlockTables]:
 
 
 def is_redirected(runner: type[BlockTables]) -> bool:
-    """What the runner does now."""
+    """True where the runner's ids are redirected now."""
     return runner.redirect_writes_to_null_block
 
 
@@ -38,7 +38,7 @@ def test_writes_go_to_page_0_until_vllm_serves(runner: type[BlockTables]) -> Non
     warm_up.end()
     assert not is_redirected(runner)
     runner.redirect_writes_to_null_block = True
-    warm_up.end()  # in every step: what somebody else wants is left alone
+    warm_up.end()  # in every step: a replacement by other code is left alone
     assert is_redirected(runner)
     runner.redirect_writes_to_null_block = False
 

@@ -41,7 +41,7 @@ def bound_of(layout: Layout) -> int:
 
 @dataclass
 class Tape:
-    """What was written last to each page, on the device and on the host."""
+    """Last write to each page, on the device and on the host."""
 
     rig: Rig
     device: dict[Tag, Tag] = field(default_factory=dict)

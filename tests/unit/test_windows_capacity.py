@@ -1,4 +1,4 @@
-"""What windows save: sequences that fit beside the arithmetic, which windowed copies stay, and the capacity engine."""
+"""Savings of windows: sequences that fit beside the arithmetic, which windowed copies stay, and the capacity engine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_eighth_of_full_heads_holds_what_the_arithmetic_allows(block: int, pu
 
 
 def in_window(rig: Rig, *prompt: object) -> list[bool]:
-    """Which blocks of a prompt have their windowed copy on the device."""
+    """Blocks of a prompt that have their windowed copy on the device."""
     keys, index = chain(*prompt), rig.model.blocks.index
     rows = [index.rows[keys[at : at + KEY_BYTES]] for at in range(0, len(keys), KEY_BYTES)]
     return [bool(rig.place().states[1][row]) for row in rows]

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FullAttentionSpec:
-    """As vLLM's own, by name and by what is read of it."""
+    """Stand-in for vLLM's own, by name and by what is read of it."""
 
     block_size: int = 32
     num_kv_heads: int = 2
@@ -24,7 +24,7 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 @dataclass
 class KVCacheTensor:
-    """As vLLM's own."""
+    """Stand-in for vLLM's own."""
 
     size: int
     layers: list[str]
@@ -36,7 +36,7 @@ class KVCacheTensor:
 
 @dataclass
 class KVCacheConfig:
-    """As vLLM's own."""
+    """Stand-in for vLLM's own."""
 
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor]
@@ -66,32 +66,32 @@ class HubConfig:
         self.values = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, **values}
 
     def to_dict(self) -> dict[str, Any]:
-        """As of transformers."""
+        """Stand-in for transformers'."""
         return dict(self.values)
 
 
 class ModelConfig(SimpleNamespace):
-    """As vLLM's own, by name."""
+    """Stand-in for vLLM's own, by name."""
 
 
 class CacheConfig(SimpleNamespace):
-    """As vLLM's own, by name."""
+    """Stand-in for vLLM's own, by name."""
 
 
 class ParallelConfig(SimpleNamespace):
-    """As vLLM's own, by name."""
+    """Stand-in for vLLM's own, by name."""
 
 
 class LoRAConfig(SimpleNamespace):
-    """As vLLM's own, by name."""
+    """Stand-in for vLLM's own, by name."""
 
 
 class SpeculativeConfig(SimpleNamespace):
-    """As vLLM's own, by name."""
+    """Stand-in for vLLM's own, by name."""
 
 
 class LoadConfig(SimpleNamespace):
-    """As vLLM's own, by name."""
+    """Stand-in for vLLM's own, by name."""
 
 
 def vllm_config() -> Any:

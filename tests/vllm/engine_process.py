@@ -47,7 +47,7 @@ def make(wish: dict[str, Any]) -> Any:
 
 
 def answer(llm: Any, asked: dict[str, Any]) -> Any:
-    """What becomes of one line."""
+    """Answer to one line."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 

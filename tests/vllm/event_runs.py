@@ -85,7 +85,7 @@ class Index:
 
 
 def matched(engine: Engine, lease: Lease, hashes: Sequence[bytes]) -> tuple[int, int]:
-    """What the daemon finds for this engine."""
+    """Blocks that the daemon finds for this engine."""
     keys = engine.connector._scheduler._book.keys(hashes, b"")  # noqa: SLF001 - vLLM need not know
     with lease.match(keys) as sequence:
         return sequence.device_blocks, sequence.host_blocks

@@ -74,7 +74,7 @@ class FutureModelConfig(ModelConfig):  # type: ignore[misc]  # vLLM is not insta
 
 
 def name(folder: str, **options: Any) -> str:
-    """Of an engine with these options."""
+    """Name of an engine's model with these options."""
     return _name(_config(folder, **options))
 
 

@@ -10,7 +10,7 @@ VOCABULARY, IMAGE_PIXELS, IMAGE_TOKENS = 512, 56, 8
 SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}, "dtype": "bfloat16"}
-"""What an engine of it is asked for beside."""
+"""Further options of an engine with images."""
 
 VISION = {
     "model_type": "blip_2_vision_model",

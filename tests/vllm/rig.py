@@ -69,12 +69,12 @@ class Answer:
 
     @property
     def said(self) -> tuple[tuple[tuple[int, ...], ...], str]:
-        """What must not depend on any cache."""
+        """Part of an answer that must not depend on any cache."""
         return self.tokens, self.logprobs
 
 
 def engine_environment() -> dict[str, str]:
-    """What a process with vLLM is started with."""
+    """Environment of a process with vLLM."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen")),
@@ -143,7 +143,8 @@ class Engine:
         return bool(self._read())
 
     def metrics(self) -> dict[str, float]:
-        """Of the connector and of drafts, as vLLM's own metrics have them. Wants ``disable_log_stats`` false."""
+        """Metrics of the connector and of drafts, as vLLM's own metrics have them. Wants ``disable_log_stats``
+        false."""
         self._write({"metrics": True})
         return dict(self._read())
 
@@ -236,7 +237,7 @@ def engines(*started: Engine) -> Iterator[Sequence[Engine]]:
 
 
 def _parent(process: Path) -> int:
-    """Of a process of /proc; 0 where it has just gone."""
+    """Parent of a process of /proc; 0 where it has just gone."""
     try:
         return int((process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     except OSError:
@@ -244,7 +245,7 @@ def _parent(process: Path) -> int:
 
 
 def check_daemon(socket: str) -> None:
-    """Nobody holds a page, and every page is in exactly one place."""
+    """Check that no page is held, and that every page is in exactly one place."""
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
 

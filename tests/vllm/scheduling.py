@@ -43,7 +43,7 @@ LONGEST, VOCABULARY = 128, 50
 
 
 class Worker(WorkerSide):
-    """As the product's, with a node that was made for it."""
+    """Worker side of the product, with a node that was made for it."""
 
     def __init__(self, node: Node, page_bytes: int) -> None:
         self._node: Node = node
@@ -57,7 +57,7 @@ class Worker(WorkerSide):
         self.slots = node.pool.slab(GROUP)[: pages * page_bytes].view(np.uint64).reshape(pages, -1)
 
     def close(self) -> None:
-        """As the product's, which has no array of ours."""
+        """Close like the product's, which has no array of ours."""
         del self.slots
         self._node.close()
 
@@ -69,7 +69,7 @@ class Model:
         self.root = 0
 
     def digests(self, tokens: Sequence[int]) -> list[int]:
-        """Of each token, with all before it."""
+        """Digest of each token, with all before it."""
         digest, found = self.root, []
         for token in tokens:
             digest = self.follow(digest, token)
@@ -81,7 +81,7 @@ class Model:
         return hash((digest, token)) & (1 << 63) - 1
 
     def answer(self, prompt: Sequence[int], new: int) -> list[int]:
-        """What follows a prompt."""
+        """Tokens that follow a prompt."""
         tokens = list(prompt)
         for _ in range(new):
             tokens.append(self.digests(tokens)[-1] % VOCABULARY)
@@ -152,7 +152,7 @@ class Engine:
                 self.model.root += 1
 
     def take_stats(self) -> CacheStats | None:
-        """As the connector's, which vLLM asks in each iteration; ``stats`` has the sum."""
+        """Statistics of the connector, which vLLM asks for in each iteration; ``stats`` has the sum."""
         told: CacheStats | None = self._tell_stats()
         if told is not None:
             self.stats.aggregate(told)
@@ -164,7 +164,7 @@ class Engine:
         return bool(self.connector._scheduler._book.is_adrift)  # noqa: SLF001 - vLLM need not know
 
     def waiting_for_loads(self) -> int:
-        """How many requests are loaded from the host."""
+        """Number of requests that are being loaded from the host."""
         return sum(each.status == RequestStatus.WAITING_FOR_REMOTE_KVS for each in self.scheduler.requests.values())
 
     def step(self) -> None:
@@ -208,7 +208,7 @@ class Engine:
             assert answer == self.model.answer(request.prompt_token_ids, len(answer)), name
 
     def leftovers(self) -> dict[str, Any]:
-        """What is kept of requests when none is left."""
+        """State of requests that is kept when none is left."""
         side = self.connector._scheduler  # noqa: SLF001 - it shall be empty
         book, record = side._book, side._book._lease.record  # noqa: SLF001
         kept: dict[str, Any] = {"loads": self.worker._loads, "scheduler": self.scheduler.requests}  # noqa: SLF001
@@ -275,7 +275,7 @@ class Engine:
         wrong = 0
         for at, digest in enumerate(digests):
             page, slot = table[at // BLOCK_TOKENS], at % BLOCK_TOKENS
-            assert page, f"{name} uses the page that is nobody's"
+            assert page, f"{name} uses the page that is never granted"
             if at >= computed:
                 slots[page, slot] = digest + wrong
             elif slots[page, slot] != digest:

@@ -25,7 +25,7 @@ TIGHT = Shape(pages=40, at_a_time=4, step_tokens=16, stock=1)
 """One request hardly fits beside another."""
 
 LATE: dict[str, Any] = {"drafts": 3, "draft_blocks": "lookahead", "drafts_late": True}
-"""As on a GPU."""
+"""Drafters like those on a GPU."""
 
 SLOW = Shape(at_a_time=6, stock=2, page_bytes=8 << 20)
 """A load of some requests takes longer than a daemon needs to die."""
@@ -94,7 +94,7 @@ def two(socket: str, seed: int, shape: Shape, *, resets: float = 0) -> list[Engi
 
 
 def tight(socket: str, seed: int, shape: Shape) -> list[Engine]:
-    """Three on a pool that is too small for them, of whose requests none goes away."""
+    """Three on a pool that is too small for them, none of whose requests is aborted."""
     engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(3)]
     serve(engines, random.Random(seed), 200, aborts=0)
     return engines

@@ -1,4 +1,4 @@
-"""How an engine of ``scheduling`` is started."""
+"""Settings with which an engine of ``scheduling`` is started."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
 BLOCK_TOKENS = 4
 DIGEST_BYTES = 8
-"""Of a token: what a slot holds."""
+"""Digest of a token: the content of a slot."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is started. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
+    """Settings of an engine. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
     by n-grams. ``drafts_late``: its kernels run once the step's output was taken, before those of the next step.
     ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
     request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
@@ -36,5 +36,5 @@ class Shape:
 
     @property
     def layout(self) -> Layout:
-        """What its engine registers."""
+        """Layout that its engine registers."""
         return Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (self.page_bytes,), "uint8"),))

@@ -91,7 +91,7 @@ TEXTS = {
     "v1/core/sched/scheduler.py": ("if multiple_inflight_batches and kv_transfer_config.is_kv_consumer:",),
     "v1/outputs.py": ("finished_recving:", "failed_recving:", "invalid_block_ids:"),
 }
-"""What is read, or stepped into, without being called by a signature; of alternatives one."""
+"""Attributes that are read, or stepped into, without being called by a signature; of alternatives one."""
 
 IN_ORDER = {
     "v1/engine/core.py": (
@@ -110,11 +110,11 @@ IN_ORDER = {
     ),
 }
 """Workers warm up, are asked what they share, and only then is anything run. What a worker found void is dropped, the
-scheduler's side is told, and has the last word before tokens are given out."""
+scheduler's side learns of it, and has the last word before tokens are given out."""
 
 
 def surface(package: Path) -> dict[str, Any]:
-    """What the connector relies on, of the package in a folder."""
+    """Surface of the package in a folder that the connector relies on."""
     found: dict[str, Any] = {}
     for name, path in CLASSES.items():
         tree = ast.parse((package / path).read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ def surface(package: Path) -> dict[str, Any]:
 
 
 def differences(release: str, told: dict[str, Any]) -> Iterator[str]:
-    """What does not fit a release, one a line."""
+    """Differences from a release, one a line."""
     from cachesvc_vllm import CachesvcConnector
     from cachesvc_vllm.block_pool import DaemonBlockPool
     from cachesvc_vllm.metrics import CacheMetrics, CacheStats

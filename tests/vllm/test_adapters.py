@@ -1,4 +1,5 @@
-"""Requests with LoRA adapters: engines share where an adapter's files are equal, and not where its name alone is."""
+"""Engines share where the files of a model and of an adapter are equal, whatever the names of their folders, and not
+where an adapter's name alone is equal."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.e2e.rig import running_node
-from tests.vllm.rig import BLOCK_TOKENS, MODEL, engines, make_saved_fleet, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, MODEL, Fleet, engines, make_saved_fleet, random_prompt
 from tests.vllm.weights import write_adapter
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
@@ -33,7 +34,8 @@ def test_adapters_of_one_name_and_path_share_exactly_where_their_files_are_equal
                 assert [answer.cached for answer in answers] == [found * BLOCK_TOKENS] * 3
         shutil.rmtree(other)
         write_adapter(other, MODEL, seed=13)
-        with engines(saved.engine(node.socket, options=LORA)) as (second,):
+        renamed = shutil.copytree(tmp_path / "model", tmp_path / "renamed")
+        with engines(Fleet(renamed, saved.load_format).engine(node.socket, options=LORA)) as (second,):
             answers = [second.ask(each)[0] for each in asked]
             assert [answer.said for answer in answers[:2]] == expected[:2]
             assert answers[2].said not in expected

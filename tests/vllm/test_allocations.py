@@ -1,4 +1,4 @@
-"""What the connector does not ask vLLM's manager of pages for would have changed nothing."""
+"""Calls of vLLM's manager that the connector skips would have changed nothing."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def alone(drafting: tuple[Fleet, dict[str, Any]]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def expected(alone: Engine) -> tuple[list[object], tuple[float, float]]:
-    """What it answered to ``PROMPTS``, and what it drafted."""
+    """Its answers to ``PROMPTS``, and its drafts."""
     return [alone.ask(prompt)[0].said for prompt in PROMPTS], drafted(alone)
 
 

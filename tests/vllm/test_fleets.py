@@ -1,4 +1,4 @@
-"""How vLLM is run in a fleet: data parallel ranks, another connector beside ours, prefill and decode on two nodes."""
+"""vLLM in a fleet: data parallel ranks, another connector beside ours, prefill and decode on two nodes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ COMMITS = ("ab" * 20, "cd" * 20)
 
 
 def names(folders: list[Path], **variables: str) -> dict[str, Any]:
-    """As a process of the installed vLLM makes them."""
+    """Names that a process of the installed vLLM makes."""
     command = [os.environ[PYTHON_VARIABLE], "-m", "tests.vllm.identities", *map(str, folders)]
     environment = {**engine_environment(), "XDG_CACHE_HOME": str(folders[0].parent / "cache"), **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def told(folders: list[Path]) -> dict[str, Any]:
-    """Of engines that differ in one option each."""
+    """Names of engines that differ in one option each."""
     return names(folders)
 
 
@@ -84,7 +84,7 @@ def hub_cache(cache: Path, commit: str, content: bytes) -> Path:
 
 
 def hub_digest(cache: Path, folder: str = "", commit: str = "", **variables: str) -> str:
-    """What a process says that has this cache."""
+    """Digest in a process that has this cache."""
     environment = {**engine_environment(), "HF_HUB_CACHE": str(cache), "XDG_CACHE_HOME": str(cache / "none")}
     command = [os.environ[PYTHON_VARIABLE], "-c", HUB, folder, commit]
     done = subprocess.run(command, env={**environment, **variables}, stdout=subprocess.PIPE, text=True, check=True)

@@ -1,4 +1,4 @@
-"""What requests may ask for beside tokens: each finds what it may find, and is answered as without a cache."""
+"""Options of requests beside tokens: each request finds what it may find, and is answered as without a cache."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.vllm.harness import daemon_faults, run_module
 
 PAGES = 96
 LAYOUT = Layout(4, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (64,), "uint8"),))
-"""As engines of ``scheduling`` have it, whose module wants vLLM."""
+"""Layout of engines of ``scheduling``, whose module wants vLLM."""
 
 LARGE_PAGES = ("--device-pool", "1GiB", "--host-pool", "2GiB")
 

@@ -130,5 +130,5 @@ def test_ranks_follow_daemons_that_go_again_as_soon_as_they_were_found(saved: Fl
             node.daemon.kill()
             said = len(node.log())
             node.daemon.start()
-            wait_until(lambda: len(LEASE.findall(node.log(), said)) >= processes, "so many have found it")  # noqa: B023
+            wait_until(lambda: len(LEASE.findall(node.log(), said)) >= processes, "that many have found it")  # noqa: B023
         assert engine.collect()[0].said == expected

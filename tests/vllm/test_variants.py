@@ -1,4 +1,4 @@
-"""What decides a page's bytes, or how it comes to be computed, beside the model: shared by engines that agree on it."""
+"""Inputs beside the model that decide a page's bytes, or how it is computed: shared by engines that agree on them."""
 
 from __future__ import annotations
 

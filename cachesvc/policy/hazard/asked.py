@@ -1,4 +1,4 @@
-"""What is asked of whoever keeps the blocks: the path of a request, and the heads of the queues."""
+"""Questions of the policy to the ledger: the path of a request, and the heads of the queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request shows of how soon its blocks will be used again, as a class: a tuple of small numbers."""
+"""Class of a request, by what it shows of how soon its blocks will be used again: a tuple of small numbers."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Classes:
         return row
 
     def in_words(self, row: int) -> str:
-        """What a class stands for."""
+        """Meaning of a class."""
         seen, output, is_shared = self._names[row]
         return in_words(seen, output, is_shared=is_shared)
 
 
 def in_words(seen: Features, output: int | None, *, is_shared: bool) -> str:
-    """What a class stands for, as an operator reads it."""
+    """Meaning of a class, as an operator reads it."""
     parts = ["beginning that others share" if is_shared else "end of its own"]
     parts.append(_between("computed tokens", NEW_TOKENS, seen.new_tokens))
     if seen.gap == NO_GAP:

@@ -1,4 +1,4 @@
-"""Which block goes next, by how soon blocks of its class and age were used again: "hazard".
+"""Policy "hazard": chooses victims by how soon blocks of their class and age were used again.
 
 A request is the last to touch the blocks of its path, in two parts: down to the deepest block that has several known
 children, and the rest. Each part is a segment, of a class by what the request showed at its arrival, and of another one
@@ -43,12 +43,13 @@ ENDS_AT_ONCE = 64
 GHOSTS_LOOKED = 1024
 """Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
 SEGMENTS_LOOKED = 32
-"""Segments of which a prompt is the next to use blocks: from the deepest so many it learns."""
+"""Number of segments, from the deepest on, that learn that a prompt is the next to use their blocks."""
 SHARED_LOOKED = 512
 """Blocks of one segment among which the deepest with several children is looked for."""
 FIRST_FIT, LONGEST_PERIOD = 20, 400
 MARGIN = 0.4
-"""How much less than the oldest a head must be worth before it goes first: this share, where all uses are younger."""
+"""Margin by which a head must be worth less than the oldest before it goes first: this share, where all uses are
+younger."""
 WHILE_RUNNING, AFTER_END = 0, 1
 
 
@@ -89,7 +90,7 @@ class History:
         self._refit: Iterator[None] | None = None
         self._next_fit = FIRST_FIT
         self._has_lesson = False
-        self.classes.row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: of nobody's blocks
+        self.classes.row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: blocks without a segment
 
     def govern(self, *, decides: bool, weighs_cost: bool) -> None:
         """From now on it chooses by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
@@ -205,7 +206,7 @@ class History:
             self._has_lesson = True
 
     def lesson(self) -> Callable[[], bool] | None:
-        """What is to be called until it says that it is over, when nobody else is served; None: nothing is new."""
+        """Callable to be called until it says that it is over, while the loop is idle; None: nothing is new."""
         if not self._has_lesson:
             return None
         self._has_lesson = False
@@ -255,7 +256,7 @@ class History:
         return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
 
     def worth(self, segment: int, now: float) -> Worth | None:
-        """What is known of blocks of the segment; None of one that is nobody's."""
+        """Known worth of blocks of the segment; None for slot 0."""
         if segment == NOBODY:
             return None
         queue, age = self.queue_of(segment), max(0.0, now - self.since(segment))
@@ -340,7 +341,7 @@ class History:
         self.uses.used(rows, now - segments.arrived[slot], blocks)
 
     def _settle(self, newest: Parts, now: float) -> None:
-        """What nobody has used again until the host would have let go of it is not worth a copy."""
+        """Settle unused segments: blocks not used again until the host would have dropped them are not worth a copy."""
         segments, unsettled = self.segments, self._unsettled
         self.uses.request()
         unsettled.append(newest)

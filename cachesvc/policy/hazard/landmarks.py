@@ -19,7 +19,7 @@ class Landmarks:
         self._keys.setdefault(segment, []).append(key)
 
     def forget(self, segment: int) -> None:
-        """Nobody follows the segment any more."""
+        """Stop following the segment."""
         for key in self._keys.pop(segment, ()):
             if self.segment_of.get(key) == segment:
                 del self.segment_of[key]

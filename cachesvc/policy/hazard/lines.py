@@ -15,11 +15,11 @@ from typing import Generic, NamedTuple, TypeVar
 Value = TypeVar("Value")
 LOOK_BACK_BLOCKS = 64
 PARTING = 3
-"""From so many known children on a block is where lines part: no line goes on across it."""
+"""Number of known children from which on lines part at a block: no line goes on across it."""
 
 
 class Line(NamedTuple):
-    """As of its last request: arrival (seconds), requests, smoothed logarithm of the seconds between them."""
+    """State as of its last request: arrival (seconds), requests, smoothed logarithm of the seconds between them."""
 
     arrived: float
     turns: int

@@ -1,4 +1,4 @@
-"""How soon blocks of a class are used again, learned from those that were: hazards by age, and what they are worth.
+"""Learned rates of reuse of each class of blocks: hazards by age, and the worth that follows from them.
 
 A row stands for one class of one table. For each row and bin of ages it has ``events`` (landmarks that were touched
 again), the seconds that these had spent in their last bin (``within``), and the seconds of those that were forgotten
@@ -6,7 +6,7 @@ untouched (``censored``). A refit makes hazards of them: each class is drawn tow
 all of its table, by ``PRIOR_LIVES`` lives. From the hazards follows the density: expected hits per block-second over
 the best horizon, by age.
 
-A refit is done in steps of some 0.2 ms each, so that nobody waits for the whole.
+A refit is done in steps of some 0.2 ms each, so that no call waits for the whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TRIANGLE = np.arange(BINS)[:, None] <= np.arange(BINS)[None, :]
 
 
 class Open(NamedTuple):
-    """Landmarks that nobody has touched again yet: row, age in seconds and weight of each."""
+    """Landmarks that were not touched again yet: row, age in seconds and weight of each."""
 
     rows: Ints
     ages: Floats
@@ -127,7 +127,7 @@ def _expose(landmarks: Open, outlived: Floats, exposed: Floats) -> None:
 
 
 def _hazards(events: Floats, exposed: Floats, tables: Ints, groups: Ints) -> Floats:
-    """Of each class, then of each group, then of each table."""
+    """Hazards of each class, then of each group, then of each table."""
 
     def summed(numbers: Ints, count: int) -> tuple[Floats, Floats]:
         members = (numbers[None, :] == np.arange(count)[:, None]).astype(np.float64)

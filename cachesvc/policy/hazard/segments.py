@@ -1,8 +1,8 @@
-"""Segments: what each request was the last to touch, in two parts, kept in columns by slot.
+"""Segments: blocks that each request was the last to touch, in two parts, kept in columns by slot.
 
 A part is the run of blocks ``[top, bottom)`` of a path that is resident. It only shrinks: from the top as later
 requests take blocks over, from the bottom as they leave the cache. Its landmarks are its first and its last block; they
-count while nobody has touched them again. Slot 0 is nobody's.
+count until they are touched again. Slot 0 belongs to no request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOBODY = 0
 FIRST_OPEN, LAST_OPEN, IS_RUNNING, IS_REMEMBERED, IS_SHARED = 1, 2, 4, 8, 16
 LANDMARKS = FIRST_OPEN | LAST_OPEN
 WEIGHTS = (0.0, 0.5, 0.5, 1.0)
-"""Of the landmarks that are open: together a segment counts once."""
+"""Weights of the landmarks that are open: together a segment counts once."""
 WEIGHT_COLUMN = np.array(WEIGHTS)
 LEAST_SLOTS = 256
 SLOTS_AT_ONCE = 16384
@@ -38,7 +38,7 @@ class Segments:
         self.flags = bytearray()
         self._free: list[int] = []
         self._grow()
-        self._free.pop()  # NOBODY
+        self._free.pop()  # slot 0
         self.request[NOBODY] = -1
 
     def _grow(self) -> None:
@@ -101,8 +101,8 @@ class Segments:
         self._free.extend(slots[~needed & (ends >= np.frombuffer(self.bottom, np.int32)[slots])].tolist())
 
     def open_landmarks(self, now: float, most: int) -> Iterator[Open]:
-        """Of the remembered segments, in parts of ``most`` of them at most: in the first table by arrival, in the
-        second by end."""
+        """Open landmarks of the remembered segments, in parts of ``most`` of them at most: in the first table by
+        arrival, in the second by end."""
         for first in range(0, len(self.flags), SLOTS_AT_ONCE):
             flags = np.frombuffer(self.flags, np.uint8)[first : first + SLOTS_AT_ONCE] & LANDMARKS
             at: Ints = np.flatnonzero(flags).astype(np.int64) + first

@@ -1,5 +1,5 @@
-"""Which classes of blocks are worth a copy on the host: those of which a share is used again after the device has let
-go of them and before the host would.
+"""Classes of blocks that are worth a copy on the host: a share of them is used again after the device has dropped them
+and before the host would.
 
 Lives of blocks end by a use, or by being too old for the host. How old what leaves a device, or the host, is at that
 time is followed as it changes.
@@ -38,12 +38,12 @@ class HostUses:
             self._all_used *= DECAY
 
     def used(self, rows: tuple[int, int], age: float, blocks: int) -> None:
-        """So many blocks of classes ``rows`` (0: none) were used again at ``age`` seconds."""
+        """Count ``blocks`` blocks of classes ``rows`` (0: none) that were used again at ``age`` seconds."""
         if age > self.device_seconds:
             self._end(rows, blocks, blocks if age <= self.host_seconds else 0)
 
     def unused(self, rows: tuple[int, int], blocks: int) -> None:
-        """So many blocks have become too old for the host."""
+        """Count ``blocks`` blocks that have become too old for the host."""
         self._end(rows, blocks, 0)
 
     def _end(self, rows: tuple[int, int], blocks: int, used: int) -> None:

@@ -1,4 +1,4 @@
-"""What the heads of the queues are worth, all at once: one choice is a few operations on arrays."""
+"""Worth of the heads of the queues, all at once: one choice is a few operations on arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cachesvc.policy.hazard.asked import Heads
 from cachesvc.policy.hazard.rates import Floats, Ints, Rates
 
 NO_RANK = (1 << 63) - 1
-"""Of a queue without candidates."""
+"""Rank of a queue without candidates."""
 
 
 def worth_of(heads: Heads, rates: Rates, now: float, weighed_tokens: int) -> Floats:

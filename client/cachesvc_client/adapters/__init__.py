@@ -1,1 +1,1 @@
-"""What speaks to other systems in their own words, one file each."""
+"""Adapters to the protocols of other systems, one file each."""

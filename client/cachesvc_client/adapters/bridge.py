@@ -29,13 +29,14 @@ READER_S = 0.05
 """Between two looks whether the reading thread has ended."""
 
 HOPELESS = (InvalidRequest, NotOwned, NotSupported)
-"""What waiting cannot cure: the request itself is wrong. The rest an operator, the daemon or a new token file mends."""
+"""Errors that a retry cannot cure: the request itself is wrong. An operator, the daemon or a new token file mends the
+rest."""
 
 log = logging.getLogger(__name__)
 
 
 class News(Enum):
-    """What wakes the publishing thread beside batches."""
+    """Wake-up reasons of the publishing thread beside batches."""
 
     TOKENS = "tokens"
 

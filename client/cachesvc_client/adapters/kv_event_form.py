@@ -40,7 +40,7 @@ FIELDS = {
 
 
 class Form(Enum):
-    """How an event is written."""
+    """Encodings of an event."""
 
     MAP = "map"
     ARRAY = "array"

@@ -150,7 +150,7 @@ class KvEventMapper:
             yield self._stored_event(spot, chain, blocks)
 
     def _announceable(self, spot: Spot, key: bytes) -> KnownBlock | None:
-        """What is known of a block, if it can be announced now, and was not."""
+        """Known facts of a block that can be announced now and was not."""
         if self.tokens is None:
             return _UNKNOWN
         if spot in self._told.get(key, ()):

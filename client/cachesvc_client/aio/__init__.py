@@ -8,13 +8,12 @@ from cachesvc_client.aio.client import AsyncCacheClient
 from cachesvc_client.aio.events import AsyncEventSubscriber
 from cachesvc_client.aio.lease import AsyncLease
 from cachesvc_client.aio.sequence import AsyncSequence
-from cachesvc_client.aio.stepping import AsyncPendingColumns, AsyncPendingStep, AsyncStepStream
+from cachesvc_client.aio.stepping import AsyncPendingStep, AsyncStepStream
 
 __all__ = [
     "AsyncCacheClient",
     "AsyncEventSubscriber",
     "AsyncLease",
-    "AsyncPendingColumns",
     "AsyncPendingStep",
     "AsyncSequence",
     "AsyncStepStream",

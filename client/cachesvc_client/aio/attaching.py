@@ -40,7 +40,7 @@ async def attach_pool(connection: Connection, registration: Registration, lease_
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
             await connection.insist(DETACH, request, connection.timeouts.close_s)
-        except NEEDLESS as gone:  # nobody must know
+        except NEEDLESS as gone:  # the caller needs no report
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
 
     def unmapped() -> None:

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class ClientCalls:
-    """What a client does, on any port. ``make_port``: one for each connection; ``connecting``: only one at a time."""
+    """Calls of a client, on any port. ``make_port``: one for each connection; ``connecting``: only one at a time."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class ClientCalls:
 
     @property
     def epoch(self) -> int:
-        """Which life of the daemon this is. Raises DaemonUnavailable before ``connect``."""
+        """Number of the daemon's life. Raises DaemonUnavailable before ``connect``."""
         return self._require_connection().life.epoch
 
     @property
     def transport(self) -> str:
-        """Which way the calls of CacheService go now: "lane" or "grpc"; empty while not connected."""
+        """Transport that calls of CacheService use now: "lane" or "grpc"; empty while not connected."""
         if not self.connected:
             return ""
         return "lane" if self._connection is not None and self._connection.port.has_lane else "grpc"
@@ -126,12 +126,12 @@ class ClientCalls:
         ``model`` names the weights, revision included; nothing is shared across two salts. ``devices``: UUIDs, one a
         rank (empty: the daemon's first). Each pool is asked for as pages for each group (those of a layout's markers
         may be left out: ``Layout.fill_pages``) or as a share in (0, 1] of what is left (neither: all that is left);
-        pools that are there already stay as they are. ``reserved_pages``: so many first pages of every group on the
-        device are the engines' own and never granted; all engines of a model share them, and name the same number.
-        ``display_name``: what operators see beside ``model``; nothing depends on it, and the first one stays.
-        ``timeout_s``: instead of ``Timeouts.register_s``, for pools that are known to be there.
-        Raises PoolExhausted with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved
-        pages), NotSupported, DaemonUnavailable, DeadlineExceeded.
+        pools that are there already stay as they are. ``reserved_pages``: number of first pages of every group on the
+        device that the engines own and the daemon never grants; all engines of a model share them, and name the same
+        number. ``display_name``: what operators see beside ``model``; nothing depends on it, and the first one stays.
+        ``timeout_s``: instead of ``Timeouts.register_s``, for pools that are known to be there. Raises PoolExhausted
+        with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved pages), NotSupported,
+        DaemonUnavailable, DeadlineExceeded.
         """
         request = build_register(
             model,
@@ -327,7 +327,7 @@ async def carry_over(before: Connection, connection: Connection, lost: Seq[Async
     """The same daemon was found again: tell it which leases were closed meanwhile, and let the others' ends be told."""
     for lease in lost:
         lease.calls.move(connection)
-    untold = connection.untold = before.untold  # one list: a close that fails only now is told the next time
+    untold = connection.untold = before.untold  # one list: the next call reports a close that fails only now
     while untold:
         try:
             await connection.ask(CLOSE, untold[-1], connection.timeouts.close_s)

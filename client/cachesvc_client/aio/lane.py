@@ -1,4 +1,4 @@
-"""The awaited end of a lane: reads on the event loop, and wakes whoever awaits the answer."""
+"""Awaited end of a lane: reads on the event loop, and wakes the task that awaits the answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AsyncLane(LaneEnd):
         self._awaiting: set[AsyncInbox] = set()
 
     async def greet(self, metadata: Metadata, timeout_s: float) -> None:
-        """Say who calls. Raises DaemonUnavailable where no calls can go this way."""
+        """Identify the caller. Raises DaemonUnavailable where no calls can go this way."""
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._readable)
         keep_from_children(self)
@@ -138,7 +138,7 @@ class AsyncLane(LaneEnd):
             inbox.wake()
 
     def _send(self, data: bytes) -> None:
-        """Send a frame, or keep what the socket does not take. Whoever waits is told where the lane has ended."""
+        """Send a frame, or keep what the socket does not take. Where the lane has ended, the waiters get an error."""
         if self.why_broken:
             return
         if self._unsent:

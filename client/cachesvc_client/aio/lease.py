@@ -1,4 +1,4 @@
-"""What one engine holds: a lease on a model's replica, kept alive, and the sequences opened under it."""
+"""Lease of one engine on a model's replica, kept alive, with the sequences opened under it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 from types import TracebackType
-
-import numpy as np
-import numpy.typing as npt
 
 from cachesvc.model.answers import Prefetched, TicketView
 from cachesvc_client.aio.attaching import attach_pool
@@ -27,7 +24,6 @@ from cachesvc_client.errors import (
 )
 from cachesvc_client.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.columns import ColumnsRecord, SequenceColumns
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.stock import Stock, stock_targets
 from cachesvc_client.records.views import LeaseView
@@ -103,8 +99,8 @@ class AsyncLease(LeaseView):
         """Make sure that what was read of the lease's pages up to now was its own. While ``is_sure`` nothing is asked;
         else the daemon is, which knows whether it took the lease for silent and gave its pages to others.
 
-        Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (nobody
-        knows: the same), DeadlineExceeded.
+        Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (unknown:
+        the same), DeadlineExceeded.
         """
         if not self.record.is_sure:
             await self._keeping.make_sure(timeout_s)
@@ -112,29 +108,22 @@ class AsyncLease(LeaseView):
     def step(self, stock_pages: int | Seq[int] = 0) -> AsyncStepStream:
         """Open the lease's step stream. ``stock_pages``: pages to keep in stock, for every group or for each.
 
-        Raises Conflict while the last one is open.
+        Raises Conflict while the last one is open, NotSupported (the daemon is of release 0.1, which knows no columns).
         """
         self.record.check()
+        if not self.record.has_columns:
+            raise NotSupported("this daemon takes no steps by columns: upgrade it to release 0.2 or later")
         if self.calls.stream is not None:
             raise Conflict("this lease has an open step stream; close it first")
         self.record.stock = Stock(stock_targets(stock_pages, self.registration.layout))
         stream = self.calls.stream = AsyncStepStream(self.calls)
         return stream
 
-    def columns(
-        self, max_sequences: int, max_blocks: int, tables: npt.NDArray[np.int32] | None = None
-    ) -> SequenceColumns[AsyncSequence]:
-        """Room for ``max_sequences`` sequences of up to ``max_blocks`` blocks each, all their cells in one table.
-
-        ``tables``: int32 ``[groups, max_sequences, max_blocks]`` to use for it, such as pinned memory. Raises
-        InvalidRequest.
-        """
-        return SequenceColumns(ColumnsRecord(self.record, max_sequences, max_blocks, tables))
-
     async def completed(self, launch: int) -> None:
-        """The kernels of ``launch``, and of all launches before it, have ended: releases that waited for them go.
+        """Note that the kernels of ``launch`` and of all earlier launches have ended, and send the releases that
+        waited.
 
-        With an open step stream they go in a step that nobody waits for, so call it where that stream is used. Raises
+        With an open step stream they go in a step without a waiter, so call it where that stream is used. Raises
         InvalidRequest (no such launch), DeadlineExceeded (the next ``match`` sees to it).
         """
         self.record.launches.complete(launch)

@@ -1,4 +1,4 @@
-"""What goes out under one lease: operations, each under its own id, and what became of those without an answer."""
+"""Operations under one lease, each under its own id, and the fate of those without an answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Submitting(Protocol):
         """Send growth and stock alone."""
 
     async def tell(self) -> None:
-        """Send them in a step that nobody collects."""
+        """Send them in a step whose results are not collected."""
 
     async def close(self) -> None:
         """End it."""
@@ -96,7 +96,7 @@ class LeaseCalls:
                 raise DeadlineExceeded(f"tickets {running} still run after {limit_s:g} s", was_answered=True)
 
     async def release_abandoned(self) -> None:
-        """Release sequences that nobody uses any more, or whose Match or Release got no answer: they may hold pins."""
+        """Release abandoned sequences, and those whose Match or Release got no answer: they may hold pins."""
         while (record := self.record.take_orphan(and_ended=self.stream is None)) is not None:
             try:
                 await self.settle(record)

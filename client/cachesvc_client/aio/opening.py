@@ -1,4 +1,4 @@
-"""What gives a handle: awaited, or entered at once."""
+"""Calls that give a handle: awaited, or entered at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Handle(Protocol):
-    """What ends with an ``async with``."""
+    """Handle that ends with an ``async with``."""
 
     async def __aenter__(self) -> Any: ...
 
@@ -28,15 +28,15 @@ class Opening(Coroutine[Any, Any, H], Generic[H]):
         self._handle: H | None = None
 
     def send(self, value: Any) -> Any:
-        """As of any coroutine."""
+        """Send into the wrapped coroutine."""
         return self._made.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """As of any coroutine."""
+        """Throw into the wrapped coroutine."""
         return self._made.throw(*error)
 
     def close(self) -> None:
-        """As of any coroutine."""
+        """Close the wrapped coroutine."""
         self._made.close()
 
     def __await__(self) -> Generator[Any, Any, H]:

@@ -118,7 +118,7 @@ class AsyncPort:
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
-            await asyncio.wait([working])  # what it makes would be nobody's
+            await asyncio.wait([working])  # otherwise its result would have no owner
             if working.exception() is not None:
                 log.debug("work_failed_after_its_caller_left why=%s", working.exception())
             raise
@@ -128,7 +128,7 @@ class AsyncPort:
         return _RunningTask(asyncio.create_task(work, name=name))
 
     def send_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """As a task of the loop; of one that is closed nobody is left to send it."""
+        """Run ``work`` as a task of the loop, or drop it where the loop is closed."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._begin, work)
@@ -147,7 +147,7 @@ class AsyncPort:
     def tell(self, callback: Callable[[], None]) -> None:
         """On the loop."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
             self._loop.call_soon_threadsafe(callback)
 
     async def close(self) -> None:
@@ -274,6 +274,6 @@ class _RunningTask:
 
 
 def is_cancelled() -> bool:
-    """True when it is the running task that somebody cancelled, not only the call that it awaits."""
+    """True when the running task itself was cancelled, not only the call that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

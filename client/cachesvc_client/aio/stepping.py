@@ -21,10 +21,7 @@ from cachesvc_client.errors import (
     NotFound,
     error_of,
 )
-from cachesvc_client.keys import PackedKeys
 from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.columns import SequenceColumns, Slots
-from cachesvc_client.records.columns_part import ColumnsAnswer, ColumnsPart
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.steps import SentStep, StepBook
 from cachesvc_client.wire.attempts import Attempts
@@ -48,18 +45,6 @@ class AsyncPendingStep:
         return await self._collect(timeout_s)
 
 
-class AsyncPendingColumns:
-    """Columns that were sent in a step."""
-
-    def __init__(self, collect: Callable[[float | None], Awaitable[list[Any]]], part: ColumnsPart) -> None:
-        self._collect = collect
-        self._part = part
-
-    async def answer(self, timeout_s: float | None = None) -> ColumnsAnswer:
-        """What became of them; plain answers are in the columns by then. Raises as ``PendingStep.results``."""
-        return ColumnsAnswer(await self._collect(timeout_s), self._part.odd)
-
-
 class AsyncStepStream:
     """A stream of steps under one lease; used from one task. The stock is filled up by every answer."""
 
@@ -71,14 +56,14 @@ class AsyncStepStream:
 
     @property
     def free_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that nobody had when the last answer was made; empty before the first answer. The
-        stock is not among them, and other engines take from them too."""
+        """Free device pages of each group as of the last answer; empty before the first answer. The stock is not among
+        them, and other engines take from them too."""
         return self._book.room[0]
 
     @property
     def evictable_pages(self) -> tuple[int, ...]:
-        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are kept by nobody. Some
-        take a transfer, such as their write-back, before they are free."""
+        """Device pages of each group that eviction could give, as ``free_pages``: their blocks are unpinned. Some take
+        a transfer, such as their write-back, before they are free."""
         return self._book.room[1]
 
     def batch(self) -> StepBatch[AsyncSequence]:
@@ -98,56 +83,9 @@ class AsyncStepStream:
         await self._prepare(batch)
         return AsyncPendingStep(partial(self._collect, self._enter(batch)))
 
-    async def submit_columns(
-        self,
-        columns: SequenceColumns[Any],
-        *,
-        grow: Slots | tuple[Slots, Slots] | None = None,
-        publish: tuple[Slots, Slots] | tuple[Slots, Slots, PackedKeys] | None = None,
-        recycle: tuple[Slots, Slots] | None = None,
-        release: Slots | None = None,
-        batch: StepBatch[Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> ColumnsAnswer:
-        """Send what the sequences of ``columns`` do in an iteration, by their slots, and wait for the answer.
-
-        ``grow``: slots that take a block of the stock each, or ``(slots, blocks)``; their cells are in ``tables`` at
-        once. ``publish``: ``(slots, upto_blocks)``, or with the packed keys of all new blocks, slot by slot, where
-        Match was not told them. ``recycle``: ``(slots, computed_tokens)``. ``release``: slots that are free afterwards.
-        ``batch``: what other sequences want, after that. What launches may use waits for them, as with handles.
-
-        Raises as ``send`` and ``PendingStep.results``; StockEmpty and InvalidRequest (nothing is taken or sent).
-        """
-        pending = await self.send_columns(
-            columns, grow=grow, publish=publish, recycle=recycle, release=release, batch=batch
-        )
-        return await pending.answer(timeout_s)
-
-    async def send_columns(
-        self,
-        columns: SequenceColumns[Any],
-        *,
-        grow: Slots | tuple[Slots, Slots] | None = None,
-        publish: tuple[Slots, Slots] | tuple[Slots, Slots, PackedKeys] | None = None,
-        recycle: tuple[Slots, Slots] | None = None,
-        release: Slots | None = None,
-        batch: StepBatch[Any] | None = None,
-    ) -> AsyncPendingColumns:
-        """As ``submit_columns``; collect the answer later."""
-        self._require_open()
-        self._calls.connection.maker.check()
-        if batch is not None or not self._is_ready:
-            await self._prepare(batch)
-            self._require_open()
-        self._book.require_room()
-        sends_keys = None if publish is None else len(publish) == 3 and len(publish[2]) > 0
-        if batch is not None and None not in (sends_keys, batch.sends_keys) and sends_keys != batch.sends_keys:
-            raise InvalidRequest("a step publishes with the keys of all blocks, or of none: use two")
-        part = columns.record.part(grow, publish, recycle, release)
-        return AsyncPendingColumns(partial(self._collect, self._put(self._book.enter(batch, part))), part)
-
     async def tell(self) -> None:
-        """Send growth, and releases that waited for launches, in a step that nobody collects. Raises as ``send``."""
+        """Send growth, and releases that waited for launches, in a step whose results are not collected. Raises as
+        ``send``."""
         self._enter(None).is_quiet = True
 
     async def close(self) -> None:
@@ -206,7 +144,7 @@ class AsyncStepStream:
             raise AlreadyClosed("the step stream was closed; open another one with lease.step()")
 
     async def _make_way(self) -> None:
-        """Where too many steps are under way, and nobody collects the first of them, take in their answers."""
+        """Take in the oldest answers where too many steps are in flight and the caller collects none."""
         while self._book.is_full and self._book.under_way[0].is_quiet:
             try:
                 await self._collect(self._book.under_way[0], None)
@@ -241,7 +179,7 @@ class AsyncStepStream:
         if self._line is None:
             self._open_line()
         else:
-            self._line.put(step.sent)
+            self._line.put(step.request)
         return step
 
     async def _take_refusal(self, answer: cache_pb2.StepResponse) -> None:
@@ -277,4 +215,4 @@ class AsyncStepStream:
             self._book.refuse(error)
             raise
         for step in self._book.under_way:
-            self._line.put(step.sent)
+            self._line.put(step.request)

@@ -54,7 +54,7 @@ class ConfigKeys:
         return ConfigKeys(self.model_type, value, outer=self._config)
 
     def find(self, key: str) -> Any:
-        """What stands there, unchecked; None where nothing does."""
+        """Unchecked value of a key; None where the key is absent."""
         return self._config.get(key)
 
     def find_number(self, key: str, *, least: int = 1) -> int | None:

@@ -39,7 +39,7 @@ TENSOR_STEMS = {
 
 
 class IndexPage(Enum):
-    """How an indexer's page lies on the device: all values of the block, then all their scales, in either case.
+    """Layout of an indexer's page on the device: all values of the block, then all their scales, in either case.
 
     SPLIT: planes ``index_key`` and ``index_scale``. FUSED: one plane ``index`` with both, for kernels that take one
     tensor; flat, because its rows are no tokens.

@@ -77,7 +77,7 @@ class UnknownModelType(ConfigRejected):
 
 @dataclass(frozen=True, slots=True)
 class HeadWindows:
-    """Which kv heads have a window: ``marks[layer][global kv head]``, and what it is."""
+    """Kv heads with a window, as ``marks[layer][global kv head]``, and the window."""
 
     marks: Sequence[Sequence[bool]]
     window_tokens: int
@@ -86,7 +86,7 @@ class HeadWindows:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What the caller decides."""
+    """Choices of the caller."""
 
     block_tokens: int
     tensor_parallel: int

@@ -37,7 +37,7 @@ class CudaDevice:
 
     @property
     def ordinal(self) -> int:
-        """What this process calls it."""
+        """Number of the GPU in this process."""
         return self._gpu.facts.ordinal
 
     def start(self) -> None:

@@ -20,11 +20,11 @@ from cachesvc_client.memory.placement import PlaneView
 
 IPC_HANDLE_BYTES = 64
 OWN_REFERENCES = 2
-"""Of an object whose references are counted: the local name, and the argument of the count."""
+"""References to a counted object that are not arrays: the local name, and the argument of the count."""
 
 
 class Owner:
-    """What the arrays of a mapping hold, so that it is known whether any is left."""
+    """Object that the arrays of a mapping hold, so that it is known whether any is left."""
 
     __slots__ = ("__weakref__",)
 
@@ -41,7 +41,7 @@ class DeviceMapping(ABC):
 
     @property
     def size_bytes(self) -> int:
-        """What may be used."""
+        """Usable bytes."""
         return self._handle.size_bytes
 
     @property
@@ -86,7 +86,7 @@ class DeviceMapping(ABC):
 
     @property
     def held(self) -> int:
-        """How many planes and arrays of it are there."""
+        """Number of its planes and arrays that exist."""
         owner = None if self._left is None else self._left()
         return 0 if owner is None else sys.getrefcount(owner) - OWN_REFERENCES
 

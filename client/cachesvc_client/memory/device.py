@@ -26,7 +26,7 @@ class DevicePlane:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """As NumPy has it."""
+        """NumPy's type of the elements."""
         return np.dtype(self.placed.dtype)
 
     def view(self, dtype: type[np.generic]) -> DevicePlane:
@@ -36,7 +36,7 @@ class DevicePlane:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3, without a stream: nobody has written yet what the reader would have to wait for."""
+        """Array interface, version 3, without a stream: no write is pending that a reader would have to wait for."""
         return {
             "shape": self.placed.shape,
             "strides": self.placed.strides,
@@ -52,7 +52,7 @@ class Device(Protocol):
 
     @property
     def ordinal(self) -> int:
-        """What this process calls it."""
+        """Number of the GPU in this process."""
 
     def start(self) -> None:
         """Join the context that the engine's frameworks use."""

@@ -30,7 +30,7 @@ class Memory(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """What may be used."""
+        """Usable bytes."""
 
     @property
     def address(self) -> int:
@@ -48,14 +48,14 @@ class Memory(Protocol):
         """Map it. Raises NotSupported, NotFound, DaemonFault, DaemonUnavailable, DeadlineExceeded, GpuFailed."""
 
     def plane(self, view: PlaneView) -> Any:
-        """A plane of it, which keeps it mapped for as long as it is held. Raises AlreadyClosed."""
+        """A plane of the mapping, which stays mapped while the plane is held. Raises AlreadyClosed."""
 
     def close(self) -> bool:
         """Unmap; True when it is unmapped now, False while planes or arrays of it are held. Ask again then."""
 
     @property
     def held(self) -> int:
-        """How many arrays or tensors still keep it mapped after ``close``: as many as were made of it, or viewed."""
+        """Number of arrays or tensors, views included, that still keep it mapped after ``close``."""
 
 
 class MappedMemory:
@@ -73,7 +73,7 @@ class MappedMemory:
 
     @property
     def size_bytes(self) -> int:
-        """What may be used."""
+        """Usable bytes."""
         return self._handle.size_bytes
 
     def start(self) -> None:
@@ -127,7 +127,7 @@ class MappedMemory:
 
     @property
     def held(self) -> int:
-        """How many arrays of it are there."""
+        """Number of its arrays that exist."""
         array = None if self._left is None else self._left()
         return 0 if array is None else sys.getrefcount(array) - OWN_REFERENCES
 

@@ -22,7 +22,7 @@ class PoolPlanes:
         self._arrays: dict[str, dict[PlaneKey, Any]] = {}
 
     def spec(self, group: str, layer: int, name: str) -> Plane:
-        """What the layout says of a plane. Raises DaemonFault where it does not know it."""
+        """Specification of a plane in the layout. Raises DaemonFault for an unknown plane."""
         spec = self._specs.get((group, layer, name))
         if spec is None:
             raise DaemonFault(f"plane {name}.{layer}.{group} is not in the layout")

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadOutcome(Enum):
-    """What has become of a load, as one rank's pool knows it."""
+    """Outcome of a load, as one rank's pool knows it."""
 
     RUNNING = "running"
     CAME = "came"
@@ -97,8 +97,8 @@ class AttachedPool:
         self._maker = Maker()
 
     def start(self) -> None:
-        """Map everything. Raises NotSupported (says what this process lacks), NotFound, DaemonUnavailable, GpuFailed;
-        nothing stays mapped then, and the daemon is told."""
+        """Map everything. Raises NotSupported (names what this process lacks), NotFound, DaemonUnavailable, GpuFailed;
+        nothing stays mapped then, and the daemon gets a Detach."""
         with ExitStack() as undo:
             undo.callback(self.close)
             if {slab.handle.kind for slab in self._attached.slabs} & set(DEVICE_KINDS):
@@ -147,7 +147,7 @@ class AttachedPool:
         return self._show(self._slab(group))
 
     def memory(self, group: str) -> Memory:
-        """What a group's slab is mapped as. Raises InvalidRequest for an unknown group."""
+        """Mapping of a group's slab. Raises InvalidRequest for an unknown group."""
         self._require_open()
         self._planes.require(group)
         return self._slabs[group]
@@ -220,7 +220,7 @@ class AttachedPool:
                 )
 
     def outcome(self, ticket: TicketView) -> LoadOutcome:
-        """What has become of a load. Raises AlreadyClosed, InvalidRequest (no place on the timeline)."""
+        """Outcome of a load. Raises AlreadyClosed, InvalidRequest (no place on the timeline)."""
         self._require_open()
         if ticket.state == "failed":
             return LoadOutcome.FAILED
@@ -234,8 +234,8 @@ class AttachedPool:
         return self.wait_quiet(0.0)
 
     def wait_quiet(self, timeout_s: float) -> bool:
-        """Wait until ``is_quiet``; False where that does not come to be in time. A daemon that is too old to tell counts
-        as over once it has gone. Raises AlreadyClosed."""
+        """Wait until ``is_quiet``; False where the time passes first. A daemon that is too old to tell counts as quiet
+        once it has gone. Raises AlreadyClosed."""
         self._require_open()
         return self._life.lost.wait(timeout_s) if self._writers is None else self._writers.wait_over(timeout_s)
 
@@ -276,8 +276,8 @@ class AttachedPool:
 
     @property
     def held(self) -> int:
-        """How many arrays and tensors, or views of them, keep memory mapped after a ``close`` that said False; where it
-        is 0, a stream may still wait."""
+        """Number of arrays and tensors, or views of them, that keep memory mapped after a ``close`` that returned
+        False; where it is 0, a stream may still wait."""
         return sum(memory.held for memory in self._memories)
 
     def __enter__(self) -> AttachedPool:

@@ -4,10 +4,11 @@ The words lie in host memory that both processes have pinned: a stream waits for
 (H100, 2026-11: 16 us from one stream's write to another's wake either way), and to end a wait takes a store of the
 processor, where a stream of our own could stand behind the very waits that it is to end.
 
-A word that the daemon moves no more would hold a stream, and with it the GPU, for ever. So every slot that a stream may
-wait for is remembered until its load has ended, and at the loss each gets what a failed load leaves: the failed word
-first, then the word at its end. That is looked after for a while, because the GPU may still finish what the dead daemon
-had queued, and set a word back. A word that has come to its end is left alone: it may be another load's by now.
+A word that the daemon no longer moves would block a stream, and with it the GPU, without end. So every slot that a
+stream may wait for is remembered until its load has ended, and at the loss each gets what a failed load leaves: the
+failed word first, then the word at its end. The client keeps checking these words for a while, because the GPU may
+still finish what the dead daemon had queued, and set a word back. A word that has come to its end is left alone: it may
+be another load's by now.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ AGAIN_S = (0.005, 0.02, 0.1, 0.4, 1.0, 2.0)
 log = logging.getLogger(__name__)
 
 _PINNED: dict[int, Words] = {}
-"""The words that the driver has pinned, by their address. They stay mapped until they are unpinned, also where nobody
-closes. (The driver refuses to pin what comes to lie at an address that it still takes for pinned.)"""
+"""The words that the driver has pinned, by their address. They stay mapped until they are unpinned, even without a
+close. (The driver refuses to pin what comes to lie at an address that it still takes for pinned.)"""
 
 
 class PendingWait(NamedTuple):

@@ -1,1 +1,1 @@
-"""What is known of a lease, its sequences and steps: plain records that do no input or output."""
+"""State of a lease, its sequences and steps: plain records that do no input or output."""

@@ -18,7 +18,7 @@ class Recorded(Protocol):
 
     @property
     def record(self) -> SequenceRecord:
-        """What is known of the sequence."""
+        """State of the sequence."""
 
 
 H = TypeVar("H", bound=Recorded)
@@ -50,12 +50,12 @@ class StepBatch(Generic[H]):
         return self._add(operation)
 
     def allocate(self, sequence: H, blocks: int, *, short_suffix: bool = False) -> int:
-        """As ``Sequence.allocate``; the result is an Allocated."""
+        """Add a ``Sequence.allocate``; the result is an Allocated."""
         return self._add(sequence.record.allocate(blocks, short_suffix=short_suffix))
 
     def publish(self, sequence: H, upto_blocks: int, keys: PackedKeys = b"", *, first_key: int = 0) -> int:
-        """As ``Sequence.publish``; the result is a Published. ``keys`` may begin at block ``first_key``, from where on
-        none was published yet."""
+        """Add a ``Sequence.publish``; the result is a Published. ``keys`` may begin at block ``first_key``, from where
+        on none was published yet."""
         record = sequence.record
         self._sealed.add(record.id)
         sends_keys = upto_blocks > record.known_keys or bool(keys)
@@ -67,7 +67,7 @@ class StepBatch(Generic[H]):
         return self._enter(Publish(record, first, upto_blocks, wanted))
 
     def recycle(self, sequence: H, computed_tokens: int, *, launch: int | None = None) -> int:
-        """As ``Sequence.recycle``; the result is a Recycled."""
+        """Add a ``Sequence.recycle``; the result is a Recycled."""
         record = sequence.record
         due = record.due(computed_tokens, launch)
         if due.pages or record.layout.window_groups or not self._fits(record, RECYCLE):
@@ -75,15 +75,15 @@ class StepBatch(Generic[H]):
         return self._enter(Recycle(record, due.computed_tokens))
 
     def swap_out(self, sequence: H, *, launch: int | None = None) -> int:
-        """As ``Sequence.swap_out``; the result is a Swapped."""
+        """Add a ``Sequence.swap_out``; the result is a Swapped."""
         return self._add(sequence.record.swap_out(launch))
 
     def swap_in(self, sequence: H, *, short_suffix: bool = False) -> int:
-        """As ``Sequence.swap_in``; the result is a Swapped."""
+        """Add a ``Sequence.swap_in``; the result is a Swapped."""
         return self._add(sequence.record.swap_in(short_suffix=short_suffix))
 
     def release(self, sequence: H, *, launch: int | None = None, output_tokens: int | None = None) -> int:
-        """As ``Sequence.release``; the result is the number of pages that came back, 0 while launches use it."""
+        """Add a ``Sequence.release``; the result is the number of pages that came back, 0 while launches use it."""
         record = sequence.record
         if record.end_later(launch, output_tokens):
             return self._put(Operation(HELD, None, lambda _: 0, no_action, record))
@@ -94,7 +94,7 @@ class StepBatch(Generic[H]):
         return self._enter(Release(record, self._lease.stock))
 
     def prefetch(self, keys: PackedKeys) -> int:
-        """As ``Lease.prefetch``; the result is a Prefetched."""
+        """Add a ``Lease.prefetch``; the result is a Prefetched."""
         return self._add(self._lease.prefetch(keys))
 
     def _fits(self, record: SequenceRecord, column: Column) -> bool:

@@ -1,4 +1,4 @@
-"""What a subscriber gets, and a mirror that it keeps of it."""
+"""Events of a subscriber, and a mirror of the cache that they keep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cachesvc_client.errors import EventsMissed
 
 
 class Kind(Enum):
-    """What a change means for the block in its group, on the whole node."""
+    """Meaning of a change for the block in its group, on the whole node."""
 
     STORED = event_pb2.EVENT_KIND_STORED
     REMOVED = event_pb2.EVENT_KIND_REMOVED
@@ -100,10 +100,10 @@ _NOWHERE: frozenset[Spot] = frozenset()
 
 
 class BlockMirror:
-    """What a subscriber knows: after each ``apply`` it is what the daemon had at change ``last`` of ``epoch``.
+    """Copy of the daemon's index: after each ``apply`` as of change ``last`` of ``epoch``.
 
     ``spots``: key -> where it has copies. ``parents``: key -> the key of the block before it, empty for a first one.
-    Within a snapshot (``is_whole`` is False) only the blocks told so far are there.
+    Within a snapshot (``is_whole`` is False) only the blocks received so far are there.
     """
 
     def __init__(self) -> None:

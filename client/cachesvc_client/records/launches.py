@@ -1,15 +1,4 @@
-"""Which of an engine's launches are under way, and what waits for their end before it is given back.
-
-A launch is one iteration of the engine on its GPU. Its kernels use the block tables that were read for it until it is
-complete, whatever the tables have become meanwhile: a page that left them may be another's only then. An engine that
-overlaps scheduling with computing has several under way:
-
-    launch = lease.launch()        before the tables are read that its kernels get
-    ...                            publish, recycle, release, as the results of earlier launches come
-    lease.completed(launch)        its kernels have ended, and so have those of all launches before it
-
-An engine that computes one iteration at a time, and asks for nothing in between, never calls either.
-"""
+"""Launches of an engine in flight, and the pages and windows that wait for their end before they are given back."""
 
 from __future__ import annotations
 
@@ -60,14 +49,15 @@ class Launches:
 
 
 class Due(NamedTuple):
-    """What may be given back now: spare ``pages`` as ``(group, page)``, and windows behind ``computed_tokens``."""
+    """Pages and windows to give back now: spare ``pages`` as ``(group, page)``, and windows behind
+    ``computed_tokens``."""
 
     pages: list[tuple[int, int]]
     computed_tokens: int
 
 
 class GiveBacks:
-    """What one sequence has to give back, each with the launch whose end it waits for."""
+    """Pages and windows that one sequence has to give back, each with the launch whose end it waits for."""
 
     def __init__(self, launches: Launches) -> None:
         self._launches = launches
@@ -91,7 +81,7 @@ class GiveBacks:
         return bool(self._spares)
 
     def take_due(self) -> Due:
-        """What waits for nothing any more; it is forgotten here."""
+        """Remove and return what waits for no launch any more."""
         completed = self._launches.completed
         pages = [page for launch, page in self._spares if launch <= completed]
         tokens = max((tokens for launch, tokens in self._windows if launch <= completed), default=0)

@@ -1,4 +1,4 @@
-"""What a client knows of one lease: its name, its ids, its stock, its pools, and whether it still lives. No I/O."""
+"""State of one lease in a client: its name, its ids, its stock, its pools, and whether it still lives. No I/O."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LONGEST_WAIT_S = 10.0
 """One WaitTickets holds a slot of the daemon's; longer waits ask again."""
 
 ANSWER_MARGIN_S = 1.0
-"""What an answer may take beyond the wait that was asked for."""
+"""Time that an answer may take beyond the wait that was asked for, seconds."""
 
 
 LATER = (DeadlineExceeded, LimitExceeded, QuotaExceeded, Unauthenticated)
@@ -70,7 +70,7 @@ class LeaseRecord:
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
     ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
     ``ending``: sequences that were released while launches used them: each goes once those are complete. ``pools``:
-    those that it attached in this process. ``has_columns``: steps for this daemon may have them. ``daemon_lost`` is set
+    those that it attached in this process. ``has_columns``: the daemon takes steps by columns. ``daemon_lost`` is set
     once the daemon has gone. ``tenure``: until when it surely lives.
     """
 
@@ -126,8 +126,8 @@ class LeaseRecord:
 
     @property
     def is_sure(self) -> bool:
-        """True where nobody else can have got a page of this lease's: it lives, or was not lost by silence, for it did
-        until its loss was heard of. Then its daemon or its memory has gone, and nobody gets those pages."""
+        """True where no other engine can have a page of this lease's: it lives, or was not lost by silence, for it did
+        until its loss was noticed. Then its daemon or its memory has gone, and those pages are not granted again."""
         if self.maker.is_elsewhere:  # a child of the process that opened it: no heartbeat of the child's was answered
             return False
         if self.loss is not None:
@@ -179,7 +179,7 @@ class LeaseRecord:
         return self._pause_ms > 0
 
     def build_beat(self) -> lease_pb2.KeepAliveRequest:
-        """A beat, with what there is to tell: it is told once."""
+        """Build a heartbeat, with the pending reports: each is sent once."""
         with self._lock:
             pause_ms, self._pause_ms = self._pause_ms, 0
         return lease_pb2.KeepAliveRequest(lease_id=self.id, pause_write_backs_ms=pause_ms)

@@ -1,4 +1,4 @@
-"""What a sequence's loads did not bring, as far as this process can know."""
+"""Failed loads of a sequence, as far as this process can know."""
 
 from __future__ import annotations
 

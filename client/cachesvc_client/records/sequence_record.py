@@ -1,4 +1,4 @@
-"""What a client knows of one sequence, and the operations on it. No I/O: others send them and bring the answers."""
+"""State of one sequence in a client, and the operations on it. No I/O: others send them and bring the answers."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ class SequenceRecord:
     ``sealed_blocks``: blocks known to be shared; ``asked_blocks``: up to where publishing was asked for. ``growth``:
     stock pages in the table that the daemon has not been told of. ``allocations`` counts allocate operations without an
     answer, ``steps`` operations of all kinds that went out in a step. ``give_backs``: what the next recycles give back.
-    ``output_tokens``: what the engine says of its request at its end. ``clock_seconds``: what a
-    replay says of the time in its trace. ``is_lent``: it is used by its slot in columns.
-    ``ends_after``: the launch that its release waits for, 0 for none.
+    ``output_tokens``: what the engine says of its request at its end. ``clock_seconds``: what a replay says of the time
+    in its trace. ``ends_after``: the launch that its release waits for, 0 for none.
     """
 
     def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
@@ -88,7 +87,6 @@ class SequenceRecord:
         self.is_swapped_out = False
         self.swap_tickets: tuple[TicketView, ...] = ()
         self.is_released = False
-        self.is_lent = False
         self.ends_after = 0
         self.freed_pages = 0
         self.output_tokens: int | None = None
@@ -187,7 +185,7 @@ class SequenceRecord:
         return answer
 
     def refuse_publish(self, error: CacheClientError) -> None:
-        """What was asked for is not published."""
+        """Undo a publish that the daemon refused."""
         self.has_failed_load |= isinstance(error, LoadFailed)
         self.asked_blocks = self.sealed_blocks
 
@@ -196,7 +194,7 @@ class SequenceRecord:
         return self.give_back(self.due(computed_tokens, launch))
 
     def due(self, computed_tokens: int, launch: int | None) -> Due:
-        """What can be given back once ``computed_tokens`` are computed; it is to be given back now."""
+        """Pages and windows to give back now that ``computed_tokens`` are computed."""
         self._require_usable()
         self.give_backs.hold_windows(computed_tokens, launch)
         return self.give_backs.take_due()
@@ -254,7 +252,6 @@ class SequenceRecord:
         self.maker.check()
         if self.is_released:
             raise AlreadyClosed(f"sequence {self.id} was released before")
-        self.require_not_lent()
         return self._operation(
             RELEASE,
             build_release(self.id, self.output_tokens, self.clock_seconds),
@@ -284,7 +281,6 @@ class SequenceRecord:
         self.maker.check()
         if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released before")
-        self.require_not_lent()
         if output_tokens is not None:
             self.output_tokens = output_tokens
         self.ends_after = self.launches.pending(launch)
@@ -345,23 +341,8 @@ class SequenceRecord:
         self.maker.check()
         if self.is_released or self.ends_after:
             raise AlreadyClosed(f"sequence {self.id} was released; match again")
-        self.require_not_lent()
         if self.failure is not None:
             raise copy(self.failure)
-
-    def require_not_lent(self) -> None:
-        """Raises Conflict while the sequence is used by its slot."""
-        if self.is_lent:
-            raise Conflict(f"sequence {self.id} is lent to columns; take it back first")
-
-    def require_lendable(self) -> None:
-        """Raises what keeps it from being lent, see ``SequenceColumns.add``."""
-        self._require_usable()
-        if self.is_swapped_out or self.growth or self.steps or self.unanswered is not None or self.allocations:
-            raise Conflict(
-                f"sequence {self.id} is swapped out, has growth that no step has told of, or operations under way; see "
-                "to that first"
-            )
 
     def _end(self, _: CacheClientError | None = None) -> None:
         self.is_released = True

@@ -1,4 +1,4 @@
-"""Many operations in one message: what a step carries, and how its answer finds back to who asked. No I/O."""
+"""Many operations in one message: a step, and the way of its answer to the callers. No I/O."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from kvcache.v1 import cache_pb2
 
 from cachesvc.wire.columns import ANSWER_FIELDS, GROW, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
@@ -20,12 +21,10 @@ from cachesvc_client.errors import (
     error_of,
 )
 from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.columns_part import NO_COUNTS, NO_NUMBERS, ColumnsPart, Told
 from cachesvc_client.records.entries import Entry, Grow, Release, pack_entries
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.wire.methods import HELD, Operation
-from cachesvc_client.wire.older import with_columns, without_columns
 
 STEPS_UNDER_WAY = 16
 """Steps that may be sent before the first is collected: an engine runs one or two ahead."""
@@ -33,17 +32,14 @@ STEPS_UNDER_WAY = 16
 
 @dataclass(slots=True, eq=False)
 class SentStep:
-    """A step on its way. ``asked``: what its results are of, in order; ``entries`` and ``operations`` are what was
-    sent, of which growth and some releases are the client's own. ``part``: what an engine's columns have sent with it.
-    ``sent``: the request as this daemon takes it. ``is_quiet``: nobody collects the results."""
+    """A step in flight. ``asked``: subjects of its results, in order; ``entries`` and ``operations`` are what was sent,
+    of which growth and some releases are the client's own. ``is_quiet``: the caller collects no results."""
 
     request: cache_pb2.StepRequest
-    sent: cache_pb2.StepRequest
     asked: list[Operation[Any] | Entry]
     entries: dict[Column, list[Any]]
     operations: list[Operation[Any]]
     ended: list[SequenceRecord]
-    part: ColumnsPart | None
     is_quiet: bool = False
     results: dict[int, Any] = field(default_factory=dict)
     error: CacheClientError | None = None
@@ -96,7 +92,7 @@ class StepBook:
                 f"{len(self.under_way)} steps are under way; collect the results of the first"
             )
 
-    def enter(self, batch: StepBatch[Any] | None, part: ColumnsPart | None = None) -> SentStep:
+    def enter(self, batch: StepBatch[Any] | None) -> SentStep:
         """Number a batch and put the growth of sequences before it, and releases that waited for launches. There is
         room: see ``require_room``."""
         lease = self._lease
@@ -124,13 +120,9 @@ class StepBook:
         groups = len(lease.registration.layout.groups)
         if any(entries.values()):
             request.columns.CopyFrom(pack_entries(entries, groups))
-        if part is not None:
-            part.add_to(request.columns)
-            operations += part.operations
         if operations:
             request.operations.extend(map(_as_message, operations))
-        sent = request if lease.has_columns else without_columns(request, groups)
-        step = SentStep(request, sent, asked, entries, operations, ended, part)
+        step = SentStep(request, asked, entries, operations, ended)
         if asked or ended or operations or entries[GROW]:
             for sent_one in step.all():
                 if isinstance(sent_one.owner, SequenceRecord):
@@ -144,11 +136,11 @@ class StepBook:
             self.refuse_one(response.request_id, error_of(response.error))
             return
         step = self._next(response.request_id)
-        if len(response.results) != len(step.sent.operations):
-            self._end(step, DaemonFault(f"{len(response.results)} results for {len(step.sent.operations)} operations"))
+        if len(response.results) != len(step.request.operations):
+            self._end(
+                step, DaemonFault(f"{len(response.results)} results for {len(step.request.operations)} operations")
+            )
             return
-        if step.sent is not step.request:
-            response = with_columns(response, step.request)
         try:
             numbers, odd = _read_answer(step, response.columns)
         except DaemonFault as fault:
@@ -165,10 +157,6 @@ class StepBook:
             for index, (entry, number) in enumerate(zip(entries, numbers[column].tolist(), strict=False)):
                 result = odd.get((column, index)) if odd else None
                 self._keep(step, entry, entry.plain(number) if result is None else _take_entry(entry, result))
-        if step.part is not None:
-            if any(step.entries.values()):
-                numbers, odd = _behind(step.entries, numbers, odd)
-            step.part.take(numbers, odd, self._lease)
         if step.operations:
             for operation, message in zip(step.operations, response.results, strict=True):
                 self._keep(step, operation, _take(operation, message))
@@ -182,8 +170,7 @@ class StepBook:
             self._end(self.under_way.popleft(), error)
 
     def refuse_one(self, request_id: int, error: CacheClientError) -> None:
-        """The daemon refused the oldest step before it did any of it: the growth that it told of is told by the next
-        one."""
+        """Note that the daemon refused the oldest step before it did any of it: the next step reports its growth."""
         step = self._next(request_id)
         if not isinstance(error, LeaseLost):
             for entry in step.entries[GROW]:
@@ -191,8 +178,6 @@ class StepBook:
                 entry.owner.steps -= 1
                 self._lease.growing[entry.owner.id] = entry.owner
             step.entries[GROW] = []
-            if step.part is not None:
-                step.part.tell_again()
         self._end(step, error)
 
     def _next(self, request_id: int) -> SentStep:
@@ -211,7 +196,7 @@ class StepBook:
                 self._lease.forget(owner)
 
     def _hold_again(self, step: SentStep) -> None:
-        """Releases that nobody asks for again, and that the daemon did not do, go with a later step."""
+        """Move unanswered releases of the client's own that the daemon did not do to a later step."""
         for record in step.ended:
             if not record.is_released:
                 self._lease.hold(record)
@@ -222,8 +207,6 @@ class StepBook:
             if isinstance(each.owner, SequenceRecord):
                 each.owner.steps -= 1
             each.fail(error)
-        if step.part is not None:
-            step.part.fail(error, self._lease)
         self._hold_again(step)
         if isinstance(error, LeaseLost):
             self._lease.lose(error)
@@ -231,6 +214,9 @@ class StepBook:
         step.is_answered = True
 
 
+Told = dict[Column, npt.NDArray[np.uint32]]
+"""The answers of each column."""
+NO_NUMBERS = np.empty(0, np.uint32)
 Odd = dict[tuple[Column, int], cache_pb2.OperationResult]
 _ODD_BYTES = ODD.to_bytes(4, "little")
 
@@ -239,9 +225,8 @@ def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[T
     """The numbers of each column, and the results of entries that are more than a number. Raises DaemonFault."""
     odd = {(each.column, each.index): each.result for each in answer.odd} if len(answer.odd) else {}
     numbers: Told = {}
-    counts = NO_COUNTS if step.part is None else step.part.counts
-    for (column, entries), count in zip(step.entries.items(), counts, strict=True):
-        raw, wanted = getattr(answer, ANSWER_FIELDS[column]), len(entries) + count
+    for column, entries in step.entries.items():
+        raw, wanted = getattr(answer, ANSWER_FIELDS[column]), len(entries)
         if not (raw or wanted):
             numbers[column] = NO_NUMBERS
             continue
@@ -251,13 +236,6 @@ def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[T
         if _ODD_BYTES in raw and any((column, at) not in odd for at in np.flatnonzero(told == ODD).tolist()):
             raise DaemonFault(f"{ANSWER_FIELDS[column]} has entries without an answer")
     return numbers, odd
-
-
-def _behind(entries: dict[Column, list[Any]], numbers: Told, odd: Odd) -> tuple[Told, Odd]:
-    """The answers to what came behind the entries."""
-    first = {column: len(mine) for column, mine in entries.items()}
-    rest = {column: told[first[column] :] for column, told in numbers.items()}
-    return rest, {(column, at - first[column]): each for (column, at), each in odd.items() if at >= first[column]}
 
 
 def _take(operation: Operation[Any], result: cache_pb2.OperationResult) -> Any:

@@ -25,13 +25,13 @@ class Stock:
 
     @property
     def blocks(self) -> int:
-        """How many blocks could be taken now: the least of all groups."""
+        """Number of blocks that could be taken now: the least of all groups."""
         pages = self._pages
         return len(pages[0]) if len(pages) == 1 else min(map(len, pages), default=0)
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """How many pages of each group are here."""
+        """Number of pages of each group in the stock."""
         return tuple(map(len, self._pages))
 
     def add(self, granted: Iterable[GroupCells]) -> None:

@@ -1,9 +1,10 @@
-"""Until when a lease surely lives, as a process knows it without asking.
+"""Time until which a lease surely lives, as a process knows it without asking.
 
-The daemon takes a lease away once it has listened for longer than the silence limit and heard nothing. So a lease lives
-for that long after the sending of a beat that was answered. And where a daemon hangs and answers none, it lives while
-one beat follows the other: who does not listen counts no silence. A process that was stopped for longer than its lease
-has sent none meanwhile, and looks at a clock that went on: then nothing is sure before the daemon has answered.
+The daemon revokes a lease once it has listened for longer than the silence limit without a heartbeat. So a lease lives
+for that long after the sending of a heartbeat that was answered. Where a daemon hangs and answers none, it lives while
+one heartbeat follows the other: a daemon that does not listen counts no silence. A process that was stopped for longer
+than its lease has sent none meanwhile, and looks at a clock that went on: then nothing is sure before the daemon has
+answered.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable
 
 
 class Tenure:
-    """Of a lease that was asked for at ``asked_s`` and that the daemon gave. ``clock``: one that goes on while the
-    process is stopped. Safe to use from several threads."""
+    """Validity of a lease that was asked for at ``asked_s`` and that the daemon gave. ``clock``: one that goes on while
+    the process is stopped. Safe to use from several threads."""
 
     def __init__(self, silence_limit_s: float, asked_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._silence_limit_s = silence_limit_s

@@ -1,4 +1,4 @@
-"""What an engine can read of its leases and sequences without asking the daemon, in either client."""
+"""Views of leases and sequences that an engine can read without asking the daemon, in either client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cachesvc_client.registration import Registration
 
 
 class LeaseView:
-    """What is known of a lease. ``record``: for handles made under it."""
+    """Known state of a lease. ``record``: for handles made under it."""
 
     def __init__(self, record: LeaseRecord) -> None:
         self.record = record
@@ -76,7 +76,7 @@ class LeaseView:
 
 
 class SequenceView:
-    """What can be read of a sequence without asking; as of its last call or step. One thread uses it at a time."""
+    """Known state of a sequence, as of its last call or step. One thread uses it at a time."""
 
     def __init__(self, record: SequenceRecord) -> None:
         self.record = record
@@ -98,7 +98,7 @@ class SequenceView:
 
     @property
     def storage_blocks(self) -> int:
-        """Of ``host_blocks``, those whose bytes came from storage for this Match."""
+        """Number of ``host_blocks`` whose bytes came from storage for this Match."""
         return self.record.matched.storage_blocks
 
     @property
@@ -125,11 +125,10 @@ class SequenceView:
     def tables(self) -> tuple[Pages, ...]:
         """For each group of the layout the page of each block: int32 ``[blocks]``, -1 where there is none.
 
-        Read-only views, good until the sequence's next call. Raises Conflict while the sequence is swapped out or
-        lent to columns, UsedAfterFork in a child of the process that opened it.
+        Read-only views, good until the sequence's next call. Raises Conflict while the sequence is swapped out,
+        UsedAfterFork in a child of the process that opened it.
         """
         self.record.maker.check()
-        self.record.require_not_lent()
         if self.record.is_swapped_out:
             raise Conflict(f"sequence {self.id} is swapped out and has no pages; swap it in first")
         return tuple(table.pages for table in self.record.tables)

@@ -1,5 +1,5 @@
-"""How many pools of a rank this process has mapped under a lease. The daemon knows only whether it has any, and takes
-it for no writer once it is told that the rank was detached: so only the last one may tell."""
+"""Count of the pools of a rank that this process has mapped under a lease. The daemon knows only whether it has any,
+and treats it as no writer after a Detach of the rank: so only the last pool may send one."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class BlockingLine:
 
 
 class LaneSteps:
-    """A stream of steps by a lane, which needs no thread: whoever waits for an answer reads it."""
+    """A stream of steps by a lane, which needs no thread: the waiter for an answer reads it."""
 
     is_lane = True
 
@@ -231,7 +231,7 @@ class LaneSteps:
         """Send a step after those before it."""
         try:
             self._lane.send_step(request, self._inbox, self._sent)
-        except grpc.RpcError as failure:  # whoever waits for the answer is told
+        except grpc.RpcError as failure:  # the waiter for the answer gets the error
             log.debug("step_unsent why=%s", failure)
 
     async def get(self, deadline_s: float | None) -> Any:

@@ -1,6 +1,6 @@
-"""The blocking end of a lane: no thread of its own. Whoever waits for an answer reads, and hands out what is others'.
+"""The blocking end of a lane: no thread of its own. A waiter for an answer reads, and hands other waiters theirs.
 
-thread A   send ── read ── [B's] ── read ── [A's] ── leaves; somebody else who waits reads on
+thread A   send ── read ── [B's] ── read ── [A's] ── leaves; another waiter reads on
 thread B        send ──────── has its answer
 """
 
@@ -57,7 +57,7 @@ class BlockingLane(LaneEnd):
         self._sleeping = 0
 
     def greet(self, metadata: Metadata, timeout_s: float) -> None:
-        """Say who calls. Raises DaemonUnavailable where no calls can go this way."""
+        """Identify the caller. Raises DaemonUnavailable where no calls can go this way."""
         self._socket.setblocking(True)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(LOOK_S * 1e6)))
         keep_from_children(self)
@@ -117,7 +117,7 @@ class BlockingLane(LaneEnd):
             self.end("reading was interrupted")
             raise
         finally:
-            self._is_reading = False  # first: an interrupt of what follows leaves it to whoever comes next
+            self._is_reading = False  # first: an interrupt of what follows leaves it to the next waiter
             self._wake()
         return True
 
@@ -133,7 +133,7 @@ class BlockingLane(LaneEnd):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it, and give the descriptor back once nobody reads."""
+        """End it, and close the descriptor once no thread reads."""
         self.end("it was closed")
         with self._lock:
             while self._is_reading:
@@ -142,7 +142,7 @@ class BlockingLane(LaneEnd):
             self._socket.close()
 
     def _sleep(self, seconds: float) -> bool:
-        """Until somebody else has read, with the lock held; False when the time has passed."""
+        """Wait until another thread has read, with the lock held; False when the time has passed."""
         self._sleeping += 1
         try:
             return self._turn.wait(None if seconds == math.inf else seconds)
@@ -150,7 +150,7 @@ class BlockingLane(LaneEnd):
             self._sleeping -= 1
 
     def _wake(self) -> None:
-        """Something was read, or nobody reads any more: those who wait look again."""
+        """Wake all waiters: something was read, or no thread reads any more."""
         with self._lock:
             if self._sleeping:
                 self._turn.notify_all()
@@ -231,7 +231,7 @@ class BlockingLane(LaneEnd):
                 rest = rest[self._try_send(rest) :]
 
     def _poll(self, what: int, timeout_s: float) -> int:
-        """Which of ``what`` the socket is ready for, or that it broke; 0 when the time has passed."""
+        """Events of ``what`` that the socket is ready for, or its error; 0 when the time has passed."""
         poll = select.poll()
         poll.register(self._socket, what)
         return next((events for _, events in poll.poll(timeout_s * 1000)), 0)

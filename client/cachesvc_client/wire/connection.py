@@ -85,7 +85,7 @@ class Connection:
 
     @property
     def process_token(self) -> bytes:
-        """What the daemon knows this process by."""
+        """Token by which the daemon knows this process."""
         return self.life.process_token
 
     async def start(self) -> None:
@@ -191,10 +191,11 @@ class Connection:
             raise self.gone()
 
     async def judge(self, failure: grpc.RpcError | CacheClientError) -> None:
-        """Raises DaemonUnavailable where a call failed because its daemon has gone, and tells of the loss.
+        """Raise DaemonUnavailable where a call failed because its daemon has gone, and report the loss.
 
-        A daemon that stops lets go of its socket before its end is heard, and the next one does not know what was held
-        of the last: so a way that broke, and a name that is not known, are reason to ask the socket who is there.
+        A daemon that stops closes its socket before clients notice its end, and the next one does not know what was
+        held of the last: so a broken connection, and an unknown name, are reason to ask the socket which daemon serves
+        it.
         """
         if self.lost.is_set():
             raise self.gone() from failure

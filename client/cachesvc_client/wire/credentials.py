@@ -1,4 +1,4 @@
-"""What a client proves itself by: a token, or nothing but the process that the life socket knows; and TLS for TCP."""
+"""Credentials of a client: a token, or nothing but the process that the life socket knows; and TLS for TCP."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Credentials:
         return token
 
     def metadata(self, process_token: bytes = b"") -> Metadata:
-        """What goes with every call: the token, else the process's own."""
+        """Metadata of every call: the token, else the process's own."""
         token = self.read_token()
         if token:
             return ((AUTHORIZATION_METADATA_KEY, BEARER + token),)
@@ -76,7 +76,7 @@ class Credentials:
 def credentials_from(
     token: str | None, token_file: str | None, environment: Mapping[str, str] = os.environ
 ) -> Credentials:
-    """What was given, else CACHESVC_TOKEN or CACHESVC_TOKEN_FILE; and the roots of CACHESVC_TLS_CA. Raises
+    """Given credentials, else those of CACHESVC_TOKEN or CACHESVC_TOKEN_FILE; and the roots of CACHESVC_TLS_CA. Raises
     InvalidRequest for both at once."""
     if token is None and token_file is None:
         token, token_file = environment.get(TOKEN_VARIABLE, ""), environment.get(TOKEN_FILE_VARIABLE, "")
@@ -123,8 +123,8 @@ class Proof:
         return self.metadata != used
 
     def renew_stream(self, failure: grpc.RpcError, used: Metadata) -> bool:
-        """``renew`` for a stream, whose thread has nobody to tell of a file that cannot be read: it is no reason to
-        open the stream again."""
+        """Call ``renew`` for a stream, whose thread has no caller to raise to: an unreadable file is no reason to open
+        the stream again."""
         try:
             return self.renew(failure, used)
         except InvalidRequest as unreadable:
@@ -152,7 +152,7 @@ class _WithMetadata(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds the token to every call of a channel that is not hot, once it is known who would read it."""
+    """Adds the token to every call of a channel that is not hot, once the reader of the socket is known."""
 
     def __init__(self, metadata: Metadata, address: str) -> None:
         self._metadata = metadata

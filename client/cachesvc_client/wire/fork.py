@@ -11,7 +11,7 @@ from cachesvc_client.errors import UsedAfterFork
 
 
 class Inherited(Protocol):
-    """What a child must not keep open."""
+    """Resource that a child must not keep open."""
 
     def forget(self) -> None:
         """In the child: close its copy, and nothing else."""

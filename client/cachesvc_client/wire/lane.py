@@ -1,6 +1,6 @@
 """A lane as the client has it: what its two ends, the blocking and the awaited one, have in common.
 
-Calls are told apart by tags. What is not answered any more fails as a call of gRPC does, so that retries, errors and
+Tags distinguish calls. What is not answered any more fails as a call of gRPC does, so that retries, errors and
 losses are those of the protocol, whichever way a call took.
 """
 
@@ -57,7 +57,7 @@ class Inbox:
 
 
 class LaneEnd:
-    """What both kinds of end share: tags, frames and how it ended. ``why_broken``: empty while it is open."""
+    """Common state of both kinds of end: tags, frames and the end's cause. ``why_broken``: empty while it is open."""
 
     def __init__(self, end: socket.socket) -> None:
         self.why_broken = ""
@@ -83,7 +83,7 @@ class LaneEnd:
         return tag
 
     def leave(self, inbox: Inbox) -> None:
-        """Nobody waits for these answers any more; what was asked for goes on."""
+        """Drop the waiter of these answers; what was asked for goes on."""
         self._leave(inbox, tuple(inbox.tags))
 
     def _leave(self, inbox: Inbox, tags: tuple[int, ...]) -> None:
@@ -103,7 +103,7 @@ class LaneEnd:
         return b""
 
     def _hand_out(self, mine: Inbox | None) -> bool:
-        """Give what has come to those who wait for it; True where some of it is not ``mine``. Raises LimitExceeded."""
+        """Hand arrived answers to their waiters; True where some of them are not ``mine``. Raises LimitExceeded."""
         is_others = False
         while self._reader.end and (frame := self._reader.next()) is not None:
             inbox = self._inboxes.pop(frame.tag, None)
@@ -114,7 +114,7 @@ class LaneEnd:
         return is_others
 
     def _broke(self) -> grpc.RpcError:
-        """As the way of a call breaks that goes by gRPC: it may be sent again by another one."""
+        """Error of a broken lane, as of a broken gRPC call: the call may be sent again by another way."""
         return failure(grpc.StatusCode.UNAVAILABLE, f"the lane ended: {self.why_broken}")
 
 
@@ -133,7 +133,7 @@ def encode_call(number: int, tag: int, request: Any, timeout_s: float | None, me
 
 
 def encode_cancel(tag: int) -> bytes:
-    """The word that nobody waits for this call any more."""
+    """Encode a frame that cancels this call."""
     return encode(CANCEL, 0, 0, tag, b"")
 
 
@@ -164,7 +164,7 @@ def read_answer(method: Method[Any, Any], frame: Frame) -> Any:
 
 
 def _too_large(body: bytes) -> grpc.RpcError:
-    """As gRPC refuses to send it."""
+    """Error of gRPC for a message that is too large to send."""
     why = f"a message larger than max ({len(body)} vs. {MAX_MESSAGE_BYTES} bytes)"
     return failure(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
 
@@ -184,7 +184,7 @@ def refused(error: OperationError) -> grpc.RpcError:
 
 
 def failure(status: grpc.StatusCode, details: str) -> grpc.RpcError:
-    """How a call ended that the daemon did not answer."""
+    """Error of a call that the daemon did not answer."""
     return grpc.aio.AioRpcError(status, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 

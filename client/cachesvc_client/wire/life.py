@@ -2,8 +2,7 @@
 
 A SOCK_SEQPACKET connection beside the gRPC socket. The daemon greets with a process token and its epoch; a process asks
 over it for memory descriptors (``FD`` + handle token) and for lanes (``LN``), and gets ``OK`` with a descriptor, or
-``NO`` + reason. Nothing else is said. Its end is the end of the other side, so one thread reads it for as long as it
-is open.
+``NO`` + reason. Nothing else is said. Its end is the end of the other side, so one thread reads it while it is open.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ log = logging.getLogger(__name__)
 class LifeConnection:
     """One process's life connection. ``lost`` is set for good once the daemon has ended it, or this side gave it up.
 
-    The daemon's end is what waits on its memory go by, for only then does nobody else write there: those who ``watch``
-    are told of that alone. While one of them watches, giving up keeps the connection open to hear of it.
-    ``daemon_uid``: the user whose process listens.
+    Waits on the daemon's memory depend on the daemon's end, after which no process writes there; ``watch`` reports that
+    alone. While there is a watcher, giving up keeps the connection open to notice it. ``daemon_uid``: the user whose
+    process listens.
     """
 
     def __init__(self, socket_path: str, timeout_s: float, on_lost: Callable[[], None]) -> None:
@@ -82,12 +81,12 @@ class LifeConnection:
 
     @property
     def path(self) -> str:
-        """Of the life socket."""
+        """Path of the life socket."""
         return self._path + LIFE_SUFFIX
 
     def is_replaced(self) -> bool:
-        """True when the daemon of this connection serves no more: nobody listens at its sockets, or another life of it
-        does. Asks them; False where that cannot be told."""
+        """True when the daemon of this connection serves no more: no process listens at its sockets, or another life of
+        it does. Asks the sockets; False where they do not answer."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.setblocking(False)
@@ -141,8 +140,8 @@ class LifeConnection:
         return answer
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Call ``watcher()`` when the daemon has ended the connection, before calls under way end. Whoever comes after
-        that is not called: look at ``lost`` afterwards."""
+        """Call ``watcher()`` when the daemon has ended the connection, before calls under way end. A later watcher is
+        not called: look at ``lost`` afterwards."""
         with self._state:
             self._watchers.append(watcher)
 
@@ -160,14 +159,14 @@ class LifeConnection:
             self._tell([self._on_lost])
 
     def close(self) -> None:
-        """Ask nothing any more, and end the connection unless somebody watches it still: to the daemon this process
-        is gone then. Idempotent."""
+        """Ask nothing any more, and end the connection unless there is a watcher: to the daemon this process is gone
+        then. Idempotent."""
         self._leave()
         if not self._watchers:
             self.join()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the connection has ended, and those who watched were told; False when the time passes first."""
+        """Wait until the connection has ended and the watchers were called; False when the time passes first."""
         if self._reader.is_alive() and threading.current_thread() is not self._reader:
             self._reader.join(timeout_s)
         return not self._reader.is_alive()

@@ -56,7 +56,7 @@ def _pool_share(pool: str, pages: Sequence[int] | None, share: float | None) -> 
 
 
 def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, reserved_pages: int = 0) -> Registration:
-    """What the daemon granted. Raises NotSupported by one that reserves no pages, and would grant them."""
+    """Grant of the daemon. Raises NotSupported by one that reserves no pages, and would grant them."""
     if response.reserved_pages != reserved_pages:
         raise NotSupported(f"the daemon reserves {response.reserved_pages} pages, not {reserved_pages}: update it")
     if not response.first_pages and any(group.pool for group in layout.groups):
@@ -129,7 +129,7 @@ def build_publish(sequence_id: int, first_block: int, blocks: int, keys: bytes) 
 
 
 def parse_publish(response: cache_pb2.PublishResponse) -> Published:
-    """How far the sequence is sealed, and the pages that were there before."""
+    """Number of sealed blocks of the sequence, and the pages that were there before."""
     return Published(
         response.sealed_blocks,
         tuple(unpack_numbers(response.duplicate_positions)),
@@ -166,7 +166,7 @@ def parse_recycle(response: cache_pb2.RecycleResponse) -> Recycled:
 def build_release(
     sequence_id: int, output_tokens: int | None = None, clock_seconds: float | None = None
 ) -> cache_pb2.ReleaseRequest:
-    """The end of a sequence, whose request has put out so many tokens (None: not said)."""
+    """Release of a sequence whose request has put out ``output_tokens`` tokens (None: unknown)."""
     return cache_pb2.ReleaseRequest(sequence_id=sequence_id, output_tokens=output_tokens, clock_seconds=clock_seconds)
 
 
@@ -176,7 +176,7 @@ def build_prefetch(keys: bytes) -> cache_pb2.PrefetchRequest:
 
 
 def parse_prefetch(response: cache_pb2.PrefetchResponse) -> Prefetched:
-    """What will be in place once the tickets are done."""
+    """Blocks that will be in place once the tickets are done."""
     return Prefetched(response.device_blocks, parse_tickets(response.tickets))
 
 

@@ -28,7 +28,7 @@ class Method(Generic[Q, R]):
 
     @property
     def path(self) -> str:
-        """What gRPC calls it."""
+        """Method path of gRPC."""
         return f"/kvcache.v1.{self.service}/{self.name}"
 
 
@@ -78,7 +78,7 @@ class Operation(Generic[T]):
 
 
 class Owner(Protocol):
-    """What has at most one operation whose answer never came."""
+    """Owner of at most one operation whose answer never came."""
 
     unanswered: Operation[Any] | None
 

@@ -20,11 +20,11 @@ from cachesvc_client.wire.methods import Method, Q, R
 T = TypeVar("T")
 
 INTERRUPTS = (asyncio.CancelledError, KeyboardInterrupt)
-"""What may end a call half-way without its answer: it may have taken effect."""
+"""Exceptions that may end a call half-way without its answer: it may have taken effect."""
 
 
 class Nudge:
-    """What ``Line.get`` gives after ``Line.wake``."""
+    """Value of ``Line.get`` after ``Line.wake``."""
 
 
 NUDGE: Final = Nudge()

@@ -1,4 +1,4 @@
-"""What a caller may choose about the daemon, time, retries and the connection: plain values, checked when made."""
+"""Settings of a caller about the daemon, time, retries and the connection: plain values, checked when made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRANSPORT_VARIABLE = "CACHESVC_TRANSPORT"
 
 
 class Transport(Enum):
-    """Which way the calls of CacheService go. All others go by gRPC."""
+    """Transport of the calls of CacheService. All others go by gRPC."""
 
     AUTO = "auto"
     """By a lane where the daemon gives one, else by gRPC."""
@@ -27,7 +27,7 @@ class Transport(Enum):
 
 
 def default_transport(environment: Mapping[str, str] = os.environ) -> Transport:
-    """What CACHESVC_TRANSPORT says: auto or grpc; AUTO where it says nothing. Raises InvalidRequest."""
+    """Transport named by CACHESVC_TRANSPORT: auto or grpc; AUTO without one. Raises InvalidRequest."""
     said = environment.get(TRANSPORT_VARIABLE) or Transport.AUTO.value
     if said not in {each.value for each in Transport}:
         raise InvalidRequest(f"{TRANSPORT_VARIABLE} is {said!r}; it may be auto or grpc")
@@ -63,7 +63,7 @@ def as_path(socket_path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long each kind of call may take, in seconds. Raises InvalidRequest unless all are positive.
+    """Time limits of each kind of call, in seconds. Raises InvalidRequest unless all are positive.
 
     ``register_s`` is long because a register may zero a whole device pool.
     """
@@ -84,7 +84,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often a call that broke on its way is sent again, under the same request_id, while the daemon lives.
+    """Number of retries of a call whose connection broke, under the same request_id, while the daemon lives.
 
     ``pause_s`` doubles from one attempt to the next. A refusal that the daemon itself gave is never sent again.
     """

@@ -11,7 +11,7 @@ Headers = tuple[tuple[str, str], ...]
 
 
 def trace_headers() -> Headers:
-    """``traceparent`` and, if there is one, ``tracestate``; none where nobody traces."""
+    """``traceparent`` and, if there is one, ``tracestate``; none without a trace."""
     api = sys.modules.get("opentelemetry.trace")
     if api is None:
         return ()

@@ -1,6 +1,6 @@
-"""To whom a token is shown: nobody in plain text off this machine, and on a unix socket only to the daemon's own user.
+"""Rules for sending a token: never in plain text off this machine, and on a unix socket only to the daemon's own user.
 
-Who serves a socket is what the kernel says of its listener. The daemon's user is the one that CACHESVC_DAEMON_UID
+The kernel names the user that serves a socket. The daemon's user is the one that CACHESVC_DAEMON_UID
 names; where it names none, one's own, or the owner of the socket's folder, if no other user could have made that folder
 or can put something into it. Root may be the daemon in any case.
 """
@@ -41,9 +41,9 @@ def require_private(address: str) -> None:
 
 
 def may_show(address: str) -> bool:
-    """True where a token may go to ``address`` now; False where nobody serves that unix socket: send none then.
+    """True where a token may go to ``address`` now; False where no process serves that unix socket: send none then.
 
-    Raises UntrustedDaemon for a socket that somebody else serves.
+    Raises UntrustedDaemon for a socket that another user serves.
     """
     if not address.startswith(("/", ".")):
         return True  # ``require_private`` is what TCP is asked

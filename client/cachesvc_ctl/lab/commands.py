@@ -35,7 +35,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _block_bytes(text: str) -> int:
-    """What a block takes, for argparse."""
+    """Parse the bytes of a block, for argparse."""
     try:
         size = parse_size(text)
     except InvalidRequest as error:
@@ -46,7 +46,7 @@ def _block_bytes(text: str) -> int:
 
 
 def _tell(done: int, runs: int) -> None:
-    """Progress, where somebody looks."""
+    """Print progress to a terminal."""
     if sys.stderr.isatty():
         print(f"{done} of {runs} runs", end="\n" if done == runs else "\r", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What all pictures of the lab share: colours, plain axes, titles and legends."""
+"""Common style of the lab's pictures: colours, plain axes, titles and legends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_plain(axes: Axes) -> None:
 
 
 def write_titles(axes: Axes, title: str, x_label: str) -> None:
-    """What it shows, and against what."""
+    """Write the title and the label of the x axis."""
     axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold", color=INK, pad=10)
     axes.set_xlabel(x_label, fontsize=9.5, color=FAINT_INK)
 

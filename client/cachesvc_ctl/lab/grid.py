@@ -29,7 +29,7 @@ class SimulationFailed(Exception):
 
 
 class Cell(NamedTuple):
-    """What is simulated; pools in blocks."""
+    """Parameters of one simulation; pools in blocks."""
 
     policy: str
     write_policy: str
@@ -39,8 +39,8 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What came of one cell, in blocks. ``compute_saved``: the share of the prompts' prefill that hits spared, with the
-    attention of an 8B model. ``seconds``: how long it took to find out."""
+    """Result of one cell, in blocks. ``compute_saved``: the share of the prompts' prefill that hits spared, with the
+    attention of an 8B model. ``seconds``: duration of the simulation."""
 
     trace: str
     cell: Cell
@@ -108,7 +108,7 @@ def run_cell(prompts: Prompts, cell: Cell) -> Row:
 
 
 def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
-    """The share of prefill that is spared where of each prompt so many blocks are hit; 0 where nothing was asked."""
+    """Share of prefill that ``hits`` spare, blocks of each prompt; 0 without prompts."""
 
     def cost(blocks: npt.NDArray[np.float64]) -> float:
         return float((blocks + blocks * blocks * prompts.block_tokens / LINEAR_TOKENS / 2).sum())
@@ -118,7 +118,7 @@ def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
 
 
 def _serve_all(prompts: Prompts, cell: Cell) -> tuple[list[int], list[int]]:
-    """Of each prompt the hits on the device, and all hits."""
+    """Serve all prompts; of each prompt the hits on the device, and all hits."""
     from cachesvc.simulation import Pools, Simulation
 
     simulation = Simulation(Pools(*cell), prompts.block_tokens)

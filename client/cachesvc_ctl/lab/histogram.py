@@ -42,7 +42,7 @@ class LatencyHistogram(Histogram):
         self.max_ms = max(self.max_ms, latency_ms)
 
     def merge(self, other: LatencyHistogram) -> None:
-        """Add what ``other`` holds to this one; ``other`` stays as it is."""
+        """Add the counts of ``other`` to this one; ``other`` does not change."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
         self.min_ms = min(self.min_ms, other.min_ms)

@@ -22,7 +22,7 @@ Admin = admin_pb2_grpc.AdminServiceStub
 
 @contextmanager
 def running_nodes(flags: Sequence[str], count: int, *, has_storage: bool) -> Iterator[list[DaemonProcess]]:
-    """So many daemons with these flags. With a storage, its options count for what is borrowed too."""
+    """Run ``count`` daemons with these flags. With a storage, its options count for what is borrowed too."""
     with ExitStack() as stack:
         ports = _free_ports(count) if count > 1 else []
         daemons = []
@@ -55,12 +55,12 @@ class OtherNodes:
         self._stack.close()
 
     def counted(self) -> dict[str, int]:
-        """What they have counted since."""
+        """Increase of their counters since the start."""
         now = self._sum()
         return {name: count - self._before[name] for name, count in now.items()}
 
     def settled(self, settle: Callable[[Admin], str]) -> str:
-        """What ``settle`` says of them: "ok", or what broke on the first that is not."""
+        """Combined result of ``settle``: "ok", or the problem of the first daemon that has one."""
         return next((said for said in map(settle, self._admins) if said != "ok"), "ok")
 
     def _sum(self) -> Counter[str]:

@@ -16,7 +16,7 @@ from cachesvc_ctl.lab.prompts import Prompts
 
 
 def optimal_hits(prompts: Prompts, device_blocks: int, host_blocks: int = 0) -> list[int]:
-    """Blocks of each prompt that are hit at best where so many are kept, on a device and on its host together.
+    """Largest number of hit blocks of each prompt, on a device and on its host together, for pools of these sizes.
 
     Exact for a device alone; with a host a bound that no policy passes. Of a prompt longer than the device only its
     first ``device_blocks`` are cached.

@@ -48,7 +48,7 @@ class PagePattern:
     def _parts(
         self, table: npt.NDArray[np.int32], keys: bytes, first: int, last: int
     ) -> Iterator[tuple[Any, Any, Any]]:
-        """(plane, pages, seeds as a column) of each layer, for so many blocks at a time."""
+        """(plane, pages, seeds as a column) of each layer, for some blocks at a time."""
         words = np.frombuffer(keys, "<u8").reshape(-1, KEY_BYTES // 8)[:, 0]
         for start in range(first, last, self._blocks_at_once):
             part = slice(start, min(start + self._blocks_at_once, last))

@@ -32,16 +32,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_COLUMNS = 120
-"""Seconds are put together until so many columns are left: more are narrower than the noise between them."""
+"""Most columns of a picture: seconds are merged into this number, since narrower columns are below the noise between
+them."""
 
 MAX_RPC_CURVES = 10
 """Those that were called most; the table has them all, and more curves cannot be told apart."""
 
 MAX_TRACE_LETTERS = 38
-"""Of a trace's name: what fits the head beside a warning."""
+"""Most letters of a trace's name: the rest of the head is for a warning."""
 
 MAX_RPC_LETTERS = 15
-"""Of an RPC's name: what fits the legend beside its numbers."""
+"""Most letters of an RPC's name: the rest of the legend is for its numbers."""
 
 SIZE_INCHES = (12.0, 11.5)
 LEFT, RIGHT = 0.075, 0.975
@@ -132,7 +133,7 @@ def _draw_ratios(axes: Axes, columns: Sequence[Sample], column_seconds: int, rep
 
 
 def _draw_latencies(axes: Axes, report: ReplayReport) -> None:
-    write_titles(axes, "Latency of each RPC: share of the calls that were done", "within so many milliseconds")
+    write_titles(axes, "Latency of each RPC: share of the calls that were done", "within this number of milliseconds")
     called = [(name, histogram) for name, histogram in report.rpc.items() if histogram.count]
     if not called:
         _say_empty(axes, "no RPC was timed")

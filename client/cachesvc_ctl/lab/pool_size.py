@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)(%?)", re.ASCII)
 
 
 class Unit(Enum):
-    """What a size is counted in."""
+    """Units of a size."""
 
     BLOCKS = "blocks"
     PERCENT = "percent"

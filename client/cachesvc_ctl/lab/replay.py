@@ -38,8 +38,8 @@ class ReplayFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay and how. ``kill_every_seconds`` 0: kill no engine, and ``restart_every_seconds`` likewise no
-    daemon. ``tells_time``: the trace's, for eviction. ``storage``: as the daemon is told, or empty."""
+    """Parameters of a replay. ``kill_every_seconds`` 0: kill no engine, and ``restart_every_seconds`` likewise no
+    daemon. ``tells_time``: the trace's, for eviction. ``storage``: the daemon's flag, or empty."""
 
     trace: str
     engines: int
@@ -59,7 +59,7 @@ class ReplayPlan:
 
 @dataclass
 class Tally:
-    """What has been seen so far; guarded by ``lock``."""
+    """Counts so far; guarded by ``lock``."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     requests: int = 0
@@ -198,7 +198,7 @@ class EngineSlot(threading.Thread):
 
 
 def _told(request: TraceRequest) -> dict[str, object]:
-    """What an engine is told of a request."""
+    """Message to an engine about a request."""
     return {
         "index": request.index,
         "block_ids": request.block_ids,
@@ -326,7 +326,7 @@ class ReplayRun:
             print(file=sys.stderr)
 
     def _settle(self, admin: admin_pb2_grpc.AdminServiceStub) -> str:
-        """Wait until nothing moves and nobody is left, then check conservation: "ok", or what broke."""
+        """Wait until no transfer runs and no lease is left, then check conservation: "ok", or what broke."""
         until = time.monotonic() + SETTLE_SECONDS
         pause = threading.Event()
         held = 0

@@ -31,7 +31,7 @@ from cachesvc_ctl.lab.trace import SECONDS_A_TOKEN
 
 LOAD_SECONDS = 60.0
 PATIENCE_SECONDS = 60.0
-"""How long a call may take, and how long to try to connect: a busy machine makes a replay longer, not fail."""
+"""Time limit of a call and of a connection: a busy machine makes a replay longer, not fail."""
 RETRY_SECONDS = 0.1
 TIMEOUTS = Timeouts(
     attach_s=PATIENCE_SECONDS, call_s=PATIENCE_SECONDS, step_s=PATIENCE_SECONDS, close_s=PATIENCE_SECONDS
@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine needs to know, here and under chaos. ``layers`` planes share ``block_bytes``. ``tells_time``: the
-    daemon learns of requests when they came in their trace."""
+    """Settings of an engine, here and under chaos. ``layers`` planes share ``block_bytes``. ``tells_time``: the daemon
+    learns of requests when they came in their trace."""
 
     socket: str
     name: str
@@ -61,13 +61,13 @@ class EngineSettings:
         return client.register(self.model, layout, device_pages=[self.device_blocks], host_pages=[self.host_blocks])
 
     def pattern(self, pool: AttachedPool) -> PagePattern:
-        """What stands for KV in the pages of a pool."""
+        """Stand-in for KV in the pages of a pool."""
         return PagePattern(pool, block_bytes=self.block_bytes, layers=self.layers)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. ``uncached``: computed blocks for which there was no room. ``rpc``: (name, ms)."""
+    """Result of one request. ``uncached``: computed blocks for which there was no room. ``rpc``: (name, ms)."""
 
     index: int
     device: int = 0
@@ -151,7 +151,7 @@ class ReplayEngine:
 
 
 def connect(settings: EngineSettings, limit_seconds: float = PATIENCE_SECONDS) -> CacheClient:
-    """A connected client. Raises DaemonUnavailable once nobody has answered for ``limit_seconds``."""
+    """Connect a client. Raises DaemonUnavailable after ``limit_seconds`` without an answer."""
     until = time.monotonic() + limit_seconds
     client = CacheClient(
         settings.socket, engine=settings.name, timeouts=TIMEOUTS, retries=RETRIES, options=PATIENT_OPTIONS
@@ -162,7 +162,7 @@ def connect(settings: EngineSettings, limit_seconds: float = PATIENCE_SECONDS) -
         except DaemonUnavailable:
             if time.monotonic() >= until:
                 raise
-        time.sleep(RETRY_SECONDS)  # nobody is there who could tell
+        time.sleep(RETRY_SECONDS)  # no process exists that could report its start
 
 
 def main() -> None:

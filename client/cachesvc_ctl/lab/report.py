@@ -1,4 +1,4 @@
-"""What a replay found out: the numbers, and their two written forms, an aligned table and JSON."""
+"""Results of a replay: the numbers, and their two written forms, an aligned table and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONSERVED = "ok"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What happened in one second of the replay: block accesses by what became of them, and bytes moved."""
+    """Counts of one second of the replay: block accesses by result, and bytes moved."""
 
     t_seconds: int
     device_hits: int = 0
@@ -112,7 +112,7 @@ def merge_samples(*series: Iterable[Sample]) -> tuple[Sample, ...]:
 
 
 def report_json(report: ReplayReport) -> str:
-    """The report as one JSON object; the keys are a promise to whoever compares runs. Samples are columns."""
+    """The report as one JSON object; its keys are stable, for programs that compare runs. Samples are columns."""
     names = [item.name for item in fields(Sample)]
     document = {
         "trace": report.trace,

@@ -16,8 +16,8 @@ ANSWER_SECONDS = 10.0
 
 
 class Lives:
-    """The daemons of one replay, one after another. ``count`` moves before one dies and after the next one serves, so
-    that who sees it stand still knows that no daemon has gone. ``daemon``: None where it is somebody else's."""
+    """The daemons of one replay, one after another. ``count`` changes before one dies and after the next one serves:
+    while it stays the same, no daemon has ended. ``daemon``: None where the replay did not start it."""
 
     def __init__(self, daemon: DaemonProcess | None) -> None:
         self.count = 0
@@ -37,7 +37,7 @@ class Lives:
         self.count += 1
 
     def counters(self, admin: admin_pb2_grpc.AdminServiceStub) -> dict[str, int]:
-        """Of this daemon, and of those before it as they were asked last."""
+        """Counters of this daemon, and of earlier ones as last read."""
         return dict(self._lost + Counter(status_counters(admin)))
 
 
@@ -70,7 +70,7 @@ class Restarter(threading.Thread):
 
 
 def status_counters(admin: admin_pb2_grpc.AdminServiceStub) -> dict[str, int]:
-    """The daemon's counters. Raises grpc.RpcError where nobody answers for long."""
+    """The daemon's counters. Raises grpc.RpcError where the daemon stays unreachable."""
     status = admin.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True, timeout=ANSWER_SECONDS)
     return dict(status.counters)
 

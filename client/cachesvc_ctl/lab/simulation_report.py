@@ -1,4 +1,4 @@
-"""What simulations found out, as a table, as JSON and as a picture of hits against the size of a pool."""
+"""Results of simulations as a table, as JSON and as a picture of hits against the size of a pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cachesvc_ctl.text import describe_bytes, table
 
 PANEL_INCHES = (10.0, 4.2)
 LOG_FROM = 20
-"""A scale of sizes is logarithmic where the greatest is so many times the smallest."""
+"""A scale of sizes is logarithmic where the greatest is this number of times the smallest, or more."""
 MAX_TRACE_LETTERS = 60
 FIXED_COLORS = {"lru": FAINT_INK, OPTIMUM: INK}
 COLORS = (BLUE, RED, GREEN, YELLOW, "#7a5195", "#2f4858")
@@ -33,7 +33,7 @@ MARKERS = "osD^vPX"
 
 
 def rows_json(rows: Sequence[Row], block_bytes: int) -> str:
-    """One JSON object; ``rows`` is a promise to whoever compares runs. ``block_bytes`` 0: not told."""
+    """One JSON object; ``rows`` is stable, for programs that compare runs. ``block_bytes`` 0: unknown."""
     document = {
         "block_bytes": block_bytes,
         "rows": [
@@ -79,7 +79,7 @@ def _size(blocks: int, block_bytes: int) -> str:
 
 
 class _Curve(NamedTuple):
-    """What is the same along a curve. ``other``: blocks of the pool that is not along it."""
+    """Constant parameters of a curve. ``other``: blocks of the pool that is not along it."""
 
     policy: str
     write_policy: str

@@ -1,4 +1,4 @@
-"""Makes small seeded traces in the Mooncake format, for users who have no trace of their own.
+"""Generator of small seeded traces in the Mooncake format, for users without a trace of their own.
 
 The traffic is multi-turn chat over a few shared system prompts: conversations arrive as a Poisson process and
 choose a system prompt by Zipf; each sends a turn, waits while the user thinks, and sends the next one with
@@ -23,7 +23,7 @@ from cachesvc_ctl.part_file import part_file
 
 @dataclass(frozen=True, slots=True)
 class SyntheticTraceSpec:
-    """What to make. The same spec gives the same bytes.
+    """Parameters of a trace. The same spec gives the same bytes.
 
     Lengths of messages are lognormal around their medians. A conversation has `turns_mean` turns (geometric),
     fewer where its history reaches `max_prompt_tokens` before. Raises ValueError for a value out of range.
@@ -75,7 +75,7 @@ class TraceLine(TypedDict):
 
 @dataclass(slots=True)
 class _History:
-    """What a prompt begins with: so many tokens, and the ids of the blocks that they fill."""
+    """Beginning of a prompt: its number of tokens, and the ids of the blocks that they fill."""
 
     tokens: int
     block_ids: list[int]

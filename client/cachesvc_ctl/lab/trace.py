@@ -15,7 +15,7 @@ from pathlib import Path
 from cachesvc_ctl.extras import MissingExtraError
 
 DEFAULT_BLOCK_TOKENS = 512
-"""What the published Mooncake traces were cut into."""
+"""Tokens a block of the published Mooncake traces."""
 
 SECONDS_A_TOKEN = 0.02
 """A trace tells how long an output was and not when it ended: at fifty tokens a second."""
@@ -24,7 +24,7 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 """A request of a million blocks stays below this; a longer line means that the file is no trace."""
 
 MAX_NUMBER = 2**63 - 1
-"""Numbers of a trace fit a signed 64-bit integer, so that whoever packs them needs no check of its own."""
+"""Numbers of a trace fit a signed 64-bit integer, so that a program that packs them needs no check of its own."""
 
 _FILE_CHUNK_BYTES = 256 * 1024
 _ZSTD_CHUNK_BYTES = 16 * 1024  # compressed bytes fed at once: bounds what a highly compressible file unfolds to
@@ -59,7 +59,7 @@ class TraceError(Exception):
 
 
 class _Fault(Exception):
-    """What is wrong and what to do, raised where the place in the file is not known. Stays in this module."""
+    """Fault and remedy, raised where the place in the file is not known. Stays in this module."""
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(reason, remedy)
@@ -204,7 +204,7 @@ def _file_chunks(path: Path, chunk_bytes: int) -> Iterator[bytes]:
 
 
 def _zstd_chunks(path: Path) -> Iterator[bytes]:
-    """What the frames unfold to. A frame without its end is a fault; zstandard's own reader is silent."""
+    """Decompressed frames. A frame without its end is a fault; zstandard's own reader is silent."""
     import zstandard  # an extra: read_trace has checked that it is there
 
     frame = zstandard.ZstdDecompressor().decompressobj()

@@ -16,7 +16,7 @@ ID_BYTES = 8
 
 
 class Written(NamedTuple):
-    """How many requests were written, and into how many tokens a block their prompts are cut."""
+    """Number of requests written, and tokens of the blocks that their prompts are cut into."""
 
     requests: int
     block_tokens: int

@@ -1,4 +1,5 @@
-"""What a dumped index tells without a daemon: a summary, the tree, the hottest prefixes, what would be evicted next."""
+"""Questions to a dumped index, without a daemon: a summary, the tree, the hottest prefixes, the next victims of
+eviction."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""What an operator asks a daemon, and the few things that change one: a command for each call of AdminService."""
+"""Commands of an operator: questions to a daemon and the few changes of one, a command for each call of
+AdminService."""

@@ -29,7 +29,7 @@ class Evict(Question[admin_pb2.EvictResponse]):
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """Of what has to be said: nobody drops a whole cache by mistake."""
+        """Add flags; a model or ``--all`` is required, so that no one drops a whole cache by mistake."""
         of = parser.add_mutually_exclusive_group(required=True)
         flag("--model", metavar="MODEL", help="its name or number").add_to(of)
         flag("--all", action="store_true", help="of every model").add_to(of)
@@ -46,7 +46,7 @@ class Evict(Question[admin_pb2.EvictResponse]):
         return admin_pb2.EvictResponse(evicted=evicted)
 
     def show(self, answer: admin_pb2.EvictResponse) -> str:
-        """How many."""
+        """Number of evicted blocks."""
         return f"evicted {answer.evicted:,} blocks" if answer.evicted else "evicted none"
 
 
@@ -90,7 +90,7 @@ class Drain(Question[admin_pb2.DrainResponse]):
         return admin.Drain(admin_pb2.DrainRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.DrainResponse) -> str:
-        """Who is still there."""
+        """Leases that are still live."""
         return f"draining; {answer.live_leases} leases are still live"
 
 
@@ -102,7 +102,7 @@ class Reload(Question[inspect_pb2.ReloadResponse]):
     epilog = "cachesvcd --help marks the settings that change live; for others it is refused, by name."
 
     def ask(self, admin: Admin) -> inspect_pb2.ReloadResponse:
-        """What was changed; refused whole where a setting cannot change live."""
+        """Changed settings; the daemon refuses all of them where one cannot change live."""
         return admin.Reload(inspect_pb2.ReloadRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.ReloadResponse) -> str:

@@ -1,4 +1,4 @@
-"""Who holds what, and what moves: leases, tenants, sequences, tickets."""
+"""Holders and transfers: leases, tenants, sequences, tickets."""
 
 from __future__ import annotations
 

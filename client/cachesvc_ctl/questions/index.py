@@ -27,7 +27,7 @@ class Blocks(Question[admin_pb2.ListBlocksResponse]):
     )
 
     def ask(self, admin: Admin) -> admin_pb2.ListBlocksResponse:
-        """Of one model; none while there is no model."""
+        """Ask for one model's blocks; an empty answer while there is no model."""
         model = pick_model(admin, self.arguments.model)
         if model is None:
             return admin_pb2.ListBlocksResponse()
@@ -76,7 +76,7 @@ class Tree(Question[admin_pb2.GetTreeResponse]):
     )
 
     def ask(self, admin: Admin) -> admin_pb2.GetTreeResponse:
-        """Of one model; none while there is no model."""
+        """Ask for one model's tree; an empty answer while there is no model."""
         model = pick_model(admin, self.arguments.model)
         if model is None:
             return admin_pb2.GetTreeResponse()

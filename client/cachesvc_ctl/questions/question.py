@@ -20,7 +20,7 @@ LIMIT = flag("--limit", type=listed, default=40, metavar="N", help=f"lines at mo
 
 
 class Question(DaemonCommand, Generic[R]):
-    """``ask`` calls; ``show`` words the answer and calls nobody, so that both forms are of the same answer."""
+    """``ask`` calls the daemon; ``show`` words the answer without a call, so that both forms are of the same answer."""
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
 from cachesvc_ctl.text import describe_bytes, one_line, table
 
 SIZE_ENDINGS = ("_pool", "_chunk", "_limit", "_bytes")
-"""How the names of settings end that are bytes, or bytes per second."""
+"""Endings of the names of settings that are bytes, or bytes per second."""
 
 
 class Status(Question[admin_pb2.GetStatusResponse]):
@@ -69,13 +69,13 @@ def _pools(answer: admin_pb2.GetStatusResponse) -> str:
 
 
 def describe_daemon(status: admin_pb2.GetStatusResponse) -> str:
-    """Which daemon, and whether it drains."""
+    """Facts of the daemon, and whether it drains."""
     drains = ", DRAINING" if status.draining else ""
     return f"cachesvcd {status.version}, backend {status.backend}, up {status.uptime_seconds:.0f} s{drains}"
 
 
 def describe_device(d: status_pb2.DeviceStatus) -> str:
-    """What the daemon takes of a GPU, and how fast its link is."""
+    """Memory that the daemon takes of a GPU, and the speed of its link."""
     link = (
         f"link {d.load_gb_per_second:.1f} GB/s in, {d.store_gb_per_second:.1f} out, {d.both_gb_per_second:.1f} both; "
         f"planes under {describe_bytes(d.narrow_plane_bytes)} load at less than half of that"
@@ -112,7 +112,7 @@ def describe_transports(t: status_pb2.TransportStatus) -> str:
 
 
 def describe_setting(name: str, value: str) -> str:
-    """A setting as it is, and sizes with a unit beside."""
+    """Value of a setting, with a unit beside sizes."""
     if name.endswith(SIZE_ENDINGS) and value.isdecimal() and int(value) >= 1024:
         return f"{value} ({describe_bytes(int(value))})"
     return value or "-"

@@ -32,7 +32,7 @@ class Verify(Question[admin_pb2.VerifyResponse]):
         return admin.Verify(request, timeout=VERIFY_DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.VerifyResponse) -> str:
-        """What was looked at, and each thing that is wrong."""
+        """Counts of what was checked, and each problem."""
         took = f"{answer.blocks_checked:,} blocks checked in {answer.seconds:.2f} s"
         pause = f"none kept calls waiting for more than {answer.longest_pause_ms:.1f} ms"
         lines = [

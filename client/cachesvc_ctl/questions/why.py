@@ -1,4 +1,4 @@
-"""``cachesvc why KEY``: where a block is, who keeps it there, and what became of it."""
+"""``cachesvc why KEY``: a block's copies, its holders, and its history."""
 
 from __future__ import annotations
 

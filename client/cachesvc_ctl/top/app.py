@@ -73,7 +73,7 @@ class TopApp(App[None]):
 
     @property
     def looks(self) -> int:
-        """How many looks are kept: 0 until the daemon has answered."""
+        """Number of kept looks: 0 until the daemon has answered."""
         return len(self._history.looks)
 
     def compose(self) -> ComposeResult:

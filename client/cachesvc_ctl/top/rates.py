@@ -1,4 +1,4 @@
-"""What ``cachesvc top`` shows, without a terminal: looks at a daemon and works out rates from one look to the next."""
+"""Data of ``cachesvc top``, without a terminal: looks at a daemon, and rates from one look to the next."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def take_look(admin: admin_pb2_grpc.AdminServiceStub) -> Look:
 
 
 def rates(before: Look, after: Look) -> Rates:
-    """What happened between two looks at one daemon."""
+    """Changes between two looks at one daemon."""
     seconds = max(1e-6, after.seconds - before.seconds)
     old, new = before.status.hits, after.status.hits
     asked = new.looked_up_blocks - old.looked_up_blocks

@@ -94,11 +94,11 @@ class PoolStatus(_message.Message):
     group: _builtins.str
     capacity: _builtins.int
     free: _builtins.int
-    """Nobody's."""
+    """Granted to no sequence."""
     private: _builtins.int
     """Written by one sequence, or granted to one engine for later."""
     sealed: _builtins.int
-    """Published under a key: shared, immutable, evictable while nobody uses them."""
+    """Published under a key: shared, immutable, evictable while unpinned."""
     in_flight: _builtins.int
     """A transfer reads or writes them now."""
     quarantined: _builtins.int
@@ -207,10 +207,10 @@ class GetStatusResponse(_message.Message):
     """What health checks answer: whether engines should be sent here, and whether there is anything to keep alive."""
     live: _builtins.bool
     caller: _builtins.str
-    """Who asks, as the daemon knows it: name, scopes, and the tenant that the answer is limited to (empty: none)."""
+    """The caller, as the daemon knows it: name, scopes, and the tenant that the answer is limited to (empty: none)."""
     tenant: _builtins.str
     tokens: _builtins.bool
-    """False where whoever may open the socket is an engine and an operator."""
+    """False where any process that may open the socket is an engine and an operator."""
     @_builtins.property
     def config(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -223,7 +223,7 @@ class GetStatusResponse(_message.Message):
     def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def attention(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What an operator should know first, one sentence each: full pools and who holds them, silent leases, failed
+        """What an operator should know first, one sentence each: full pools and their holders, silent leases, failed
         transfers, a host pool that is still coming. Empty: nothing stands out.
         """
 
@@ -233,7 +233,7 @@ class GetStatusResponse(_message.Message):
     def transfers(self) -> _status_pb2.TransferStatus: ...
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseStatus]:
-        """Those that hold most pages first, at most 16: who keeps pools full."""
+        """The leases that hold most pages first, at most 16."""
 
     @_builtins.property
     def silent(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseStatus]:

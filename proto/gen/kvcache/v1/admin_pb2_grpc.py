@@ -132,7 +132,7 @@ class AdminServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetStatus(self, request, context):
-        """Begin here: what needs attention, how full the pools are, what hits were worth, who holds pages, what is moving.
+        """Begin here: what needs attention, how full the pools are, what hits were worth, holders of pages, transfers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,7 +219,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not.
+        """A block's copies, their holders, and its history: why it is here, or why it is not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

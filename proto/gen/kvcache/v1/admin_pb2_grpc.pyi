@@ -38,7 +38,7 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]
-    """Begin here: what needs attention, how full the pools are, what hits were worth, who holds pages, what is moving."""
+    """Begin here: what needs attention, how full the pools are, what hits were worth, holders of pages, transfers."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListModelsRequest, _admin_pb2.ListModelsResponse]
     """Models with their layouts, replicas and numbers of blocks. Other calls want a model_id from here."""
     ListLeases: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListLeasesRequest, _admin_pb2.ListLeasesResponse]
@@ -67,7 +67,7 @@ class AdminServiceStub:
     out of service and is found sound is served again.
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
-    """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
+    """A block's copies, their holders, and its history: why it is here, or why it is not."""
     Reload: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ReloadRequest, _inspect_pb2.ReloadResponse]
     """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing.
     Tokens and certificates are not among it: those files are watched, and read again as they change.
@@ -87,7 +87,7 @@ class AdminServiceStub:
 class AdminServiceAsyncStub(AdminServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetStatusRequest, _admin_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Begin here: what needs attention, how full the pools are, what hits were worth, who holds pages, what is moving."""
+    """Begin here: what needs attention, how full the pools are, what hits were worth, holders of pages, transfers."""
     ListModels: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListModelsRequest, _admin_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Models with their layouts, replicas and numbers of blocks. Other calls want a model_id from here."""
     ListLeases: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListLeasesRequest, _admin_pb2.ListLeasesResponse]  # type: ignore[assignment]
@@ -116,7 +116,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     out of service and is found sound is served again.
     """
     Explain: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
+    """A block's copies, their holders, and its history: why it is here, or why it is not."""
     Reload: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ReloadRequest, _inspect_pb2.ReloadResponse]  # type: ignore[assignment]
     """Reads the configuration file again and applies what can change while the daemon runs: all of it or nothing.
     Tokens and certificates are not among it: those files are watched, and read again as they change.
@@ -139,7 +139,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetStatusResponse, _abc.Awaitable[_admin_pb2.GetStatusResponse]]:
-        """Begin here: what needs attention, how full the pools are, what hits were worth, who holds pages, what is moving."""
+        """Begin here: what needs attention, how full the pools are, what hits were worth, holders of pages, transfers."""
 
     @_abc_1.abstractmethod
     def ListModels(
@@ -240,7 +240,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inspect_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
-        """Where a block's copies are, who keeps them there, and what happened to it: why it is here, or why it is not."""
+        """A block's copies, their holders, and its history: why it is here, or why it is not."""
 
     @_abc_1.abstractmethod
     def Reload(

@@ -261,7 +261,7 @@ class PublishResponse(_message.Message):
     duplicate_positions: _builtins.bytes
     """Positions (packed little-endian uint32) whose key was sealed before by another page."""
     pending: _builtins.bool
-    """True when a block after sealed_blocks is being loaded by somebody else: publish the rest later."""
+    """True when a block after sealed_blocks is being loaded for another request: publish the rest later."""
     @_builtins.property
     def duplicates(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
         """For each group the sealed pages to use at those positions; the sequence's own pages there are its spares until it
@@ -968,9 +968,9 @@ class StepResponse(_message.Message):
     EVICTABLE_PAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     free_pages: _builtins.bytes
-    """For each group (packed little-endian uint32), once all of the step was done: device pages that nobody has, and those
-    that eviction can give because nobody keeps them. Some of these take a transfer: the write-back before they go, or
-    the end of one that moves them now. The caller's stock is in neither. Others take from both at any time.
+    """For each group (packed little-endian uint32), once all of the step was done: free device pages, and those that
+    eviction can give because they are unpinned. Some of these take a transfer: the write-back before they go, or the
+    end of one that moves them now. The caller's stock is in neither. Others take from both at any time.
     """
     evictable_pages: _builtins.bytes
     @_builtins.property

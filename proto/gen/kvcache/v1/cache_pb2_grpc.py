@@ -143,7 +143,7 @@ class CacheServiceServicer(object):
 
     def Step(self, request_iterator, context):
         """Any of the above, many sequences at a time, once for each engine iteration. Steps of one stream are carried out one
-        after another: one that waits holds up those behind it, and nobody else.
+        after another: one that waits holds up those behind it, and no other stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

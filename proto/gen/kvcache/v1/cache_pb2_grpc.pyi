@@ -54,7 +54,7 @@ class CacheServiceStub:
     """State of tickets; waits up to wait_ms for them to end."""
     Step: _grpc.StreamStreamMultiCallable[_cache_pb2.StepRequest, _cache_pb2.StepResponse]
     """Any of the above, many sequences at a time, once for each engine iteration. Steps of one stream are carried out one
-    after another: one that waits holds up those behind it, and nobody else.
+    after another: one that waits holds up those behind it, and no other stream.
     """
 
 @_typing.type_check_only
@@ -80,7 +80,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """State of tickets; waits up to wait_ms for them to end."""
     Step: _aio.StreamStreamMultiCallable[_cache_pb2.StepRequest, _cache_pb2.StepResponse]  # type: ignore[assignment]
     """Any of the above, many sequences at a time, once for each engine iteration. Steps of one stream are carried out one
-    after another: one that waits holds up those behind it, and nobody else.
+    after another: one that waits holds up those behind it, and no other stream.
     """
 
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -157,7 +157,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.StepResponse], _abc.AsyncIterator[_cache_pb2.StepResponse]]:
         """Any of the above, many sequences at a time, once for each engine iteration. Steps of one stream are carried out one
-        after another: one that waits holds up those behind it, and nobody else.
+        after another: one that waits holds up those behind it, and no other stream.
         """
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

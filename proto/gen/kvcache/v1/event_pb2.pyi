@@ -91,7 +91,7 @@ class SubscribeRequest(_message.Message):
     snapshot: _builtins.bool
     """Begin with a snapshot. Without it: with the next change, or after `after_sequence_number`."""
     namespace: _builtins.bytes
-    """What Register answered: 32 bytes that only those know who know the model, the layout and the tenant's salt."""
+    """Register's answer: 32 bytes that need knowledge of the model, the layout and the tenant's salt."""
     after_sequence_number: _builtins.int
     """Go on behind this change of `epoch`. GAP where it is too long ago, or the daemon has started anew since."""
     epoch: _builtins.int
@@ -142,7 +142,7 @@ class BlockRun(_message.Message):
     """Of the first key, where `present`; each further key's parent is the key before it. Empty: below the root."""
     group: _builtins.int
     tier: _builtins.str
-    """"device" or "host"; "storage" for who asked for it."""
+    """"device" or "host"; "storage" on request."""
     replica: _builtins.int
     """Of a device copy."""
     reason: _builtins.str

@@ -45,9 +45,9 @@ class EventServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Subscribe(self, request, context):
-        """The copies of one model's blocks: a snapshot, then every change in order, or the changes alone. Whoever applies the
-        answers in order has exactly what the daemon had at each `sequence_number`. A subscriber that falls too far behind
-        is cut off with TOO_SLOW and subscribes anew; it never slows the daemon.
+        """The copies of one model's blocks: a snapshot, then every change in order, or the changes alone. A subscriber that
+        applies the answers in order has exactly what the daemon had at each `sequence_number`. A subscriber that falls too
+        far behind is cut off with TOO_SLOW and subscribes anew; it never slows the daemon.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,18 +32,18 @@ class EventServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EventServiceAsyncStub: ...
     Subscribe: _grpc.UnaryStreamMultiCallable[_event_pb2.SubscribeRequest, _event_pb2.SubscribeResponse]
-    """The copies of one model's blocks: a snapshot, then every change in order, or the changes alone. Whoever applies the
-    answers in order has exactly what the daemon had at each `sequence_number`. A subscriber that falls too far behind
-    is cut off with TOO_SLOW and subscribes anew; it never slows the daemon.
+    """The copies of one model's blocks: a snapshot, then every change in order, or the changes alone. A subscriber that
+    applies the answers in order has exactly what the daemon had at each `sequence_number`. A subscriber that falls too
+    far behind is cut off with TOO_SLOW and subscribes anew; it never slows the daemon.
     """
 
 @_typing.type_check_only
 class EventServiceAsyncStub(EventServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Subscribe: _aio.UnaryStreamMultiCallable[_event_pb2.SubscribeRequest, _event_pb2.SubscribeResponse]  # type: ignore[assignment]
-    """The copies of one model's blocks: a snapshot, then every change in order, or the changes alone. Whoever applies the
-    answers in order has exactly what the daemon had at each `sequence_number`. A subscriber that falls too far behind
-    is cut off with TOO_SLOW and subscribes anew; it never slows the daemon.
+    """The copies of one model's blocks: a snapshot, then every change in order, or the changes alone. A subscriber that
+    applies the answers in order has exactly what the daemon had at each `sequence_number`. A subscriber that falls too
+    far behind is cut off with TOO_SLOW and subscribes anew; it never slows the daemon.
     """
 
 class EventServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -53,9 +53,9 @@ class EventServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _event_pb2.SubscribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_event_pb2.SubscribeResponse], _abc.AsyncIterator[_event_pb2.SubscribeResponse]]:
-        """The copies of one model's blocks: a snapshot, then every change in order, or the changes alone. Whoever applies the
-        answers in order has exactly what the daemon had at each `sequence_number`. A subscriber that falls too far behind
-        is cut off with TOO_SLOW and subscribes anew; it never slows the daemon.
+        """The copies of one model's blocks: a snapshot, then every change in order, or the changes alone. A subscriber that
+        applies the answers in order has exactly what the daemon had at each `sequence_number`. A subscriber that falls too
+        far behind is cut off with TOO_SLOW and subscribes anew; it never slows the daemon.
         """
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -529,7 +529,7 @@ Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
 
 @_typing.final
 class BlockHolder(_message.Message):
-    """Who keeps a block where it is."""
+    """Holder that keeps a block resident."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

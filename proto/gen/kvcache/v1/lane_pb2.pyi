@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LaneHello(_message.Message):
-    """The first frame of a lane: who speaks, and what it understands."""
+    """The first frame of a lane: the caller, and what it understands."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

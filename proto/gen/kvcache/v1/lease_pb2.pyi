@@ -40,7 +40,7 @@ class OpenRequest(_message.Message):
     process's alone. Processes of other users with the same name have a lease of their own.
     """
     namespace: _builtins.bytes
-    """What Register answered. Needed where the model was registered with a salt: who knows it knows the salt."""
+    """Register's answer. Needed where the model was registered with a salt, as a proof that the caller knows it."""
     def __init__(
         self,
         *,

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class PeerPart(_message.Message):
-    """Which bytes of a block: those of a group on one host rank of so many. Group 65535: all groups without a window, on all
+    """Bytes of a block: those of a group on one of all host ranks. Group 65535: all groups without a window, on all
     ranks, one after another.
     """
 
@@ -58,7 +58,7 @@ class BorrowRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
-    """Of the model; who knows it knows its salt."""
+    """Namespace of the model: a proof that the caller knows its salt."""
     layout_id: _builtins.bytes
     """The first 8 bytes of the layout's fingerprint."""
     keys: _builtins.bytes

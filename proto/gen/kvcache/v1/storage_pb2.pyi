@@ -81,7 +81,9 @@ class StorageOutcome(_message.Message):
     way: _builtins.str
     """"get" or "put"."""
     outcome: _builtins.str
-    """"ok", "lent" (by another node), "miss", "wrong" (removed), "busy" (not begun), "failed", "late" (nobody waits any more)."""
+    """"ok", "lent" (by another node), "miss", "wrong" (removed), "busy" (not begun), "failed", "late" (the wait had timed
+    out).
+    """
     items: _builtins.int
     def __init__(
         self,

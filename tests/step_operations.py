@@ -1,4 +1,4 @@
-"""Steps for daemons that know no columns: each entry as the operation that it stands for."""
+"""Converts the columns of a step to the operations that they stand for, and back: the oracle for columns."""
 
 from __future__ import annotations
 
