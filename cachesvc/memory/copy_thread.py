@@ -118,7 +118,7 @@ class CopyThread:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """As of ``CopyStream``."""
+        """Stop, as of ``CopyStream``."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

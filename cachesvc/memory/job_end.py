@@ -1,4 +1,4 @@
-"""The end of a copy job: its waiters are released, then its owner is told."""
+"""The end of a copy job: its waiters are released, then its owner hears of it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Sheet:
 
     @property
     def writers(self) -> tuple[Handle, int] | None:
-        """What tells engines that nothing copies into the model's slabs on the device any more."""
+        """The pipe that hangs up once nothing copies into the model's slabs on the device any more."""
         return None if self._writers is None or self._writers.fd < 0 else (self._writers.handle, self._writers.fd)
 
     def hand_over(self, tell: Callable[[int, int], object]) -> None:

@@ -1,7 +1,7 @@
-"""How engines learn that no copy comes into their pools any more: a pipe to which nobody writes.
+"""A pipe without writes, by which engines learn that no copy comes into their pools any more.
 
-Its one end goes to the engines of a model. The other one those hold who copy into the model's slabs on a device, and
-close it once their copies have landed; where they die, the kernel does.
+One end goes to the engines of a model. Movers that copy into the model's slabs on a device hold the other one, and
+close it once their copies have landed; where a mover dies, the kernel closes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TOKEN_BYTES = 16
 
 
 class Writers:
-    """``fd``: for engines, by ``handle``; it hangs up when the last who holds ``held`` has closed it."""
+    """``fd``: for engines, by ``handle``; it hangs up once ``held`` is closed in every process."""
 
     def __init__(self) -> None:
         """Raises OSError."""

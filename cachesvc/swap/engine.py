@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 OnDone = Callable[[int, Exception | None], None]
 
 LANDING_SECONDS = 2.0
-"""How long the end waits for copies that are on their way; those of a GPU that hangs do not land."""
+"""Wait of ``finish`` for copies that are on their way; those of a GPU that hangs do not land."""
 
 
 @dataclass

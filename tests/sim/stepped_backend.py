@@ -117,7 +117,7 @@ class SteppedStream:
             self._end(job, Unavailable(f"the {self._way.value} stream was closed first"))
 
     def close(self) -> None:
-        """As ``stop``."""
+        """End every job, as ``stop`` does."""
         self.stop()
 
 

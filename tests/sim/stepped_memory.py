@@ -1,4 +1,4 @@
-"""What the stepped backend gives out: arrays in place of device memory, and of the words that waiters follow."""
+"""Memory of the stepped backend: arrays in place of device memory, and of the words that waiters follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a flow and cannot be had any more is no defect; what breaks half-way is one."""
+"""Refusals in background tasks are no defects; a task that breaks half-way is one."""
 
 from __future__ import annotations
 

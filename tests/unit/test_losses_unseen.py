@@ -1,4 +1,4 @@
-"""What a lost device had is copied from, counted and trusted by no flow, and goes in slices of bounded work."""
+"""Copies on a lost device are copied from, counted and trusted by no flow, and go in slices of bounded work."""
 
 from __future__ import annotations
 

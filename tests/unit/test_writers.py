@@ -18,7 +18,7 @@ LAYOUT = Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (64,), "uint
 
 
 def engine_of(sheet: Sheet) -> Writers:
-    """What an engine gets."""
+    """The end of the pipe that an engine gets."""
     assert sheet.writers is not None
     return Writers(os.dup(sheet.writers[1]))
 
