@@ -179,7 +179,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         # Engines learn that the daemon is gone before it closes its socket: else a call could reach the next
         # daemon under a lease of this one.
         Step(_nothing, parts.life.close),
-        # Copies have landed before engines are told: from then on they may recompute into the pages of their loads.
+        # Copies land before engines learn of the end: then they may recompute into the pages of their loads.
         Step(_nothing, partial(asyncio.to_thread, engine.finish)),
     )
 

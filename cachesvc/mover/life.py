@@ -104,7 +104,7 @@ class Life:
 
     def open_sheet(self, number: int, before: Sheet | None = None) -> Sheet:
         """Make words of a model, which go on where those of ``before`` stood, and have the mover write them and
-        hold their ``writers``: nobody else can but this process, unless engines must. Raises as ``ask``."""
+        hold their ``writers``: no other process can but this one, unless engines must. Raises as ``ask``."""
         with ExitStack() as undo:
             try:
                 sheet = Sheet(self._settings.timeline_words, is_shared=self._settings.kind == "cuda")

@@ -159,7 +159,7 @@ class Processes:
         _at_once([partial(self._mover(device).close_sheet, sheet)])
 
     def can_reach(self, source: str, target: str) -> bool:
-        """As the hardware says, where the target's mover knows all of the source's slabs."""
+        """True where the hardware can, and the target's mover knows all of the source's slabs."""
         self._mover(source)
         self._mover(target)
         if source == target:
@@ -371,7 +371,8 @@ def _at_once(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def _tolerated(call: Callable[[], object]) -> bool:
-    """False where it was refused. A mover that dies meanwhile is told with its next life, or never again."""
+    """Run a call; False where it was refused. A mover that dies meanwhile learns of it with its next life, or never
+    again."""
     try:
         call()
     except (CacheError, MoverFault) as refused:

@@ -41,7 +41,7 @@ READER_SECONDS = 2.0
 backend waits for that at its end, or finds that it hangs."""
 
 LANDING_SECONDS, LOOK_SECONDS = 2.0, 0.001
-"""How long the end waits for what is on its way before it gives memory back, and how often it looks."""
+"""Time for which the end waits for copies in flight before it frees memory, and the polling interval, seconds."""
 
 
 class MoverBackend(Backend, Protocol):
@@ -179,8 +179,8 @@ class _Work:
         self._let_go()
 
     def _let_go(self) -> None:
-        """All copies have landed: whoever is told by the writers' end is. Where the device broke, they may land as long
-        as this process lives."""
+        """Close the writers' ends, since all copies have landed: engines learn it from that. Where the device broke,
+        copies may land while this process lives."""
         while self._writers and not self._backend.fault(self._device):
             os.close(self._writers.popitem()[1])
 

@@ -1,4 +1,4 @@
-"""Where on the timeline a ticket is waited for."""
+"""Place on the timeline at which a ticket is awaited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def layer_target(slot: TimelineSlot, layer: int) -> int:
 
 
 def slot_of(ticket: TicketView) -> TimelineSlot | None:
-    """Where to wait; None when the ticket has ended well. Raises LoadFailed, InvalidRequest."""
+    """Slot to wait on; None when the ticket has ended well. Raises LoadFailed, InvalidRequest."""
     if ticket.state == "failed":
         raise LoadFailed(f"load {ticket.id} failed: {ticket.reason}; release its sequence, match again and recompute")
     if ticket.state == "done":
