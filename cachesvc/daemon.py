@@ -179,6 +179,8 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         # Engines learn that the daemon is gone before it closes its socket: else a call could reach the next
         # daemon under a lease of this one.
         Step(_nothing, parts.life.close),
+        # Copies land before engines learn of the end: then they may recompute into the pages of their loads.
+        Step(_nothing, partial(asyncio.to_thread, engine.finish)),
     )
 
 

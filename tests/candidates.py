@@ -69,7 +69,7 @@ def segments(model: Model) -> Iterator[str]:
 
 
 def lost(model: Model) -> Iterator[str]:
-    """Check that no flow sees what is lost, and that it is there only while something of it is left, or in flight."""
+    """Lost places are seen by no flow, and are kept only as long as something of theirs is left, or under way."""
     index = model.blocks.index
     present, gone = [replica.place for replica in model.replicas], [replica.place for replica in model.lost]
     if index.places != [model.blocks.host, *present] or index.lost != gone:

@@ -85,7 +85,6 @@ class _Lane:
     credit: dict[Urgency, int] = field(default_factory=lambda: dict.fromkeys(Urgency, 0))
     background_since: float = 0.0
     paused_until: float = 0.0
-    is_draining: bool = False
 
     @property
     def queued(self) -> list[Queued]:
@@ -140,14 +139,14 @@ class Arbiter:
             return None
         piece = queued.cut()
         lane.bucket.fill(now)
-        if lane.bucket.wait_s(piece.size_bytes) and not lane.is_draining:
+        if lane.bucket.wait_s(piece.size_bytes):
             return None
         lane.bucket.tokens -= piece.size_bytes
         self._account(lane, queued, piece)
         if queued.urgency is Urgency.BACKGROUND:
             lane.background_since = now
         lane.on_way.append((piece, queued.urgency))
-        queued.has_begun, queued.head = True, None
+        queued.head = None
         if piece.is_last:
             lane.rivals[queued.urgency].remove(queued)
         else:
@@ -181,13 +180,12 @@ class Arbiter:
                     lane.rivals[queued.urgency].remove(queued)
 
     def drain(self, direction: Direction) -> list[CopyJob]:
-        """Take out the jobs that have not begun. From now on no rule holds back the rest."""
+        """Take out all jobs of which something is left, in the order in which they came."""
         lane = self._lanes[direction]
-        lane.is_draining = True
-        fresh = sorted((queued for queued in lane.queued if not queued.has_begun), key=lambda queued: queued.number)
-        for queued in fresh:
+        left = sorted(lane.queued, key=lambda queued: queued.number)
+        for queued in left:
             lane.rivals[queued.urgency].remove(queued)
-        return [queued.job for queued in fresh]
+        return [queued.job for queued in left]
 
     def queued(self, direction: Direction) -> int:
         """Jobs of which something is left."""
@@ -217,7 +215,7 @@ class Arbiter:
         lane = self._lanes[direction]
         may_awaited = bool(lane.rivals[Urgency.AWAITED])
         may_background = bool(lane.rivals[Urgency.BACKGROUND])
-        if may_background and not lane.is_draining:
+        if may_background:
             is_overdue = now >= lane.background_since + self._rules.background_delay_s
             if now < lane.paused_until:
                 may_background = False

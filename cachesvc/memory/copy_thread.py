@@ -12,6 +12,7 @@ from functools import partial
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copy_watch import CopyWatch, Errand
+from cachesvc.memory.job_end import WriteWord, end_job
 from cachesvc.memory.queued import Queued
 from cachesvc.memory.seam import CopyJob, Slice, SliceRunner
 from cachesvc.model.errors import Unavailable
@@ -20,7 +21,6 @@ from cachesvc.model.transfer import CopiesHang, Direction
 log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
-WriteWord = Callable[[int, int], None]
 
 
 class CopyThread:
@@ -117,12 +117,16 @@ class CopyThread:
             self._arbiter.expedite(ticket)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Fail what has not begun, finish what has, and end. Idempotent; from a ``done`` callback it does not
-        wait, nor for a thread that hangs."""
+    def stop(self) -> None:
+        """Stop, as of ``CopyStream``."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop, and wait for the end of all jobs. Idempotent; from a ``done`` callback it does not wait, nor for a
+        thread that hangs."""
+        self.stop()
         if self._thread.is_alive() and threading.current_thread() not in (self._thread, self._guest):
             self._over.wait()
             if not self._hangs:
@@ -158,6 +162,8 @@ class CopyThread:
     def _serve_slices(self) -> None:
         while True:
             piece, uncut, refused = self._next()
+            for job in refused:
+                self._end_failed(job, Unavailable(f"copy stream {self.name} was closed first"))
             if piece is not None:
                 self._start(piece)
             elif uncut is not None:
@@ -166,8 +172,6 @@ class CopyThread:
                 self._land_oldest()
             elif not refused:
                 return
-            for job in refused:
-                self._end(job, Unavailable(f"copy stream {self.name} was closed first"))
             del piece, uncut, refused  # a job holds its plan: do not keep it while waiting
 
     def _give_up(self, failure: Exception) -> None:
@@ -197,7 +201,7 @@ class CopyThread:
         end_job(job, error, self._write_word)
 
     def _next(self) -> tuple[Slice | None, Queued | None, list[CopyJob]]:
-        """A slice to start, or a job whose slice is to be cut first, or the jobs that ``close`` came before; nothing:
+        """A slice to start, or a job whose slice is to be cut first, or the jobs that ``stop`` came before; nothing:
         see to what is on its way, or end."""
         with self._changed:
             while True:
@@ -360,7 +364,9 @@ class CopyThreads:
             self._wake_all()
 
     def close(self) -> None:
-        """Close all streams. Idempotent."""
+        """Close all streams, at once. Idempotent."""
+        for stream in self._every:
+            stream.stop()
         for stream in self._every:
             stream.close()
 
@@ -383,17 +389,3 @@ def _wake(changes: Iterable[threading.Condition]) -> None:
     """Wake threads; their lock is held."""
     for changed in changes:
         changed.notify_all()
-
-
-def end_job(job: CopyJob, error: Exception | None, write_word: WriteWord) -> None:
-    """Release a failed job's waiters and tell its owner how it ended; an owner that raises is logged,
-    once."""
-    if error is not None:
-        if job.failed_word is not None:
-            write_word(job.failed_word, job.end_value)
-        if job.word is not None:
-            write_word(job.word, job.end_value)
-    try:
-        job.done(error)
-    except Exception:
-        log.exception("copy_done_callback_failed ticket=%d", job.ticket)

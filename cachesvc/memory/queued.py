@@ -26,7 +26,6 @@ class Queued:
     rest: Iterator[Slice]
     head: Slice | None = None
     number: int = 0
-    has_begun: bool = False
 
     @property
     def weight(self) -> int:

@@ -115,10 +115,15 @@ class Slab(Protocol):
 
 class Sheet(Protocol):
     """The 32-bit words of one model on one device, in host memory that its engines map too. ``fd``: what to pass to
-    them."""
+    them. ``writers``: the descriptor of a pipe, and its handle; it hangs up once nothing copies into the model's slabs
+    on the device any more. None where another process keeps it."""
 
     handle: Handle
     fd: int | None
+
+    @property
+    def writers(self) -> tuple[Handle, int] | None:
+        """See above."""
 
 
 class Timeline(Protocol):
@@ -146,8 +151,12 @@ class CopyStream(Protocol):
         """Submit like ``submit``; but where the stream has nothing to do the first slice is planned and started by this
         very thread, for as long as the driver takes: it need not wake another one first."""
 
+    def stop(self) -> None:
+        """Take no more jobs, and start no more copies: what is on its way lands, and every job of which something is
+        left ends as failed. Does not wait. Idempotent."""
+
     def close(self) -> None:
-        """Fail what has not begun, finish what has, and end."""
+        """Stop, and wait for the end of all jobs."""
 
 
 class DeviceMemory(Protocol):

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
 from cachesvc.memory.copy_faults import FaultyRunner
-from cachesvc.memory.copy_thread import CopyThread, CopyThreads, WriteWord
+from cachesvc.memory.copy_thread import CopyThread, CopyThreads
 from cachesvc.memory.holds import Holds
+from cachesvc.memory.job_end import WriteWord
 from cachesvc.memory.mapped import map_memfd, sealed_memfd, yield_to_callers
 from cachesvc.memory.seam import CopyBatch, Handle, Slice, SliceRunner
 from cachesvc.memory.timeline import TIMELINE_WORDS, HostTimeline

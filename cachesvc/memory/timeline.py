@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 from cachesvc.memory.mapped import address_of, map_memfd, new_memfd, seal_memfd
 from cachesvc.memory.seam import Handle
+from cachesvc.memory.writers import Writers
 from cachesvc.model.errors import LedgerBroken, NotFound, Unavailable
 from cachesvc.model.futex import WORD_BYTES, store_and_wake, wake, words_of
 
@@ -28,7 +29,12 @@ class Sheet:
     def __init__(self, words: int, *, is_shared: bool = False, fd: int | None = None) -> None:
         """``fd``: of words that another process of the daemon's made, which keeps, seals and gives out their file; else
         they are made here. No other process can write them once ``seal`` was called. Raises OSError."""
-        own = new_memfd("kvcache-timeline", words * WORD_BYTES) if fd is None else fd
+        self._writers = Writers() if fd is None else None
+        try:
+            own = new_memfd("kvcache-timeline", words * WORD_BYTES) if fd is None else fd
+        except OSError:
+            self._close_writers()
+            raise
         self.fd = own if fd is None else None
         self.words = words
         self.handle = Handle("memfd", secrets.token_bytes(TOKEN_BYTES), words * WORD_BYTES)
@@ -39,6 +45,7 @@ class Sheet:
         except OSError:
             if self.fd is not None:
                 os.close(self.fd)
+            self._close_writers()
             raise
         self._array = words_of(self._view)
 
@@ -47,6 +54,19 @@ class Sheet:
         if self.fd is not None and not self._is_sealed:
             seal_memfd(self.fd, is_shared=self._is_shared)
             self._is_sealed = True
+
+    @property
+    def writers(self) -> tuple[Handle, int] | None:
+        """The pipe that hangs up once nothing copies into the model's slabs on the device any more."""
+        return None if self._writers is None or self._writers.fd < 0 else (self._writers.handle, self._writers.fd)
+
+    def hand_over(self, tell: Callable[[int, int], object]) -> None:
+        """``tell(words, writers)`` gives both descriptors to another process, which copies in this one's place. Raises
+        what that raises."""
+        assert self.fd is not None
+        assert self._writers is not None
+        tell(self.fd, self._writers.held)
+        self._writers.hand_over()
 
     def continue_from(self, other: Sheet) -> None:
         """Take over the words of a sheet that is no longer advanced: values only ever move forward."""
@@ -74,10 +94,15 @@ class Sheet:
         wake(self._array, word)
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last reference to this sheet. Idempotent."""
+        """Close the descriptors; the mapping goes with the last reference to this sheet. Idempotent."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+        self._close_writers()
+
+    def _close_writers(self) -> None:
+        if self._writers is not None:
+            self._writers.close()
 
 
 MakeSheet = Callable[[int | None], Sheet]

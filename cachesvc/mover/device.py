@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -29,8 +30,11 @@ from cachesvc.swap.planner import Pool
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-"""Between attempts to start a mover again; pauses double. The first one comes at once."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
+"""Between attempts to start a mover again; pauses double. The first attempt comes at once. Each costs a start of Python
+and calls of the driver beside GPUs that serve, and where the memory is held by engines it takes until they let go."""
+JITTER = 0.5
+"""A pause is shorter by up to this part of it, so that not all devices try at the same time."""
 LINGERING_PAUSE_S = 600.0
 """Pause after an attempt whose process could not be killed, seconds: each leaves one behind, with its memory."""
 
@@ -387,7 +391,8 @@ class DeviceMover:
                 self._begin_life(life)
             except Exception as refused:  # the root of a thread: without it the device would never have a mover again
                 is_ours = not isinstance(refused, CacheError)
-                next_s = LINGERING_PAUSE_S if life.lingers else pause_s
+                part = 1 - JITTER * random.random()
+                next_s = LINGERING_PAUSE_S if life.lingers else pause_s * part
                 log.warning(
                     "mover_not_started device=%s again_s=%.2f reason=%s", self.device, next_s, refused, exc_info=is_ours
                 )

@@ -103,16 +103,15 @@ class Life:
         return self._channel.ask(name, seconds, descriptors=descriptors, **fields)
 
     def open_sheet(self, number: int, before: Sheet | None = None) -> Sheet:
-        """Make words of a model, which go on where those of ``before`` stood, and have the mover write them: no other
-        process can but this one, unless engines must. Raises like ``ask``."""
+        """Make words of a model, which go on where those of ``before`` stood, and have the mover write them and
+        hold their ``writers``: no other process can but this one, unless engines must. Raises as ``ask``."""
         with ExitStack() as undo:
             try:
                 sheet = Sheet(self._settings.timeline_words, is_shared=self._settings.kind == "cuda")
                 undo.callback(sheet.close)
                 if before is not None:
                     sheet.continue_from(before)
-                assert sheet.fd is not None
-                self.ask("open_sheet", descriptors=(sheet.fd,), sheet=number)
+                sheet.hand_over(lambda *both: self.ask("open_sheet", descriptors=both, sheet=number))
                 sheet.seal()
             except OSError as error:
                 raise Unavailable(f"no memory for words of {self._settings.device}: {error}; see ulimit -n") from error

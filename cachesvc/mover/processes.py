@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -68,7 +67,7 @@ class Processes:
         self._slabs: dict[int, tuple[DeviceMover, SlabOfMover]] = {}
         self._lives: dict[str, Life] = {}
         self._figures: dict[str, dict[str, Any]] = {}
-        self._untold: Counter[tuple[str, str]] = Counter()  # slabs that a target does not know of, by (source, target)
+        self._unknown: set[tuple[int, str]] = set()  # slabs that a target does not know, by (region, target)
         self._on_lost: Callable[[str, str], None] = _nobody_told
         self._at = {
             one.device: DeviceMover(
@@ -130,6 +129,7 @@ class Processes:
         def give_back(closed: SlabOfMover) -> None:
             with self._lock:
                 self._slabs.pop(closed.region, None)
+                self._unknown = {each for each in self._unknown if each[0] != closed.region}
                 peers = self._peers(device)
             _at_once([partial(_tolerated, partial(life.forget_peer, closed.region)) for _, life in peers])
             _at_once([partial(close, closed)])
@@ -138,8 +138,8 @@ class Processes:
         with self._lock:
             self._slabs[slab.region] = at, slab
             peers = self._peers(device)
-            self._untold.update((device, target) for target, _ in peers)
-        _at_once([self._telling(device, target, life, slab) for target, life in peers])
+            self._unknown.update((slab.region, target) for target, _ in peers)
+        _at_once([self._telling(target, life, slab) for target, life in peers])
         return slab
 
     def timeline(self, device: str) -> HostTimeline:
@@ -159,10 +159,14 @@ class Processes:
         _at_once([partial(self._mover(device).close_sheet, sheet)])
 
     def can_reach(self, source: str, target: str) -> bool:
-        """True where the hardware can, while the target's mover knows the source's slabs."""
+        """True where the hardware can, and the target's mover knows all of the source's slabs."""
         self._mover(source)
         self._mover(target)
-        return source == target or (self._is_wired(source, target) and not self._untold[source, target])
+        if source == target:
+            return True
+        with self._lock:
+            blind = {self._slabs[region][0].device for region, each in self._unknown if each == target}
+        return self._is_wired(source, target) and source not in blind
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         """Have every mover map and pin a chunk; it must stay mapped until ``close``. A mover that is gone, or whose
@@ -291,7 +295,7 @@ class Processes:
         life.learn_hosts([HostChunk(region, chunk.view.nbytes, chunk.fd) for region, chunk in chunks.items()])
         for mover, slab in slabs:
             if mover.device != device and self._is_wired(mover.device, device):
-                _tolerated(partial(life.learn_peer, slab.region, slab.handle, slab.fd))
+                self._tell(device, life, slab, slab.fd)
 
     def _probe(self, device: str) -> None:
         """Probe a device, unless a probe is in flight."""
@@ -315,20 +319,27 @@ class Processes:
     def _peers(self, source: str) -> list[tuple[str, Life]]:
         return [each for each in self._lives.items() if each[0] != source and self._is_wired(source, each[0])]
 
-    def _telling(self, source: str, target: str, life: Life, slab: SlabOfMover) -> Callable[[], None]:
+    def _telling(self, target: str, life: Life, slab: SlabOfMover) -> Callable[[], None]:
         """Tells a mover of another one's slab; may come late, when the slab's own descriptor is closed."""
         fd = None if slab.fd is None else os.dup(slab.fd)
 
         def tell() -> None:
             try:
-                _tolerated(partial(life.learn_peer, slab.region, slab.handle, fd))
+                self._tell(target, life, slab, fd)
             finally:
                 if fd is not None:
                     os.close(fd)
-                with self._lock:
-                    self._untold[source, target] -= 1
 
         return tell
+
+    def _tell(self, target: str, life: Life, slab: SlabOfMover, fd: int | None) -> None:
+        """Have a mover map another one's slab. One that refuses is not reached from there: its loads go by the host."""
+        is_known = _tolerated(partial(life.learn_peer, slab.region, slab.handle, fd))
+        with self._lock:
+            if is_known or slab.region not in self._slabs:
+                self._unknown.discard((slab.region, target))
+            elif self._lives.get(target) is life:
+                self._unknown.add((slab.region, target))
 
     def _mover(self, device: str) -> DeviceMover:
         if device not in self._at:
@@ -348,7 +359,7 @@ def _outcome_of(call: Callable[[], object]) -> CacheError | None:
     return None
 
 
-def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+def _at_once(calls: Sequence[Callable[[], object]]) -> None:
     """Make all calls, each on a thread of its own, and wait for them; for ``ASKED_SECONDS`` at most, and then those
     that are left go on."""
     threads = [threading.Thread(target=call, name="mover-asked", daemon=True) for call in calls]
@@ -359,12 +370,15 @@ def _at_once(calls: Sequence[Callable[[], None]]) -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-def _tolerated(call: Callable[[], object]) -> None:
-    """Run a call; a mover that dies meanwhile learns of it with its next life, or never again."""
+def _tolerated(call: Callable[[], object]) -> bool:
+    """Run a call; False where it was refused. A mover that dies meanwhile learns of it with its next life, or never
+    again."""
     try:
         call()
     except (CacheError, MoverFault) as refused:
         log.info("mover_peer_not_told reason=%s", refused)
+        return False
+    return True
 
 
 def _nobody_told(device: str, why: str) -> None:

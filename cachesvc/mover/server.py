@@ -3,17 +3,22 @@
 Jobs come by a ring and are read by one thread, which hands them to ``Inside``, the same planner and streams as a daemon
 without movers has, and starts a job's first slice itself where the device is idle; ends go back by another ring.
 Everything else is asked on the connection, and answered by the thread that serves it. With the end of the connection
-all is over, in order: nothing here outlives its daemon.
+all is over, in order: nothing here outlives its daemon. Clients learn in milliseconds that their daemon is gone, and
+may recompute into the very pages of a load. So whatever is not on its way by then ends at once, also while a question
+is being answered: what is left to be waited for is one slice, or a few, of each stream.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +39,9 @@ log = logging.getLogger(__name__)
 READER_SECONDS = 2.0
 """Time for which the end waits for the thread that reads jobs, seconds. Longer, it stands in a call of the driver: the
 backend waits for that at its end, or finds that it hangs."""
+
+LANDING_SECONDS, LOOK_SECONDS = 2.0, 0.001
+"""Time for which the end waits for copies in flight before it frees memory, and the polling interval, seconds."""
 
 
 class MoverBackend(Backend, Protocol):
@@ -69,13 +77,26 @@ class Server:
         self._work: _Work | None = None
 
     def serve(self) -> None:
-        """Serve until the daemon hangs up, then free everything."""
+        """Until the daemon hangs up; then give everything back."""
+        looking = threading.Thread(target=self._look_for_end, name="daemon-gone", daemon=True)
+        looking.start()
         try:
             answer_all(self._connection, self._answer)
         finally:
             if self._work is not None:
                 self._work.close()
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            looking.join()
             self._connection.close()
+
+    def _look_for_end(self) -> None:
+        """Root of a thread: start no more copies once the daemon has hung up, whatever it still has asked for."""
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLRDHUP)
+        poll.poll()
+        if (work := self._work) is not None:
+            work.stop()
 
     def _answer(self, asked: Message) -> Message:
         name = asked.head["ask"]
@@ -104,6 +125,7 @@ class _Work:
         self._inside = Inside(self._backend, costs=equipment.costs, on_begin=self._begun)
         self._regions: dict[int, int] = {}
         self._slabs: dict[int, Slab] = {}
+        self._writers: dict[int, int] = {}  # of sheets, for as long as copies may land
         self._listener = records.Listener(device, self._regions)
         self._thread = threading.Thread(target=self._serve_jobs, name="jobs", daemon=True)
         self._answers: dict[str, Callable[[Message], Message]] = {
@@ -133,18 +155,34 @@ class _Work:
         return self._answers[name](asked)
 
     def close(self) -> None:
-        """The daemon is gone: finish what runs, fail what waits, give everything back. Idempotent."""
+        """The daemon is gone: see what is on its way land, fail the rest, give everything back. Idempotent."""
         self._jobs.stop()
         self._finish()
         self._ends.close()
         for ring in self._rings:
             ring.close()
 
+    def stop(self) -> None:
+        """Start no more copies. Does not wait."""
+        self._inside.stop()
+
     def _finish(self) -> None:
+        self.stop()
         if self._thread.ident is not None:
             self._thread.join(READER_SECONDS)
-        self._inside.stop()
+        until = time.monotonic() + LANDING_SECONDS
+        while self._inside.is_busy and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS)
+        if not self._inside.is_busy:
+            self._let_go()  # first: to unpin memory takes its time
         self._backend.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the writers' ends, since all copies have landed: engines learn it from that. Where the device broke,
+        copies may land while this process lives."""
+        while self._writers and not self._backend.fault(self._device):
+            os.close(self._writers.popitem()[1])
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -195,11 +233,14 @@ class _Work:
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def _open_sheet(self, asked: Message) -> Message:
-        self._backend.open_sheet(self._device, asked.head["sheet"], asked.descriptors[0])
+        words, writers = asked.descriptors
+        self._backend.open_sheet(self._device, asked.head["sheet"], words)
+        self._writers[asked.head["sheet"]] = os.dup(writers)
         return Message({})
 
     def _close_sheet(self, asked: Message) -> Message:
         self._backend.close_sheet(self._device, asked.head["sheet"])
+        os.close(self._writers.pop(asked.head["sheet"]))
         return Message({})
 
     def _create_slab(self, asked: Message) -> Message:

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 OnDone = Callable[[int, Exception | None], None]
 
+LANDING_SECONDS = 2.0
+"""Wait of ``finish`` for copies that are on their way; those of a GPU that hangs do not land."""
+
 
 @dataclass
 class _Flight:
@@ -92,10 +95,16 @@ class SwapEngine:
         self._is_open = True
 
     def close(self) -> None:
-        """Refuse what is new; the rest ends with the memory. Idempotent."""
+        """Refuse what is new, and end what has not been copied; what is on its way lands. Idempotent."""
         with self._lock:
             self._is_open = False
         self._movers.stop()
+
+    def finish(self) -> None:
+        """Close, and wait until no transfer is under way; no longer than ``LANDING_SECONDS``."""
+        self.close()
+        with self._landed:
+            self._landed.wait_for(lambda: not self._flights, LANDING_SECONDS)
 
     @property
     def in_flight(self) -> int:

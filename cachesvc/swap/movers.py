@@ -61,7 +61,7 @@ OnEnd = Callable[[RankEnd], None]
 
 
 class Movers(Protocol):
-    """The movers of all devices. Calls return at once, but for ``stop``."""
+    """The movers of all devices. Calls return at once."""
 
     @property
     def memory(self) -> DeviceMemory:
@@ -89,7 +89,8 @@ class Movers(Protocol):
         """Forget pools that no job names any more."""
 
     def stop(self) -> None:
-        """Take no more jobs; those that are there end with the memory. Idempotent."""
+        """Take no more jobs, and start no more copies: what is on its way lands, and jobs of which something is left
+        end as failed. Does not wait. Idempotent."""
 
 
 @dataclass(slots=True)
@@ -180,9 +181,19 @@ class Inside:
     def forget(self, pools: Sequence[Pool]) -> None:
         """No-op: no pools are kept here."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a job has not ended."""
+        return bool(self._under_way)
+
     def stop(self) -> None:
-        """Take no more jobs."""
+        """End what is not on its way."""
+        if self._is_stopped:
+            return
         self._is_stopped = True
+        for device in self._timelines:
+            for stream_of in (self._backend.load_stream, self._backend.store_stream, self._backend.peer_stream):
+                stream_of(device).stop()
 
     def _queue(self, mine: _UnderWay, submit: Callable[[CopyStream, CopyJob], None]) -> None:
         job, slot = mine.job, mine.job.slot

@@ -60,7 +60,8 @@ class Arrivals:
 
 
 class Shared(NamedTuple):
-    """A descriptor for engines: of a rank's slab, or (no ``replica``) of the model's words on a device."""
+    """A descriptor for engines: of a rank's slab, or (no ``replica``) of the model's words on a device, or of
+    what tells that nothing is copied there any more."""
 
     fd: int
     device: str
@@ -189,6 +190,8 @@ class Vault:
                     sheet = self._backend.timeline(device).sheet(model)
                     if sheet.handle.token == token and sheet.fd is not None:
                         return Shared(sheet.fd, device, model)
+                    if sheet.writers is not None and sheet.writers[0].token == token:
+                        return Shared(sheet.writers[1], device, model)
         return None
 
     def announce(self, model: int) -> list[tuple[int, Run]]:

@@ -81,7 +81,8 @@ class Sequence(SequenceView):
     def lost_tokens(self) -> range:
         """Positions of the tokens that this sequence's loads did not bring, because they failed or the daemon went:
         what is to be computed anew; all of them where it was swapped out at the loss. Empty when all came, and for
-        loads that still run. No round trip."""
+        loads that still run. No round trip. After the daemon has gone, let nothing use these pages before the pool
+        is quiet (``AttachedPool.wait_quiet``): a copy that was on its way may still land there."""
         return self._calls.lost_tokens()
 
     def wait_swapped(self, timeout_s: float | None = None) -> None:

@@ -146,8 +146,8 @@ class WorkerSide:
                 node.pool.wait_ticket(oldest[-1], EMPTY_STEP_S)
         for request_id, tickets in list(self._loads.items()):
             outcomes = {node.pool.outcome(ticket) for ticket in tickets}
-            if LoadOutcome.RUNNING in outcomes:
-                continue
+            if LoadOutcome.RUNNING in outcomes or (LoadOutcome.LOST in outcomes and not node.pool.is_quiet):
+                continue  # of what is lost something may land in the very pages that are to be computed anew
             del self._loads[request_id]
             results.finished_recving.add(request_id)
             if outcomes - {LoadOutcome.CAME}:

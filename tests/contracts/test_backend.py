@@ -306,7 +306,7 @@ def test_a_done_that_raises_is_logged_once_and_the_stream_goes_on(
     assert [record.message for record in caplog.records] == ["copy_done_callback_failed ticket=1"]
 
 
-def test_close_finishes_what_runs_and_fails_what_waits(bench: Bench) -> None:
+def test_close_sees_what_is_on_its_way_land_and_fails_the_rest(bench: Bench) -> None:
     region, _ = host(bench, 64)
     slab = bench.backend.create_slab(bench.device, 64)
     stream, gate = bench.backend.load_stream(bench.device), threading.Event()

@@ -246,7 +246,9 @@ def test_a_runner_that_cannot_begin_fails_every_job() -> None:
     assert not any(bench.target)
 
 
-def test_close_finishes_all_that_has_begun_and_fails_the_rest(bench: Bench) -> None:
+def test_close_lets_land_what_is_on_its_way_and_fails_the_rest(bench: Bench) -> None:
+    """A mover whose daemon was gone copied what was left of begun jobs for seconds, into pages of engines that had
+    recomputed by then."""
     stream = bench.threads.streams[LOAD]
 
     def close() -> None:
@@ -257,13 +259,14 @@ def test_close_finishes_all_that_has_begun_and_fails_the_rest(bench: Bench) -> N
     long, short = bench.job(1, 0, 24), bench.job(2, 32 * SLICE, 8, then=close)
     behind = [bench.job(3, 40 * SLICE, 8), bench.job(4, 48 * SLICE, 8, urgency=Urgency.BACKGROUND)]
     bench.run([long, short, *behind])
-    assert (bench.ends[1], bench.ends[2]) == (None, None)
-    assert bench.is_copied(0, 24)
-    assert isinstance(bench.ends[4], Unavailable)
-    assert bench.words_of(4) == [(41, 99), (40, 99), ("end", 4)]
+    assert bench.ends[2] is None
+    for ticket in (1, 3, 4):
+        assert isinstance(bench.ends[ticket], Unavailable)
+        assert bench.words_of(ticket)[-3:] == [(10 * ticket + 1, 99), (10 * ticket, 99), ("end", ticket)]
+    most = len(bench.order) if bench.kind == KINDS[0] else bench.order.index(39 * SLICE) + 1 + LateRunner.depth
+    assert len(bench.order) <= most
+    assert not bench.is_copied(0, 24), "the long one had a third of the bytes"
     assert not any(bench.target[48 * SLICE : 56 * SLICE])
-    if bench.kind == KINDS[0]:  # with three on the way it may have begun
-        assert isinstance(bench.ends[3], Unavailable)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -170,7 +170,7 @@ class SimNode:
         self.meetings.landing(ticket, landed, lambda: land(self.core, ticket, landed))
 
     def kill_mover(self, device: str) -> None:
-        """A mover dies: its jobs end as failed, and then the loss of its memory is reported."""
+        """Kill a mover: its jobs end as failed, and then the daemon learns that its memory is lost."""
         self.backend.break_device(device)
         self.inbox.append(lambda: self._lose(device))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copies import check_bounds, run_copies
-from cachesvc.memory.copy_thread import end_job
+from cachesvc.memory.job_end import end_job
 from cachesvc.memory.seam import CopyJob
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
@@ -32,6 +32,7 @@ class SteppedStream:
         self._way = way
         self._is_closed = False
         self._open: dict[int, CopyJob] = {}
+        self._begun: set[int] = set()
         self._broken: Exception | None = None
 
     @property
@@ -62,7 +63,7 @@ class SteppedStream:
         """Run the next slice; with its last one a job ends."""
         queued = self._arbiter.next_up(self._way, self._backend.now)
         assert queued is not None
-        job, error, is_first = queued.job, None, not queued.has_begun
+        job, error = queued.job, None
         try:
             piece = self._arbiter.pop(self._way, self._backend.now)
         except InvalidRequest as failure:  # it cannot be planned
@@ -71,8 +72,10 @@ class SteppedStream:
             return
         assert piece is not None
         assert piece.job is job
-        if is_first and job.begun is not None:
-            job.begun(self._backend.now)
+        if id(job) not in self._begun:
+            self._begun.add(id(job))
+            if job.begun is not None:
+                job.begun(self._backend.now)
         try:
             self._backend.copy(piece.copies)
             if piece.word_value is not None and job.word is not None:
@@ -104,18 +107,18 @@ class SteppedStream:
 
     def _end(self, job: CopyJob, error: Exception | None) -> None:
         self._open.pop(id(job), None)
+        self._begun.discard(id(job))
         end_job(job, error, self._timeline.write)
 
-    def close(self) -> None:
-        """Fail what has not begun; what has begun is finished."""
-        if self._is_closed:
-            return
+    def stop(self) -> None:
+        """End every job: nothing is on its way between two steps."""
         self._is_closed = True
-        waiting = self._arbiter.drain(self._way)
-        while self.jobs:
-            self.step()
-        for job in waiting:
+        for job in self._arbiter.drain(self._way):
             self._end(job, Unavailable(f"the {self._way.value} stream was closed first"))
+
+    def close(self) -> None:
+        """End every job, as ``stop`` does."""
+        self.stop()
 
 
 @dataclass(frozen=True)

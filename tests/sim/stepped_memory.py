@@ -36,6 +36,7 @@ class SteppedSheet:
     """Words in an array."""
 
     fd: int | None = None
+    writers: tuple[Handle, int] | None = None
 
     def __init__(self, words: int) -> None:
         self.handle = Handle("memory", b"sheet" + next(_sheets).to_bytes(11, "little"), 4 * words)

@@ -1,4 +1,4 @@
-"""Background tasks that are refused are no defect; those that break half-way are."""
+"""Refusals in background tasks are no defects; a task that breaks half-way is one."""
 
 from __future__ import annotations
 

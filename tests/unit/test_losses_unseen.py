@@ -1,4 +1,4 @@
-"""Contents of a lost device: no flow copies from, counts or trusts them, and they go in slices of bounded work."""
+"""Copies on a lost device are copied from, counted and trusted by no flow, and go in slices of bounded work."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolEx
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.mover import processes
 from cachesvc.mover.channel import MoverFault
+from cachesvc.mover.life import Life
 from cachesvc.mover.process import Process, child
 from cachesvc.mover.processes import Processes
 from cachesvc.mover.settings import Settings
@@ -259,6 +260,31 @@ def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch:
             thread.join()
     assert movers.can_reach("shm-0", "shm-1")
     kept.close()
+    movers.close()
+
+
+def test_a_slab_that_a_mover_refused_is_not_reached_until_a_new_mover_knows_it(
+    monkeypatch: pytest.MonkeyPatch, heard: Heard
+) -> None:
+    """Its copies failed one after another, and the way through the host was never taken."""
+
+    def refuse(life: Life, region: int, handle: object, fd: int | None) -> None:
+        raise Unavailable(f"mover {life.pid} maps no region {region}, neither {handle} nor {fd}")
+
+    movers = Processes([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
+    movers.start()
+    movers.listen(lambda _: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Life, "learn_peer", refuse)
+        refused, again = movers.create_slab("shm-0", 4096), movers.create_slab("shm-0", 4096)
+    assert not movers.can_reach("shm-0", "shm-1")
+    assert movers.can_reach("shm-1", "shm-0")
+    refused.close()
+    assert not movers.can_reach("shm-0", "shm-1"), "there is another one"
+    kill(movers, "shm-1")
+    heard.wait("mover_started")
+    assert movers.can_reach("shm-0", "shm-1")
+    again.close()
     movers.close()
 
 

@@ -19,7 +19,7 @@ from tests.work import steps_of
 
 
 def refused(backups: int) -> tuple[int, PoolExhausted]:
-    """Steps of an Allocate on a full, pinned pool, beside ``backups`` backups of another replica; and its refusal."""
+    """Steps of an Allocate on a full and pinned pool, beside ``backups`` backups of another one, and its refusal."""
     rig = rig_of(one_group(), device=(256,), host=(512,), policy=WritePolicy.WRITE_THROUGH, replicas=2)
     a, b = rig.lease("a", 0), rig.lease("b", 1)
     own(rig, b, 1, 256)

@@ -111,6 +111,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 for group, slab in enumerate(slabs)
             ],
             timeline=_handle(words.handle),
+            writers=None if words.writers is None else _handle(words.writers[0]),
         )
 
     def _detach(self, ask: Ask, request: engine_pb2.DetachRequest) -> engine_pb2.DetachResponse:

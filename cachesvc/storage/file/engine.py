@@ -37,7 +37,7 @@ from cachesvc.telemetry import events
 TOUCH_SECONDS = 60
 """A use is written to the file no more often than that."""
 NOTE_SECONDS = 10.0
-"""Between two lines of the log about objects that cannot be read."""
+"""Interval between two log lines about unreadable objects, seconds."""
 FULL_SECONDS = 5.0
 """Time without writes after the filesystem had no room, seconds."""
 

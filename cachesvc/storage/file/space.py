@@ -24,7 +24,7 @@ LOW_SHARE = 0.97
 BATCH = 64
 """Objects that one batch of evictions removes: some 2 ms."""
 WARN_SECONDS = 60.0
-"""Time between two warnings that files cannot be removed."""
+"""Interval between two warnings about files that cannot be removed, seconds."""
 FLOOR_EVERY = 32
 """Writes between two looks at what the filesystem has left."""
 
@@ -144,7 +144,8 @@ class Space:
         return True
 
     def _keep(self, entry: Entry, why: OSError) -> None:
-        """Its file cannot be removed, so its bytes still count, and it is still a hit. Others go before it."""
+        """Keep an entry whose file cannot be removed: its bytes still count, and it is still a hit. Others are evicted
+        before it."""
         self._catalogue.add(entry.name, entry.size_bytes, int(time.time()))
         if time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + WARN_SECONDS

@@ -34,7 +34,9 @@ from cachesvc_client.memory.device import Device, DeviceOpener
 from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of, open_device
 from cachesvc_client.memory.placement import PlaneView, view_of
 from cachesvc_client.memory.planes import PlaneKey, PoolPlanes
+from cachesvc_client.memory.slots import layer_target, slot_of
 from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
+from cachesvc_client.memory.writers import Writers
 from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.life import LifeConnection
 
@@ -89,6 +91,7 @@ class AttachedPool:
         self._words: Words | None = None
         self._poll_s: tuple[float, float] | None = None
         self._waits: StreamWaits | None = None
+        self._writers: Writers | None = None
         self._is_closed = False
         self._is_told = False
         self._maker = Maker()
@@ -102,6 +105,8 @@ class AttachedPool:
                 self._gpu = self._opener(self.device)
                 self._gpu.start()
             self._map_timeline()
+            if self._attached.HasField("writers"):
+                self._writers = Writers(self._life.fetch_fd(self._attached.writers.token))
             mapped: dict[bytes, Memory] = {}
             for slab in self._attached.slabs:
                 memory = mapped.get(slab.handle.token)
@@ -165,13 +170,13 @@ class AttachedPool:
         Raises LoadFailed (the whole load counts as failed), DeadlineExceeded, DaemonUnavailable (soon after the daemon
         goes), InvalidRequest (no such layer).
         """
-        slot = _slot(ticket)
+        slot = slot_of(ticket)
         if slot is not None:
-            self._wait(ticket, slot, _target(slot, layer), timeout_s)
+            self._wait(ticket, slot, layer_target(slot, layer), timeout_s)
 
     def wait_ticket(self, ticket: TicketView, timeout_s: float) -> None:
         """Wait until all of a transfer is in place; raises as ``wait_layer``."""
-        slot = _slot(ticket)
+        slot = slot_of(ticket)
         if slot is not None:
             self._wait(ticket, slot, slot.end, timeout_s)
 
@@ -183,13 +188,13 @@ class AttachedPool:
         computed. Raises LoadFailed and DaemonUnavailable for what is known already, NotSupported (no GPU: take
         ``wait_layer``), InvalidRequest (layer, stream).
         """
-        slot = _slot(ticket)
+        slot = slot_of(ticket)
         if slot is not None:
-            self._wait_on(stream, ticket, slot, _target(slot, layer))
+            self._wait_on(stream, ticket, slot, layer_target(slot, layer))
 
     def wait_ticket_on(self, stream: object, ticket: TicketView) -> None:
         """Have a GPU stream wait for all of a transfer; as ``wait_layer_on``."""
-        slot = _slot(ticket)
+        slot = slot_of(ticket)
         if slot is not None:
             self._wait_on(stream, ticket, slot, slot.end)
 
@@ -206,7 +211,7 @@ class AttachedPool:
         """
         for ticket in tickets:
             self._require_open()
-            slot = _slot(ticket)
+            slot = slot_of(ticket)
             outcome = LoadOutcome.CAME if slot is None else self._outcome_of(slot)
             self._require_came(ticket, outcome)
             if outcome is LoadOutcome.RUNNING:
@@ -219,8 +224,20 @@ class AttachedPool:
         self._require_open()
         if ticket.state == "failed":
             return LoadOutcome.FAILED
-        slot = _slot(ticket)
+        slot = slot_of(ticket)
         return LoadOutcome.CAME if slot is None else self._outcome_of(slot)
+
+    @property
+    def is_quiet(self) -> bool:
+        """True once nothing copies into this pool any more; always False while the daemon serves. Until then a copy may
+        land in the pages of ``lost_tokens``, also after the daemon has gone. Raises AlreadyClosed."""
+        return self.wait_quiet(0.0)
+
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Wait until ``is_quiet``; False where the time passes first. A daemon that is too old to tell counts as quiet
+        once it has gone. Raises AlreadyClosed."""
+        self._require_open()
+        return self._life.lost.wait(timeout_s) if self._writers is None else self._writers.wait_over(timeout_s)
 
     def to_torch(self, layer: int, name: str, group: str | None = None) -> Any:
         """A plane as a torch tensor of the layout's dtype over the same bytes. Raises ImportError without torch,
@@ -362,6 +379,8 @@ class AttachedPool:
                 self._life.unwatch(self._waits.lose)
             self._words = None
             self._waits = None
+            if self._writers is not None:
+                self._writers.close()
             self._memories = [memory for memory in self._memories if not self._unmap_one(memory)]
             if self._memories:
                 return False
@@ -379,20 +398,3 @@ class AttachedPool:
         except GpuFailed as error:  # the context is broken, or goes with the process: there is nothing to be done
             log.warning("pool_not_unmapped rank=%s why=%s", self.rank, error)
             return False
-
-
-def _target(slot: TimelineSlot, layer: int) -> int:
-    if not 0 <= layer < max(slot.layers, 1):
-        raise InvalidRequest(f"layer {layer} of a load of {slot.layers} layers")
-    return (slot.base + layer + 1) & 0xFFFFFFFF
-
-
-def _slot(ticket: TicketView) -> TimelineSlot | None:
-    """Slot to wait on; None when the ticket has ended well. Raises LoadFailed, InvalidRequest."""
-    if ticket.state == "failed":
-        raise LoadFailed(f"load {ticket.id} failed: {ticket.reason}; release its sequence, match again and recompute")
-    if ticket.state == "done":
-        return None
-    if ticket.slot is None:
-        raise InvalidRequest(f"ticket {ticket.id} has no place on the timeline; wait for it with lease.wait_tickets")
-    return ticket.slot

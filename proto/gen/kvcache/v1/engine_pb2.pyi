@@ -282,6 +282,7 @@ class AttachResponse(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     SLABS_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    WRITERS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     @_builtins.property
     def slabs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupSlab]: ...
@@ -289,16 +290,23 @@ class AttachResponse(_message.Message):
     def timeline(self) -> _common_pb2.MemoryHandle:
         """Words in host memory, always a memfd."""
 
+    @_builtins.property
+    def writers(self) -> _common_pb2.MemoryHandle:
+        """A pipe, fetched as memory is. It hangs up once nothing copies into these slabs any more: after the daemon has gone,
+        pages of loads that did not come may be written to until then.
+        """
+
     def __init__(
         self,
         *,
         device: _builtins.str = ...,
         slabs: _abc.Iterable[Global___GroupSlab] | None = ...,
         timeline: _common_pb2.MemoryHandle | None = ...,
+        writers: _common_pb2.MemoryHandle | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timeline", b"timeline"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeline", b"timeline", "writers", b"writers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "slabs", b"slabs", "timeline", b"timeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "slabs", b"slabs", "timeline", b"timeline", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
