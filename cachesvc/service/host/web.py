@@ -20,6 +20,7 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.model.words import PageState
 from cachesvc.questions.status import PoolLine, status
 from cachesvc.questions.view import Sight
+from cachesvc.service.access.auth import EVERYONE
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.samples import SAMPLE_SECONDS, Samples
 from cachesvc.service.node import Node
@@ -148,7 +149,7 @@ class WebPage:
             "uptime_seconds": round(facts.uptime_seconds, 1),
             "lease_seconds": facts.lease_seconds,
             "draining": found.draining,
-            "attention": [*found.attention, *facts.attention()],
+            "attention": [*found.attention, *facts.attention(EVERYONE.sees)],
             "models": [{"id": model.id, "name": model.shown, "blocks": len(model.blocks.index)} for model in models],
             "pools": [_pool(line) for line in found.pools][:MOST_LISTED],
             "hits": {**found.hits._asdict(), "missed_blocks": found.hits.missed_blocks},
