@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from cachesvc_vllm.vouching import PagesLapsed
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.vllm.scheduling import VOCABULARY, Engine
 from tests.vllm.shape import Shape
@@ -170,6 +172,22 @@ def stopped_async(socket: str, seed: int) -> list[Engine]:
     return []
 
 
+def sibling(socket: str, seed: int) -> list[Engine]:
+    """Another connector of a MultiConnector could not load a block of a request that runs: vLLM computes it again. What
+    it says at the start is not taken for a worker's word, and its loads are not counted as ours."""
+    engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
+    engine.connector.set_xfer_handshake_metadata({0: KVConnectorHandshakeMetadata()})
+    name = engine.add([rng.randrange(VOCABULARY) for _ in range(40)], 20)
+    while not engine.answers[name]:
+        engine.step()
+    (table,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
+    engine.sibling_errors = {table[-1]}
+    engine.connector.update_connector_output(KVConnectorOutput(finished_recving={name}, failed_recving={name}))
+    run_out(engine)
+    assert [engine.stats.data[each] for each in ("loads", "failed_loads")] == [0, 0]
+    return [engine]
+
+
 def weights(socket: str, seed: int) -> list[Engine]:
     """Three versions of weights over two engines, and a third one that starts with the last of them. Within a version
     the second engine has the first one's blocks from its first request on; across versions there is no hit."""
@@ -267,6 +285,7 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "die-while-loading": die_while_loading,
+    "sibling": sibling,
     "weights": weights,
     "stopped": stopped,
     "stopped-async": stopped_async,
