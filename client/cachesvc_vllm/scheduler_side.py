@@ -112,6 +112,7 @@ class SchedulerSide:
             wish = self._wish(request, max_cache_hit_length)
             if wish is None:
                 self._pool.hide_hits()
+                self._book.forget(request.request_id)
             else:
                 self._pool.show_hits(self._book.begin(request.request_id, wish), request.block_hashes)
         return self._find_hits(request)
@@ -206,8 +207,7 @@ class SchedulerSide:
         self._loading_since_s[request.request_id] = time.perf_counter()
 
     def note_ends(self, ended: Collection[str], failed: Collection[str]) -> None:
-        """Loads of these requests have ended, of which a sibling connector's are none of ours. Where one ``failed``,
-        vLLM frees the request's pages, and schedules it again."""
+        """Loads of these requests have ended, ours or a sibling's. vLLM schedules those that ``failed`` again."""
         now_s = time.perf_counter()
         ours = self._loading_since_s.keys() & ended
         for request_id in ours:

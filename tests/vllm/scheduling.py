@@ -129,11 +129,12 @@ class Engine:
         """True while anything is left to do."""
         return bool(self.scheduler.has_requests() or self._under_way)
 
-    def add(self, prompt: Sequence[int], new: int) -> str:
-        """A request comes; its name."""
+    def add(self, prompt: Sequence[int], new: int, adapter: Any = None) -> str:
+        """A request comes; its name. ``adapter``: its ``LoRARequest``."""
         name = f"{self.name}-{len(self.requests)}"
         params = SamplingParams(max_tokens=new, ignore_eos=True)
-        request = self.requests[name] = Request(name, list(prompt), params, None, block_hasher=self._hasher)
+        request = Request(name, list(prompt), params, None, lora_request=adapter, block_hasher=self._hasher)
+        self.requests[name] = request
         self._tokens[name], self.answers[name] = list(prompt), []
         self.scheduler.add_request(request)
         return name

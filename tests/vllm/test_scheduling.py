@@ -95,6 +95,11 @@ def test_blocks_that_another_connector_could_not_load_do_not_end_the_engine() ->
         assert run("sibling", node, 1)["whole"] == 1
 
 
+def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
+    with running_node() as node:
+        assert run("adapters", node, 1)["whole"] == 3
+
+
 def test_engines_share_within_an_announced_version_of_weights_and_never_across() -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run("weights", node, 1)["failed_loads"] == 0
