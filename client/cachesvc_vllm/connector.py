@@ -18,7 +18,7 @@ from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.node import Node
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import read_settings
-from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare
+from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
 from cachesvc_vllm.worker_side import WorkerSide
 
 
@@ -107,11 +107,12 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """The workers' memory is the daemon's: block ids are its pages from here on. Nothing said: it is vLLM's own."""
-        if not metadata:
+        """The workers' memory is the daemon's: block ids are its pages from here on. Nothing said, or by a sibling
+        under a MultiConnector alone: it is vLLM's own."""
+        told = metadata.get(0)
+        if not isinstance(told, WorkerShare):
             return
         assert self._kv_cache_manager is not None
-        told: WorkerShare = metadata[0]
         node = Node(self._settings, told.instance, told.share, attaches=False)
         node.comes_back = told.comes_back
         try:
@@ -148,7 +149,7 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is not None:
             if isinstance(moved := connector_output.kv_connector_worker_meta, WorkerLease):
                 self._scheduler.move(moved.lease_id)
-            if connector_output.invalid_block_ids:
+            if has_lapsed(connector_output.invalid_block_ids):
                 self._scheduler.drop_step()
             ended, failed = connector_output.finished_recving, connector_output.failed_recving
             self._scheduler.note_ends(ended or (), failed or ())

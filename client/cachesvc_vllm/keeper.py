@@ -59,7 +59,7 @@ class Keeper:
 
     def __init__(self, socket_path: str, lease_id: str, beat_seconds: float, token_file: str | None) -> None:
         self._lease_id = lease_id
-        said = [socket_path, lease_id, str(beat_seconds), *([token_file] if token_file else [])]
+        said = [str(os.getpid()), socket_path, lease_id, str(beat_seconds), *([token_file] if token_file else [])]
         self._command = [sys.executable, "-P", "-c", BOOT, json.dumps(sys.path), *said]
         self._process: subprocess.Popen[bytes] | None = None
         self._beats = False
@@ -114,12 +114,13 @@ class Keeper:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Beat until the engine has ended or its lease is over."""
-    socket_path, lease_id, beat_seconds = arguments[0], arguments[1], float(arguments[2])
+    """Beat until the engine has ended or its lease is over. The first argument is the engine's process id: its parent
+    may be another process already, where the engine was killed while this one started."""
+    engine, socket_path, lease_id, beat_seconds = int(arguments[0]), arguments[1], arguments[2], float(arguments[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the engine's whole group
-    engine, has_begun = os.getppid(), False
+    has_begun = False
     while os.getppid() == engine:
-        token = credentials_from(None, arguments[3] if len(arguments) > 3 else None).read_token()
+        token = credentials_from(None, arguments[4] if len(arguments) > 4 else None).read_token()
         proof = ((AUTHORIZATION_METADATA_KEY, BEARER + token),) if token else ()
         with grpc.insecure_channel(unix_target(str(Path(socket_path).absolute()))) as channel:
             try:

@@ -112,6 +112,7 @@ class SchedulerSide:
             wish = self._wish(request, max_cache_hit_length)
             if wish is None:
                 self._pool.hide_hits()
+                self._book.forget(request.request_id)
             else:
                 self._pool.show_hits(self._book.begin(request.request_id, wish), request.block_hashes)
         return self._find_hits(request)
@@ -206,15 +207,14 @@ class SchedulerSide:
         self._loading_since_s[request.request_id] = time.perf_counter()
 
     def note_ends(self, ended: Collection[str], failed: Collection[str]) -> None:
-        """Loads of these requests have ended. Where one ``failed``, vLLM frees the request's pages, and schedules it
-        again."""
+        """Loads of these requests have ended, ours or a sibling's. vLLM schedules those that ``failed`` again."""
         now_s = time.perf_counter()
-        for request_id in ended:
-            if (since_s := self._loading_since_s.pop(request_id, None)) is not None:
-                self._stats.data[LOAD_SECONDS].append(now_s - since_s)
-        self._book.without_host.update(self._unfinished.keys() & failed)
-        self._stats.data["loads"] += len(ended)
-        self._stats.data["failed_loads"] += len(failed)
+        ours = self._loading_since_s.keys() & ended
+        for request_id in ours:
+            self._stats.data[LOAD_SECONDS].append(now_s - self._loading_since_s.pop(request_id))
+        self._book.without_host.update(ours & set(failed))
+        self._stats.data["loads"] += len(ours)
+        self._stats.data["failed_loads"] += len(ours & set(failed))
 
     def begin_step(self, *, computes: bool) -> None:
         """An iteration is scheduled. ``computes``: it has tokens."""

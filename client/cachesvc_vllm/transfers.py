@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -45,3 +46,14 @@ class WorkerLease(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerLease:
         """Combine two ranks' leases: the common one, or an empty name where they differ."""
         return self if self == other else WorkerLease("")
+
+
+def lapsed_blocks(pages: int) -> set[int]:
+    """Return all blocks of an engine, for its scheduler: what was read of them may have been others'."""
+    return set(range(pages))
+
+
+def has_lapsed(invalid_blocks: Collection[int]) -> bool:
+    """Return whether a worker reported ``lapsed_blocks``. Page 0 is in no request's table, so a sibling connector under
+    a MultiConnector, which reports blocks that it could not load, never names it."""
+    return 0 in invalid_blocks

@@ -33,7 +33,7 @@ from cachesvc_vllm.ranks import Start, agreed_model
 from cachesvc_vllm.refusals import require_supported
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP, place_wider_first, slab_layout
-from cachesvc_vllm.transfers import WorkerLease
+from cachesvc_vllm.transfers import WorkerLease, lapsed_blocks
 from cachesvc_vllm.versions import require_version
 from cachesvc_vllm.vouching import LOOK_S
 from cachesvc_vllm.warm_up import WarmUp
@@ -166,7 +166,7 @@ class WorkerSide:
             node.lease.make_sure(LOOK_S)
         except LeaseLost as lost:
             log.warning("pages_lapsed why=%s", lost)
-            return set(range(node.share.pages))
+            return lapsed_blocks(node.share.pages)
         except CacheClientError as error:
             log.debug("pages_not_known why=%s", error)
         return set()

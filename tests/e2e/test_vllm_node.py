@@ -16,9 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cachesvc_client import CacheClient
 from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.keeper import Keeper
 from cachesvc_vllm.node import RETRY_S, Node, Share, new_instance
 from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.slab_layout import GROUP, slab_layout
@@ -303,23 +301,6 @@ def test_an_engine_that_holds_its_interpreter_keeps_its_lease() -> None:
         )
         assert done.stdout == "lives\n", done.stderr
         assert done.returncode == 0, done.stderr
-
-
-def test_a_keeper_that_is_killed_is_missed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "cachesvc_vllm.keeper")
-    with running_node() as node, CacheClient(node.socket) as client:
-        registration = client.register("m", SHARE.layout, device_pages=[64])
-        lease = client.open_lease(registration)
-        keeper = Keeper(node.socket, lease.id, 0.1, None)
-        keeper.start()
-        try:
-            assert keeper.wait_begun()
-            first = keeper.pid
-            os.kill(first, signal.SIGKILL)
-            wait_until(lambda: keeper.pid != first, "another one was started")
-            assert [f"keeper_ended lease={lease.id} code=-9" in each.getMessage() for each in caplog.records] == [True]
-        finally:
-            keeper.end()
 
 
 def test_a_keeper_imports_nothing_from_the_working_directory(folder: Path) -> None:

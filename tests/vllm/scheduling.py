@@ -92,7 +92,8 @@ class Engine:
     """``answers``: by request, as far as they have come. ``hits``: tokens that were there when it was first scheduled.
     ``loads``, and the ``failed_loads`` of these, have ended.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
-    that are not what they should be are read all the same, as kernels would, and are ``misread``."""
+    that are not what they should be are read all the same, as kernels would, and are ``misread``.
+    ``sibling_errors``: blocks that another connector of a MultiConnector reports, with the next output."""
 
     def __init__(self, name: str, socket: str, seed: int, shape: Shape) -> None:
         self.name, self.shape, self.model = name, shape, Model()
@@ -120,6 +121,7 @@ class Engine:
         self.hits: dict[str, int] = {}
         self.loads = self.failed_loads = self.misread = 0
         self.interrupt: Callable[[], None] | None = None
+        self.sibling_errors: set[int] = set()
         self._was_interrupted = False
 
     @property
@@ -127,11 +129,12 @@ class Engine:
         """True while anything is left to do."""
         return bool(self.scheduler.has_requests() or self._under_way)
 
-    def add(self, prompt: Sequence[int], new: int) -> str:
-        """A request comes; its name."""
+    def add(self, prompt: Sequence[int], new: int, adapter: Any = None) -> str:
+        """A request comes; its name. ``adapter``: its ``LoRARequest``."""
         name = f"{self.name}-{len(self.requests)}"
         params = SamplingParams(max_tokens=new, ignore_eos=True)
-        request = self.requests[name] = Request(name, list(prompt), params, None, block_hasher=self._hasher)
+        request = Request(name, list(prompt), params, None, lora_request=adapter, block_hasher=self._hasher)
+        self.requests[name] = request
         self._tokens[name], self.answers[name] = list(prompt), []
         self.scheduler.add_request(request)
         return name
@@ -250,10 +253,11 @@ class Engine:
         results = self.worker.take_results()
         self.loads += len(results.finished_recving)
         self.failed_loads += len(results.failed_recving)
+        errors, self.sibling_errors = self.sibling_errors, set()
         output = KVConnectorOutput(
             finished_recving=results.finished_recving or None,
             failed_recving=results.failed_recving,
-            invalid_block_ids=self.worker.lapsed_blocks(),
+            invalid_block_ids=self.worker.lapsed_blocks() | errors,
             kv_connector_worker_meta=self.worker.take_lease(),
         )
         return ModelRunnerOutput(

@@ -6,14 +6,20 @@ What the daemon is to suffer is said on standard output, and goes on once there 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cachesvc_vllm.vouching import PagesLapsed
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.lora.request import LoRARequest
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.vllm.scheduling import VOCABULARY, Engine
 from tests.vllm.shape import Shape
@@ -170,6 +176,49 @@ def stopped_async(socket: str, seed: int) -> list[Engine]:
     return []
 
 
+def sibling(socket: str, seed: int) -> list[Engine]:
+    """Another connector of a MultiConnector could not load a block of a request that runs: vLLM computes it again. What
+    it says at the start is not taken for a worker's word, and its loads are not counted as ours."""
+    engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
+    engine.connector.set_xfer_handshake_metadata({0: KVConnectorHandshakeMetadata()})
+    name = engine.add([rng.randrange(VOCABULARY) for _ in range(40)], 20)
+    while not engine.answers[name]:
+        engine.step()
+    (table,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
+    engine.sibling_errors = {table[-1]}
+    engine.connector.update_connector_output(KVConnectorOutput(finished_recving={name}, failed_recving={name}))
+    run_out(engine)
+    assert [engine.stats.data[each] for each in ("loads", "failed_loads")] == [0, 0]
+    return [engine]
+
+
+def adapters(socket: str, seed: int) -> list[Engine]:
+    """A request's hit is known, and its adapter's files are to be looked at again before it is scheduled. vLLM asks
+    again later, and uses the hit. The thread that looks is held by another adapter: a pipe that ends after that."""
+    engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(42)]
+    with tempfile.TemporaryDirectory() as folder:
+        file, pipe = (Path(folder, each, "adapter_model.safetensors") for each in ("file", "pipe"))
+        for each in (file, pipe):
+            each.parent.mkdir()
+        file.write_bytes(b"weights")
+        os.mkfifo(pipe)
+        one, two = (LoRARequest(each.parent.name, at, str(each.parent)) for at, each in enumerate((file, pipe), 1))
+        engine.add(prompt, 2, one)
+        run_out(engine)
+        engine.add(prompt, 2, two)
+        name = engine.add(prompt, 2, one)
+        request = engine.requests[name]
+        while engine.scheduler.kv_cache_manager.get_computed_blocks(request)[1]:
+            pass
+        told = engine.connector.get_num_new_matched_tokens(request, 0)
+        pipe.open("wb").close()
+        assert told == (None, False)
+        run_out(engine)
+    assert engine.hits[name] == 40
+    return [engine]
+
+
 def weights(socket: str, seed: int) -> list[Engine]:
     """Three versions of weights over two engines, and a third one that starts with the last of them. Within a version
     the second engine has the first one's blocks from its first request on; across versions there is no hit."""
@@ -267,6 +316,8 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "die-while-loading": die_while_loading,
+    "sibling": sibling,
+    "adapters": adapters,
     "weights": weights,
     "stopped": stopped,
     "stopped-async": stopped_async,

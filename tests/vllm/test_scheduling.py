@@ -90,6 +90,16 @@ def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
         assert run(name, node, 1)["whole"] >= 50
 
 
+def test_blocks_that_another_connector_could_not_load_do_not_end_the_engine() -> None:
+    with running_node() as node:
+        assert run("sibling", node, 1)["whole"] == 1
+
+
+def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
+    with running_node() as node:
+        assert run("adapters", node, 1)["whole"] == 3
+
+
 def test_engines_share_within_an_announced_version_of_weights_and_never_across() -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run("weights", node, 1)["failed_loads"] == 0
