@@ -1,6 +1,12 @@
-"""Errors that keep an engine from starting on the daemon's pages, worded for its operator."""
+"""Errors that keep an engine from starting or going on, and how often its operator hears of a refusal."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+REPEAT_S = 60.0
+"""Time after which a refusal that goes on is a warning again, seconds."""
 
 
 class ConnectorRefused(ValueError):
@@ -17,3 +23,25 @@ NOT_FIRST = (
     "another connector of the MultiConnector loads a request into pages that the daemon loads too: name "
     "CachesvcConnector first among its connectors"
 )
+
+
+class News:
+    """Decides which refusals are warnings: each of another kind than the last, and one that goes on every ``REPEAT_S``,
+    for requests wait meanwhile and only an operator can end it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: object = None
+        self._told_s = 0.0
+
+    def is_new(self, refusal: object) -> bool:
+        """True where this refusal is to be a warning."""
+        now_s = self._clock()
+        if refusal == self._last and now_s - self._told_s < REPEAT_S:
+            return False
+        self._last, self._told_s = refusal, now_s
+        return True
+
+    def end(self) -> None:
+        """What was refused works again."""
+        self._last = None

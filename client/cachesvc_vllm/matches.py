@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cachesvc_client import CacheClientError, DeadlineExceeded, PendingStep, PoolExhausted, StepStream
 
+from cachesvc_vllm.errors import News
 from cachesvc_vllm.request_pages import RequestPages, Wish
 
 log = logging.getLogger(__name__)
@@ -94,15 +95,14 @@ class Matches:
 
 
 def refused(what: str, request_id: str, error: CacheClientError) -> None:
-    """Log what the daemon did not do: once for each request and kind of reason, for it is asked again in each
-    iteration. A pool that is full is no news."""
+    """Log what the daemon did not do. The engine asks again in each iteration, so a refusal is a warning once for each
+    request and kind of reason, and then every minute (``News``). A full pool is none."""
     if isinstance(error, PoolExhausted):
         log.debug("pool_exhausted request=%s why=%s", request_id, error)
         return
-    is_news = _told.get(what) != (request_id, type(error))
-    _told[what] = request_id, type(error)
+    is_news = _news.setdefault(what, News()).is_new((request_id, type(error)))
     log.log(logging.WARNING if is_news else logging.DEBUG, "%s_refused request=%s why=%s", what, request_id, error)
 
 
-_told: dict[str, tuple[str, type[CacheClientError]]] = {}
-"""Request and error last reported, by what was asked for."""
+_news: dict[str, News] = {}
+"""By what was asked for."""

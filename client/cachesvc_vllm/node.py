@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Registration, Timeouts
 
 from cachesvc.model.layout import Layout
-from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.errors import ConnectorRefused, News
 from cachesvc_vllm.keeper import Keeper
 from cachesvc_vllm.page_check import PageCheck
 from cachesvc_vllm.settings import Settings
@@ -86,7 +86,7 @@ class Node:
         self._back: Lease | None = None
         self._address = self._size_bytes = 0
         self._followed = ("", 0.0)
-        self._refusal: type[Exception] | None = None
+        self._news = News()
         self._wake = threading.Event()
         self._came = threading.Event()
         self._changing = threading.Lock()
@@ -297,12 +297,12 @@ class Node:
                 )
             self._require_room(lease)
         except (CacheClientError, ConnectorRefused) as error:
-            is_news, self._refusal = type(error) is not self._refusal, type(error)
+            is_news = self._news.is_new(type(error))
             log.log(logging.WARNING if is_news else logging.DEBUG, "daemon_not_back why=%s", error)
             if lease is not None:
                 _give_up(lease)
             return False
-        self._refusal = None
+        self._news.end()
         with self._changing:
             self._back = self._watched(lease)
             self._came.set()
