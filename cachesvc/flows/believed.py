@@ -49,7 +49,7 @@ def forget_all(core: Core, model: Model) -> None:
 
 
 def _oldest(written: OrderedDict[bytes, float]) -> Iterator[bytes]:
-    """As many keys as there are now; each is gone before the next is asked for."""
+    """Yield the oldest key, as often as there are keys now; the caller removes each before it asks for the next."""
     for _ in range(len(written)):
         if not written:
             return

@@ -7,7 +7,6 @@ new life begins with an empty device, with the words where they stood, and with 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from cachesvc.mover import records
 from cachesvc.mover.channel import MoverFault
 from cachesvc.mover.life import Life
 from cachesvc.mover.ring import Part
+from cachesvc.mover.slab import SlabOfMover
 from cachesvc.swap.movers import OnEnd, RankEnd, RankJob
 from cachesvc.swap.planner import Pool
 
@@ -37,28 +37,6 @@ JITTER = 0.5
 """A pause is shorter by up to this part of it, so that not all devices try at the same time."""
 LINGERING_PAUSE_S = 600.0
 """Pause after an attempt whose process could not be killed, seconds: each leaves one behind, with its memory."""
-
-
-@dataclass(slots=True)
-class SlabOfMover:
-    """Device memory in a mover's process. ``fd`` is ours."""
-
-    region: int
-    handle: Handle
-    fd: int | None
-    on_close: Callable[[SlabOfMover], None]
-    is_open: bool = True
-
-    def close(self) -> None:
-        """Give the memory back; nothing but the descriptor where its mover has died. Raises LedgerBroken the second
-        time."""
-        if not self.is_open:
-            raise LedgerBroken(f"slab of region {self.region} was closed before")
-        self.is_open = False
-        self.on_close(self)
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
 
 
 @dataclass(slots=True)

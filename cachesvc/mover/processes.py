@@ -20,10 +20,11 @@ from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
 from cachesvc.model.transfer import Direction
 from cachesvc.mover.channel import MoverFault, MoverGone
-from cachesvc.mover.device import DeviceMover, SlabOfMover
+from cachesvc.mover.device import DeviceMover
 from cachesvc.mover.life import HostChunk, Life
 from cachesvc.mover.process import Begin, child
 from cachesvc.mover.settings import Settings
+from cachesvc.mover.slab import SlabOfMover
 from cachesvc.swap.movers import OnEnd, RankJob
 from cachesvc.swap.planner import Pool
 

@@ -20,7 +20,7 @@ from cachesvc.questions.view import View
 KEYS_A_STEP = 8192
 """Some 0.1 ms: the keys lie anywhere."""
 BYTES_A_ROW = 26
-"""Of the columns of the index itself."""
+"""Bytes of a row in the columns of the index itself."""
 ROWS_MORE = 4096
 """The index may grow while its keys are copied."""
 

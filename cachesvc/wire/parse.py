@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 class _Budget:
-    """What is left for one message: ``fields`` to be walked, ``skipped`` bytes to be stepped over."""
+    """Budget left for one message: ``fields`` to be walked, ``skipped`` bytes to be stepped over."""
 
     def __init__(self) -> None:
         self.fields = MAX_FIELDS

@@ -43,5 +43,5 @@ class News:
         return True
 
     def end(self) -> None:
-        """What was refused works again."""
+        """Note that the daemon does again what it refused."""
         self._last = None
