@@ -63,6 +63,8 @@ class Lanes:
         known = self._lanes.get(metadata)
         if known is not None and not known.why_broken:
             return known
+        if known is not None:
+            await asyncio.to_thread(known.close)
         lane = BlockingLane(self._life.fetch_lane())
         try:
             await asyncio.to_thread(lane.greet, metadata, LIFE_SECONDS)

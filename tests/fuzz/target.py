@@ -289,7 +289,8 @@ class Target:
 
 
 def usage_of(process: str) -> tuple[int, int, int]:
-    """Resident KiB, open descriptors and threads of a process; memory files are slabs, which belong to models."""
+    """Resident KiB, open descriptors and threads of a process. Memory files are slabs, and pipes tell of a sheet's copies:
+    both belong to models and go with them."""
     folder = Path("/proc") / process
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     return int(status["VmRSS"].split()[0]), _descriptors(folder / "fd"), int(status["Threads"])
@@ -299,7 +300,7 @@ def _descriptors(folder: Path) -> int:
     count = 0
     for entry in folder.iterdir():
         try:
-            count += not str(entry.readlink()).startswith("/memfd:")
+            count += not str(entry.readlink()).startswith(("/memfd:", "pipe:"))
         except FileNotFoundError:  # closed meanwhile; the one of this listing, for one
             continue
     return count
