@@ -289,8 +289,8 @@ class Target:
 
 
 def usage_of(process: str) -> tuple[int, int, int]:
-    """Resident KiB, open descriptors and threads of a process. Memory files are slabs, and pipes tell of a sheet's copies:
-    both belong to models and go with them."""
+    """Resident KiB, open descriptors and threads of a process. Memory files and pipes are left out: they are slabs and
+    tell of a sheet's copies, belong to models, and go with them."""
     folder = Path("/proc") / process
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     return int(status["VmRSS"].split()[0]), _descriptors(folder / "fd"), int(status["Threads"])
