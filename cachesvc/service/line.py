@@ -1,8 +1,9 @@
 """Queue of long work: the order of turns on the event loop, round robin by process.
 
 A flow of more than one turn, a call that wakes up, a landing and a chore each take one turn. One turn is taken in each
-round of the loop, round robin by party: a process, or the daemon's own background work. Within a party the first comes
-first. So a short call waits for one turn at most, and a long one for one turn of each other party between its own.
+round of the loop, round robin by party: a process as admission knows it (``CallerKey``), or the daemon's own background
+work. Within a party the first comes first. So a short call waits for one turn at most, and a long one for one turn of
+each other party between its own.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-Party = bytes | str
-"""Owner of work: a process as admission knows it, or one of the following."""
+from cachesvc.service.access.admission import CallerKey
 
-BACKGROUND = "(background)"
+BACKGROUND: CallerKey = "(background)"
 """The daemon's own work: landings, background tasks, lost devices."""
-OTHER_NODES = "(other nodes)"
+OTHER_NODES: CallerKey = "(other nodes)"
 """Loans to other nodes."""
 
 Turn = Callable[[], None]
@@ -26,7 +26,7 @@ class Line:
     """Used on the running loop alone. A turn raises nothing: it is the root of a callback."""
 
     def __init__(self) -> None:
-        self._parties: dict[Party, deque[Turn]] = {}  # in the order of their next turns; none is empty
+        self._parties: dict[CallerKey, deque[Turn]] = {}  # in the order of their next turns; none is empty
         self._has_taken = False  # a turn in this round, or one before that has not passed on yet
 
     @property
@@ -34,7 +34,7 @@ class Line:
         """True where no turn waits."""
         return not self._parties
 
-    def add(self, party: Party, turn: Turn) -> None:
+    def add(self, party: CallerKey, turn: Turn) -> None:
         """Have a turn taken in a later round, behind those that wait of its party."""
         waiting = self._parties.get(party)
         if waiting is None:
@@ -43,7 +43,7 @@ class Line:
             waiting.append(turn)
         self._pass_on()
 
-    def take(self, party: Party, turn: Turn) -> None:
+    def take(self, party: CallerKey, turn: Turn) -> None:
         """Take a turn at once where the round has had none; else ``add`` it."""
         if self._has_taken:
             self.add(party, turn)
@@ -74,7 +74,7 @@ class Sleeper:
 
     __slots__ = ("_is_due", "_line", "_party", "future")
 
-    def __init__(self, line: Line, party: Party) -> None:
+    def __init__(self, line: Line, party: CallerKey) -> None:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line = line
         self._party = party

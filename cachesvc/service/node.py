@@ -23,8 +23,9 @@ from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
 from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
+from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.access.owners import shown_id
-from cachesvc.service.line import BACKGROUND, Line, Party, Sleeper
+from cachesvc.service.line import BACKGROUND, Line, Sleeper
 from cachesvc.service.loop_watch import LoopWatch
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
@@ -177,7 +178,7 @@ class Node:
         run: Callable[[], Answer | Wait],
         wait: Wait,
         until: float,
-        party: Party,
+        party: CallerKey,
         what: str = "call",
         on_wait: Callable[[], None] | None = None,
     ) -> Answer:
@@ -234,7 +235,7 @@ class Node:
         shared = self.vault.shared(token)
         return shared.fd if shared is not None and may_map(self.core, process, *shared[1:]) else None
 
-    async def wait_any(self, tickets: Iterable[int], seconds: float, party: Party) -> bool:
+    async def wait_any(self, tickets: Iterable[int], seconds: float, party: CallerKey) -> bool:
         """True when one of the tickets has ended and it is the party's turn; False when the time is up first.
 
         Raises Unavailable when the daemon stops.
@@ -261,7 +262,7 @@ class Node:
         self._require_going_on()
         return True
 
-    async def next_turn(self, party: Party) -> None:
+    async def next_turn(self, party: CallerKey) -> None:
         """Until it is a party's turn again, behind its own that wait and round robin with all others."""
         sleeper = Sleeper(self._line, party)
         sleeper.yield_turn()

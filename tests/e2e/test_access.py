@@ -164,8 +164,11 @@ def test_a_subscriber_proves_itself_and_reads_its_token_file_again(capsys: pytes
     with short_folder() as folder, guarded(folder) as daemon, CacheClient(daemon.socket, token=ENGINE) as client:
         registration = client.register("m", PLAIN, device_pages=[4], host_pages=[0])
         namespace = registration.namespace
-        with EventSubscriber(daemon.socket, namespace) as nobody, pytest.raises(Unauthenticated, match="needs a token"):
-            next(nobody.follow())
+        with (
+            EventSubscriber(daemon.socket, namespace) as stranger,
+            pytest.raises(Unauthenticated, match="needs a token"),
+        ):
+            next(stranger.follow())
         mine = folder / "token"
         mine.write_text(READER, encoding="utf-8")
         with EventSubscriber(daemon.socket, namespace, token_file=str(mine)) as subscriber:

@@ -95,13 +95,13 @@ def test_the_environment_names_the_daemon_and_flags_win(node: Node) -> None:
 def test_wait_is_over_when_the_daemon_is_ready(folder: Path) -> None:
     """It waits before there is anything to connect to."""
     path = folder / "cachesvc.sock"
-    with socket.socket(socket.AF_UNIX) as nobody:
-        nobody.bind(str(path))
-        nobody.listen()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
         line = [sys.executable, "-m", "cachesvc_ctl", "wait", "--ready"]
         with subprocess.Popen(line, env=environment(CACHESVC_SOCKET=str(path)), stdout=subprocess.PIPE) as waiting:
-            nobody.accept()[0].close()  # it has tried
-            nobody.close()
+            silent.accept()[0].close()  # it has tried
+            silent.close()
             path.unlink()
             with running_node(folder=folder):
                 assert waiting.communicate(timeout=BOUND_SECONDS)[0] == b"ready\n"
@@ -109,9 +109,9 @@ def test_wait_is_over_when_the_daemon_is_ready(folder: Path) -> None:
 
 
 def test_wait_says_why_it_was_in_vain(folder: Path) -> None:
-    nobody = cachesvc("wait", "--ready", "--timeout", "0.5", "--socket", str(folder / "absent.sock"))
-    assert nobody.returncode == 1
-    assert nobody.stdout.startswith(f"not ready after 0.5 s: no answer from {folder}/absent.sock (")
+    silent = cachesvc("wait", "--ready", "--timeout", "0.5", "--socket", str(folder / "absent.sock"))
+    assert silent.returncode == 1
+    assert silent.stdout.startswith(f"not ready after 0.5 s: no answer from {folder}/absent.sock (")
     with running_node(["--drain-seconds", "60"], folder=folder) as node:
         where = ("--socket", node.socket)
         assert cachesvc("wait", *where).stdout == "ready\n"

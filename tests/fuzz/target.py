@@ -306,6 +306,17 @@ def _descriptors(folder: Path) -> int:
     return count
 
 
+@contextlib.asynccontextmanager
+async def running_target() -> AsyncIterator[Target]:
+    """Start a daemon without a server, and close it."""
+    made = Target()
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
 async def _feed(requests: list[Any]) -> AsyncIterator[Any]:
     for request in requests:
         yield request

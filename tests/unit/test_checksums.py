@@ -14,7 +14,7 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.questions.sealed import SealedPage
 from cachesvc.service.checksums import MOST_SUMS, Checksums, Sums
 from cachesvc.service.time_slices import TimeSlices
-from tests.fuzz.target import Target
+from tests.fuzz.target import Target, running_target
 from tests.unit.test_questions import BLOCKS, serve
 
 
@@ -45,12 +45,8 @@ class Memory:
 
 @pytest.fixture
 async def target() -> AsyncIterator[Target]:
-    made = Target()
-    await made.start()
-    try:
+    async with running_target() as made:
         yield made
-    finally:
-        await made.close()
 
 
 async def test_pages_of_a_lost_device_are_unread_and_neither_wrong_nor_right(

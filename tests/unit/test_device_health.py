@@ -11,17 +11,13 @@ import pytest
 from cachesvc.flows.admin import drain
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.health import Serving
-from tests.fuzz.target import Target
+from tests.fuzz.target import Target, running_target
 
 
 @pytest.fixture
 async def target() -> AsyncIterator[Target]:
-    made = Target()
-    await made.start()
-    try:
+    async with running_target() as made:
         yield made
-    finally:
-        await made.close()
 
 
 async def test_a_drain_is_told_once_and_the_daemon_lives_on(target: Target) -> None:

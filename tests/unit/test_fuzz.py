@@ -18,7 +18,7 @@ from tests.fuzz.__main__ import load, messages_of, save, table
 from tests.fuzz.fuzzer import Findings, Fuzzer
 from tests.fuzz.messages import mutate
 from tests.fuzz.runs import fuzz_socket, verdict
-from tests.fuzz.target import Target, list_rpcs
+from tests.fuzz.target import Target, list_rpcs, running_target
 from tests.unit.client_rig import cells
 
 RPCS = list_rpcs()
@@ -26,10 +26,8 @@ RPCS = list_rpcs()
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def target() -> Any:
-    made = Target()
-    await made.start()
-    yield made
-    await made.close()
+    async with running_target() as made:
+        yield made
 
 
 @pytest.mark.parametrize("seed", [1, 2])

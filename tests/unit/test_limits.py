@@ -15,7 +15,7 @@ from kvcache.v1.lane_pb2 import LaneHello
 
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.wire.limits import CELLS, LIMITS, Where, check_fields
-from tests.fuzz.target import Target, list_rpcs
+from tests.fuzz.target import Target, list_rpcs, running_target
 from tests.fuzz.workload import registers
 
 
@@ -103,10 +103,8 @@ def test_every_message_of_a_list_is_looked_at() -> None:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def target() -> Any:
-    made = Target()
-    await made.start()
-    yield made
-    await made.close()
+    async with running_target() as made:
+        yield made
 
 
 def with_too_many(name: str) -> tuple[str, Any]:

@@ -32,7 +32,7 @@ from cachesvc.questions.verify import verify
 from cachesvc.questions.view import EVERYTHING, SHOWN_LETTERS, Sight, View
 from cachesvc.service.administration import EVICTED_AT_ONCE, Administration
 from cachesvc.service.host.device_health import DeviceHealth
-from tests.fuzz.target import Target, list_rpcs
+from tests.fuzz.target import Target, list_rpcs, running_target
 from tests.fuzz.workload import DEVICE_PAGES, registers
 from tests.unit.ledger_rig import TOKEN, one_group, rig_of
 
@@ -71,12 +71,8 @@ OF_A_MODEL: dict[str, Callable[[View, int], Any]] = {
 @pytest.fixture
 async def target() -> AsyncIterator[Target]:
     """A daemon without a server, and nothing in it."""
-    made = Target()
-    await made.start()
-    try:
+    async with running_target() as made:
         yield made
-    finally:
-        await made.close()
 
 
 async def serve(target: Target, register: int, tenant: str) -> str:
