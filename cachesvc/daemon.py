@@ -171,16 +171,16 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         *(Step(keyring.start, keyring.close) for keyring in parts.keyrings),
         Step(parts.checksums.start, parts.checksums.close),
         Step(parts.server.start, partial(parts.server.close, grace_seconds)),
+        Step(_nothing, parts.dispatcher.stop),
         Step(parts.following.start, parts.following.close),
         Step(parts.health.start, parts.health.close),
         Step(partial(telemetry.start_metrics, parts.metrics, admit), _nothing),
         Step(parts.web.start, parts.web.close),
-        # Engines learn that the daemon is gone before it closes its socket: else a call could reach the next
-        # daemon under a lease of this one.
+        # In reverse: waits end, copies land (engines may recompute into the pages of their loads then), and engines learn
+        # that the daemon is gone before it closes its socket: else a call could reach the next one under an old lease.
         Step(_nothing, parts.life.close),
-        # Copies land before engines learn of the end: then they may recompute into the pages of their loads.
         Step(_nothing, partial(asyncio.to_thread, engine.finish)),
-        Step(_nothing, parts.dispatcher.stop),  # first: calls that wait are refused while copies land
+        Step(_nothing, node.stop_waiting),
     )
 
 

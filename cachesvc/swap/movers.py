@@ -15,6 +15,7 @@ Rules on either side of it:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -187,13 +188,14 @@ class Inside:
         return bool(self._under_way)
 
     def stop(self) -> None:
-        """End what is not on its way."""
+        """End what is not on its way. A backend that was closed first has ended it all."""
         if self._is_stopped:
             return
         self._is_stopped = True
         for device in self._timelines:
             for stream_of in (self._backend.load_stream, self._backend.store_stream, self._backend.peer_stream):
-                stream_of(device).stop()
+                with suppress(Unavailable):
+                    stream_of(device).stop()
 
     def _queue(self, mine: _UnderWay, submit: Callable[[CopyStream, CopyJob], None]) -> None:
         job, slot = mine.job, mine.job.slot

@@ -256,9 +256,12 @@ async def test_a_connection_costs_the_same_however_many_there_are(site_of_many: 
     held, costs = [], []
     for count in (4, 400):
         held += [await site_of_many.connect() for _ in range(count)]
-        with counted() as work:
-            held.append(await site_of_many.connect())
-        costs.append(work.steps)
+        steps = []
+        for _ in range(5):  # the server may still see to connections before, beside one of them
+            with counted() as work:
+                held.append(await site_of_many.connect())
+            steps.append(work.steps)
+        costs.append(min(steps))
     assert costs[1] < 1.5 * costs[0]
     for connection, _ in held:
         connection.close()
