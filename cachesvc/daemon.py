@@ -176,8 +176,8 @@ def steps(parts: Parts) -> tuple[Step, ...]:
         Step(parts.health.start, parts.health.close),
         Step(partial(telemetry.start_metrics, parts.metrics, admit), _nothing),
         Step(parts.web.start, parts.web.close),
-        # In reverse: waits end, copies land (engines may recompute into the pages of their loads then), and engines learn
-        # that the daemon is gone before it closes its socket: else a call could reach the next one under an old lease.
+        # In reverse: waits end, copies land (then engines may recompute into the pages of their loads), and engines
+        # learn of the end before the socket closes: else a call could reach the next daemon under an old lease.
         Step(_nothing, parts.life.close),
         Step(_nothing, partial(asyncio.to_thread, engine.finish)),
         Step(_nothing, node.stop_waiting),
