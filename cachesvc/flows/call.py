@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.errors import Conflict, LoadFailed, NotFound
 
 
 class Call(NamedTuple):
-    """Made by ``resolve`` for each run of a flow; flows look nothing up again. ``now``: seconds, monotonic."""
+    """Made once when a call comes, and anew for each further run of its flow: its lease may be lost by then. Flows look
+    nothing up again. ``now``: seconds, monotonic."""
 
     lease: Lease
     model: Model
@@ -33,18 +34,27 @@ class Call(NamedTuple):
         return sequence
 
 
-def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
-    """Look a call up; it is a sign of life. Raises LeaseLost for a lease that ended, NotFound for one that never was,
-    Unavailable for a model that is out of service.
-
-    A flow that waited is run with a new Call: its lease may be lost by then.
-    """
-    lease = ledger.lease(lease_id)
-    lease.heard(now)
+def call_of(ledger: Ledger, lease: Lease, now: float) -> Call:
+    """The call of a lease. Raises LeaseLost for a lease that ended, Unavailable for a model that is out of service,
+    NotFound for a replica whose memory is gone."""
+    if lease.state is not LeaseState.LIVE:
+        lease = ledger.lease(lease.id)
     model = ledger.models[lease.model]
     if model.suspect:
         model.require_trusted()
+    for replica in model.replicas:
+        if replica.id == lease.replica:
+            return Call(lease, model, replica, now)
     return Call(lease, model, model.replica(lease.replica), now)
+
+
+def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
+    """The call of a lease by its id, which is a sign of life: for callers without a dispatcher, as simulations are.
+
+    Raises as ``call_of``, and NotFound for a lease that never was."""
+    lease = ledger.lease(lease_id)
+    lease.heard(now)
+    return call_of(ledger, lease, now)
 
 
 def require_still(sequence: Sequence) -> None:

@@ -18,7 +18,7 @@ from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.swap import swap_out
 from cachesvc.flows.turns import LAST_TURNS
 from cachesvc.model.answers import Published, Recycled
-from cachesvc.service.dispatch import Method
+from cachesvc.service.dispatch import Operation
 from cachesvc.wire.convert import pack_pages
 from cachesvc.wire.lane import CANCEL, encode
 from tests.unit.dispatch_rig import Desk, turns
@@ -26,7 +26,7 @@ from tests.unit.lane_rig import LaneSite, call, greeted
 from tests.unit.ledger_rig import Rig, chain, one_group, rig_of, windowed
 from tests.unit.turns_rig import SMALL, own
 
-Long = tuple[Method[Any, Any], Message, Message]
+Long = tuple[Operation[Any, Any], Message, Message]
 """A call of several turns, and its answer."""
 
 
