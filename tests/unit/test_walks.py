@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ class Walk(NamedTuple):
     @property
     def moves(self) -> int:
         names = [code.co_filename for code in self.entered]
-        return sum(one != other for one, other in zip(names, names[1:], strict=False))
+        return sum(one != other for one, other in pairwise(names))
 
     def before(self, name: str) -> int:
         """Functions that were entered before the first one of this name."""
