@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.ledger import Ledger, Model, Replica
+from cachesvc.ledger.sequence_state import AWAY, ENDED, FAILED, LEAVING, ON_DEVICE, RETURNING
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.model.errors import Conflict, LoadFailed, NotFound
+from cachesvc.model.errors import CacheError, Conflict, LoadFailed, NotFound
 
 
 class Call(NamedTuple):
@@ -22,15 +23,15 @@ class Call(NamedTuple):
     def known_sequence(self, sequence_id: int) -> Sequence:
         """A sequence of the lease, failed or not. Raises NotFound."""
         sequence = self.lease.sequences.get(sequence_id)
-        if sequence is None or not sequence.is_open:
+        if sequence is None or sequence.state is ENDED:
             raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
         return sequence
 
     def sequence(self, sequence_id: int) -> Sequence:
         """A sequence of the lease that may go on. Raises NotFound, LoadFailed."""
         sequence = self.known_sequence(sequence_id)
-        if sequence.failed:
-            raise LoadFailed(f"sequence {sequence_id}: {sequence.failed}; release it, match again and recompute")
+        if sequence.state is FAILED:
+            raise refusal_of(sequence)
         return sequence
 
 
@@ -57,15 +58,22 @@ def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
     return call_of(ledger, lease, now)
 
 
-def require_still(sequence: Sequence) -> None:
-    """Raises Conflict while a sequence is on its way out or in."""
-    if sequence.swap_ticket:
-        raise Conflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
+def require_active(sequence: Sequence) -> None:
+    """Raises Conflict for a sequence that is swapped out or on its way, LoadFailed for one that can only be released.
+    One whose hit is being loaded passes: it may grow."""
+    if sequence.state not in ON_DEVICE:
+        raise refusal_of(sequence)
 
 
-def require_on_device(sequence: Sequence) -> None:
-    """Raises Conflict while a sequence is swapped out or on its way."""
-    if sequence.swap_ticket:
-        require_still(sequence)
-    if sequence.swapped_out:
-        raise Conflict(f"sequence {sequence.id} is swapped out; swap it in first")
+def refusal_of(sequence: Sequence) -> CacheError:
+    """Error for what cannot be done with a sequence in its state."""
+    number, state = sequence.id, sequence.state
+    if state is FAILED:
+        return LoadFailed(f"sequence {number}: {sequence.failed}; release it, match again and recompute")
+    if state is LEAVING or state is RETURNING:
+        return Conflict(f"sequence {number} is being swapped by ticket {sequence.swap_ticket}; wait for it")
+    if state is AWAY:
+        return Conflict(f"sequence {number} is swapped out; swap it in first")
+    if state is ENDED:
+        return NotFound("sequence", number, "it was released, or never matched under this lease")
+    return Conflict(f"sequence {number} is on the device already")

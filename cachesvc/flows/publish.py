@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from cachesvc.flows.backup import back_up
-from cachesvc.flows.call import Call, require_on_device
+from cachesvc.flows.call import Call, require_active
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.match import check_keys
@@ -23,6 +23,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
 from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.sealing import NewBlocks, seal_new
+from cachesvc.ledger.sequence_state import ACTIVE
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tables import Sealed
 from cachesvc.model.answers import GroupCells, Published, Wait
@@ -74,7 +75,7 @@ def publish(
         return _publish(core, call, sequence_id, first_block, keys, blocks)
     if not publishing.done:
         sequence = call.sequence(sequence_id)
-        if not (sequence.swap_ticket or sequence.swapped_out or sequence.loads):
+        if sequence.state is ACTIVE:
             _check(call.lease, sequence, first_block, keys, blocks)
     done = publishing.done
     now = min(most, count - done)
@@ -122,13 +123,11 @@ def _publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: b
         if told:
             return Published(told[0], (), (), (), False)
     sequence = call.sequence(sequence_id)
-    if sequence.swap_ticket:
-        return wait_for(core, (sequence.swap_ticket,))
-    require_on_device(sequence)
+    if sequence.awaited:
+        return wait_for(core, sequence.awaited)
+    require_active(sequence)
     model, replica = call.model, call.replica
     model.last_used = call.now
-    if sequence.loads:
-        return wait_for(core, sequence.loads)
     count = _check(call.lease, sequence, first_block, keys, blocks)
     keys = keys or bytes(sequence.keys[first_block * KEY_BYTES : (first_block + count) * KEY_BYTES])
     rows = _rows(core, model, sequence, keys)
@@ -203,9 +202,7 @@ def _all_straight(call: Call, publishes: Publishes, entries: range, held: Collec
     has_groups = len(call.replica.place.pools) > 1
     for sequence, first in zip(sequences, first_blocks, strict=True):
         table, own = sequence.tables[0], sequence.own[0]
-        if sequence.sealed != first or first >= len(table) or sequence.loads or sequence.failed:
-            return None
-        if sequence.swap_ticket or sequence.swapped_out:
+        if sequence.sealed != first or first >= len(table) or sequence.state is not ACTIVE:
             return None
         if not (sequence.owns(first, first + 1) if has_groups else table[first] in own):
             return None
@@ -238,7 +235,7 @@ def _find_straight(call: Call, publishes: Publishes, entries: range, held: Colle
         sequence = by_number.get(number)
         if sequence is None or number in seen or number in held:
             break
-        if sequence.loads or sequence.swap_ticket or sequence.swapped_out or sequence.failed:
+        if sequence.state is not ACTIVE:
             break
         count = end - start
         last = first + count

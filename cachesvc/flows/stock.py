@@ -21,7 +21,7 @@ from operator import gt
 from typing import NoReturn
 
 from cachesvc.flows.ahead import look_ahead, pages_ahead
-from cachesvc.flows.call import Call, require_on_device
+from cachesvc.flows.call import Call, require_active
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.room import free_some
@@ -30,6 +30,7 @@ from cachesvc.ledger.growing import grow_by
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.pages import PagePool
 from cachesvc.ledger.reservations import Reservation
+from cachesvc.ledger.sequence_state import ON_DEVICE
 from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth
@@ -81,7 +82,7 @@ def extend_many(
     lengths: list[int] = []
     for number, first, last in zip(named, bounds, bounds[1:], strict=False):
         sequence = sequences.get(number)
-        if sequence is None or number in held or sequence.failed or sequence.swap_ticket or sequence.swapped_out:
+        if sequence is None or number in held or sequence.state not in ON_DEVICE:
             break
         before = len(sequence.tables[0])
         blocks = before + last - first
@@ -124,7 +125,7 @@ def _fit(lease: Lease, pools: Sequence[PagePool], growth: Growth, entries: range
 def _refuse_growth(core: Core, call: Call, sequence_id: int, pages: list[GroupCells], more: int) -> NoReturn:
     """Say why a sequence cannot grow by these pages, in the order of their groups."""
     sequence = call.sequence(sequence_id)
-    require_on_device(sequence)
+    require_active(sequence)
     if sequence.blocks + more > call.lease.blocks_per_sequence:
         raise LimitExceeded("blocks of a sequence", sequence.blocks + more, call.lease.blocks_per_sequence)
     if sequence.blocks < sequence.hit_blocks:
