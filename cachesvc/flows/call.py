@@ -24,7 +24,7 @@ class Call(NamedTuple):
         """A sequence of the lease, failed or not. Raises NotFound."""
         sequence = self.lease.sequences.get(sequence_id)
         if sequence is None or sequence.state is ENDED:
-            raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
+            raise no_sequence(sequence_id)
         return sequence
 
     def sequence(self, sequence_id: int) -> Sequence:
@@ -65,6 +65,11 @@ def require_active(sequence: Sequence) -> None:
         raise refusal_of(sequence)
 
 
+def no_sequence(number: int) -> NotFound:
+    """Error for a sequence that the lease does not have."""
+    return NotFound("sequence", number, "it was released, or never matched under this lease")
+
+
 def refusal_of(sequence: Sequence) -> CacheError:
     """Error for what cannot be done with a sequence in its state."""
     number, state = sequence.id, sequence.state
@@ -75,5 +80,5 @@ def refusal_of(sequence: Sequence) -> CacheError:
     if state is AWAY:
         return Conflict(f"sequence {number} is swapped out; swap it in first")
     if state is ENDED:
-        return NotFound("sequence", number, "it was released, or never matched under this lease")
+        return no_sequence(number)
     return Conflict(f"sequence {number} is on the device already")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.turns import NO_MODEL, Chore
 from cachesvc.ledger.blocks import Hit
+from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.requests import PromptPath, Request
+from cachesvc.ledger.reuse import Miss
 from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.tables import Sealed
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import READY, Tier
 
 
 def matched(
@@ -40,6 +46,42 @@ def matched(
         replica.shadow.matched(keys, asked, hit.device_blocks)
     if model.blocks.chooser is not None:
         _follow(core, call, sequence, hit.blocks, waited)
+
+
+def sealed_new(core: Core, call: Call, keys: Seq[bytes], paths: Seq[Seq[int]]) -> None:
+    """Blocks under ``keys`` that were new have been sealed, in the rows ``paths`` of their sequences."""
+    model = call.model
+    model.reuse.computed_all(keys)
+    model.reuse.published += len(keys)
+    if core.on_sealed is not None:
+        for path in paths:
+            core.on_sealed(model.id, call.replica.id, path[-1], len(path))
+    core.count(Count.PUBLISHED_BLOCKS, len(keys))
+
+
+def sealing(core: Core, call: Call, keys: bytes, rows: Seq[int]) -> None:
+    """Blocks in ``rows`` (NO_ROW: a new one), under packed ``keys``, are about to be sealed: count what was computed,
+    and what for the second time."""
+    model, place = call.model, call.replica.place
+    reuse, host, states = model.reuse, model.blocks.host, place.states[place.lead]
+    index = model.blocks.index
+    for at, row in enumerate(rows):
+        if row == NO_ROW or (index.losses and not index.has_copy(row)):
+            reuse.computed(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
+        elif states[row] >= READY:
+            reuse.computed_again(Tier.DEVICE.value, Miss.DUPLICATE)
+        else:
+            tier = Tier.HOST if host.is_present(row) else Tier.DEVICE
+            reuse.computed_again(tier.value, Miss.ELSEWHERE)
+    reuse.published += len(rows)
+
+
+def sealed_known(core: Core, call: Call, sequence: Sequence, blocks: int, sealed: Sealed) -> None:
+    """Blocks of a sequence have been sealed, ``blocks`` with those that others had sealed first."""
+    if core.on_sealed is not None and sequence.anchor != NO_ROW:
+        core.on_sealed(call.model.id, call.replica.id, sequence.anchor, blocks)
+    core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
+    core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
 
 
 def _follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:

@@ -20,7 +20,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sequence_state import FAILED, ON_DEVICE
 from cachesvc.ledger.sequences import WINDOW_COST, Sequence
 from cachesvc.model.answers import GroupCells, Recycled, Wait
-from cachesvc.model.errors import InvalidRequest, NotOwned
+from cachesvc.model.errors import CacheError, InvalidRequest, NotOwned
 from cachesvc.model.int32s import among, column
 from cachesvc.model.words import PageState
 
@@ -106,13 +106,12 @@ def recycle_many(
     for entry in entries:
         number, tokens = recycles[0][entry], recycles[1][entry]
         sequence = call.lease.sequences.get(number)
-        if sequence is None or number in held:
+        if number in held or (sequence is not None and tokens and _due(call, sequence, tokens) > most_positions(core)):
             return
-        if tokens and (sequence.state not in RECYCLES or tokens > sequence.blocks * call.model.layout.block_tokens):
+        try:
+            recycled = recycle(core, call, number, tokens, ())
+        except CacheError:
             return
-        if tokens and _due(call, sequence, tokens) > most_positions(core):
-            return
-        recycled = recycle(core, call, number, tokens, ())
         assert isinstance(recycled, Recycled), "without turns it is done at once"
         told.append(recycled.pages)
 

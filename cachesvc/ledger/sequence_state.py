@@ -31,6 +31,8 @@ ACTIVE, LOADING, LEAVING, AWAY, RETURNING, FAILED, ENDED = SequenceState
 
 ON_DEVICE = frozenset({ACTIVE, LOADING})
 """States in which a sequence grows."""
+PASSING = frozenset({LOADING, LEAVING, RETURNING})
+"""States that end with a ticket."""
 
 MOVES = frozenset(
     {
