@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from cachesvc.flows.call import Call
-from cachesvc.flows.core import Core
-from cachesvc.flows.counters import Count
-from cachesvc.flows.turns import NO_MODEL, Chore
-from cachesvc.ledger.blocks import Hit
-from cachesvc.ledger.place import NO_ROW
-from cachesvc.ledger.requests import PromptPath, Request
-from cachesvc.ledger.reuse import Miss
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.counters import Count
+from cachesvc.flows.context.turns import NO_MODEL, Chore
+from cachesvc.ledger.block_tables import Sealed
+from cachesvc.ledger.index.block_ledger import Hit
+from cachesvc.ledger.index.requests import PromptPath, Request
+from cachesvc.ledger.index.reuse_stats import Miss
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.ledger.tables import Sealed
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import READY, Tier
 

@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 
-from cachesvc.flows.allocate import allocate
-from cachesvc.flows.call import refusal_of, require_active
-from cachesvc.flows.match import match
-from cachesvc.flows.publish import publish
-from cachesvc.flows.release import release
-from cachesvc.flows.swap import swap_in, swap_out
+from cachesvc.flows.context.call import refusal_of, require_active
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.release import release
+from cachesvc.flows.engine.swap import swap_in, swap_out
 from cachesvc.ledger.sequence_state import (
     ACTIVE,
     AWAY,
@@ -27,9 +27,9 @@ from cachesvc.ledger.sequence_state import (
 )
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.errors import Conflict, LedgerBroken, LoadFailed, NotFound
-from tests.unit.ledger_rig import Rig, chain
-from tests.unit.test_flows_refused import hosted
-from tests.unit.test_flows_swap import half_published
+from tests.unit.flows.engine.test_flows_refused import hosted
+from tests.unit.flows.engine.test_flows_swap import half_published
+from tests.unit.rigs.ledger_rig import Rig, chain
 
 ILLEGAL = [pair for pair in product(SequenceState, repeat=2) if pair not in MOVES]
 REFUSALS = {LEAVING: Conflict, AWAY: Conflict, RETURNING: Conflict, FAILED: LoadFailed, ENDED: NotFound}

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from kvcache.v1 import cache_pb2
 
 import cachesvc
-from tests.unit.dispatch_rig import Desk
-from tests.unit.ledger_rig import chain
+from tests.unit.rigs.dispatch_rig import Desk
+from tests.unit.rigs.ledger_rig import chain
 
 HOME = cachesvc.__path__[0]
 
