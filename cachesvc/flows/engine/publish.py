@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from cachesvc.flows import observers
+from cachesvc.flows.context import observers
 from cachesvc.flows.context.call import Call, no_sequence, refusal_of
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
