@@ -49,7 +49,7 @@ class Known(NamedTuple):
 
 
 Stop = Known | Blocked | CacheError | None
-"""Why an entry is not sealed with those before it. None: it comes behind one of its own sequence or with the same key,
+"""Reason why an entry is not sealed with those before it. None: it comes behind one of its own sequence or with the same key,
 or a call of its sequence waits."""
 
 
@@ -236,7 +236,7 @@ def classify(
 
 
 def _inactive(number: int, sequence: Sequence | None) -> Blocked | CacheError:
-    """Why nothing can be published of a sequence now, or any more."""
+    """Reason why nothing can be published of a sequence now, or any more."""
     if sequence is None:
         return no_sequence(number)
     if sequence.state in PASSING:
@@ -245,7 +245,7 @@ def _inactive(number: int, sequence: Sequence | None) -> Blocked | CacheError:
 
 
 def _misplaced(sequence: Sequence, first: int, last: int) -> CacheError:
-    """Why ``[first, last)`` are not its next blocks."""
+    """Reason why ``[first, last)`` are not its next blocks."""
     sealed = sequence.sealed
     if first < sealed:
         return Conflict(f"blocks from {first} on are sealed already (the sequence has {sealed}); publish the next")
