@@ -17,7 +17,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.match import check_keys
 from cachesvc.flows.transfers import wait_for
-from cachesvc.flows.turns import LAST_TURNS
+from cachesvc.flows.turns import LAST_TURNS, LONG_TURNS
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.place import NO_ROW, Place
@@ -37,6 +37,7 @@ class Publishing:
     """Progress of a publish that takes several turns: made for the call, handed to each of its runs."""
 
     done: int = 0
+    has_lined_up: bool = False
     parts: list[Published] = field(default_factory=list)
 
     def answer(self) -> Published:
@@ -76,6 +77,9 @@ def publish(
         sequence = call.sequence(sequence_id)
         if not (sequence.swap_ticket or sequence.swapped_out or sequence.loads):
             _check(call.lease, sequence, first_block, keys, blocks)
+            if count > LONG_TURNS * most and not publishing.has_lined_up:
+                publishing.has_lined_up = True
+                return Wait((), turns=-(-count // most))
     done = publishing.done
     now = min(most, count - done)
     some = keys[done * KEY_BYTES : (done + now) * KEY_BYTES]
