@@ -88,6 +88,7 @@ class Node:
         """Begin on the running loop."""
         self._vault = vault
         self._loop = asyncio.get_running_loop()
+        self.loop_watch.start(self._loop)
         self._sweeping = self._loop.create_task(self.sweeper.sweep())
 
     def stop_waiting(self) -> None:
@@ -311,7 +312,7 @@ class Node:
 
     def _land(self, ticket: int, outcome: Outcome) -> None:
         """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
-        began = time.perf_counter()
+        began = self.loop_watch.begin()
         self.core.ledger.moment.seconds = self.now()
         if isinstance(outcome, Failed):
             _log_failure(ticket, outcome.reason)
@@ -330,7 +331,7 @@ class Node:
     def run_news(self, model: int, flow: Callable[[], None]) -> None:
         """Run a flow that no call waits for: the root of a callback. A flow that breaks takes its model out of
         service."""
-        began = time.perf_counter()
+        began = self.loop_watch.begin()
         try:
             self.run_of(model, flow)
         except Exception:  # noqa: BLE001 - the root of a callback: other news is still to be told
@@ -368,7 +369,7 @@ class Node:
 
     def _tidy(self) -> None:
         """Do a turn of what is left to do. The root of a callback: raises nothing."""
-        began = time.perf_counter()
+        began = self.loop_watch.begin()
         self.core.ledger.moment.seconds = self.now()
         self._is_tidying = False
         model = self.core.chores[0].model

@@ -28,7 +28,6 @@ from cachesvc.service.inspection import Inspection
 from cachesvc.service.rpc import index_messages, status_messages
 from cachesvc.service.rpc.edge import Context, Edge, refuse
 from cachesvc.service.storage_answers import StorageAnswers
-from cachesvc.service.time_slices import TimeSlices
 
 Answer = TypeVar("Answer")
 Reply = TypeVar("Reply", bound=Message)
@@ -186,7 +185,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Answer a question in slices, so that calls go on meanwhile."""
 
         async def call() -> Reply:
-            return convert(await TimeSlices().answer(question(self._inspection.view())))
+            return convert(await self._inspection.slices().answer(question(self._inspection.view())))
 
         return await self._serve(context, request, call)
 
