@@ -114,8 +114,8 @@ def describe_transports(t: status_pb2.TransportStatus) -> str:
 
 def describe_loop(loop: status_pb2.LoopStatus) -> str:
     """Describe in one line the longest rounds of the event loop."""
-    flow = f", longest flow {loop.longest_flow} {loop.longest_flow_ms:.1f} ms" if loop.longest_flow else ""
-    rounds = f"longest round {loop.longest_round_ms:.1f} ms, {loop.long_rounds:,} above 2 ms since the start"
+    flow = f"; {loop.longest_flow} {loop.longest_flow_ms:.1f} ms" if loop.longest_flow else ""
+    rounds = f"longest round {loop.longest_round_ms:.1f} ms, {loop.long_rounds:,} above 2 ms"
     return f"event loop: {rounds}{flow}"
 
 
