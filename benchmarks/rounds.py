@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from cachesvc_client import CacheClient
-from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from benchmarks.hostile import EVERY_SECONDS, SEQUENCES, step, summary
-from benchmarks.machine import describe_machine
-from benchmarks.recording import write_result
+from benchmarks.chaos.hostile import EVERY_SECONDS, SEQUENCES, step, summary
 from benchmarks.rounds_cases import CASES, LAYOUT, Case, Site
+from benchmarks.support.machine import describe_machine
+from benchmarks.support.recording import write_result
 
 MOST_ROUND_MS, MOST_STEP_RATIO, MOST_ALLOCATE_MS = 2.0, 1.5, 50.0
 """Goals."""

@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 from cachesvc_client import CacheClient, CacheClientError, Lease
 from cachesvc_client.aio import AsyncCacheClient
-from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

@@ -19,7 +19,7 @@ def main() -> None:
     _, path, _, _, _, module, *flags = sys.argv
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     time.perf_counter = time.thread_time  # a busy machine then does not show
-    from cachesvc.service.loop_watch import Longest
+    from cachesvc.service.loop.latency import Longest
 
     def note(_: Longest, what: str, seconds: float, __: float) -> None:
         if seconds >= LEAST_SECONDS:

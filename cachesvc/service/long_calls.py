@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from cachesvc.model.errors import CacheError, DeadlineExceeded, LimitExceeded
 from cachesvc.service.access.admission import CallerKey
-from cachesvc.service.line import Line, Sleeper
+from cachesvc.service.loop.line import Line, Sleeper
 
 PACED_TURNS = 64
 """Turns after which the pace of a process's turns is known."""

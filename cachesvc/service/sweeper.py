@@ -10,11 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from cachesvc.flows.core import Core
-from cachesvc.flows.leases import lose_silent
-from cachesvc.flows.losses import empty_lost
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.leases.device_loss import empty_lost
+from cachesvc.flows.leases.leases import lose_silent
 from cachesvc.service.access.owners import shown_id
-from cachesvc.service.loop_watch import LoopWatch
+from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.telemetry import events
 
 

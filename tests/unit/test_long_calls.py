@@ -10,9 +10,9 @@ from kvcache.v1 import cache_pb2
 from kvcache.v1.cache_pb2 import OperationError, PublishResponse
 
 from cachesvc.model.errors import ErrorCode
-from tests.unit.dispatch_rig import Desk
-from tests.unit.ledger_rig import chain, one_group, rig_of
-from tests.unit.turns_rig import SMALL
+from tests.unit.rigs.dispatch_rig import Desk
+from tests.unit.rigs.ledger_rig import chain, one_group, rig_of
+from tests.unit.rigs.turns_rig import SMALL
 
 BLOCKS = 16
 """Blocks of a long publish: eight turns of ``SMALL``."""

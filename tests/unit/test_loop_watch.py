@@ -11,10 +11,10 @@ from kvcache.v1 import cache_pb2, lease_pb2
 from kvcache.v1.cache_pb2 import MatchResponse
 
 from cachesvc.service.access.auth import EVERYONE
-from cachesvc.service.loop_watch import LONG_ROUND_SECONDS, LoopWatch
-from cachesvc.service.time_slices import TimeSlices
-from tests.unit.dispatch_rig import Desk, turns
-from tests.unit.lane_rig import LaneSite, greeted
+from cachesvc.service.loop.latency import LONG_ROUND_SECONDS, LoopWatch
+from cachesvc.service.loop.time_slices import TimeSlices
+from tests.unit.rigs.dispatch_rig import Desk, turns
+from tests.unit.rigs.lane_rig import LaneSite, greeted
 
 LONG = 4 * LONG_ROUND_SECONDS
 

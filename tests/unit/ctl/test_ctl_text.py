@@ -1,0 +1,38 @@
+"""Output for an operator's terminal: text, and nothing that the terminal would act on."""
+
+from __future__ import annotations
+
+from cachesvc_ctl.core.text import for_terminal, one_line, table
+from cachesvc_ctl.questions.status import describe_loop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcache.v1.status_pb2 import LoopStatus
+
+EVIL = "m\x1b]0;owned\x07\x1b[2J\x1b[1;1Hok\r\n\u202efake\x9b"
+
+
+def test_a_name_stays_readable_and_acts_on_nothing() -> None:
+    assert one_line(EVIL) == "m\\x1b]0;owned\\x07\\x1b[2J\\x1b[1;1Hok\\r\\n\\u202efake\\x9b"
+    assert one_line("模型/混合🦙@main") == "模型/混合🦙@main"
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.text(), st.integers()), min_size=1))
+def test_a_table_has_a_line_a_row_whatever_the_names_are(rows: list[tuple[str, int]]) -> None:
+    lines = table(("name", "count"), rows).split("\n")
+    assert len(lines) == len(rows) + 1
+    assert all(line.isprintable() for line in lines)
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_several_lines_keep_their_newlines_alone(text: str) -> None:
+    shown = for_terminal(text)
+    assert shown.count("\n") == text.count("\n")
+    assert all(line.isprintable() for line in shown.split("\n"))
+
+
+def test_status_says_how_long_rounds_of_the_event_loop_were() -> None:
+    loop = LoopStatus(longest_round_ms=3.25, long_rounds=1200, longest_flow="CacheService/Match", longest_flow_ms=2.5)
+    assert describe_loop(loop) == "event loop: longest round 3.2 ms, 1,200 above 2 ms; CacheService/Match 2.5 ms"
+    assert describe_loop(LoopStatus()) == "event loop: longest round 0.0 ms, 0 above 2 ms"
