@@ -24,10 +24,10 @@ from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.admission import CallerKey
-from cachesvc.service.long_calls import LongCall, LongCalls
 from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.service.loop.line import BACKGROUND, Line, Sleeper
-from cachesvc.service.sweeper import Sweeper
+from cachesvc.service.loop.long_calls import LongCall, LongCalls
+from cachesvc.service.loop.sweeper import Sweeper
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 

@@ -1,4 +1,4 @@
-"""Longest time between two rounds of the daemon's event loop, beside an engine: ``python -m benchmarks.rounds --json OUT``.
+"""Longest rounds of the daemon's event loop beside an engine: ``python -m benchmarks.loop.rounds --json OUT``.
 
 Each case is the worst of its kind that one caller can do: many long publishes, loads and swaps into single pages, the
 longest Steps, refused Allocates, a Match of what another engine computes, a mover's death, the end of many leases, a
@@ -28,7 +28,7 @@ from cachesvc_client import CacheClient
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.chaos.hostile import EVERY_SECONDS, SEQUENCES, step, summary
-from benchmarks.rounds_cases import CASES, LAYOUT, Case, Site
+from benchmarks.loop.cases import CASES, LAYOUT, Case, Site
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
 
@@ -46,7 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{'case':26}{'round ms':>10}{'flow ms':>10}  {'flow':30}{'p99 ms':>8}{'alone':>8}{'ratio':>7}")
     found = {case.name: measure(case) for case in CASES if case.name in arguments.cases}
-    result = {"benchmark": "rounds", "machine": describe_machine(), "cases": found}
+    result = {"benchmark": "loop.rounds", "machine": describe_machine(), "cases": found}
     if arguments.json:
         write_result(arguments.json, result)
 
@@ -56,7 +56,7 @@ def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="rounds-") as folder:
         log = Path(folder) / "rounds"
         flags = [each.format(folder=folder) for each in case.flags]
-        under = [sys.executable, "-m", "benchmarks.rounds_log", str(log)]
+        under = [sys.executable, "-m", "benchmarks.loop.round_log", str(log)]
         with DaemonProcess(["--backend", "shm", *flags], folder=folder, under=under) as daemon:
             with beside(daemon.socket) as steps:
                 site = Site(daemon, time.monotonic)
@@ -71,11 +71,9 @@ def measure(case: Case) -> dict[str, Any]:
     alone = summary([ms for at, ms in taken if site.began - ALONE_SECONDS <= at < site.began])
     loaded = summary([ms for at, ms in taken if site.began <= at <= site.ended])
     ratio = loaded["p99"] / alone["p99"]
-    print(
-        f"{case.name:26}{rounds:10.2f}{flow_ms:10.2f}  {flow[-30:]:30}{loaded['p99']:8.2f}{alone['p99']:8.2f}{ratio:7.2f}  "
-        + ", ".join(f"{name} {value:.1f}" for name, value in site.figures.items()),
-        flush=True,
-    )
+    row = f"{case.name:26}{rounds:10.2f}{flow_ms:10.2f}  {flow[-30:]:30}"
+    row += f"{loaded['p99']:8.2f}{alone['p99']:8.2f}{ratio:7.2f}"
+    print(row, *(f"{name} {value:.1f}" for name, value in site.figures.items()), flush=True)
     return {
         "round_ms": rounds,
         "flow": flow,

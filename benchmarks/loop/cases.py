@@ -1,4 +1,4 @@
-"""Cases of ``benchmarks.rounds``: each sets up, and does its work within ``site.measured``."""
+"""Cases of ``benchmarks.loop.rounds``: each sets up, and does its work within ``site.measured``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 from cachesvc_client import CacheClient, CacheClientError, Lease
 from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_ctl.core.daemon_process import DaemonProcess
-from kvcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
+from kvcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inspect_pb2
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
@@ -278,7 +278,7 @@ def questions(site: Site) -> None:
             for _ in range(5):
                 site.admin.GetStatus(admin_pb2.GetStatusRequest(brief=True))
                 site.admin.ListLeases(admin_pb2.ListLeasesRequest())
-            for _ in site.admin.DumpIndex(admin_pb2.DumpIndexRequest(model_id=registration.model_id)):
+            for _ in site.admin.DumpIndex(inspect_pb2.DumpIndexRequest(model_id=registration.model_id)):
                 pass
         del held
 

@@ -1,6 +1,6 @@
 """Runs a daemon whose loop watch counts processor time of the loop's thread, and logs each long time.
 
-``python -m benchmarks.rounds_log FILE PYTHON -P -m cachesvc FLAGS``: as ``under`` of a DaemonProcess. A line of the
+``python -m benchmarks.loop.round_log FILE PYTHON -P -m cachesvc FLAGS``: as ``under`` of a DaemonProcess. A line of the
 file has the time (``time.monotonic``), the flow or ``round``, and the milliseconds.
 """
 
@@ -21,7 +21,7 @@ def main() -> None:
     time.perf_counter = time.thread_time  # a busy machine then does not show
     from cachesvc.service.loop.latency import Longest
 
-    def note(_: Longest, what: str, seconds: float, __: float) -> None:
+    def note(self: Longest, what: str, seconds: float, now: float) -> None:  # noqa: ARG001 - of its own face
         if seconds >= LEAST_SECONDS:
             os.write(log, f"{time.monotonic():.6f} {what} {seconds * 1e3:.3f}\n".encode())
 
