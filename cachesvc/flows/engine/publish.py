@@ -16,7 +16,7 @@ from cachesvc.flows.context import observers
 from cachesvc.flows.context.call import Call, no_sequence, refusal_of
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
-from cachesvc.flows.context.turns import LAST_TURNS
+from cachesvc.flows.context.turns import LAST_TURNS, LONG_TURNS
 from cachesvc.flows.engine.match import check_keys
 from cachesvc.flows.transfer.backup import back_up
 from cachesvc.flows.transfer.transfers import wait_for
@@ -58,6 +58,7 @@ class Publishing:
     """Progress of a publish that takes several turns: made for the call, handed to each of its runs."""
 
     done: int = 0
+    has_lined_up: bool = False
     parts: list[Published] = field(default_factory=list)
 
     def answer(self) -> Published:
@@ -103,6 +104,9 @@ def publish(
         _, stop = classify(call, whole, range(1), looks_up=False)
         if isinstance(stop, CacheError):
             raise stop
+        if stop is None and count > LONG_TURNS * most and not publishing.has_lined_up:
+            publishing.has_lined_up = True
+            return Wait((), turns=-(-count // most))
     now = min(most, count - done)
     try:
         part = _publish(core, call, Publishes((sequence_id,), (first_block + done,), (done, done + now), keys))

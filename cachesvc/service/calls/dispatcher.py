@@ -163,7 +163,7 @@ class Dispatcher:
 
         A future goes on where the caller is gone, unless it is cancelled.
         """
-        began, watch, name = time.perf_counter(), self._watch, operation.name
+        began, watch, name = self.node.loop_watch.begin(), self._watch, operation.name
         span = None if watch is None or parent is None else watch.begin(name, parent)
         came = request.SerializeToString() if contents is None else contents
         served: Served[R]
@@ -189,6 +189,7 @@ class Dispatcher:
 
     def charge(self, who: Caller, size_bytes: int) -> None:
         """The bytes of a message, before it is parsed. Raises QuotaExceeded."""
+        self.node.loop_watch.begin()
         if size_bytes > FREE_BYTES:
             self.admission.charge_bytes(who.acts_for, size_bytes - FREE_BYTES, self.node.now())
 
