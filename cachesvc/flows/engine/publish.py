@@ -49,8 +49,8 @@ class Known(NamedTuple):
 
 
 Stop = Known | Blocked | CacheError | None
-"""Reason why an entry is not sealed with those before it. None: it comes behind one of its own sequence or with the same key,
-or a call of its sequence waits."""
+"""Reason why an entry is not sealed with those before it. None: it comes behind one of its own sequence or with the
+same key, or a call of its sequence waits."""
 
 
 @dataclass(slots=True)
