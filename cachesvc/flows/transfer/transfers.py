@@ -236,8 +236,7 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
         place = replica.place if ticket.direction is Direction.LOAD else model.blocks.host
         if ticket.direction is Direction.STORE and not arrived:
             did_not_come(core, model, rows)
-        for row in rows:
-            model.blocks.finish_fill(place, row, arrived=arrived, may_write=ticket.may_write)
+        model.blocks.finish_fills(place, rows, arrived=arrived, may_write=ticket.may_write)
         if ticket.direction is Direction.LOAD:
             _count_loaded(core, model, ticket, rows)
         elif arrived:
