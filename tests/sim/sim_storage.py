@@ -16,6 +16,7 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
@@ -27,6 +28,7 @@ from cachesvc.storage.seam import (
     Scope,
     StoreStatus,
     Totals,
+    Use,
     key_at,
 )
 
@@ -61,6 +63,7 @@ class SimStorage:
         self._rng = random.Random(self.seed)
         self.objects: dict[ObjectName, bytes] = {}
         self.labels: dict[Scope, str] = {}
+        self.uses: list[tuple[Scope, Use]] = []
         self.waiting: list[Pending] = []
         self.faults: Counter[str] = Counter()
         self.chunks: list[memoryview] = []
@@ -79,6 +82,9 @@ class SimStorage:
 
     def watch(self, gone: Gone) -> None:
         self.gone = gone
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        self.uses += [(scope, use) for use in uses]
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         if not self.knows:
