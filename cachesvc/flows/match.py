@@ -9,6 +9,7 @@ from cachesvc.flows.counters import Count
 from cachesvc.flows.fetch import fetched_blocks, reach
 from cachesvc.flows.peers import Sharing, share
 from cachesvc.flows.turns import NO_MODEL, TURN, Chore
+from cachesvc.flows.using import note_hit
 from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.leases import Lease, member_of
 from cachesvc.ledger.ledger import Model, Replica
@@ -64,7 +65,9 @@ def match(
     lease.sequences[sequence_id] = sequence
     sequence.charge(core.ledger.key_bytes, lease.party)
     stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)
-    _count_hit(model, hit, stored)
+    passed_on = stored - max(0, min(stored, hit.blocks - hit.device_blocks))
+    _count_hit(model, hit, stored, passed_on)
+    note_hit(core, model, hit.row)
     waited = min(waited, MOST_WAITED_SECONDS)
     came = call.now - waited if clock is None else clock
     sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
@@ -83,7 +86,7 @@ def match(
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks
     tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
     computing = _computing(model, keys, hit.blocks) if model.computing else 0
-    return Matched(device, host, computing, tuple(tables), stored)
+    return Matched(device, host, computing, tuple(tables), stored - passed_on)
 
 
 def follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
@@ -150,9 +153,10 @@ def check_keys(lease: Lease, keys: bytes) -> None:
         raise LimitExceeded("block keys", len(keys) // KEY_BYTES, lease.blocks_per_sequence)
 
 
-def _count_hit(model: Model, hit: Hit, stored: int) -> None:
-    model.hit_blocks["device"] += hit.device_blocks
-    model.hit_blocks["host"] += hit.blocks - hit.device_blocks - stored
+def _count_hit(model: Model, hit: Hit, stored: int, passed_on: int) -> None:
+    """Count the blocks of a hit by tier. ``passed_on``: of the ``stored`` ones that are on the device by now."""
+    model.hit_blocks["device"] += hit.device_blocks - passed_on
+    model.hit_blocks["host"] += hit.blocks - hit.device_blocks - (stored - passed_on)
     model.hit_blocks["storage"] += stored
 
 

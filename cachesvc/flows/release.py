@@ -8,6 +8,7 @@ from cachesvc.flows.ahead import look_ahead
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.flows.turns import TURN
+from cachesvc.flows.using import note_end
 from cachesvc.model.answers import Wait
 from cachesvc.model.columns import Releases
 from cachesvc.model.errors import NotFound
@@ -47,6 +48,7 @@ def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) 
         raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
     if end is not None:
         sequence.tell_end(end)
+    note_end(core, call.model, sequence.anchor)
     if not sequence.end_part(core.turns.pages):
         return TURN
     del call.lease.sequences[sequence_id]

@@ -16,6 +16,7 @@ from cachesvc.flows.core import Core
 from cachesvc.flows.counters import Count
 from cachesvc.flows.evictions import remember_dropped
 from cachesvc.flows.turns import Chore, begin
+from cachesvc.flows.unstage import unstage_all
 from cachesvc.flows.wanting import came_to_host, did_not_come, was_used
 from cachesvc.ledger.blocks import Filling
 from cachesvc.ledger.ledger import Model, Replica
@@ -278,6 +279,8 @@ def _settle_rest(core: Core, ticket: Ticket) -> None:
         ticket.room.top_up()
     ticket.forget_parts()
     remember_dropped(core, model)
+    if ticket.direction is Direction.LOAD:
+        unstage_all(core, model)
     look_ahead(core, model, replica)
 
 

@@ -174,7 +174,7 @@ class Tier:
         """Blocks were used in memory: their objects are as recently used, as far as the engine evicts by that."""
         if self.backend.caps.follows_use:
             scope = self.shapes(model).scope
-            self._getting.add(partial(self.backend.used, scope, uses, chooser), list)
+            self._getting.add(partial(self.backend.used, scope, uses, chooser), lambda: None)
 
     def has(self, model: ModelFacts, key: bytes) -> bool:
         """True where the engine believes to have all of a block, as far as it knows without asking."""

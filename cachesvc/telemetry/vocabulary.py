@@ -259,6 +259,20 @@ VOCABULARY: dict[str, Event] = {
         "10 s.",
         ("reason", "objects"),
     ),
+    "storage_keeps_nothing": Event(
+        "warning", "A flag keeps all blocks from the storage; change it, or leave the storage out.", ("flag", "reason")
+    ),
+    "storage_flush_began": Event(
+        "info",
+        "The daemon ends, and writes blocks that were used again, the best first, for `seconds` at most.",
+        ("blocks", "seconds"),
+    ),
+    "storage_flush_progress": Event("info", "Blocks that are still to be written before the end.", ("blocks", "left")),
+    "storage_flushed": Event(
+        "info",
+        "The flush is over. `left`: blocks that were not written in the time that `--drain-seconds` gives.",
+        ("blocks", "left", "seconds"),
+    ),
     "storage_disk_refuses": Event(
         "warning",
         "The disk takes no writes: it is full, or mounted for reading. What is there is served, and writes are tried "
