@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from cachesvc.flows.core import Core
-from cachesvc.flows.keep import begin_soon
-from cachesvc.flows.wanting import want, was_used_again
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.storage.write import begin_soon
+from cachesvc.flows.transfer.pending_writes import want, was_used_again
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.place import NO_ROW
 
 
 def begin_flush(core: Core, capacity_bytes: int) -> int:

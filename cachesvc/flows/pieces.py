@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from cachesvc.flows.call import Call
-from cachesvc.flows.core import Core
-from cachesvc.flows.loads import bring, loads_of
-from cachesvc.flows.peers import Sharing
-from cachesvc.flows.room import make_room
-from cachesvc.flows.transfers import may_submit, wait_for
-from cachesvc.flows.turns import TURN
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.transfer.loads import bring, loads_of
+from cachesvc.flows.transfer.make_room import make_room
+from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.flows.transfer.transfers import may_submit, wait_for
 from cachesvc.flows.unstage import unstage
-from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.holds import Prefetch
+from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import LimitExceeded, PoolExhausted
 from cachesvc.model.transfer import Urgency

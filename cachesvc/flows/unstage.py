@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from cachesvc.flows.core import Core
-from cachesvc.flows.turns import begin
-from cachesvc.ledger.evict import EvictionPlan
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.turns import begin
+from cachesvc.ledger.eviction.planner import EvictionPlan
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.place import NO_ROW
 
 
 def unstage(model: Model, key: bytes) -> int:

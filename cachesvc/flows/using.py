@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Iterator
 from functools import partial
 
-from cachesvc.flows.believed import note_stored
-from cachesvc.flows.core import Core, StoredUse
-from cachesvc.flows.turns import Chore
-from cachesvc.flows.wanting import is_under_way, want
+from cachesvc.flows.context.core import Core, StoredUse
+from cachesvc.flows.context.turns import Chore
+from cachesvc.flows.storage.presence import note_stored
+from cachesvc.flows.transfer.pending_writes import is_under_way, want
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.place import NO_ROW
 
 MOST_USED = 1 << 16
 """Paths whose use is still to be passed down; further ones are passed over."""
