@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from cachesvc.config import Config
-from cachesvc.flows.flush import begin_flush, go_on
+from cachesvc.flows.storage.flush import begin_flush, go_on
 from cachesvc.memory.host.pool import HostPool
 from cachesvc.nodes import Nodes
 from cachesvc.peer.sources import Nowhere, Sources

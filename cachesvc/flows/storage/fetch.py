@@ -12,7 +12,7 @@ from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core, Fetched, FetchedObject, FetchRequest
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN, begin
-from cachesvc.flows.pieces import pass_on
+from cachesvc.flows.storage.pieces import pass_on
 from cachesvc.flows.storage.presence import note_stored, note_unstored
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.pending_writes import came_to_host

@@ -15,7 +15,7 @@ from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import Chore
 from cachesvc.flows.storage.presence import note_stored
 from cachesvc.flows.transfer.backup import back_up
-from cachesvc.flows.unstage import unstage
+from cachesvc.flows.transfer.unstage import unstage
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.storage_state import Keep

@@ -8,8 +8,8 @@ from functools import partial
 from cachesvc.flows.context.core import Core, Fetched, FetchedObject, FetchRequest, KeepRequest, StoredUse
 from cachesvc.flows.storage.fetch import fetched
 from cachesvc.flows.storage.presence import forget, forget_all
+from cachesvc.flows.storage.uses import spread_all
 from cachesvc.flows.storage.write import begin_soon, kept, pump_all
-from cachesvc.flows.using import spread_all
 from cachesvc.ledger.ledger import Model
 from cachesvc.storage.seam import Outcome, Use
 from cachesvc.storage.tier import News, Tier

@@ -9,7 +9,7 @@ from cachesvc.flows.transfer.loads import bring, loads_of
 from cachesvc.flows.transfer.make_room import make_room
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.flows.transfer.transfers import may_submit, wait_for
-from cachesvc.flows.unstage import unstage
+from cachesvc.flows.transfer.unstage import unstage
 from cachesvc.ledger.holds import Prefetch
 from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.model.answers import Wait
