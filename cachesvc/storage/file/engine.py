@@ -205,7 +205,7 @@ class FileStorage:
         )
 
     def _problem(self) -> str:
-        floor = f"less than floor={self._options.floor} bytes is left on the disk of {self._options.root}"
+        floor = f"the disk of {self._options.root} is full: less than floor={self._options.floor} bytes would be left"
         return self._disk.problem or (floor if self._space.lacks_floor else "")
 
     def close(self) -> None:
