@@ -107,7 +107,7 @@ def allocated(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in (*files(folder), *daemons))
 
 
-TIMES = {
+TIMES: dict[str, Callable[[int], int]] = {
     "equal": lambda _: 1_700_000_000,
     "before 1970": lambda at: -1000 - at,
     "in the future": lambda at: 9_000_000_000 + at,
@@ -208,9 +208,8 @@ def test_objects_that_cannot_be_removed_count_are_shown_and_keep_what_is_above_t
         last.mkdir()  # stands for what an operator, a snapshot or a network filesystem holds
         for at in range(60):
             keep(bench, path_of(f"{at}", 2), PAGE // 2)  # of another size: its file is removed, and not written over
-            totals = bench.turning.backend.totals()
-            assert totals.size_bytes <= 16 * OBJECT
-        assert totals.stuck_objects == 1
+            assert bench.turning.backend.totals().size_bytes <= 16 * OBJECT
+        assert bench.turning.backend.totals().stuck_objects == 1
         assert there(bench, stuck) == 8, "what is above it was not evicted"
         assert bench.turning.backend.status().stuck_bytes == OBJECT
         last.rmdir()

@@ -69,6 +69,8 @@ class SimStorage:
         self.chunks: list[memoryview] = []
         self.gone: Gone | None = None
         self.frozen = False
+        self.away = ""
+        self.losses = 0
         self.is_open = False
 
     def start(self) -> None:
@@ -141,7 +143,8 @@ class SimStorage:
         return out
 
     def totals(self) -> Totals:
-        return Totals(len(self.objects), sum(map(len, self.objects.values())), 0, 0)
+        size_bytes = sum(map(len, self.objects.values()))
+        return Totals(len(self.objects), size_bytes, 0, 0, self.away, not self.away, self.losses)
 
     def check_all(self, check: Check) -> Checked:
         found = Checked(len(self.objects), sum(map(len, self.objects.values())))
@@ -177,6 +180,12 @@ class SimStorage:
         while self.step(now):
             pass
 
+    def lose(self, why: str) -> None:
+        """Be away, with all that it had."""
+        self.objects.clear()
+        self.away = why
+        self.losses += 1
+
     def evict(self, names: Sequence[ObjectName]) -> None:
         """Let go of objects, and say so."""
         self.remove(names)
@@ -211,7 +220,7 @@ class SimStorage:
 
     def _read(self, index: int, item: Item, each: Each) -> None:
         content = self.objects.get(item.name)
-        if self._draws("fail"):
+        if self.away or self._draws("fail"):
             self._answer(each, index, Outcome.FAILED)
             return
         if content is not None and self._draws("vanish"):
@@ -236,7 +245,7 @@ class SimStorage:
 
     def _write(self, index: int, item: Item, each: Each) -> None:
         content = b"".join((item.head, *item.pages))
-        if self._draws("fail"):
+        if self.away or self._draws("fail"):
             self._answer(each, index, Outcome.FAILED)
             return
         if self._draws("tear"):

@@ -29,7 +29,8 @@ def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
     if core.storage is None:
         return
     host, stored = model.blocks.host, model.stored
-    names = map(model.blocks.index.key_of, _awaited(model, rows))
+    index = model.blocks.index  # evictions bring a path's end first; a block is written after those above it
+    names = map(index.key_of, sorted(_awaited(model, rows), key=index.depth.__getitem__))
     stored.ready |= dict.fromkeys(name for name in names if not is_under_way(model, name))
     if stored.ready and core.on_wanted is not None:
         core.on_wanted(model)
