@@ -313,6 +313,10 @@ class BlockLedger(Lookup):
                 each.window_leaves[group].remove_all(rows_of[group])
         return filled
 
+    def use(self, place: Place, rows: array[int]) -> None:
+        """Note that each of ``rows`` was used from its copies on ``place``."""
+        np.frombuffer(place.used, np.uint8)[column(rows)] = 1
+
     def finish_fills(self, place: Place, rows: array[int], *, arrived: bool, may_write: bool = False) -> None:
         """``finish_fill`` for each of the distinct ``rows``: whole columns at a time where their bytes have come."""
         if not arrived or len(rows) < AT_ONCE:
