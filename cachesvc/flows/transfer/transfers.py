@@ -19,7 +19,6 @@ from cachesvc.flows.transfer.low_watermark import look_ahead
 from cachesvc.flows.transfer.pending_writes import came_to_host, did_not_come, was_used
 from cachesvc.flows.transfer.unstage import unstage_all
 from cachesvc.ledger.index.block_ledger import Filling
-from cachesvc.ledger.index.reuse_stats import Miss
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.tickets import Ticket
@@ -264,7 +263,7 @@ def _count_loaded(core: Core, model: Model, ticket: Ticket, rows: Sequence[int])
             used[row] = 1
         was_used(core, model, rows)
     if not arrived:
-        model.reuse.missed[Miss.LOAD_FAILED] += len(rows)
+        model.reuse.unloaded += len(rows)
 
 
 def _settle_rest(core: Core, ticket: Ticket) -> None:
