@@ -136,7 +136,7 @@ class Simulation:
     def _settle(self) -> None:
         """End what is under way."""
         self._mover.land_all(self._core)
-        while self._disk is not None and self._disk.run():
+        while self._disk is not None and (self._disk.run() or self._mover.is_busy):
             self._mover.land_all(self._core)
 
     def _run(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer:
@@ -166,6 +166,11 @@ class _Instantly:
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         """No-op: transfers take no time."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a transfer has not ended."""
+        return bool(self._landing)
 
     def land_all(self, core: Core) -> None:
         """End all transfers, and do what is due at their end."""
