@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc.flows import observers
+from cachesvc.flows.context import observers
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count

@@ -40,7 +40,7 @@ def matched(
     model.hit_blocks["host"] += from_host - (stored - passed_on)
     model.hit_blocks["storage"] += stored
     came = call.now - waited if clock is None else clock
-    sequence.recent = model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models))
+    sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
     asked = min(blocks, max_blocks) if max_blocks else blocks
     has_windows = bool(replica.place.window_groups)
     model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
