@@ -55,8 +55,7 @@ from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.storages import Storages
-from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.transfer_ends import TransferEnds
+from cachesvc.swap.engine import SwapEngine, TransferEnds
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from cachesvc_client.wire.trace import trace_headers
+from cachesvc_client.wire.connection import trace_headers
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
