@@ -47,7 +47,7 @@ EVENTS_KEPT = 64
 Answer = TypeVar("Answer")
 
 
-class Pools(NamedTuple):
+class SimulatedPools(NamedTuple):
     """Parameters of a simulation: one device and one host pool, in blocks, and the policies by their names."""
 
     eviction: str
@@ -67,7 +67,7 @@ class Simulation:
     """One model on one replica, and one engine. Raises InvalidRequest for a policy that there is not, ValueError for a
     write policy or a size that cannot be. ``ledger``: what is true by now, for audits."""
 
-    def __init__(self, pools: Pools, block_tokens: int) -> None:
+    def __init__(self, pools: SimulatedPools, block_tokens: int) -> None:
         if pools.device_blocks < 1 or pools.host_blocks < 0:
             raise ValueError(f"there are no pools of {pools.device_blocks} and {pools.host_blocks} blocks")
         self._mover = _Instantly()
@@ -142,7 +142,7 @@ class _Instantly:
             tidy(core.chores)
 
 
-def _model(core: Core, pools: Pools, block_tokens: int) -> Model:
+def _model(core: Core, pools: SimulatedPools, block_tokens: int) -> Model:
     """The model with its pools, as a registration leaves it: a page a block. How many bytes that is decides nothing."""
     layout = Layout(block_tokens, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (1,), "uint8"),))
     host, device = PagePool("host", pools.host_blocks), PagePool("device", pools.device_blocks)

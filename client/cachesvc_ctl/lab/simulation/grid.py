@@ -119,9 +119,9 @@ def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
 
 def _serve_all(prompts: Prompts, cell: Cell) -> tuple[list[int], list[int]]:
     """Serve all prompts; of each prompt the hits on the device, and all hits."""
-    from cachesvc.simulation import Pools, Simulation
+    from cachesvc.simulation import SimulatedPools, Simulation
 
-    simulation = Simulation(Pools(*cell), prompts.block_tokens)
+    simulation = Simulation(SimulatedPools(*cell), prompts.block_tokens)
     device, both = [], []
     for number, (now, output) in enumerate(zip(prompts.seconds.tolist(), prompts.output_tokens.tolist(), strict=True)):
         keys = prompts.keys(number)
