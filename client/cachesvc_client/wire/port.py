@@ -19,7 +19,7 @@ from cachesvc_client.wire.methods import Method, Q, R
 
 T = TypeVar("T")
 Work = Coroutine[Any, Any, None]
-"""What runs beside its caller."""
+"""Background work of a client."""
 
 INTERRUPTS = (asyncio.CancelledError, KeyboardInterrupt)
 """Exceptions that may end a call half-way without its answer: it may have taken effect."""

@@ -22,7 +22,7 @@ class ModelConfig(Protocol):
 
 
 class LoadConfig(Protocol):
-    """How weights are read."""
+    """Settings for reading weights."""
 
     load_format: str
 
