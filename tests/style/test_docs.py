@@ -10,6 +10,8 @@ import pytest
 
 from tests.style.tree import ROOT, list_files, read_texts
 
+ROOTS = ("", "cachesvc/", "client/")
+"""Folders that the map leaves out."""
 LABEL = "cachesvc/gpus"
 """A label of Kubernetes, which looks like a path."""
 
@@ -49,6 +51,19 @@ def test_every_file_and_module_that_a_document_names_exists() -> None:
 def test_a_missing_file_is_found(text: str, missing: list[str]) -> None:
     files = ["cachesvc/wire/__init__.py", "cachesvc/wire/lane.py"]
     assert list(find_missing(text, files)) == missing
+
+
+def test_a_file_of_the_map_without_a_folder_lies_beside_the_one_before_it() -> None:
+    assert list(find_astray((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), list_files())) == []
+
+
+def test_a_file_beside_none_is_found() -> None:
+    files = ["cachesvc/wire/lane.py", "cachesvc/wire/parse.py", "client/cachesvc_client/lease.py"]
+    assert list(find_astray("| the lane | `wire/lane.py`, `parse.py`; `cachesvc_client/lease.py` |", files)) == []
+    assert list(find_astray("| the lane | `wire/lane.py`, `lease.py` |\n| more | `parse.py` |", files)) == [
+        "lease.py",
+        "parse.py",
+    ]
 
 
 def test_the_map_is_short() -> None:
@@ -99,6 +114,17 @@ def find_missing(markdown: str, files: Sequence[str]) -> Iterator[str]:
             known = {f"{path}.py", f"{path}/__main__.py", f"{path}/__init__.py"} & tails
             if path.partition("/")[0] in tops and not known:
                 yield module
+
+
+def find_astray(markdown: str, files: Sequence[str]) -> Iterator[str]:
+    """Files of a table's row that lie in another folder than the file before them, by which they are named."""
+    for row in (line for line in markdown.splitlines() if line.startswith("|")):
+        folder = ""
+        for path in re.findall(r"`([\w/]+\.py)`", row):
+            if "/" in path:
+                folder = next((found for root in ROOTS if (found := root + path) in files), path).rpartition("/")[0]
+            elif f"{folder}/{path}" not in files:
+                yield path
 
 
 def list_goals(makefile: str) -> set[str]:
