@@ -14,13 +14,14 @@ from cachesvc.flows.core import Core, Fetched, FetchedObject, FetchRequest
 from cachesvc.flows.counters import Count
 from cachesvc.flows.evictions import carry_out
 from cachesvc.flows.peers import Sharing
+from cachesvc.flows.room import make_cheap_host_room
 from cachesvc.flows.transfers import land
 from cachesvc.flows.turns import TURN, begin
 from cachesvc.flows.wanting import came_to_host
 from cachesvc.ledger.blocks import Hit
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.pins import Keep, Pin, kept
-from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.stored import Fetch
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
@@ -84,14 +85,14 @@ def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch 
     """Take pages for the next ``blocks`` blocks, or as many as can be had, and ask for them."""
     model, host = call.model, call.model.blocks.host
     assert core.storage is not None
-    most = min(host.pools[group].usable for group in host.full_groups) // HOST_SHARE
+    most = host.usable_blocks // HOST_SHARE
     blocks = min(blocks, most)
     if blocks <= 0 or len(core.ledger.tickets.running) >= core.limits.running_tickets:
         return None
     on_host = hit.row if hit.row != NO_ROW and host.is_hittable(hit.row) else NO_ROW
     if not _has_room(core, model, blocks, on_host):
         return TURN
-    blocks = min(blocks, _free(host))
+    blocks = min(blocks, host.free_blocks)
     if blocks <= 0:
         return None
     ticket = core.ledger.tickets.open(model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=call.lease.party)
@@ -107,14 +108,11 @@ def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch 
     return fetch
 
 
-def _free(host: Place) -> int:
-    return min(host.pools[group].unreserved for group in host.full_groups)
-
-
 def _has_room(core: Core, model: Model, blocks: int, on_host: int) -> bool:
     """True where there is as much room on the host for ``blocks`` blocks as there can be. Else a turn's worth was
     evicted: ask again in another turn."""
-    short = blocks - _free(model.blocks.host)
+    make_cheap_host_room(core, model, blocks)
+    short = blocks - model.blocks.host.free_blocks
     if short <= 0:
         return True
     with kept(model.blocks, model.blocks.host, Keep(on_host)):
