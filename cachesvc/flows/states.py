@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cachesvc.flows.call import Call
+from cachesvc.flows.context.call import Call
 from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.errors import InvalidRequest, NotOwned

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import takewhile
 
-from cachesvc.ledger.leaves import ROW_BITS, ROW_MASK
-from cachesvc.ledger.place import Place
+from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK
 from cachesvc.model.words import STAMP_BITS
 
 DEPTH_BITS = 32

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cachesvc.ledger.pages import AT_ONCE, PagePool
+from cachesvc.ledger.pages.page_pool import AT_ONCE, PagePool
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT
 

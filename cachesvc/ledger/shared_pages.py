@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from cachesvc.ledger.pages import AT_ONCE, PagePool
+from cachesvc.ledger.pages.page_pool import AT_ONCE, PagePool
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.words import PageState
 

@@ -9,7 +9,7 @@ from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import NO_PAGE
-from cachesvc_client.errors import InvalidRequest, StockEmpty
+from cachesvc_client.core.errors import InvalidRequest, StockEmpty
 
 
 class Stock:

@@ -18,8 +18,8 @@ from cachesvc.wire.convert import (
     positions_to_proto,
     unpack_numbers,
 )
-from cachesvc_client.errors import InvalidRequest, NotSupported
-from cachesvc_client.registration import Registration
+from cachesvc_client.core.errors import InvalidRequest, NotSupported
+from cachesvc_client.core.registration import Registration
 
 _STATE_NAMES = {number: name for name, number in TICKET_STATES.items()}
 

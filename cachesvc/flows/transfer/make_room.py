@@ -1,0 +1,310 @@
+"""Make room in a replica's device pools: drop blocks that have another copy, drain the rest.
+
+A call that must wait for drains keeps what is free, and what its drains free, by a reservation: others that come
+meanwhile evict for themselves. What the call relies on (``Keep``) is held here, while victims are chosen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.transfer.apply_evictions import carry_out
+from cachesvc.flows.transfer.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
+from cachesvc.ledger.demand import BlockDemand, demand_of
+from cachesvc.ledger.eviction.planner import (
+    EvictionPlan,
+    drop_idle_copies,
+    evictable_pages,
+    idle_windows,
+    transfers_here,
+)
+from cachesvc.ledger.index.pins import Keep, kept
+from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.pages.reservations import Reservation, expire
+from cachesvc.ledger.sequences import Sequence as OpenSequence
+from cachesvc.ledger.tickets import Ticket
+from cachesvc.model.answers import Wait
+from cachesvc.model.errors import PoolExhausted
+from cachesvc.model.numbers.sharing import Party
+from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import PageState
+
+DRAIN_FAILURES = 3
+"""Write-backs that fail in a row before evictions go on without them."""
+LOOKS_FOR_NOTHING = 64
+LOOKS_A_PAGE = 4
+"""Candidates that ``free_some`` looks at, in all and for each page: most can go, and where they cannot it gives up."""
+DRAINS_AT_ONCE = 32
+"""Write-backs under way for a call that evicts in turns: more would hold no link busier."""
+TRY_AGAIN_EVERY = 64
+"""After repeated failures, retry a write-back once every this number of evictions."""
+
+
+def make_room(
+    core: Core, call: Call, wanted: Sequence[int], keep: Keep, waiter: OpenSequence | None = None
+) -> Wait | None:
+    """See to it that group g has ``wanted[g]`` pages to take on the replica; None when it has them now.
+
+    Nothing of ``keep`` goes. A Wait names the write-backs that will free the pages, or none where more is to be evicted
+    than in one turn, and what there is of them is kept for the ``waiter`` until its call runs again. Raises
+    PoolExhausted when the whole demand cannot be met; nothing is evicted then, but for what went in earlier turns.
+    """
+    place = call.replica.place
+    if place.reservations:
+        expire(place.reservations, call.now)
+    room = None if waiter is None else waiter.room
+    if room is not None:
+        room.give_back()
+    wait: Wait | None = None
+    try:
+        if place.lacks(wanted):
+            room = None if waiter is None else waiter.reserve()
+            with kept(call.model.blocks, place, keep):
+                wait = _evict(core, call.model, call.replica, wanted, room, call.lease.party)
+    finally:  # it has what it wanted, or is refused: it no longer waits
+        if room is not None and wait is None:
+            room.release()
+    return wait if wait is None or waiter is None else keep_room(core, call, wanted, waiter, wait)
+
+
+def keep_room(core: Core, call: Call, wanted: Sequence[int], waiter: OpenSequence, wait: Wait = TURN) -> Wait:
+    """Reserve what there is of ``wanted[g]`` pages for the call of ``waiter`` until it runs again."""
+    room = waiter.reserve()
+    room.keep(wanted, call.now + core.limits.reservation_seconds)
+    return wait._replace(reserved=room)
+
+
+def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) -> int:
+    """Evict what is cold towards ``wanted[g]`` pages to take of group g, as far as can be had cheaply; for the stock.
+
+    It refuses nothing, waits for nothing, and evicts no more than in one turn; returns how many pages of a group go at
+    most, now or, for ``room``, once they are saved.
+    """
+    model, replica, place, party = call.model, call.replica, call.replica.place, call.lease.party
+    going = drop_idle_copies(model.blocks, place, wanted, core.turns.evicted, cheap=True)
+    demand = demand_of(place, wanted)
+    for ticket in _draining(core, model, replica, room):
+        demand.take([drain.row for drain in ticket.drains])
+    if (short := demand.left) > 0:
+        turn = _turn(core, model)
+        looks = LOOKS_FOR_NOTHING + LOOKS_A_PAGE * min(short, turn)
+        plan, _ = _plan(core, model, replica, demand, turn, party, looks)
+        if not plan.drains or may_submit(core, model, replica, party):
+            _carry_out(core, model, replica, plan, room, party)
+            going = max(going, plan.found)
+    return max(going, drop_idle_copies(model.blocks, place, wanted, core.turns.evicted))
+
+
+def _evict(
+    core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None, party: Party
+) -> Wait | None:
+    """Make room in every pool that is short: first by windowed copies that no hit has used, in a pool that they share
+    with full groups, then by blocks, then by other idle windowed copies."""
+    place = replica.place
+    if place.window_groups:
+        for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
+            if short > 0 and full < len(groups) and _evictable(model, place, groups, after_flights=False) < short:
+                return _wait_or_refuse(core, model, replica, groups, wanted, room)
+        if (
+            place.has_shared_pools
+            and drop_idle_copies(model.blocks, place, wanted, core.turns.evicted, cheap=True) >= core.turns.evicted
+        ):
+            return TURN if place.lacks(wanted) else None
+    if demand_of(place, wanted).left > 0:
+        wait = _evict_blocks(core, model, replica, wanted, room, party)
+        if wait is not None:
+            return wait
+    if place.window_groups:
+        drop_idle_copies(model.blocks, place, wanted, core.turns.evicted)
+        if place.lacks(wanted):
+            return TURN
+    return None
+
+
+def _evict_blocks(
+    core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None, party: Party
+) -> Wait | None:
+    place = replica.place
+    draining = _draining(core, model, replica, room)
+    demand = demand_of(place, wanted)
+    for ticket in draining:
+        demand.take([drain.row for drain in ticket.drains])
+    if (short := demand.left) > 0 and len(draining) >= DRAINS_AT_ONCE:
+        return wait_for(core, (ticket.id for ticket in draining))
+    if short > 0:
+        turn = _turn(core, model)
+        has_begun = room is not None and room.is_open
+        is_beyond = turn < short and not has_begun and evictable_pages(model.blocks, place) < short
+        plan, met = _plan(core, model, replica, demand, turn, party)
+        if is_beyond or not met:
+            if place.has_shared_pools and drop_idle_copies(model.blocks, place, wanted, core.turns.evicted):
+                return TURN
+            return _wait_or_refuse(core, model, replica, _shortest(place, wanted), wanted, room)
+        if plan.drains and draining and not may_submit(core, model, replica, party):
+            return wait_for(core, (ticket.id for ticket in draining))
+        if plan.drains:
+            require_transfer(core, model, replica, party)
+        draining += _carry_out(core, model, replica, plan, room, party)
+        if demand.left > 0:
+            return TURN
+    if demand_of(place, wanted).left <= 0:
+        return None
+    return wait_for(core, (ticket.id for ticket in draining))
+
+
+def _turn(core: Core, model: Model) -> int:
+    """Blocks that are evicted in a turn: half as many where each may have another one evicted on the host."""
+    host = model.blocks.host
+    is_host_full = (
+        core.writing.copies_when_evicted and _has_host(model) and host.pools[host.lead].free < core.turns.evicted
+    )
+    return max(1, core.turns.evicted // 2) if is_host_full else core.turns.evicted
+
+
+def _shortest(place: Place, wanted: Sequence[int]) -> tuple[int, ...]:
+    """The groups of the pool that is shortest, of those that full groups draw from."""
+    rows = zip(place.short_of(wanted), place.full_in, place.shares, strict=True)
+    return max((short, groups) for short, full, groups in rows if full)[1]
+
+
+def _draining(core: Core, model: Model, replica: Replica, room: Reservation | None) -> list[Ticket]:
+    """Running evictions whose pages this call may count on: its own, and those without a waiter."""
+    return [
+        ticket
+        for ticket in core.ledger.tickets.of_replica(model.id, replica.id, Direction.STORE)
+        if ticket.drains and (ticket.room is None or ticket.room is room or not ticket.room.is_open)
+    ]
+
+
+def _plan(
+    core: Core, model: Model, replica: Replica, demand: BlockDemand, turn: int, party: Party, looks: int = sys.maxsize
+) -> tuple[EvictionPlan, bool]:
+    """A turn's victims towards ``demand``; what is evicted is saved where that is the policy, and where it can be."""
+    place = replica.place
+    saves = core.writing.copies_when_evicted and _has_host(model)
+    saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica, party)
+    share = core.writing.share
+    make_cheap_host_room(core, model, min(demand.left, turn) if saves_now else 0)
+    plan_device = model.evictor.plan_device
+    before = demand.copy()
+    plan, met = plan_device(place, demand, to_host=saves_now, share=share, most_looks=looks, most_work=turn)
+    if not met and saves and not saves_now:
+        demand.go_back(before)
+        plan, met = plan_device(place, demand, to_host=True, most_looks=looks, most_work=turn)
+    return plan, met
+
+
+def _carry_out(
+    core: Core, model: Model, replica: Replica, plan: EvictionPlan, room: Reservation | None, party: Party
+) -> list[Ticket]:
+    """Carry a plan out; returns the ticket of its drains, if it has any."""
+    if not plan.drains:
+        carry_out(core, model, plan)
+        return []
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE, Urgency.AWAITED, party=party)
+    ticket.drains = plan.drains
+    ticket.room = room
+    coming = carry_out(core, model, plan, ticket.id)
+    submit(core, model, ticket, store_pairs(replica.place, coming), layered=False)
+    return [ticket]
+
+
+def make_cheap_host_room(core: Core, model: Model, blocks: int) -> None:
+    """Where groups share the host's pools, drop windowed copies there that no hit has used before any block goes."""
+    host = model.blocks.host
+    if host.has_shared_pools and blocks > host.free_blocks:
+        wanted = [blocks if group in host.full_groups else 0 for group in range(len(host.pools))]
+        drop_idle_copies(model.blocks, host, wanted, core.turns.evicted, cheap=True)
+
+
+def _wait_or_refuse(
+    core: Core,
+    model: Model,
+    replica: Replica,
+    groups: tuple[int, ...],
+    wanted_of: Sequence[int],
+    room: Reservation | None,
+) -> Wait:
+    """Wait where the end of running transfers can meet the demand of the pool of ``groups``. Raises PoolExhausted where
+    it cannot."""
+    place, book = replica.place, core.ledger.tickets
+    pool, wanted = place.pools[groups[0]], sum(wanted_of[group] for group in groups)
+    running = [t for direction in Direction for t in book.of_replica(model.id, replica.id, direction)]
+    readers = book.reading(model.id, replica.id)
+    running += readers
+    moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group in groups)
+    unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
+    coming = moves + _evictable(model, place, groups, after_flights=True, unpinned=unpinned)
+    promised = sum(
+        other.wanted[group] - other.held[group] for other in place.reservations if other is not room for group in groups
+    )
+    if pool.unreserved + coming - promised >= wanted:  # what another replica sends to the host is in flight here, too
+        awaited = dict.fromkeys([ticket.id for ticket in running] + transfers_here(model.blocks, place))
+        if awaited:
+            return wait_for(core, awaited)
+    if any(chore.model == model.id and chore.gives_back for chore in core.chores):
+        return TURN
+    raise exhausted(pool, wanted, _evictable(model, place, groups, after_flights=False))
+
+
+def room_left(place: Place) -> tuple[list[int], list[int]]:
+    """Pages of each group that can be taken now, and that eviction can give, some of them once transfers have ended.
+
+    Both are counted all the time: asking costs nothing, however many there are.
+    """
+    blocks = max(0, place.unprotected)
+    evictable = [blocks] * len(place.pools)
+    for group, idle in place.window_leaves.items():
+        evictable[group] = len(idle)
+    if place.has_shared_pools:
+        for groups in place.shares:
+            of_pool = sum(evictable[group] for group in groups)
+            for group in groups:
+                evictable[group] = of_pool
+    return [pool.unreserved for pool in place.pools], evictable
+
+
+def exhausted(pool: PagePool, wanted: int, evictable: int) -> PoolExhausted:
+    """The refusal of a pool, with its numbers. What is reserved counts as held."""
+    quarantined = pool.counts[PageState.QUARANTINED]
+    return PoolExhausted(
+        pool=pool.name if pool.usable == pool.capacity else f"{pool.name} (only {pool.usable} pages have arrived yet)",
+        wanted=wanted,
+        free=pool.unreserved,
+        evictable=evictable,
+        pinned=pool.usable - pool.unreserved - quarantined - evictable,
+        quarantined=quarantined,
+        capacity=pool.capacity,
+    )
+
+
+def _evictable(
+    model: Model, place: Place, groups: Sequence[int], *, after_flights: bool, unpinned: Sequence[int] = ()
+) -> int:
+    """Pages that eviction can give of the pool of ``groups``: a block has one in each full group, and windowed copies
+    that are idle go by themselves or with their block."""
+    found = 0
+    full = sum(group in place.full_groups for group in groups)
+    if full:
+        found = full * evictable_pages(model.blocks, place, after_flights=after_flights, unpinned=unpinned)
+    windowed = (group for group in groups if group in place.window_leaves)
+    return found + sum(idle_windows(model.blocks, place, group, after_flights=after_flights) for group in windowed)
+
+
+def _is_worth_saving(replica: Replica) -> bool:
+    """False while write-backs fail: blocks that cannot be saved are dropped, or no call would find room again. One is
+    retried now and then."""
+    if replica.failed_drains < DRAIN_FAILURES:
+        return True
+    replica.unsaved += 1
+    return replica.unsaved % TRY_AGAIN_EVERY == 0
+
+
+def _has_host(model: Model) -> bool:
+    return any(pool.usable for pool in model.blocks.host.pools)
