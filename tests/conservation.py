@@ -15,8 +15,8 @@ from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.pages.shared_pool import GroupPool
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.ledger.shared_pages import GroupPool
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 from tests.candidates import candidates, lost, segments

@@ -14,7 +14,7 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
-from cachesvc.ledger.demand import BlockDemand, demand_of
+from cachesvc.ledger.eviction.demand import BlockDemand, demand_of
 from cachesvc.ledger.eviction.planner import (
     EvictionPlan,
     drop_idle_copies,

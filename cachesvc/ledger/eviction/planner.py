@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cachesvc.ledger.demand import BlockDemand, demand_of, idle_copies
+from cachesvc.ledger.eviction.demand import BlockDemand, demand_of, idle_copies
 from cachesvc.ledger.eviction.drop import drop_all
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.block_index import BlockIndex
