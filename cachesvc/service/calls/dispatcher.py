@@ -35,7 +35,7 @@ from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.owners import no_lease
 from cachesvc.service.access.quota import FREE_BYTES
-from cachesvc.service.calls.idempotency import Mark, Purse, Repeats, mark_of
+from cachesvc.service.calls.idempotency import AnswerBudget, Mark, Repeats, mark_of
 from cachesvc.service.calls.observe import CANCELLED, OK, CallWatch, Parent
 from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
@@ -138,7 +138,7 @@ class Dispatcher:
         self.admission = admission
         self._watch = watch
         self._repeats: dict[str, Repeats] = {}
-        self._purses: dict[str, Purse] = {}
+        self._budgets: dict[str, AnswerBudget] = {}
         self._under_way: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
 
@@ -302,8 +302,8 @@ class Dispatcher:
         if known is None:
             for gone in [each for each in self._repeats if each not in leases]:
                 self._repeats.pop(gone).forget()
-            purse = self._purses.setdefault(ask.who.acts_for, Purse())
-            known = self._repeats[lease_id] = Repeats(purse)
+            budget = self._budgets.setdefault(ask.who.acts_for, AnswerBudget())
+            known = self._repeats[lease_id] = Repeats(budget)
         return known
 
 
