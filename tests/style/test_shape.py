@@ -23,8 +23,8 @@ LARGE = {
 """Folders above the limit, and why."""
 
 IN_DAEMON = (
-    *("Call", "Chooser", "Event", "Heads", "Keep", "Kind", "Lane", "Line"),
-    *("Mover", "Path", "Place", "Pools", "Registered", "Scope", "Tier", "Vault"),
+    *("Call", "Chooser", "Event", "Heads", "Keep", "Lane", "Line"),
+    *("Mover", "Path", "Pools", "Registered", "Scope", "Tier", "Vault"),
 )
 TWICE = {("cachesvc", name) for name in IN_DAEMON}
 """Class names that still occur twice in a distribution. A name leaves this list with its second use; none is added."""

@@ -25,11 +25,11 @@ from kvcache.v1 import cache_pb2
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.engine.stock import check_stock, refill_stock
 from cachesvc.flows.transfer.make_room import room_left
-from cachesvc.ledger.index.tier_copies import Place as DevicePlace
+from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import member_of
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
-from cachesvc.service.access.admission import Kind, Place
+from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.calls.dispatcher import INTERNAL, Ask
 from cachesvc.service.calls.observe import OK
 from cachesvc.service.loop.node import end_wait
@@ -69,7 +69,7 @@ class StepRun:
         self._targets = tuple(request.stock_pages)
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
         self._columns: ColumnRun | None = None
-        self._device: DevicePlace | None = None
+        self._device: Place | None = None
         self._next = 0
         self._parked: list[tuple[Parked, deque[EntryRef]]] = []
         self._behind: dict[int, deque[EntryRef]] = {}
@@ -94,17 +94,17 @@ class StepRun:
     def _begin(self, call: Call) -> cache_pb2.StepResponse | asyncio.Future[Any]:
         self._take_turn(call)
         if not self._is_through:
-            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
+            return self._dispatcher.later(self._ask, CallKind.WORK, self._go_on, is_admitted=True)
         if self._parked:
             try:
-                return self._dispatcher.later(self._ask, Kind.WAITS, self._go_on)
+                return self._dispatcher.later(self._ask, CallKind.WAITS, self._go_on)
             except LimitExceeded as full:
                 self._give_up_waiting(full)
         if self._parked:
-            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
+            return self._dispatcher.later(self._ask, CallKind.WORK, self._go_on, is_admitted=True)
         return self._end(call)
 
-    async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
+    async def _go_on(self, place: Slot) -> cache_pb2.StepResponse:
         node = self._dispatcher.node
         while not self._is_through:
             await node.next_turn(self._ask.holder.process)
