@@ -93,7 +93,7 @@ def landed(core: Core, ticket: Ticket, blocks: int) -> None:
     if ticket.direction is not Direction.LOAD:
         return
     if ticket.failing:
-        core.ledger.models[ticket.model].reuse.missed[Miss.LOAD_FAILED] += blocks
+        core.ledger.models[ticket.model].reuse.unloaded += blocks
     if ticket.source is not None:
         core.count(Count.PEER_BLOCKS, 0 if ticket.failing else blocks)
 
