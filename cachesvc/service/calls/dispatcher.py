@@ -166,6 +166,9 @@ class Dispatcher:
         began, watch, name = self.node.loop_watch.begin(), self._watch, operation.name
         span = None if watch is None or parent is None else watch.begin(name, parent)
         came = request.SerializeToString() if contents is None else contents
+        # One ``try`` around admission and operation: both refuse by raising, and a call without a task has no other
+        # root. An answer is kept once it is known, a defect's too: what was done before it is not known, so a retry
+        # must not carry it out again. A refusal in ``_admit`` leaves ``ask`` unset, and nothing is kept.
         served: Served[R]
         ask: Ask | None = None
         try:
