@@ -180,7 +180,7 @@ class _Instantly:
             tidy(core.chores)
 
 
-def _model(core: Core, pools: Pools, block_tokens: int) -> Model:
+def _model(core: Core, pools: SimulatedPools, block_tokens: int) -> Model:
     """The model with its pools, as a registration leaves it: a page a block. How many bytes that is decides nothing."""
     layout = Layout(block_tokens, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (1,), "uint8"),))
     host, device = PagePool("host", pools.host_blocks), PagePool("device", pools.device_blocks)
