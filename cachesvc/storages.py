@@ -18,6 +18,8 @@ from cachesvc.storage.file.options import file_options
 from cachesvc.storage.mooncake.engine import MooncakeStorage
 from cachesvc.storage.mooncake.options import mooncake_options
 from cachesvc.storage.objects import ObjectStore
+from cachesvc.storage.s3.engine import S3Storage
+from cachesvc.storage.s3.options import s3_options
 from cachesvc.storage.seam import StorageBackend
 from cachesvc.storage.spec import StorageSpec, parse_storage
 from cachesvc.storage.tier import Tier
@@ -25,7 +27,7 @@ from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.telemetry.metric_reader import Reading
 
-KINDS = ("file", "mooncake")
+OPTIONS = {"file": file_options, "mooncake": mooncake_options, "s3": s3_options}
 TICK_SECONDS = 0.2
 """Interval at which expired waits are reported, and canaries sent, seconds."""
 
@@ -34,11 +36,8 @@ def check_storage(text: str) -> StorageSpec | None:
     """Storage that a daemon would have; None: none. Raises InvalidRequest."""
     if not text:
         return None
-    spec = parse_storage(text, KINDS)
-    if spec.kind == "mooncake":
-        mooncake_options(spec)
-    else:
-        file_options(spec)
+    spec = parse_storage(text, tuple(OPTIONS))
+    OPTIONS[spec.kind](spec)
     return spec
 
 
@@ -46,6 +45,8 @@ def make_backend(spec: StorageSpec) -> StorageBackend:
     """The engine that was named. Raises InvalidRequest."""
     if spec.kind == "mooncake":
         return MooncakeStorage(mooncake_options(spec))
+    if spec.kind == "s3":
+        return S3Storage(s3_options(spec))
     return FileStorage(file_options(spec))
 
 

@@ -98,8 +98,8 @@ class Item(NamedTuple):
 Each = Callable[[int, Outcome], None]
 """``(index, outcome)``: called once for each item, from any thread: no byte moves to or from its memory any more. LATE
 alone is no end: another outcome follows it."""
-Found = Callable[[Sequence[bool]], None]
-"""Told once which of some objects an engine believes to have."""
+Found = Callable[[Sequence[bool] | None], None]
+"""Told once which of some objects an engine believes to have; None: it could not find out."""
 
 
 Gone = Callable[[Sequence[ObjectName]], None]
@@ -137,7 +137,7 @@ class Kept:
 @dataclass(slots=True)
 class StoreStatus:
     """Status that an engine reports; it is never trusted where bytes are at stake. ``capacity_bytes``: 0 where it has
-    none of its own. ``is_complete``: what was there at the start has been counted."""
+    none of its own. ``is_complete``: what was there at the start has been counted. ``errors``: since the start."""
 
     objects: int = 0
     size_bytes: int = 0
@@ -145,6 +145,8 @@ class StoreStatus:
     evicted_objects: int = 0
     is_complete: bool = True
     scopes: dict[Scope, Kept] = field(default_factory=dict)
+    errors: int = 0
+    last_error: str = ""
 
 
 Check = Callable[[ObjectName, memoryview], bool]

@@ -240,7 +240,8 @@ class Tier:
             self._putting.add(partial(self._canary.fly, deadline, self._flown), partial(self._flown, False))
 
     def _flown(self, is_good: bool) -> None:
-        self._post(lambda: self.breaker.probed(self._clock(), is_good=is_good))
+        is_in_time = self._clock() <= self._canary_until - LOST_SECONDS  # else BUSY may be of one that waited too long
+        self._post(lambda: self.breaker.probed(self._clock(), is_good=is_good and is_in_time))
 
     # -- on couriers ---------------------------------------------------------------------------------------------
 
@@ -254,7 +255,10 @@ class Tier:
         wanted = coming.wanted()
         names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
 
-        def found(there: Sequence[bool]) -> None:
+        def found(there: Sequence[bool] | None) -> None:
+            if there is None:
+                asked.fail()
+                return
             missing = (
                 block
                 for (block, shape), is_there in zip(wanted, there, strict=True)

@@ -33,6 +33,7 @@ from cachesvc.storage.seam import (
     Outcome,
     Part,
     Scope,
+    StorageBackend,
     StoreStatus,
     Totals,
 )
@@ -226,7 +227,7 @@ class Cluster(Store):
 class Counted:
     """An engine of which it is known what is under way."""
 
-    def __init__(self, engine: MooncakeStorage) -> None:
+    def __init__(self, engine: StorageBackend) -> None:
         self.engine = engine
         self.kind = engine.kind
         self.caps: Caps = engine.caps
@@ -251,7 +252,7 @@ class Counted:
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         self._begin(1)
 
-        def told(answers: Sequence[bool]) -> None:
+        def told(answers: Sequence[bool] | None) -> None:
             found(answers)
             self._end()
 

@@ -32,12 +32,11 @@ from cachesvc.storage.seam import (
     StoreStatus,
     Totals,
 )
+from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
 
 TOUCH_SECONDS = 60
 """A use is written to the file no more often than that."""
-NOTE_SECONDS = 10.0
-"""Interval between two log lines about unreadable objects, seconds."""
 FULL_SECONDS = 5.0
 """Time without writes after the filesystem had no room, seconds."""
 
@@ -60,9 +59,7 @@ class FileStorage:
         self._stopping = threading.Event()
         self._scanned = threading.Event()
         self._full_until = 0.0
-        self._noting = threading.Lock()
-        self._note_at = 0.0
-        self._unread = 0
+        self._troubles = Troubles(clock)
         self._direct = 0
 
     def start(self) -> None:
@@ -177,6 +174,7 @@ class FileStorage:
         status.capacity_bytes = self._options.capacity
         status.evicted_objects = self._space.evicted_objects
         status.is_complete = self._scanned.is_set()
+        status.errors, status.last_error = self._troubles.count, self._troubles.last
         return status
 
     def totals(self) -> Totals:
@@ -220,14 +218,8 @@ class FileStorage:
         each(index, outcome)
 
     def _note_unread(self, error: OSError) -> None:
-        """Log it, once in a while for all objects: a disk that breaks has many."""
-        with self._noting:
-            self._unread += 1
-            if self._clock() < self._note_at:
-                return
-            objects, self._unread = self._unread, 0
-            self._note_at = self._clock() + NOTE_SECONDS
-        events.event("storage_read_failed", reason=str(error), objects=objects)
+        if objects := self._troubles.note("read", str(error)):
+            events.event("storage_read_failed", reason=str(error), objects=objects)
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)
@@ -277,7 +269,8 @@ class FileStorage:
                     self._write_file(item, room, mover)
                     self._catalogue.add(item.name, size_bytes, int(time.time()))
         except OSError as error:
-            events.event("storage_write_failed", reason=str(error))
+            if objects := self._troubles.note("write", str(error)):
+                events.event("storage_write_failed", reason=str(error), objects=objects)
             outcome = Outcome.FAILED
             if error.errno in NO_ROOM:
                 self._full_until = self._clock() + FULL_SECONDS
