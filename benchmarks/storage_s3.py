@@ -20,6 +20,7 @@ from benchmarks.machine import describe_machine, fail
 from benchmarks.recording import write_result
 from benchmarks.storage import MIB, SCOPE, Figure, fetch, fill, keep, name_of
 from cachesvc.memory.mapped import yield_to_callers
+from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.s3.client import Bucket
 from cachesvc.storage.s3.engine import S3Storage
@@ -38,21 +39,24 @@ def measure(options: S3Options, size_bytes: int) -> dict[str, Any]:
     count = TOTAL_BYTES // size_bytes
     memory, before = (memoryview(mmap.mmap(-1, TOTAL_BYTES)) for _ in range(2))
     pages = [memory[at : at + size_bytes] for at in range(0, TOTAL_BYTES, size_bytes)]
-    head = memoryview(bytes(256))
+    whole = size_bytes + HEADER_BYTES
+    raw_memory = memoryview(mmap.mmap(-1, count * whole))
+    raw = [raw_memory[at * whole : (at + 1) * whole] for at in range(count)]
     written, raw_written, read, raw_read = (Figure(TOTAL_BYTES) for _ in range(4))
     store = ObjectStore(S3Storage(options), time.monotonic)
     store.start()
     bucket = Bucket(options)
-    whole = size_bytes + len(head)
     with ThreadPoolExecutor(THREADS, initializer=yield_to_callers) as threads:
         for repetition in range(REPETITIONS):
             fill(memory, repetition)
             before[:] = memory
+            for content, page in zip(raw, pages, strict=True):
+                content[HEADER_BYTES:] = page
             names = [ObjectName(SCOPE, name_of(repetition, at), Part(0, 0, 1)) for at in range(count)]
             texts = [f"raw/{size_bytes}/{repetition}/{at}" for at in range(count)]
 
             def put(at: int, texts: list[str] = texts) -> None:
-                bucket.put(texts[at], (head, pages[at]), whole)
+                bucket.put(texts[at], raw[at])
 
             def get(at: int, texts: list[str] = texts) -> None:
                 bucket.get(texts[at], 0, whole, whole)

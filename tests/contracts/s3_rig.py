@@ -101,7 +101,7 @@ class Server:
         bucket, until, pause = Bucket(replace(options, timeout=2.0)), time.monotonic() + BORN_SECONDS, threading.Event()
         while True:
             try:
-                bucket.put("born", (b"1",), 1)
+                bucket.put("born", b"1")
                 bucket.delete(["born"])
                 return
             except RequestFailed:
@@ -136,6 +136,18 @@ def as_it_is(client: socket.socket, chunk: bytes) -> bool:
 def dead(client: socket.socket, chunk: bytes) -> bool:
     """Answer nothing, and hang up."""
     return False
+
+
+def half(client: socket.socket, chunk: bytes) -> bool:
+    """Answer one half, and hang up."""
+    client.sendall(chunk[: len(chunk) // 2])
+    return False
+
+
+def late(client: socket.socket, chunk: bytes) -> bool:
+    """Answer a second later."""
+    threading.Event().wait(1.0)
+    return as_it_is(client, chunk)
 
 
 class Proxy:
@@ -214,7 +226,7 @@ class S3Turning:
 
     def _replace(self, name: ObjectName, content: bytes) -> None:
         self.raw.delete([name.text])
-        self.raw.put(name.text, (content,), len(content))
+        self.raw.put(name.text, content)
 
 
 def content(bucket: Bucket, path: str) -> bytes:

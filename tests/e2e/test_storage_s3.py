@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.contracts.s3_rig import Proxy, Server, as_it_is, dead, options_of, shared_server
+from tests.contracts.s3_rig import Proxy, Server, as_it_is, dead, half, options_of, shared_server
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.remote import ROOT
 from tests.e2e.rig import Node, running_node, wait_until
@@ -91,7 +90,7 @@ def test_a_store_that_fails_costs_bounded_waits_serves_nothing_wrong_and_is_used
         if harm == "stalled":
             proxy.flowing.clear()
         else:
-            proxy.harm = dead if harm == "dead" else _half
+            proxy.harm = dead if harm == "dead" else half
         began = time.monotonic()
         for seed in range(1, 4 * PROMPTS):
             served = engine.serve(prompt(seed, BLOCKS))
@@ -105,11 +104,6 @@ def test_a_store_that_fails_costs_bounded_waits_serves_nothing_wrong_and_is_used
         before = node.counters().get("storage_kept_blocks", 0)
         engine.serve(prompt(99, BLOCKS))
         wait_until(lambda: stored(node, before + BLOCKS), "it writes again")
-
-
-def _half(client: socket.socket, chunk: bytes) -> bool:
-    client.sendall(chunk[: len(chunk) // 2])
-    return False
 
 
 def test_a_daemon_ends_in_good_order_while_its_store_is_stalled(prefix: str, proxy: Proxy) -> None:

@@ -1,7 +1,7 @@
 """A bucket behind obstore, typed: calls that block outside of the GIL, and errors that are few.
 
-Bytes come into memory of the library's own and are copied from there, and it copies what it is given before it sends:
-so no byte moves to or from a caller's memory once a call has returned, whatever became of its request.
+Bytes come into memory of the library's own. What it is given to write it may read for as long as its request lives,
+which may be longer than the call: so callers give it copies.
 """
 
 from __future__ import annotations
@@ -126,10 +126,11 @@ class Bucket:
                 return Found(memoryview(b""), 0)  # it ends before this part of it
             raise RequestFailed(reason_of(error)) from error
 
-    def put(self, path: str, pieces: Sequence[memoryview | bytes], size_bytes: int) -> None:
-        """Write an object; one that is there may stay. Raises RequestFailed: it may be there nevertheless."""
+    def put(self, path: str, content: memoryview | bytes) -> None:
+        """Write an object; one that is there may stay. The library may read ``content`` after this has returned: it
+        must not change any more. Raises RequestFailed: the object may be there nevertheless."""
         part = self._options.part
-        is_large = size_bytes > 2 * part
+        is_large = len(content) >= 2 * part
         call: dict[str, object] = {"use_multipart": is_large}
         if is_large:
             call |= {"chunk_size": part, "max_concurrency": MULTIPART_PARTS}
@@ -137,13 +138,13 @@ class Bucket:
             call["mode"] = "create"
         errors = self._library.exceptions
         try:
-            self._library.put(self._moving, path, list(pieces), **call)
+            self._library.put(self._moving, path, content, **call)
         except errors.AlreadyExistsError:
             return
         except (OSError, errors.BaseError) as error:
             if "mode" in call and (_code_of(error) == _NOT_IMPLEMENTED or isinstance(error, errors.NotSupportedError)):
                 self._creates = False  # a store without conditional writes
-                self.put(path, pieces, size_bytes)
+                self.put(path, content)
                 return
             raise RequestFailed(reason_of(error)) from error
 

@@ -18,7 +18,7 @@ from cachesvc.storage.s3.client import Bucket, RequestFailed
 from cachesvc.storage.s3.known import Known
 from cachesvc.storage.s3.names import LABELS, MOST_LABEL_BYTES, OBJECTS, label_path, object_of, scope_of_label
 from cachesvc.storage.s3.options import S3Options
-from cachesvc.storage.s3.pieces import Gather, ranges, scatter
+from cachesvc.storage.s3.pieces import Gather, gather, ranges, scatter
 from cachesvc.storage.s3.search import Search
 from cachesvc.storage.seam import (
     Caps,
@@ -104,10 +104,10 @@ class S3Storage:
         jobs: list[Job] = []
         for index, item in enumerate(items):
             spans = ranges(len(item.head) + item.payload_bytes, self._options.part)
-            gather = Gather(len(spans), partial(self._end_read, index, item, each))
+            whole = Gather(len(spans), partial(self._end_read, index, item, each))
             jobs += [
-                Job(lambda _, item=item, span=span, gather=gather: gather.add(self._read(item, span, deadline)),  # type: ignore[misc]
-                    partial(gather.add, Outcome.BUSY), deadline)
+                Job(lambda _, item=item, span=span, whole=whole: whole.add(self._read(item, span, deadline)),  # type: ignore[misc]
+                    partial(whole.add, Outcome.BUSY), deadline)
                 for span in spans
             ]  # fmt: skip
         self._readers.add(jobs)
@@ -239,7 +239,7 @@ class S3Storage:
         if self._options.capacity and self._known.size_bytes + size_bytes > self._options.capacity:
             return Outcome.BUSY
         try:
-            self._require().put(item.name.text, (item.head, *item.pages), size_bytes)
+            self._require().put(item.name.text, gather((item.head, *item.pages)))
         except RequestFailed as error:
             self._note_unwritten(error)
             return Outcome.FAILED
@@ -280,7 +280,7 @@ class S3Storage:
         path = label_path(scope)
         try:
             self._require().delete([path])
-            self._require().put(path, (text,), len(text))
+            self._require().put(path, text)
         except RequestFailed as error:
             events.warning("storage_label_not_kept", reason=str(error))
 
