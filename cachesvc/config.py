@@ -13,7 +13,7 @@ from cachesvc.model.addresses import parse_address
 from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.nearest import did_you_mean
-from cachesvc.model.sizes import parse_size
+from cachesvc.model.sizes import parse_amount, parse_size
 from cachesvc.model.words import WritePolicy
 
 BACKENDS = ("auto", "shm", "cuda")
@@ -173,8 +173,13 @@ class Config:
             raise InvalidRequest("ahead_pages may not be negative; 0 makes no room ahead")
         if self.lanes_per_process < 0:
             raise InvalidRequest("lanes_per_process may not be negative; 0 gives no lanes")
-        for name in ("device_pool", "host_pool"):
+        for name in POOLS:
             _require_pool(name, getattr(self, name))
+        if self.storage and not self.host_pool:
+            raise InvalidRequest(
+                "storage: blocks go to storage from the host's pages, and host_pool is 0: nothing would be kept; give "
+                "it a host_pool, such as 8GiB"
+            )
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         _require_grace(self.token_grace_seconds)
@@ -219,6 +224,7 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
 
 
 MIN_POOL_BYTES = 1 << 20
+POOLS = ("device_pool", "host_pool")
 SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", "slice_bytes", "checksum_limit")
 
 
@@ -234,7 +240,7 @@ def _coerce(name: str, value: Any) -> Any:
         return tuple(value)
     if name in SIZES and not isinstance(value, bool):
         try:
-            return parse_size(value)
+            return (parse_size if name in POOLS else parse_amount)(value)
         except InvalidRequest as error:
             raise InvalidRequest(f"{name}: {error}") from error
     if isinstance(default, int):

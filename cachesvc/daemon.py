@@ -344,7 +344,7 @@ def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls, keyri
         health=health,
         transports=calls.transports,
         keyring=keyring,
-        peers_attention=base.storages.nodes.attention,
+        beside_attention=base.storages.attention,
     )
 
 

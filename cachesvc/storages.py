@@ -75,6 +75,17 @@ class Storages:
         assert self._answers is not None
         return self._answers
 
+    def attention(self) -> list[str]:
+        """Sentences about storage that is not used, and about nodes that cannot be borrowed from."""
+        out = self.nodes.attention()
+        if self.tier is not None and not self.tier.breaker.is_closed:
+            kind, breaker = self.tier.backend.kind, self.tier.breaker
+            out.append(
+                f"storage {kind} is not used now ({breaker.state.value}): {breaker.reason}; it is tried again by itself, "
+                "and cachesvc storage has more"
+            )
+        return out
+
     def read(self, reading: Reading) -> None:
         """Add its counts to the metrics."""
         read_storage(reading, self.tier)

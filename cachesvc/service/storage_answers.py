@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvcache.v1 import storage_pb2
 
 from cachesvc.flows.believed import forget_all
 from cachesvc.flows.counters import Count
-from cachesvc.model.errors import NotFound, Unavailable
+from cachesvc.model.errors import InvalidRequest, NotFound, Unavailable
+from cachesvc.model.printable import one_line
 from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller
 from cachesvc.service.node import Node
 from cachesvc.storage.canary import SCOPE
 from cachesvc.storage.objects import Way
-from cachesvc.storage.seam import Scope
+from cachesvc.storage.seam import Kept, Scope
 from cachesvc.storage.tier import Tier
 from cachesvc.telemetry import events
 
+SHOWN_DIGITS = 12
+MOST_SHOWN = 8
 SHOWN_NAMESPACE = "[0-9a-f]{12,64}"
 """A namespace as listings have it, or more of it."""
 
@@ -107,21 +111,16 @@ class StorageAnswers:
         )
 
     async def purge(self, name: str) -> storage_pb2.PurgeStorageResponse:
-        """Remove the objects of every tenant's model of that name, or of the namespace whose number begins so; of all
-        models where the name is empty. Raises Unavailable, NotFound."""
+        """Remove the objects of the one namespace of that name, or whose number begins so, with all its layouts; of all
+        where the name is empty. Raises Unavailable, NotFound, InvalidRequest."""
         tier = self._require()
         async with self._busy:
-            found = await asyncio.to_thread(tier.backend.status)
-            scopes: list[Scope | None] = [scope for scope, kept in found.scopes.items() if name in ("", kept.label)]
-            if not scopes and re.fullmatch(SHOWN_NAMESPACE, name):
-                scopes = [scope for scope in found.scopes if scope.namespace.hex().startswith(name)]
-            if name and not scopes:
-                raise NotFound("stored model", name, "cachesvc storage lists those that there are")
+            scopes = _named((await asyncio.to_thread(tier.backend.status)).scopes, name) if name else [None]
             objects = 0
-            for scope in scopes if name else [None]:
+            for scope in scopes:
                 objects += await asyncio.to_thread(tier.backend.purge, scope)
         for model in self._node.view().models():
-            if name in ("", model.name) or any(scope and scope.namespace == model.namespace for scope in scopes):
+            if any(scope is None or scope.namespace == model.namespace for scope in scopes):
                 self._node.run(forget_all, self._node.core, model)
         events.event("storage_purged", model_name=name, objects=objects)
         return storage_pb2.PurgeStorageResponse(objects=objects)
@@ -131,3 +130,19 @@ class StorageAnswers:
         if tier is None:
             raise Unavailable("no storage is configured; start the daemon with --storage")
         return tier
+
+
+def _named(scopes: Mapping[Scope, Kept], name: str) -> Sequence[Scope | None]:
+    """Scopes of the one namespace that is meant. Raises NotFound, InvalidRequest where several could be."""
+    found = [scope for scope, kept in scopes.items() if kept.label == one_line(name)]
+    if not found and re.fullmatch(SHOWN_NAMESPACE, name):
+        found = [scope for scope in scopes if scope.namespace.hex().startswith(name)]
+    if not found:
+        raise NotFound("stored model", name, "cachesvc storage lists those that there are")
+    namespaces = sorted({scope.namespace.hex()[:SHOWN_DIGITS] for scope in found})
+    if len(namespaces) > 1:
+        raise InvalidRequest(
+            f"{len(namespaces)} namespaces, of tenants or versions of weights, are called {name!r}: name one by its "
+            f"number in the listing of cachesvc storage: {', '.join(namespaces[:MOST_SHOWN])}"
+        )
+    return found

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from cachesvc.model.errors import CacheError
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.printable import one_line
 from cachesvc.model.words import NO_PAGE
 from cachesvc.storage.asked import Asked
 from cachesvc.storage.breaker import Breaker, State
@@ -150,7 +151,7 @@ class Tier:
         known = self._shapes.get(model.id)
         if known is None:
             known = self._shapes[model.id] = shapes_of(model)
-            self.backend.describe(known.scope, model.name)
+            self.backend.describe(known.scope, one_line(model.name))
         return known
 
     def forget(self, model_id: int) -> None:

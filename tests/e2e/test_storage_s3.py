@@ -45,8 +45,8 @@ def stored(node: Node, blocks: int) -> bool:
     return node.counters().get("storage_kept_blocks", 0) >= blocks
 
 
-def cachesvc(node: Node, *words: str) -> str:
-    command = [sys.executable, "-m", "cachesvc_ctl.main", "storage", "--socket", node.socket, *words]
+def cachesvc(node: Node, *words: str, ask: str = "storage") -> str:
+    command = [sys.executable, "-m", "cachesvc_ctl.main", ask, "--socket", node.socket, *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
 
 
@@ -123,3 +123,4 @@ def test_without_its_store_a_daemon_starts_and_says_why_it_is_not_used() -> None
             assert engine.serve(prompt(seed, BLOCKS)).computed == BLOCKS
         wait_until(lambda: "NOT used" in cachesvc(node), "it was given up")
         assert "storage_not_listed" in node.log()
+        assert "! storage s3 is not used now (" in cachesvc(node, ask="status")

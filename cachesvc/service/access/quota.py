@@ -14,7 +14,7 @@ from cachesvc.flows.budget import Budget
 from cachesvc.flows.call import Call
 from cachesvc.flows.core import Core
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
-from cachesvc.model.sizes import parse_size
+from cachesvc.model.sizes import parse_amount
 from cachesvc.questions.owned import leases_of, private_pages, private_pages_of, usage
 from cachesvc.questions.view import View
 
@@ -64,7 +64,7 @@ def parse_quota(table: Any, where: str) -> Quota:
     if not isinstance(table, dict) or not set(table) <= known:
         raise InvalidRequest(f"{where}: known quotas are {', '.join(sorted(known))}")
     try:
-        return Quota(**{name: parse_size(value) if name in _SIZES else value for name, value in table.items()})
+        return Quota(**{name: parse_amount(value) if name in _SIZES else value for name, value in table.items()})
     except InvalidRequest as error:
         raise InvalidRequest(f"{where}: {error}") from error
 

@@ -27,7 +27,7 @@ class Facts:
     """Sizes in bytes, of one device and of the host pool. ``started``: monotonic seconds. ``lease_seconds``: silence
     after which a lease is lost. ``settings``: as operators see them, kept up to date. ``devices``: those that were
     measured. ``keyring``: of the tokens' file; None: there is none.
-    ``peers_attention``: sentences about other nodes."""
+    ``beside_attention``: sentences about storage and other nodes."""
 
     version: str
     backend: str
@@ -44,7 +44,7 @@ class Facts:
     health: DeviceHealth
     transports: Callable[[], Transports]
     keyring: Keyring | None = None
-    peers_attention: Callable[[], list[str]] = list
+    beside_attention: Callable[[], list[str]] = list
 
     @property
     def uptime_seconds(self) -> float:
@@ -74,7 +74,7 @@ class Facts:
             out.append(
                 f"the tokens' file has not been readable for {stale:.0f} s: nothing that was taken out is revoked"
             )
-        out += self.peers_attention()
+        out += self.beside_attention()
         return out + [_describe_retired(each) for each in self.retired_shown() if sees(each.tenant)]
 
 

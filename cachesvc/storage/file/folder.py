@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.model.printable import one_line
 from cachesvc.storage.file.catalogue import Entry
 from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_of, object_path, scope_folder, scope_of
 from cachesvc.storage.seam import ObjectName, Scope
 
 MOST_LABEL_BYTES = 256
 NEW = "claim."
-RECOVERED = "lost+found"
-"""A folder that a fresh ext4 filesystem has; nothing of it is touched."""
+FURNITURE = re.compile(
+    r"lost\+found|\.snapshots?|\.zfs|\.Trash.*|\$RECYCLE\.BIN|System Volume Information|\.nfs.*|\.fuse_hidden.*"
+    r"|\.glusterfs|a?quota\.(user|group|project)(\.new)?|\.journal|\.autorelabel|\.(lustre|mmSharedTmpDir|fscrypt|DS_Store)"
+)
+"""Names in the root of a mounted filesystem that are its own; nothing of it is touched."""
 
 
 class Folder:
@@ -52,7 +57,7 @@ class Folder:
             self.mine = new.rename(daemons / name)
         except OSError as error:
             raise Unavailable(
-                f"storage: {self.root} cannot be used: {error}; make it writable for the daemon's user"
+                f"storage: {self.root} cannot be used: {error}{_whose(error)}; make it writable for the daemon's user"
             ) from error
 
     def release(self) -> None:
@@ -65,10 +70,11 @@ class Folder:
     def _check_format(self) -> None:
         path = self.root / "format"
         if not path.exists():
-            strange = [each for each in self.root.iterdir() if not each.name.startswith(("format", NEW, RECOVERED))]
+            strange = [each.name for each in self.root.iterdir() if not _is_expected(each.name)]
             if strange and not path.exists():  # else another daemon has just begun here, too
                 raise InvalidRequest(
-                    f"storage: {self.root} is not empty, and not ours; give the cache a folder of its own"
+                    f"storage: {self.root} is not empty, and not ours (it has {one_line(min(strange))!r}); give the "
+                    "cache a folder of its own"
                 )
             new = self.root / f"format.{secrets.token_hex(4)}"
             new.write_text(FORMAT_TEXT)
@@ -89,7 +95,9 @@ class Folder:
                 scope = scope_of(entry.name)
                 if scope is not None:
                     label = Path(entry.path) / LABEL
-                    found[scope] = label.read_text(errors="replace")[:MOST_LABEL_BYTES] if label.exists() else ""
+                    found[scope] = (
+                        one_line(label.read_text(errors="replace")[:MOST_LABEL_BYTES]) if label.exists() else ""
+                    )
         return found
 
     def describe(self, scope: Scope, label: str) -> None:
@@ -132,6 +140,19 @@ class Folder:
                     count += 1
                 is_gone(entry.name)
         return count
+
+
+def _is_expected(name: str) -> bool:
+    return name.startswith(("format", NEW)) or FURNITURE.fullmatch(name) is not None
+
+
+def _whose(error: OSError) -> str:
+    """Owner of what a permission was denied for, where that is another user."""
+    path = str(error.filename or "")
+    owners = [os.lstat(each).st_uid for each in (path, os.path.dirname(path)) if os.path.lexists(each)]
+    if not isinstance(error, PermissionError) or owners[:1] in ([], [os.geteuid()]):
+        return ""
+    return f", which belongs to user {owners[0]} (this daemon is user {os.geteuid()})"
 
 
 def _folders(path: Path) -> list[os.DirEntry[str]]:

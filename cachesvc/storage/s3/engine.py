@@ -13,6 +13,7 @@ from functools import partial
 
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import Unavailable
+from cachesvc.model.printable import one_line
 from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane
 from cachesvc.storage.s3.client import Bucket, RequestFailed
 from cachesvc.storage.s3.known import Known
@@ -341,7 +342,7 @@ class S3Storage:
     def _read_label(self, scope: Scope, path: str, size_bytes: int) -> None:
         found = self._require().get(path, 0, size_bytes, size_bytes)
         if found is not None:
-            self._known.describe(scope, bytes(found.content).decode(errors="replace"))
+            self._known.describe(scope, one_line(bytes(found.content).decode(errors="replace")))
 
 
 def _nothing() -> None:
