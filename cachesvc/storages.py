@@ -81,8 +81,8 @@ class Storages:
         if self.tier is not None and not self.tier.breaker.is_closed:
             kind, breaker = self.tier.backend.kind, self.tier.breaker
             out.append(
-                f"storage {kind} is not used now ({breaker.state.value}): {breaker.reason}; it is tried again by itself, "
-                "and cachesvc storage has more"
+                f"storage {kind} is not used now ({breaker.state.value}): {breaker.reason}; it is tried again by "
+                "itself, and cachesvc storage has more"
             )
         return out
 
