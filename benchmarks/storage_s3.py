@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine, fail
-from benchmarks.recording import write_result
-from benchmarks.storage import MIB, SCOPE, Figure, fetch, fill, keep, name_of
+from benchmarks.storage.disk import MIB, SCOPE, Figure, fetch, fill, keep, name_of
+from benchmarks.support.machine import describe_machine, fail
+from benchmarks.support.recording import write_result
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.objects import ObjectStore

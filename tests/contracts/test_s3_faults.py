@@ -19,7 +19,7 @@ from cachesvc.storage.s3.options import S3Options
 from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.s3_rig import Proxy, S3Turning, Server, as_it_is, dead, options_of, require, shared_server
 from tests.contracts.storage_rig import FAR, OTHER, PAGE_BYTES, SCOPE, Bench, content_of, name_of
-from tests.e2e.test_access import Authority
+from tests.e2e.access.test_access import Authority
 
 OK, MISS, WRONG, BUSY, FAILED, LATE = (
     Outcome.OK,

@@ -23,7 +23,7 @@ from tests.contracts.test_storage_file import BUSY, MIB, OK, opened
 from tests.e2e.rig import short_folder
 from tests.other_user import as_user
 from tests.sim.sim_storage import SimStorage
-from tests.unit.storage_tier_rig import TierRig
+from tests.unit.storage.storage_tier_rig import TierRig
 
 OBJECTS = 8
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from cachesvc.model.addresses import LOOPBACK
 from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.text.addresses import LOOPBACK
 from cachesvc.storage.spec import StorageSpec, number_option, seconds_option, size_option
 
 MOST_THREADS = 128
