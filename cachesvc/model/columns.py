@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 MAX_OPERATIONS = 4096
@@ -35,3 +35,15 @@ class Releases(NamedTuple):
 
     sequences: Sequence[int]
     output_tokens: Sequence[int | None]
+
+
+def before_repeated(numbers: Sequence[int], held: Collection[int]) -> Sequence[int]:
+    """The first of ``numbers``, up to one that is among ``held`` or was named before."""
+    if not held and len(set(numbers)) == len(numbers):
+        return numbers
+    seen = set(held)
+    for at, number in enumerate(numbers):
+        if number in seen:
+            return numbers[:at]
+        seen.add(number)
+    return numbers

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cachesvc.model.errors import CacheError
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.printable import one_line
+from cachesvc.model.text.printable import one_line
 from cachesvc.model.words import NO_PAGE
 from cachesvc.storage.asked import Asked
 from cachesvc.storage.breaker import Breaker, State

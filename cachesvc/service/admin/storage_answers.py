@@ -13,7 +13,7 @@ from kvcache.v1 import storage_pb2
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.storage.presence import forget_all
 from cachesvc.model.errors import InvalidRequest, NotFound, Unavailable
-from cachesvc.model.printable import one_line
+from cachesvc.model.text.printable import one_line
 from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller
 from cachesvc.service.loop.node import Node

@@ -12,6 +12,7 @@ from cachesvc.service.access.keyring import Keyring
 from cachesvc.service.access.retired import Shown
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.device_line import DeviceLine
+from cachesvc.service.loop.latency import LoopWatch
 
 
 class Transports(NamedTuple):
@@ -43,6 +44,7 @@ class Facts:
     host_pool: HostPool
     health: DeviceHealth
     transports: Callable[[], Transports]
+    loop: LoopWatch
     keyring: Keyring | None = None
     beside_attention: Callable[[], list[str]] = list
 

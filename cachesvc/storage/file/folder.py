@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.model.printable import one_line
+from cachesvc.model.text.printable import one_line
 from cachesvc.storage.file.catalogue import Entry
 from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_of, object_path, scope_folder, scope_of
 from cachesvc.storage.seam import ObjectName, Scope

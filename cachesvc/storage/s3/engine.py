@@ -13,7 +13,7 @@ from functools import partial
 
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.printable import one_line
+from cachesvc.model.text.printable import one_line
 from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane
 from cachesvc.storage.s3.client import Bucket, RequestFailed
 from cachesvc.storage.s3.known import Known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cachesvc.model.printable import one_line
+from cachesvc.model.text.printable import one_line
 
 __all__ = ["describe_bytes", "for_terminal", "left_out", "one_line", "table"]
 

@@ -1,4 +1,4 @@
-"""Overhead of the daemon over an S3 store: ``python -m benchmarks.storage_s3 --json OUT``.
+"""Overhead of the daemon over an S3 store: ``python -m benchmarks.storage.s3 --json OUT``.
 
 SeaweedFS is started here, on the same machine. Objects are written and read (verified) through the engine, and by
 obstore alone with the same settings, by as many threads of the same priority; alternating, medians, processor time of
