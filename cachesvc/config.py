@@ -175,11 +175,7 @@ class Config:
             raise InvalidRequest("lanes_per_process may not be negative; 0 gives no lanes")
         for name in POOLS:
             _require_pool(name, getattr(self, name))
-        if self.storage and not self.host_pool:
-            raise InvalidRequest(
-                "storage: blocks go to storage from the host's pages, and host_pool is 0: nothing would be kept; give "
-                "it a host_pool, such as 8GiB"
-            )
+        _require_host_pages(self)
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         _require_grace(self.token_grace_seconds)
@@ -270,6 +266,14 @@ def _require_pool(name: str, size_bytes: int) -> None:
         raise InvalidRequest(
             f"{name}: {size_bytes} is {size_bytes} bytes, and a pool has at least {MIN_POOL_BYTES} (1 MiB); did you "
             f"mean {size_bytes}GiB?"
+        )
+
+
+def _require_host_pages(config: Config) -> None:
+    if config.storage and not config.host_pool:
+        raise InvalidRequest(
+            "storage: blocks go to storage from the host's pages, and host_pool is 0: nothing would be kept; give it a "
+            "host_pool, such as 8GiB"
         )
 
 
