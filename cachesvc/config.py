@@ -173,9 +173,7 @@ class Config:
             raise InvalidRequest("ahead_pages may not be negative; 0 makes no room ahead")
         if self.lanes_per_process < 0:
             raise InvalidRequest("lanes_per_process may not be negative; 0 gives no lanes")
-        for name in POOLS:
-            _require_pool(name, getattr(self, name))
-        _require_host_pages(self)
+        _require_pools(self)
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         _require_grace(self.token_grace_seconds)
@@ -269,7 +267,9 @@ def _require_pool(name: str, size_bytes: int) -> None:
         )
 
 
-def _require_host_pages(config: Config) -> None:
+def _require_pools(config: Config) -> None:
+    for name in POOLS:
+        _require_pool(name, getattr(config, name))
     if config.storage and not config.host_pool:
         raise InvalidRequest(
             "storage: blocks go to storage from the host's pages, and host_pool is 0: nothing would be kept; give it a "
