@@ -58,7 +58,8 @@ def measure(case: Case) -> dict[str, Any]:
         flags = [each.format(folder=folder) for each in case.flags]
         under = [sys.executable, "-m", "benchmarks.loop.round_log", str(log)]
         with DaemonProcess(["--backend", "shm", *flags], folder=folder, under=under) as daemon:
-            with beside(daemon.socket) as steps:
+            device = "shm-1" if "--shm-devices" in case.flags else "shm-0"
+            with beside(daemon.socket, device) as steps:
                 site = Site(daemon, time.monotonic)
                 case.run(site)
             taken = steps()
@@ -87,12 +88,12 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 @contextmanager
-def beside(socket: str) -> Iterator[Callable[[], list[tuple[float, float]]]]:
+def beside(socket: str, device: str) -> Iterator[Callable[[], list[tuple[float, float]]]]:
     """An engine in a process of its own; afterwards its steps: when each began (``time.monotonic``), milliseconds."""
     context = mp.get_context("spawn")
     ends = context.Event()
     mine, theirs = context.Pipe()
-    engine = context.Process(target=serve, args=(socket, theirs, ends))
+    engine = context.Process(target=serve, args=(socket, device, theirs, ends))
     engine.start()
     mine.recv()
     taken: list[tuple[float, float]] = []
@@ -104,11 +105,12 @@ def beside(socket: str) -> Iterator[Callable[[], list[tuple[float, float]]]]:
         engine.join()
 
 
-def serve(socket: str, pipe: Connection, ends: Event) -> None:
+def serve(socket: str, device: str, pipe: Connection, ends: Event) -> None:
     """Make steps until told to end."""
     taken: list[tuple[float, float]] = []
     with CacheClient(socket, engine="beside") as client:
-        lease = client.open_lease(client.register("beside", LAYOUT, device_pages=[8192], host_pages=[0]))
+        registration = client.register("beside", LAYOUT, device_pages=[8192], host_pages=[0], devices=[device])
+        lease = client.open_lease(registration)
         stream = lease.step(stock_pages=4 * SEQUENCES)
         pipe.send("ready")
         while not ends.is_set():

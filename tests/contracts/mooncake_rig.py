@@ -25,6 +25,7 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
@@ -36,6 +37,7 @@ from cachesvc.storage.seam import (
     StorageBackend,
     StoreStatus,
     Totals,
+    Use,
 )
 
 DISCARD_SECONDS = 3
@@ -245,6 +247,9 @@ class Counted:
 
     def watch(self, gone: Gone) -> None:
         self.engine.watch(gone)
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        self.engine.used(scope, uses, chooser)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         return self.engine.expects(scope, keys, parts)

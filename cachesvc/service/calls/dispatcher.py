@@ -254,7 +254,7 @@ class Dispatcher:
         caller, quotas = process() if lease is None else lease.opened_by[0] or lease_id, self.admission.quotas
         holder = Holder(caller, None if quotas is None else quotas.meter(tenant))
         repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
-        is_retry = repeats is not None and repeats.knows(request_id)
+        is_retry = repeats is not None and (request_id in repeats.given or request_id in repeats.under_way)
         # A retry takes no further place: its first call has one, or has been answered.
         self.admission.admit(Kind.LIFE if is_retry else operation.kind, holder, now)
         check_fields(request, size_bytes)

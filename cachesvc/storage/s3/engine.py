@@ -25,6 +25,7 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
@@ -35,6 +36,7 @@ from cachesvc.storage.seam import (
     Scope,
     StoreStatus,
     Totals,
+    Use,
 )
 from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
@@ -83,6 +85,9 @@ class S3Storage:
 
     def watch(self, gone: Gone) -> None:
         """Do nothing: the store does not report what its rules delete."""
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """No-op: the bucket's rules delete."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Expect what is known; None where the store must be asked."""
