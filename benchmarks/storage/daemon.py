@@ -27,6 +27,7 @@ from cachesvc.storage.seam import (
     StoreStatus,
     Totals,
     Use,
+    oldest_first,
 )
 from cachesvc.storage.spec import StorageSpec
 
