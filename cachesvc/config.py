@@ -60,7 +60,8 @@ class Config:
     callers and their rights; empty: all processes that may open the socket. ``tls_client_ca``: clients on TCP need a
     certificate that it signed; ``tokens`` say what they may. ``checksums``: of which sealed pages they are taken, for
     Verify; ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the read-only page
-    on loopback, or empty. ``storage``: what outlives the daemon, as KIND:WHERE?options, or empty. ``peers``: daemons of
+    on loopback, or empty. ``storage``: what outlives the daemon, by tier, as KIND:WHERE?options, the
+    fastest first. ``peers``: daemons of
     other nodes that are asked, HOST:PORT by comma. ``peer_listen``: HOST:PORT where they are answered, or empty;
     ``peer_data_port``: where their bytes come from, 0: any. ``peer_tokens``: file of what nodes show each other;
     ``peer_tls_*``: their certificates. ``peer_lease_seconds``: how long a silent node keeps what it borrowed.
@@ -114,7 +115,7 @@ class Config:
     checksums: str = "off"
     checksum_limit: int = 256 << 20
     web_listen: str = ""
-    storage: str = ""
+    storage: tuple[str, ...] = ()
     peers: str = ""
     peer_listen: str = ""
     peer_data_port: int = 0
@@ -224,6 +225,11 @@ SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", 
 
 def _coerce(name: str, value: Any) -> Any:
     default = getattr(Config(), name)
+    if name == "storage":
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise InvalidRequest(f"storage: {value!r} is not KIND:WHERE?options, or a list of them")
+        return tuple(filter(None, texts))
     if name == "mover":
         if not isinstance(value, list) or not all(isinstance(path, str) and path for path in value):
             raise InvalidRequest(f"mover: {value!r} is not a list of paths of sockets")
