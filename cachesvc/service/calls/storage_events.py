@@ -55,26 +55,27 @@ class StorageFlows:
 
     def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
         """See ``flows.core.Storage``."""
-        self.tiers.used(model, [Use(*each) for each in uses], model.blocks.chooser)
+        self.tiers.used(model, [Use(each.key, each.queue) for each in uses], model.blocks.chooser)
         if not self.tiers.are_several:
             return
         index = model.blocks.index
-        for key, _ in uses[:OWED_PATHS]:
+        hit = [each.key for each in uses if each.hits]
+        for key in hit[:OWED_PATHS]:
             row = index.rows.get(key, NO_ROW)
             if row != NO_ROW:
                 path = index.path(row)
                 self.tiers.owe(model, len(path), lambda depth, path=path: index.key_of(path[depth]))  # type: ignore[misc]
 
     def _owed(self, model_id: int, keys: list[bytes]) -> None:
-        """Write blocks to tiers that lack them, where they are on the host."""
+        """Write blocks to tiers that lack them, where they are on the host, root first."""
         model: Model | None = self._core.ledger.models.get(model_id)
         if model is None:
             return
         stored, index, host = model.stored, model.blocks.index, model.blocks.host
         idle = [key for key in keys if key not in stored.keeping and key not in stored.wanted]
-        rows = [(key, index.rows.get(key, NO_ROW)) for key in idle]
-        here = [key for key, row in rows if row != NO_ROW and host.states[host.lead][row] == READY]
-        stored.ready |= dict.fromkeys(here)
+        rows = [index.rows.get(key, NO_ROW) for key in idle]
+        here = [row for row in rows if row != NO_ROW and host.states[host.lead][row] == READY]
+        stored.ready |= dict.fromkeys(index.key_of(row) for row in sorted(here, key=index.depth.__getitem__))
         if here:
             begin_soon(self._core, model)
 
