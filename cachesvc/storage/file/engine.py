@@ -155,7 +155,7 @@ class FileStorage:
                 self._catalogue.drop(name)
                 continue
             except OSError as error:
-                self._note("storage_read_failed", error)
+                self._note_unread(error)
                 found.unreadable += 1
                 continue
             found.objects += 1
@@ -233,7 +233,7 @@ class FileStorage:
         try:
             outcome = self._read_file(item, mover)
         except OSError as error:
-            self._note("storage_read_failed", error)
+            self._note_unread(error)
             outcome = Outcome.FAILED
         finally:
             self._catalogue.end_read(item.name)
@@ -241,10 +241,9 @@ class FileStorage:
             self._catalogue.drop(item.name)
         each(index, outcome)
 
-    def _note(self, event: str, error: OSError) -> None:
-        """Log a failure, once in a while for all objects: a disk that breaks has many."""
-        if objects := self._troubles.note(event, str(error)):
-            events.event(event, reason=str(error), objects=objects)
+    def _note_unread(self, error: OSError) -> None:
+        if objects := self._troubles.note("read", str(error)):
+            events.event("storage_read_failed", reason=str(error), objects=objects)
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)
@@ -305,7 +304,8 @@ class FileStorage:
         each(index, outcome)
 
     def _failed(self, error: OSError) -> Outcome:
-        self._note("storage_write_failed", error)
+        if objects := self._troubles.note("write", str(error)):
+            events.event("storage_write_failed", reason=str(error), objects=objects)
         if not self._folder.is_claimed:
             self._keeper.hurry()
         return Outcome.FAILED
