@@ -226,7 +226,8 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
     add("--write-back-share", type=float, metavar="X", help="write back classes used X times the mean (default 0: all)")
     add("--ahead-pages", type=int, metavar="N", help="pages kept free, 1/64 of a pool at most (default 256)")
-    add("--storage", metavar="SPEC", help="below the host: file:FOLDER?capacity=SIZE, or mooncake:MASTER:PORT")
+    below = "below the host: file:FOLDER?capacity=SIZE, mooncake:HOST:PORT or s3://BUCKET; again for tiers below it"
+    add("--storage", metavar="SPEC", action="append", help=below)
     add("--eviction", choices=sorted(EVICTION_POLICIES), help="eviction policy (default lru)")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--wait-seconds", type=float, metavar="S", help="longest that a call waits for transfers (default 30)")

@@ -140,8 +140,8 @@ class BlockTree:
         """Rows with objects below a block that is known by name alone: no hit reaches them."""
         unknown, reached, cut_off = 0, 1, 2
         state = bytearray(len(self.keys))
-        for row in self.rows.values():
-            path = []
+        for tip in self.rows.values():
+            path, row = [], tip
             while row != NO_ROW and state[row] == unknown:
                 path.append(row)
                 row = self.parent[row]

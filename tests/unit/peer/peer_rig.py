@@ -112,8 +112,8 @@ class Reader:
         told: list[bool] = []
         done = threading.Event()
 
-        def found(there: Sequence[bool]) -> None:
-            told.extend(there)
+        def found(there: Sequence[bool] | None) -> None:
+            told.extend(there or ())
             done.set()
 
         self.storage.exists(names, deadline, found)
