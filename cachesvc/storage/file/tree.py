@@ -141,11 +141,11 @@ class BlockTree:
         unknown, reached, cut_off = 0, 1, 2
         state = bytearray(len(self.keys))
         for row in self.rows.values():
-            path = []
-            while row != NO_ROW and state[row] == unknown:
-                path.append(row)
-                row = self.parent[row]
-            verdict = reached if row == NO_ROW else state[row]
+            path, above = [], row
+            while above != NO_ROW and state[above] == unknown:
+                path.append(above)
+                above = self.parent[above]
+            verdict = reached if above == NO_ROW else state[above]
             for each in reversed(path):
                 verdict = state[each] = cut_off if self.parts[each] == NO_PART else verdict
         return [row for row in self.rows.values() if state[row] == cut_off and self.parts[row] != NO_PART]
