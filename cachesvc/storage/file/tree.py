@@ -140,12 +140,12 @@ class BlockTree:
         """Rows with objects below a block that is known by name alone: no hit reaches them."""
         unknown, reached, cut_off = 0, 1, 2
         state = bytearray(len(self.keys))
-        for row in self.rows.values():
-            path, above = [], row
-            while above != NO_ROW and state[above] == unknown:
-                path.append(above)
-                above = self.parent[above]
-            verdict = reached if above == NO_ROW else state[above]
+        for tip in self.rows.values():
+            path, row = [], tip
+            while row != NO_ROW and state[row] == unknown:
+                path.append(row)
+                row = self.parent[row]
+            verdict = reached if row == NO_ROW else state[row]
             for each in reversed(path):
                 verdict = state[each] = cut_off if self.parts[each] == NO_PART else verdict
         return [row for row in self.rows.values() if state[row] == cut_off and self.parts[row] != NO_PART]
