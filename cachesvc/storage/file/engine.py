@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.catalogue.catalogue import Catalogue, Entry
 from cachesvc.storage.file.clock import FolderClock, Moments
 from cachesvc.storage.file.direct import ALIGN_BYTES, Mover, padded
 from cachesvc.storage.file.disk import Condition, Disk

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.storage.file.leaves import Leaves
-from cachesvc.storage.file.tree import NO_PART, NO_ROW, BlockTree, key_of
+from cachesvc.storage.file.catalogue.leaves import Leaves
+from cachesvc.storage.file.catalogue.tree import NO_PART, NO_ROW, BlockTree, key_of
 from cachesvc.storage.seam import Chooser, Kept, ObjectName, Part, Rank, Scope, StoreStatus, Use, oldest_first
 
 AT_ONCE = 512

@@ -1,0 +1,1 @@
+"""What a folder holds, and what goes first."""
