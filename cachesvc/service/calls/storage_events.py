@@ -13,9 +13,9 @@ from cachesvc.flows.storage.write import begin_soon, kept, pump_all
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.words import READY
-from cachesvc.storage.coming import News
 from cachesvc.storage.seam import Outcome, Use
-from cachesvc.storage.tiers import Tiers
+from cachesvc.storage.tier.coming import News
+from cachesvc.storage.tier.tiers import Tiers
 
 OWED_PATHS = 64
 """Used paths of one batch that are looked at for what a tier lacks, some 50 us each."""
