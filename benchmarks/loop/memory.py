@@ -11,6 +11,7 @@ held it has ended; and what was refused. Exit code 1 where one grew by more than
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import socket as sockets
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=2048)
     parser.add_argument("--json", metavar="OUT")
     arguments = parser.parse_args()
+    logging.disable(logging.WARNING)  # a client reports each lease that it loses
     found = {
         "deaths": measure(deaths, arguments.deaths, "--movers", "process"),
         "keys": measure(keys, arguments.sequences),

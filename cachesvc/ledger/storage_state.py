@@ -21,6 +21,7 @@ from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.pins import Pin, WindowPins, held_by
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.index.windows import window_positions
+from cachesvc.ledger.pages.sharded_dict import KeyQueue
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
@@ -232,7 +233,7 @@ class Stored:
     fetches: dict[int, Fetch] = field(default_factory=dict)
     fetching: dict[bytes, Fetch] = field(default_factory=dict)
     keeping: dict[bytes, Keep] = field(default_factory=dict)
-    wanted: dict[bytes, None] = field(default_factory=dict)
+    wanted: KeyQueue = field(default_factory=KeyQueue)
     written: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     coming: set[bytes] = field(default_factory=set)
     most_written: int = MOST_WRITTEN

@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 
 from cachesvc.flows.context.core import Core, Fetched, KeepRequest
 from cachesvc.flows.context.counters import Count
@@ -31,21 +30,22 @@ def pump(core: Core, model: Model) -> bool:
         return True
     room = storage.room()
     unsaved = array("i")
-    for key in list(islice(stored.wanted, KEPT_A_TURN)):
+    for _ in range(min(KEPT_A_TURN, len(stored.wanted))):
+        key = stored.wanted.first
         row = model.blocks.index.rows.get(key, NO_ROW)
         if row == NO_ROW:
-            del stored.wanted[key]  # evicted before its turn came
+            stored.wanted.drop_first()  # evicted before its turn came
             core.count(Count.STORAGE_NOT_KEPT_BLOCKS)
             continue
         if host.states[host.lead][row] != READY:
-            del stored.wanted[key]  # with ``keeps_all``, or as an ancestor of another, it is wanted when it comes
+            stored.wanted.drop_first()  # with ``keeps_all``, or as an ancestor of another, it is wanted when it comes
             unsaved.append(row)
             continue
         size_bytes = _block_bytes(model)
         if size_bytes > room:
             return True
         room -= size_bytes
-        del stored.wanted[key]
+        stored.wanted.drop_first()
         _begin(core, model, key, row)
     _save(core, model, unsaved)
     return not stored.wanted

@@ -80,6 +80,6 @@ def want(core: Core, model: Model, rows: Iterable[int]) -> None:
                 break
             path.append(key)
             row = index.parent[row]
-        stored.wanted |= dict.fromkeys(reversed(path))
+        stored.wanted.extend(reversed(path))
     if stored.wanted and not had and core.on_wanted is not None:
         core.on_wanted(model)
