@@ -197,7 +197,7 @@ async def run(parts: Parts) -> None:
         loop.add_signal_handler(signal.SIGHUP, _reload, parts)
         await parts.stopping.wait()
         await parts.administration.drain()
-        await parts.administration.wait_for_engines()
+        await parts.administration.wait_for_engines(parts.base.storages.flush)
     events.event("stopped")
 
 
@@ -344,7 +344,7 @@ def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls, keyri
         transports=calls.transports,
         loop=base.node.loop_watch,
         keyring=keyring,
-        peers_attention=base.storages.nodes.attention,
+        other_attention=base.storages.attention,
     )
 
 

@@ -14,16 +14,20 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
     Item,
     ObjectName,
     Part,
+    Rank,
     Scope,
     StorageBackend,
     StoreStatus,
     Totals,
+    Use,
+    oldest_first,
 )
 from cachesvc.storage.spec import StorageSpec
 
@@ -48,6 +52,9 @@ class FrozenStorage:
 
     def watch(self, gone: Gone) -> None:
         """Nothing goes."""
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """It evicts nothing."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         return len(keys) // KEY_BYTES
@@ -80,7 +87,7 @@ class FrozenStorage:
         """Leave the hung thread behind."""
 
 
-def frozen_backend(spec: StorageSpec) -> StorageBackend:
+def frozen_backend(spec: StorageSpec, rank: Rank = oldest_first) -> StorageBackend:
     """Whatever engine was named."""
     return FrozenStorage()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from cachesvc.flows import observers
+from cachesvc.flows.context import observers
 from cachesvc.flows.context.call import Call, no_sequence, refusal_of
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
@@ -49,8 +49,8 @@ class Known(NamedTuple):
 
 
 Stop = Known | Blocked | CacheError | None
-"""Why an entry is not sealed with those before it. None: it comes behind one of its own sequence or with the same key,
-or a call of its sequence waits."""
+"""Reason why an entry is not sealed with those before it. None: it comes behind one of its own sequence or with the
+same key, or a call of its sequence waits."""
 
 
 @dataclass(slots=True)
@@ -240,7 +240,7 @@ def classify(
 
 
 def _inactive(number: int, sequence: Sequence | None) -> Blocked | CacheError:
-    """Why nothing can be published of a sequence now, or any more."""
+    """Reason why nothing can be published of a sequence now, or any more."""
     if sequence is None:
         return no_sequence(number)
     if sequence.state in PASSING:
@@ -249,7 +249,7 @@ def _inactive(number: int, sequence: Sequence | None) -> Blocked | CacheError:
 
 
 def _misplaced(sequence: Sequence, first: int, last: int) -> CacheError:
-    """Why ``[first, last)`` are not its next blocks."""
+    """Reason why ``[first, last)`` are not its next blocks."""
     sealed = sequence.sealed
     if first < sealed:
         return Conflict(f"blocks from {first} on are sealed already (the sequence has {sealed}); publish the next")

@@ -35,7 +35,7 @@ from cachesvc.policy.hazard.segments import (
     Segments,
 )
 from cachesvc.policy.hazard.uses import HostUses
-from cachesvc.policy.hazard.worth import NO_RANK, worth_of
+from cachesvc.policy.hazard.worth import MARGIN, NO_RANK, choose_stored, worth_of
 
 REMEMBERED = 8192
 """Number of requests whose landmarks are followed."""
@@ -47,9 +47,6 @@ SEGMENTS_LOOKED = 32
 SHARED_LOOKED = 512
 """Blocks of one segment among which the deepest with several children is looked for."""
 FIRST_FIT, LONGEST_PERIOD = 20, 400
-MARGIN = 0.4
-"""Margin by which a head must be worth less than the oldest before it goes first: this share, where all uses are
-younger."""
 WHILE_RUNNING, AFTER_END = 0, 1
 
 
@@ -68,7 +65,7 @@ class _End(NamedTuple):
 
 class History:
     """History of one model. ``on_moved``: called for a segment whose class has changed. ``weighs_cost``: a hit is worth
-    more the later in a prompt it is."""
+    more the later in a prompt it is. ``remembered_seconds``: age of the oldest request whose landmarks are followed."""
 
     def __init__(self, block_tokens: int, *, weighs_cost: bool = False) -> None:
         self.segments = Segments()
@@ -79,6 +76,7 @@ class History:
         self.weighs_cost = weighs_cost
         self.requests = 0
         self.uses = HostUses()
+        self.remembered_seconds = float("inf")
         self._block_tokens = block_tokens
         self._lines = Lines(REMEMBERED)
         self._remembered: deque[Parts] = deque()
@@ -141,6 +139,7 @@ class History:
         self._settle(parts, now)
         if len(self._remembered) > REMEMBERED:
             self._forget(self._remembered.popleft(), now)
+            self.remembered_seconds = now - self.segments.arrived[self._remembered[0].own]
         return parts
 
     def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
@@ -254,6 +253,12 @@ class History:
             return oldest
         margin = 1 - MARGIN * self.rates.reused_before[bin_of(now - segments.arrived[segment])]
         return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
+
+    def choose(self, queues: Sequence[int], ages: Sequence[float]) -> int:
+        """Index of the queue whose oldest block goes next from storage, where blocks have no segments. ``ages``: of the
+        oldest block of each, seconds. Any thread: it only reads."""
+        known_seconds = self.remembered_seconds if self.decides else 0.0
+        return choose_stored(self.rates, queues, ages, known_seconds)
 
     def worth(self, segment: int, now: float) -> Worth | None:
         """Known worth of blocks of the segment; None for slot 0."""

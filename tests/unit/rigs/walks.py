@@ -8,11 +8,7 @@ from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from kvcache.v1 import cache_pb2
-
 import cachesvc
-from tests.unit.rigs.dispatch_rig import Desk
-from tests.unit.rigs.ledger_rig import chain
 
 HOME = cachesvc.__path__[0]
 
@@ -58,19 +54,3 @@ def walk(call: Callable[[], Any]) -> Walk:
     finally:
         sys.setprofile(before)
     return Walk(entered)
-
-
-def matched(desk: Desk, lease: str, sequence: int) -> Walk:
-    """Way of a Match whose lease has remembered answers, and whose message was checked before."""
-    request = cache_pb2.MatchRequest(lease_id=lease, sequence_id=sequence, keys=chain(*"abcd"), request_id=sequence)
-    return walk(lambda: desk.ask(desk.cache.match, request))
-
-
-async def test_a_match_enters_its_flow_after_twelve_functions_and_its_lease_is_looked_up_once() -> None:
-    async with Desk() as desk:
-        lease = desk.lease("a")
-        matched(desk, lease, 1)
-        way = matched(desk, lease, 2)
-        assert way.before("match") <= 12
-        assert way.entries("Ledger.hear") == 1
-        assert way.entries("Ledger.lease") == way.entries("Lease.heard") == 0

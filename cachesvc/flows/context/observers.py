@@ -14,7 +14,9 @@ from cachesvc.ledger.index.requests import PromptPath, Request
 from cachesvc.ledger.index.reuse_stats import Miss
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.transfer import Direction
 from cachesvc.model.words import READY, Tier
 
 
@@ -34,11 +36,13 @@ def matched(
     blocks, counters = len(keys) // KEY_BYTES, core.counters
     for name, amount in ((Count.MATCH_REQUESTS, 1), (Count.MATCH_BLOCKS, blocks)):
         counters[name._value_] = counters.get(name._value_, 0) + amount
-    model.hit_blocks["device"] += hit.device_blocks
-    model.hit_blocks["host"] += hit.blocks - hit.device_blocks - stored
+    from_host = hit.blocks - hit.device_blocks
+    passed_on = max(0, stored - from_host)  # a prefix in pieces: these are on the device by now
+    model.hit_blocks["device"] += hit.device_blocks - passed_on
+    model.hit_blocks["host"] += from_host - (stored - passed_on)
     model.hit_blocks["storage"] += stored
     came = call.now - waited if clock is None else clock
-    sequence.recent = model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models))
+    sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
     asked = min(blocks, max_blocks) if max_blocks else blocks
     has_windows = bool(replica.place.window_groups)
     model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
@@ -82,6 +86,21 @@ def sealed_known(core: Core, call: Call, sequence: Sequence, blocks: int, sealed
         core.on_sealed(call.model.id, call.replica.id, sequence.anchor, blocks)
     core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
     core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
+
+
+def landed(core: Core, ticket: Ticket, blocks: int) -> None:
+    """Blocks of a ticket have landed, or failed to."""
+    if ticket.direction is not Direction.LOAD:
+        return
+    if ticket.failing:
+        core.ledger.models[ticket.model].reuse.unloaded += blocks
+    if ticket.source is not None:
+        core.count(Count.PEER_BLOCKS, 0 if ticket.failing else blocks)
+
+
+def ended(core: Core, ticket: Ticket) -> None:
+    """A ticket has ended, and nothing of it is left to be settled."""
+    core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
 
 
 def _follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
