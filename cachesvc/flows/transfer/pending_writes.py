@@ -30,7 +30,7 @@ def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
         return
     host, stored = model.blocks.host, model.stored
     names = map(model.blocks.index.key_of, _root_first(model, _awaited(model, rows)))
-    stored.ready |= dict.fromkeys(name for name in names if not is_under_way(model, name))
+    stored.ready.extend(name for name in names if not is_under_way(model, name))
     if stored.ready and core.on_wanted is not None:
         core.on_wanted(model)
     if core.storage.keeps_all:
@@ -102,7 +102,7 @@ def want(core: Core, model: Model, rows: Iterable[int]) -> None:
     for tip in rows:
         if len(stored.wanted) >= MOST_WANTED:  # before the walk: of storage that is slow this is the rule
             break
-        stored.wanted |= dict.fromkeys(_lacking(model, tip))
+        stored.wanted.extend(_lacking(model, tip))
     if stored.wanted and not had and core.on_wanted is not None:
         core.on_wanted(model)
 
