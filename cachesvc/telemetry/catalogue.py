@@ -64,8 +64,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             (*MODEL, "reason"),
             "Tokens that Match was asked for and that were no hit. `new`: never published here, or forgotten; "
             "`evicted`: made room for others; `operator`: evicted by hand; `partly`: resident, but a windowed group "
-            "has lost its part; `elsewhere`: on another replica alone, or on the way; `load_failed`: a hit whose load "
-            "failed later.",
+            "has lost its part; `elsewhere`: on another replica alone, or on the way. With the hits they are the "
+            "requested tokens.",
+        ),
+        _counter(
+            "unloaded_tokens", MODEL, "Tokens of hits whose load failed later: counted as hits, and computed after all."
         ),
         _counter("computed_tokens", MODEL, "Tokens that engines computed and published."),
         _counter(

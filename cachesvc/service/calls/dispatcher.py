@@ -176,7 +176,12 @@ class Dispatcher:
         except Exception:  # noqa: BLE001 - the root of a call
             served = self.broke(name, None if ask is None else ask.lease)
         if ask is not None and ask.repeats is not None and not ask.is_retry:
-            _remember(ask.repeats, ask.request_id, mark_of(name, request, came), served)
+            mark = mark_of(name, request, came)
+            if isinstance(served, asyncio.Future):
+                ask.repeats.begin(ask.request_id, mark, served)
+                served.add_done_callback(partial(_end_first, ask.repeats, ask.request_id, mark))
+            elif type(served) is not OperationError or is_final(served):
+                ask.repeats.keep(ask.request_id, mark, served)
         held = self.node.loop_watch.note(name, began)
         if watch is not None:
             if isinstance(served, asyncio.Future):
@@ -305,15 +310,6 @@ class Dispatcher:
 def is_final(outcome: Message) -> bool:
     """False for a refusal, which changed nothing: a retry starts anew. A defect is final."""
     return not isinstance(outcome, OperationError) or outcome.code == INTERNAL
-
-
-def _remember(repeats: Repeats, request_id: int, mark: Mark, served: Served[Any]) -> None:
-    """Keep the answer to a request_id that is new, or the future of it."""
-    if isinstance(served, asyncio.Future):
-        repeats.begin(request_id, mark, served)
-        served.add_done_callback(partial(_end_first, repeats, request_id, mark))
-    elif is_final(served):
-        repeats.keep(request_id, mark, served)
 
 
 async def _first_answer(first: asyncio.Future[Any]) -> Any:

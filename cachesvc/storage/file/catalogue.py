@@ -184,6 +184,12 @@ class Catalogue:
                 victims += self._take(chosen)
         return victims
 
+    def entries(self) -> list[Entry]:
+        """All objects, the longest unused first."""
+        with self._lock:
+            found = [entry for row in self._tree.rows.values() for entry in self._entries(row)]
+        return sorted(found, key=lambda entry: entry.used)
+
     def names(self, scope: Scope | None = None) -> list[ObjectName]:
         """Names of all objects, or of a scope's."""
         with self._lock:

@@ -20,9 +20,9 @@ from cachesvc.storage.file.folder import Folder
 from cachesvc.telemetry import events
 
 REFUSED = NO_ROOM | {errno.EROFS, errno.EACCES, errno.EPERM}
-"""What a disk answers that takes no writes, and can be read."""
+"""Error numbers of a disk that takes no writes, and can be read."""
 PASSING = REFUSED | {errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE, errno.ENOENT, errno.ETIMEDOUT}
-"""What may pass by itself, or by what an operator does beside the daemon."""
+"""Error numbers that may pass by themselves, or by what an operator does beside the daemon."""
 REFUSED_SECONDS = 5.0
 """Time without writes after the disk has refused one, seconds."""
 

@@ -158,7 +158,7 @@ class FileStorage:
                 self._catalogue.drop(name)
                 continue
             except OSError as error:
-                self._note("storage_read_failed", error)
+                self._note_unread(error)
                 found.unreadable += 1
                 continue
             found.objects += 1
@@ -235,7 +235,7 @@ class FileStorage:
         try:
             outcome = self._read_file(item, mover)
         except OSError as error:
-            self._note("storage_read_failed", error)
+            self._note_unread(error)
             outcome = Outcome.FAILED
         finally:
             self._catalogue.end_read(item.name)
@@ -243,14 +243,18 @@ class FileStorage:
             self._catalogue.drop(item.name)
         each(index, outcome)
 
-    def _note(self, event: str, error: OSError) -> None:
-        """Log a failure, once in a while for all objects: a disk that breaks has many."""
+    def _note_unread(self, error: OSError) -> None:
+        if objects := self._failures_to_log("read"):
+            events.event("storage_read_failed", reason=str(error), objects=objects)
+
+    def _failures_to_log(self, way: str) -> int:
+        """Count a failure; returns how many are to be logged now. A line in a while is enough: a disk that breaks has
+        many."""
         with self._noting:
-            failed, note_at = self._noted.get(event, (0, 0.0))
+            failed, note_at = self._noted.get(way, (0, 0.0))
             is_due = self._clock() >= note_at
-            self._noted[event] = (0, self._clock() + NOTE_SECONDS) if is_due else (failed + 1, note_at)
-        if is_due:
-            events.event(event, reason=str(error), objects=failed + 1)
+            self._noted[way] = (0, self._clock() + NOTE_SECONDS) if is_due else (failed + 1, note_at)
+        return failed + 1 if is_due else 0
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)
@@ -311,7 +315,8 @@ class FileStorage:
         each(index, outcome)
 
     def _failed(self, error: OSError) -> Outcome:
-        self._note("storage_write_failed", error)
+        if objects := self._failures_to_log("write"):
+            events.event("storage_write_failed", reason=str(error), objects=objects)
         if not self._folder.is_claimed:
             self._keeper.hurry()
         return Outcome.FAILED

@@ -156,3 +156,40 @@ def test_compute_saved_counts_attention() -> None:
     assert compute_saved(prompts_of("t", [], 1), []) == 0.0
     row = run_cell(columns(short), Cell("lru", "write_back", 2, 0))
     assert row.compute_saved == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "hazard"])
+def test_a_disk_adds_hits_and_what_is_simulated_adds_up(chats: Chats, eviction: str) -> None:
+    device, host, disk = chats.blocks(2), chats.blocks(5), chats.blocks(40)
+    two = run_cell(chats.prompts, Cell(eviction, "write_back", device, host))
+    three = run_cell(chats.prompts, Cell(eviction, "write_back", device, host, disk))
+    best = run_cell(chats.prompts, Cell(OPTIMUM, "write_back", device, host, disk))
+    assert two.disk_hits == 0
+    assert three.disk_hits > 0
+    assert two.hit_ratio < three.hit_ratio <= best.hit_ratio
+    simulation = Simulation(Pools(eviction, "write_back", device, host, disk), 512)
+    for number, now in enumerate(chats.prompts.seconds.tolist()):
+        simulation.serve(chats.prompts.keys(number), now)
+        if number % 50 == 0:
+            assert audit(simulation.ledger).problems == []
+
+
+def test_after_a_restart_only_the_disk_is_left_and_it_has_what_was_used_again(chats: Chats) -> None:
+    pools = Pools("lru", "write_back", chats.blocks(20), chats.blocks(20), chats.blocks(100))
+    simulation = Simulation(pools, 512)
+    keys = chats.prompts.keys(0)
+    for _ in range(2):
+        simulation.serve(keys, 0.0)
+    again = simulation.restarted()
+    assert again.serve(keys, 1.0) == (0, 0, len(keys) // 32)
+    without = Simulation(pools._replace(disk_blocks=0), 512)
+    without.serve(keys, 0.0)
+    assert without.restarted().serve(keys, 1.0) == (0, 0, 0)
+
+
+def test_restarts_cost_few_hits_where_a_disk_is_there(chats: Chats) -> None:
+    cell = Cell("lru", "write_back", chats.blocks(2), chats.blocks(10), chats.blocks(60))
+    alone = run_cell(chats.prompts, cell)
+    restarted = run_cell(chats.prompts, cell._replace(restart_every=50))
+    assert restarted.disk_hits >= 0.9 * alone.disk_hits
+    assert restarted.hit_ratio >= 0.9 * alone.hit_ratio
