@@ -81,7 +81,9 @@ class SimulatedDisk:
 
     def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
         """See ``flows.context.core.Storage``."""
-        self._catalogue.use_blocks(SCOPE, [Use(*each) for each in uses], model.blocks.chooser, self._now_ms())
+        self._catalogue.use_blocks(
+            SCOPE, [Use(each.key, each.queue) for each in uses], model.blocks.chooser, self._now_ms()
+        )
 
     def lagged(self) -> None:
         """It never lags."""

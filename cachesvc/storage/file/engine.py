@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,10 +38,9 @@ from cachesvc.storage.seam import (
     Use,
     oldest_first,
 )
+from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
 
-NOTE_SECONDS = 10.0
-"""Interval between two log lines about objects that could not be read, or written, seconds."""
 PARENT_END = 120
 SCAN_SECONDS = 0.25
 """Time that a start waits for the scan of a folder, seconds: of a small one all is known then."""
@@ -71,8 +69,7 @@ class FileStorage:
         self._readers = Lane("storage-read", options.readers, clock)
         self._writers = Lane("storage-write", options.writers, clock)
         self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
-        self._noting = threading.Lock()
-        self._noted: dict[str, tuple[int, float]] = {}
+        self._troubles = Troubles(clock)
 
     def start(self) -> None:
         """Claim the folder and begin; what is there already is found behind it. A disk that is full, mounted for
@@ -188,6 +185,7 @@ class FileStorage:
         status.is_complete = self._keeper.found.is_set()
         status.stuck_objects, status.stuck_bytes = len(self._space.stuck), self._space.stuck.all_bytes
         status.problem = self._problem()
+        status.errors, status.last_error = self._troubles.count, self._troubles.last
         return status
 
     def totals(self) -> Totals:
@@ -244,17 +242,8 @@ class FileStorage:
         each(index, outcome)
 
     def _note_unread(self, error: OSError) -> None:
-        if objects := self._failures_to_log("read"):
+        if objects := self._troubles.note("read", str(error)):
             events.event("storage_read_failed", reason=str(error), objects=objects)
-
-    def _failures_to_log(self, way: str) -> int:
-        """Count a failure; returns how many are to be logged now. A line in a while is enough: a disk that breaks has
-        many."""
-        with self._noting:
-            failed, note_at = self._noted.get(way, (0, 0.0))
-            is_due = self._clock() >= note_at
-            self._noted[way] = (0, self._clock() + NOTE_SECONDS) if is_due else (failed + 1, note_at)
-        return failed + 1 if is_due else 0
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)
@@ -315,7 +304,7 @@ class FileStorage:
         each(index, outcome)
 
     def _failed(self, error: OSError) -> Outcome:
-        if objects := self._failures_to_log("write"):
+        if objects := self._troubles.note("write", str(error)):
             events.event("storage_write_failed", reason=str(error), objects=objects)
         if not self._folder.is_claimed:
             self._keeper.hurry()
