@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import Publishing, publish
@@ -346,7 +347,7 @@ def test_a_state_goes_to_the_host_with_its_block_or_after_it() -> None:
     assert rig.host.states[STATE][row] == ABSENT
     rig.settle()
     while rig.core.chores:
-        rig.core.chores.popleft().turn()
+        tidy(rig.core.chores)
     rig.settle()
     assert rig.host.states[STATE][row] == READY
     rig.run(publish, lease, 1, 4, b"", 0, None, (GroupCells(STATE, 2, (later,)),))
