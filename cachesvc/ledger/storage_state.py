@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +34,10 @@ MOST_LANDED = 4096
 def key_at(keys: bytes, position: int) -> bytes:
     """One of packed keys."""
     return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+
+STATE_POSITIONS = 64
+"""Last positions of a fetch at which a state is asked for: most have none, and storage does not say which."""
 
 
 class HeldPages(NamedTuple):
@@ -102,7 +106,10 @@ class Fetch:
         if group in self._blocks.host.full_groups:
             return pool.take(count, PageState.IN_FLIGHT)
         pages = array("i", [NO_PAGE]) * count
-        needed = window_positions(self._blocks.layout, group, self.first + count)
+        last = self.first + count
+        needed: Sequence[int] = window_positions(self._blocks.layout, group, last)
+        if group in self._blocks.host.state_groups:
+            needed = range(max(0, last - STATE_POSITIONS), last)
         due = [at - self.first for at in needed if at >= self.first]
         due = due[max(0, len(due) - pool.unreserved) :]
         for at, page in zip(due, pool.take(len(due), PageState.IN_FLIGHT), strict=True):
@@ -203,13 +210,14 @@ class Fetch:
 
 class Keep:
     """A host block that is being written from ``pages``, of each group one or NO_PAGE: they stay its until all of its
-    objects have ended. ``out``: how many have not."""
+    objects have ended. ``out``: how many have not. ``states_alone``: the rest of the block was written before."""
 
-    def __init__(self, blocks: BlockLedger, row: int) -> None:
+    def __init__(self, blocks: BlockLedger, row: int, *, states_alone: bool = False) -> None:
         host = blocks.host
+        groups = host.state_groups if states_alone else range(len(host.pools))
         self.pages = tuple(
-            pages[row] if states[row] == READY else NO_PAGE
-            for pages, states in zip(host.pages, host.states, strict=True)
+            host.pages[group][row] if group in groups and host.states[group][row] == READY else NO_PAGE
+            for group in range(len(host.pools))
         )
         self.out = 0
         self.is_good = True
