@@ -51,7 +51,7 @@ def want_states(model: Model, rows: Iterable[int], written: Sequence[int] = ()) 
         if any(here and lacking for here, lacking in zip(has, lacks, strict=True)):
             key = model.blocks.index.key_of(row)
             if key not in stored.keeping and key not in stored.wanted:
-                stored.ready[key] = None
+                stored.ready.extend((key,))
 
 
 def did_not_come(core: Core, model: Model, rows: Iterable[int]) -> None:

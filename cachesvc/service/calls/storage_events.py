@@ -75,7 +75,7 @@ class StorageFlows:
         idle = [key for key in keys if key not in stored.keeping and key not in stored.wanted]
         rows = [index.rows.get(key, NO_ROW) for key in idle]
         here = [row for row in rows if row != NO_ROW and host.states[host.lead][row] == READY]
-        stored.ready |= dict.fromkeys(index.key_of(row) for row in sorted(here, key=index.depth.__getitem__))
+        stored.ready.extend(index.key_of(row) for row in sorted(here, key=index.depth.__getitem__))
         if here:
             begin_soon(self._core, model)
 
