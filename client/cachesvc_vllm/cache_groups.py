@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from cachesvc.model.layout import MAX_GROUPS
-from cachesvc_vllm.errors import ConnectorRefused
+from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 
 class Retention(Enum):

@@ -10,9 +10,9 @@ from typing import Any
 
 from cachesvc_client import CacheClientError
 
-from cachesvc_vllm.matches import refused
-from cachesvc_vllm.request_pages import RequestPages
-from cachesvc_vllm.untold import Part, Sealing
+from cachesvc_vllm.pages.matches import refused
+from cachesvc_vllm.pages.request_pages import RequestPages
+from cachesvc_vllm.pages.untold import Part, Sealing
 
 Pack = Callable[[Sequence[bytes], bytes], bytes]
 """The daemon's keys of hashes and a salt."""

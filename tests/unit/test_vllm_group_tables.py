@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from cachesvc_vllm.group_tables import GroupTable, other_tables
-from cachesvc_vllm.request_pages import RequestPages, blocks_wanted
+from cachesvc_vllm.pages.request_pages import RequestPages, blocks_wanted
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from cachesvc_vllm.cache_groups import cache_groups
-from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.slab_layout import place_wider_first, slab_layout
+from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_vllm.daemon.slab_layout import place_wider_first, slab_layout
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_config_from_groups,

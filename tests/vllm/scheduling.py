@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from cachesvc_vllm.daemon.node import Node, Share, new_instance
+from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.metrics import CacheStats
-from cachesvc_vllm.node import Node, Share, new_instance
-from cachesvc_vllm.settings import Settings
 from cachesvc_vllm.transfers import WorkerShare
 from cachesvc_vllm.worker_side import WorkerSide
 from vllm.sampling_params import SamplingParams
