@@ -15,15 +15,15 @@ from cachesvc_vllm.daemon.errors import NOT_FIRST, STUCK, ConnectorRefused
 from cachesvc_vllm.daemon.node import Node, announced_in
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.weights_version import WeightsVersion
-from cachesvc_vllm.group_tables import Positions
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.namespace.media import Media
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
+from cachesvc_vllm.pages.group_tables import Positions
 from cachesvc_vllm.pages.page_book import PageBook
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish, blocks_wanted, computed_blocks
-from cachesvc_vllm.state_cells import StateCells
+from cachesvc_vllm.pages.state_cells import StateCells
 from cachesvc_vllm.vouching import Dropped, Vouching
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cachesvc_vllm.cache_groups import cache_groups
+from cachesvc_vllm.daemon.cache_groups import cache_groups
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.slab_layout import place_wider_first, slab_layout
 from vllm.engine.arg_utils import EngineArgs

@@ -15,7 +15,7 @@ from typing import Any
 
 from cachesvc.model.geometry import device_geometry, slab_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc_vllm.cache_groups import CacheGroup, Retention, cache_groups
+from cachesvc_vllm.daemon.cache_groups import CacheGroup, Retention, cache_groups
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 GROUP = "full"

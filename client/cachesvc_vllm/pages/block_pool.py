@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from cachesvc.model.words import NO_PAGE
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.weights_version import WeightsVersion
-from cachesvc_vllm.group_tables import GroupTable
+from cachesvc_vllm.pages.group_tables import GroupTable
 from cachesvc_vllm.pages.page_book import PageBook
 from cachesvc_vllm.pages.request_pages import RequestPages
 

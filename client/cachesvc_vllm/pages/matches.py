@@ -9,7 +9,7 @@ from cachesvc_client import CacheClientError, DeadlineExceeded, PendingStep, Poo
 
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.daemon.errors import News
-from cachesvc_vllm.group_tables import other_tables
+from cachesvc_vllm.pages.group_tables import other_tables
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 
 log = logging.getLogger(__name__)

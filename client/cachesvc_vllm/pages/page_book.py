@@ -15,14 +15,14 @@ from dataclasses import replace
 
 from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, StepStream
 
-from cachesvc_vllm.group_tables import Positions, other_tables
 from cachesvc_vllm.namespace.draft_keys import salted
 from cachesvc_vllm.pages.giving_way import GivingWay
+from cachesvc_vllm.pages.group_tables import Positions, other_tables
 from cachesvc_vllm.pages.matches import Matches, refused
 from cachesvc_vllm.pages.private_pages import PrivatePages
+from cachesvc_vllm.pages.reports import put_reports
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 from cachesvc_vllm.pages.untold import Sealing, Untold
-from cachesvc_vllm.reports import put_reports
 
 SHORT_PAUSE_S = 0.002
 """vLLM's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from cachesvc_client.records.stock import Stock
 
 from cachesvc.model.words import NO_PAGE
-from cachesvc_vllm.group_tables import Positions
+from cachesvc_vllm.pages.group_tables import Positions
 from cachesvc_vllm.pages.request_pages import RequestPages
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cachesvc_client import Sequence as DaemonSequence
 
 from cachesvc.model.words import NO_PAGE
-from cachesvc_vllm.group_tables import GroupTable, Positions
+from cachesvc_vllm.pages.group_tables import GroupTable, Positions
 
 
 def computed_blocks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cachesvc_vllm.cache_groups import cache_groups
+from cachesvc_vllm.daemon.cache_groups import cache_groups
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 DIGESTS = ("sha256", "sha256_cbor")

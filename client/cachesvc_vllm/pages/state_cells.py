@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cachesvc_vllm.group_tables import Positions
+from cachesvc_vllm.pages.group_tables import Positions
 
 
 class StateCells:

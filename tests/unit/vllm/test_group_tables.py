@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from cachesvc_vllm.group_tables import GroupTable, other_tables
+from cachesvc_vllm.pages.group_tables import GroupTable, other_tables
 from cachesvc_vllm.pages.request_pages import RequestPages, blocks_wanted
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
