@@ -231,6 +231,8 @@ class RequestPages:
         assert self.sequence is not None
         tables, replaced = self.sequence.tables, []
         for each in self.others:
+            if each.is_state:
+                continue  # its page stays where it was granted, and goes with that cell
             first, end = each.given_back, min(dead.get(each.group, 0), len(each.pages))
             if end > first:
                 cells = tables[each.group][first:end].tolist()
