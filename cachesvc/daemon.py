@@ -304,7 +304,7 @@ def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
     admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
     dispatcher = Dispatcher(node, admission, base.telemetry.watch if base.telemetry.is_on else None)
     edge = Edge(dispatcher, base.telemetry.tracer)
-    cache = CacheService(edge, config.operations_per_step, quotas)
+    cache = CacheService(edge, config.operations_per_step)
     return Calls(
         edge,
         quotas or Quotas(node.core, lambda _: NO_QUOTA),

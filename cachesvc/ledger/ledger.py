@@ -101,6 +101,7 @@ class Model:
     compared: Compared = field(default_factory=Compared)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     hit_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "storage": 0})
+    lost_blocks: dict[str, int] = field(default_factory=lambda: {"window": 0, "state": 0})
     reuse: Reuse = field(default_factory=Reuse)
     recent: RecentRequests = field(default_factory=RecentRequests)
     stored: Stored = field(default_factory=Stored)
@@ -220,6 +221,16 @@ class Ledger:
             raise NotFound("lease", lease_id, "open one first")
         if lease.state is not LeaseState.LIVE:
             raise LeaseLost(lease_id, lease.why)
+        return lease
+
+    def hear(self, lease_id: str, tenant: str, now: float) -> Lease | None:
+        """A lease of the tenant, live or lost, marked as heard from at ``now``; None for one that is not known, or is
+        another tenant's."""
+        lease = self.leases.get(lease_id)
+        if lease is None or self.models[lease.model].tenant != tenant:
+            return None
+        if now > lease.last_heard:
+            lease.last_heard = now
         return lease
 
     def remember_lost(self, lease_id: str, why: str, keep: int = 4096) -> None:

@@ -13,16 +13,8 @@ from cachesvc.model.errors import NotFound
 from cachesvc.model.words import PageState
 
 
-def own_lease(core: Core, tenant: str, lease_id: str) -> Lease | None:
-    """A lease of the tenant, live or lost; None for one that is not known, or is another tenant's."""
-    lease = core.ledger.leases.get(lease_id)
-    if lease is None or core.ledger.models[lease.model].tenant != tenant:
-        return None
-    return lease
-
-
 def require_no_others(core: Core, own: Lease | None, lease_id: str) -> None:
-    """Raises NotFound for a lease of another tenant, where ``own_lease`` found ``own``. One that is not known, or is
+    """Raises NotFound for a lease of another tenant, where ``Ledger.hear`` found ``own``. One that is not known, or is
     lost, passes."""
     if own is None and lease_id in core.ledger.leases:
         raise NotFound("lease", lease_id, "open one first")
@@ -78,7 +70,7 @@ def private_pages(lease: Lease) -> int:
 def private_pages_of(core: Core, tenant: str) -> int:
     """Pages that a tenant's leases hold for themselves, as its pools count them."""
     return sum(
-        pool.counts[state]
+        pool.own_counts[state]
         for model in core.ledger.models.values()
         if model.tenant == tenant
         for replica in model.replicas

@@ -21,6 +21,7 @@ from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.ledger.leases import first_id
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait
+from cachesvc.model.columns import Positions
 from cachesvc.model.errors import (
     Conflict,
     InvalidRequest,
@@ -104,7 +105,7 @@ class SimEngine(SimCalls):
             ("publish", 4 if can_publish else 0.2, self._publish),
             ("release", 0.3 if can_write or can_publish else 1.5, self._release),
             ("recycle", 1, self._recycle),
-            ("extend", 0.7 * all(self.stock), self._extend),
+            ("extend", 0.7 * self._has_stock(), self._extend),
             ("grow", 0.7, self._grow),
             ("swap_out", 1, self._swap_out),
             ("check_tables", 0.2, self._check_tables),
@@ -159,6 +160,11 @@ class SimEngine(SimCalls):
             self.requests[request.id] = request
             for cells in answer.tables:
                 request.tables[cells.group] = list(cells.pages)
+            if self.model is not None and answer.device_blocks and not answer.host_blocks:
+                ends = [request.tables[group][-1] for group in self.model.layout.state_groups]
+                assert NO_PAGE not in ends, "a hit without the state at its end"
+                self.node.events["state_hits"] += bool(ends)
+            self.node.events["lost_to_windows"] += answer.full_blocks > request.hit
             self.node.events["host_hits"] += answer.host_blocks > 0
             self.node.events["device_hits"] += answer.device_blocks > 0
             if not answer.host_blocks:
@@ -174,12 +180,14 @@ class SimEngine(SimCalls):
         self._grow_to(request, request.total + 1)
 
     def _grow_to(self, request: Request, total: int) -> None:
-        flow = self._flow(allocate, request.id, total)
+        call = partial(allocate, positions=self._positions(max(request.total, request.hit), total))
+        flow = self._flow(call, request.id, total)
 
         def allocated(answer: Allocated) -> None:
             for cells in answer.tables:
                 assert cells.first_block == len(request.tables[cells.group])
                 request.tables[cells.group] += cells.pages
+            self._note_states(request, max(request.total, request.hit))
             was_hit = request.total == 0
             request.total = total
             request.tickets = list(answer.tickets)
@@ -190,6 +198,23 @@ class SimEngine(SimCalls):
                 self._loaded(request)
 
         self._call(request, ("allocate", request.id, total), flow, allocated)
+
+    def _positions(self, first: int, last: int) -> Positions:
+        """Now and then an engine says which new blocks get a state; windows have no holes here."""
+        assert self.model is not None
+        return {
+            group: sorted(self.rng.sample(range(first, last), self.rng.randint(0, last - first)))
+            for group in self.model.layout.state_groups
+            if self.rng.random() < 0.6
+        }
+
+    def _note_states(self, request: Request, first: int) -> None:
+        """States of new blocks are private."""
+        assert self.model is not None
+        for group in self.model.layout.state_groups:
+            for position, page in enumerate(request.tables[group][first:], start=first):
+                if page != NO_PAGE:
+                    request.private_states[group, position] = page
 
     def _loaded(self, request: Request) -> None:
         request.sealed = max(request.sealed, request.hit)
@@ -256,10 +281,19 @@ class SimEngine(SimCalls):
             return
         keys = request.keys[first * KEY_BYTES : last * KEY_BYTES]
         request.told = last
-        flow = self._flow(publish, request.id, first, keys, last - first, Publishing())
+        ready = [at for at in request.private_states if at[1] < last]
+        named = self.rng.sample(ready, self.rng.randint(0, len(ready))) if not request.tickets else []
+        states = tuple(GroupCells(*at, (request.private_states[at],)) for at in named)
+        flow = self._flow(publish, request.id, first, keys, last - first, Publishing(), states)
 
         def published(answer: Published) -> None:
             request.told = 0
+            kept = {(cells.group, cells.first_block) for cells in answer.kept}
+            for at in named:
+                if at not in kept:
+                    del request.private_states[at]
+            self.node.events["states_published"] += len(named) > len(kept)
+            self.node.events["states_kept"] += bool(kept)
             if request.tickets:
                 request.tickets.clear()
                 self._loaded(request)
@@ -274,7 +308,7 @@ class SimEngine(SimCalls):
             assert answer.pending == (answer.sealed_blocks < last)
             self._check_tables(request)
 
-        self._call(request, ("publish", request.id, first, keys), flow, published)
+        self._call(request, ("publish", request.id, first, keys, states), flow, published)
 
     def _misuse(self, request: Request) -> None:
         """Break a rule: out of turn, twice, another engine's page, keys below another prefix."""
@@ -304,10 +338,10 @@ class SimEngine(SimCalls):
         def recycled(_: object) -> None:
             request.spares.clear()
             for group in layout.window_groups:
-                window = layout.groups[group].window_tokens or 0
-                dead = max(0, tokens - window + 1) // layout.block_tokens
+                dead = max(0, tokens - layout.window_of(group) + 1) // layout.block_tokens
                 for position in range(layout.sink_blocks(group), dead):
                     request.tables[group][position] = NO_PAGE
+                    request.private_states.pop((group, position), None)
 
         if tokens or pages:
             self._call(request, ("recycle", request.id, tokens, tuple(pages)), flow, recycled)
@@ -321,10 +355,20 @@ class SimEngine(SimCalls):
             assert self.grants.isdisjoint((cells.group, *each) for each in granted), "a grant was given twice"
             self.grants.update((cells.group, *each) for each in granted)
 
+    def _has_stock(self) -> bool:
+        """True where its stock has a page of each group."""
+        assert self.model is not None
+        return all(len(self.stock[groups[0]]) >= len(groups) for groups in self.model.layout.pools)
+
     def _extend(self, request: Request) -> None:
-        if not all(self.stock) or request.tickets:
+        if not self._has_stock() or request.tickets:
             return
-        taken = [held.pop() for held in self.stock]
+        assert self.model is not None
+        layout = self.model.layout
+        taken = [
+            (NO_PAGE, 0) if group in layout.state_groups and self.rng.random() < 0.5 else self.stock[lead].pop()
+            for group, lead in enumerate(layout.pool_leads)
+        ]
         pages = tuple(GroupCells(g, 0, (page,), (generation,)) for g, (page, generation) in enumerate(taken))
         flow = self._flow(extend, request.id, pages)
 
@@ -332,6 +376,7 @@ class SimEngine(SimCalls):
             request.total = blocks
             for table, (page, _) in zip(request.tables, taken, strict=True):
                 table.append(page)
+            self._note_states(request, blocks - 1)
 
         self._call(None, ("extend", request.id, pages), flow, extended)
 
@@ -362,6 +407,8 @@ class SimEngine(SimCalls):
             request.swapped, request.returning = False, True
             request.tables = [list(cells.pages) for cells in answer.tables]
             request.tickets = list(answer.tickets)
+            request.private_states.clear()
+            self._note_states(request, 0)
 
         self._call(request, ("in", request.id, self._ids), flow, coming)
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.transfer.apply_evictions import carry_out
+from cachesvc.flows.transfer.make_room import make_cheap_host_room
 from cachesvc.flows.transfer.transfers import may_submit, store_pairs, submit
 from cachesvc.ledger.eviction.planner import start_backup
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.numbers.int32s import array_of, column
@@ -31,12 +33,14 @@ def back_up(
     wanted = array_of(column(given)[is_new])
     if not wanted or not may_submit(core, model, replica):
         return None
-    pools = [blocks.host.pools[group] for group in blocks.host.full_groups]
-    free = min(pool.free for pool in pools)
+    free = blocks.host.free_blocks
+    if free < len(wanted):
+        make_cheap_host_room(core, model, len(wanted))
+        free = blocks.host.free_blocks
     if free < len(wanted):
         plan, _ = model.evictor.plan_host(min(len(wanted) - free, core.turns.evicted))
         carry_out(core, model, plan)
-        free = min(pool.free for pool in pools)
+        free = blocks.host.free_blocks
     wanted = wanted[:free]
     if not wanted:
         return None
@@ -47,11 +51,31 @@ def back_up(
     return ticket
 
 
+def back_up_reused(core: Core, model: Model, replica: Replica, row: int) -> None:
+    """Count a reuse for every block of the path down to ``row`` that has no host copy yet, and back up those due.
+
+    The walk ends at the first block with a host copy, so each block is counted ``threshold`` times at most.
+    """
+    blocks = model.blocks
+    index = blocks.index
+    due: list[int] = []
+    if not any(pool.capacity for pool in blocks.host.pools):
+        return
+    while row != NO_ROW and not blocks.host.is_present(row):
+        index.reuses[row] = min(index.reuses[row] + 1, 0xFFFF)
+        if core.writing.is_due(index.reuses[row]):
+            due.append(row)
+        row = index.parent[row]
+    due.reverse()
+    back_up(core, model, replica, due)
+
+
 def has_backup_room(core: Core, model: Model, blocks: int) -> bool:
     """True where ``back_up`` finds as much room on the host for ``blocks`` blocks as there can be. Else a turn's worth
     was evicted: ask again in another turn."""
     host = model.blocks.host
-    short = blocks - min(host.pools[group].free for group in host.full_groups)
+    make_cheap_host_room(core, model, blocks)
+    short = blocks - host.free_blocks
     if short <= core.turns.evicted:
         return True
     plan, _ = model.evictor.plan_host(core.turns.evicted)
