@@ -90,4 +90,4 @@ QWEN_3_NEXT = HybridModel(
     blocks=64,
     options={"max_num_batched_tokens": 576},
 )
-"""Three groups of gated delta networks' states and one of whole sequences. An attention block is as large as a state."""
+"""Three groups of gated delta networks' states, and one of whole sequences, whose blocks are as large as a state."""

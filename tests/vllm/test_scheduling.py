@@ -67,13 +67,28 @@ def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> Non
         assert told["failed_loads"] == 0
 
 
-@pytest.mark.parametrize("name", ["plain", "async", "failing"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("windows", "windows-async", "windows-drafts", "windows-late", "windows-drop"),
+        *("states", "states-async", "all-kinds"),
+    ],
+)
+def test_each_group_holds_what_was_computed(name: str) -> None:
+    """A window's cells from its beginning on, and the state of exactly the tokens before."""
+    with running_node() as node:
+        told = run(name, node, 1)
+        assert min(told["whole"], told["loads"], told["preempted"]) > 0
+        assert told["failed_loads"] == 0
+
+
+@pytest.mark.parametrize("name", ["plain", "async", "failing", "all-kinds"])
 def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str) -> None:
     with running_node(["--fault-copies", "0.2"]) as node:
         assert run(name, node, 2)["failed_loads"] >= 10
 
 
-@pytest.mark.parametrize("name", ["tight", "tight-async", "tight-lookahead", "tight-late"])
+@pytest.mark.parametrize("name", ["tight", "tight-async", "tight-lookahead", "tight-late", "tight-all-kinds"])
 def test_engines_that_have_each_what_the_others_wait_for_go_on(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 200
@@ -84,7 +99,7 @@ def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_
         assert run("die-while-loading", node, 1)["failed_loads"] >= 1
 
 
-@pytest.mark.parametrize("name", ["deaths", "deaths-async"])
+@pytest.mark.parametrize("name", ["deaths", "deaths-async", "deaths-all-kinds"])
 def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run(name, node, 1)["whole"] >= 50

@@ -98,9 +98,9 @@ class GroupTable:
         return pages
 
     def _move_here(self, position: int) -> None:
-        """Use a page of a later position; none where it was loaded here."""
+        """Use an own page of this or a later position, unless one was loaded here."""
         later = next((each for each in self.unused if each >= position), None)
-        if later is None:
+        if later is None or (later > position and self.page_at(position) != NO_PAGE):
             return
         self.unused.remove(later)
         page, self.pages[later] = self.pages[later], NO_PAGE
