@@ -72,6 +72,10 @@ class Sequence(BlockTables):
             self.charged = held, party, size_bytes
             held[party] = held.get(party, 0) + size_bytes
 
+    def remember(self, recent: RecentRequest) -> None:
+        """Set the request ``recent``, which gets the end of this sequence."""
+        self.recent = recent
+
     def tell_end(self, ended: Ended) -> None:
         """Report the engine's facts on its end, which is near."""
         if self.request is not None:

@@ -10,7 +10,7 @@ MAX_OPERATIONS = 4096
 """Most operations of a Step; a daemon may be configured for fewer."""
 
 Positions = Mapping[int, Sequence[int]]
-"""Of some windowed groups, the new blocks that get a page, by their positions, rising."""
+"""New blocks that get a page, by windowed group: their positions, rising."""
 NO_POSITIONS: Positions = MappingProxyType({})
 
 

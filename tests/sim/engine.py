@@ -21,7 +21,6 @@ from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.ledger.leases import first_id
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait
-from cachesvc.model.columns import Positions
 from cachesvc.model.errors import (
     Conflict,
     InvalidRequest,
@@ -35,15 +34,15 @@ from cachesvc.model.errors import (
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency, has_reached
 from cachesvc.model.words import NO_PAGE
-from tests.sim.calls import SimCalls
 from tests.sim.node import content_of
 from tests.sim.processes import Request
+from tests.sim.states import SimStates
 
 STARVED = {"swap_out": 5.0, "release": 2.0, "begin": 0.2, "prefetch": 0.2, "grow": 0.2}
 """Factors of an engine's actions after it was refused pages a moment ago."""
 
 
-class SimEngine(SimCalls):
+class SimEngine(SimStates):
     """One engine with a scheduler process and perhaps a worker, and one lease at a time."""
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -199,23 +198,6 @@ class SimEngine(SimCalls):
 
         self._call(request, ("allocate", request.id, total), flow, allocated)
 
-    def _positions(self, first: int, last: int) -> Positions:
-        """Now and then an engine says which new blocks get a state; windows have no holes here."""
-        assert self.model is not None
-        return {
-            group: sorted(self.rng.sample(range(first, last), self.rng.randint(0, last - first)))
-            for group in self.model.layout.state_groups
-            if self.rng.random() < 0.6
-        }
-
-    def _note_states(self, request: Request, first: int) -> None:
-        """States of new blocks are private."""
-        assert self.model is not None
-        for group in self.model.layout.state_groups:
-            for position, page in enumerate(request.tables[group][first:], start=first):
-                if page != NO_PAGE:
-                    request.private_states[group, position] = page
-
     def _loaded(self, request: Request) -> None:
         request.sealed = max(request.sealed, request.hit)
         request.written = max(request.written, request.hit)
@@ -281,19 +263,12 @@ class SimEngine(SimCalls):
             return
         keys = request.keys[first * KEY_BYTES : last * KEY_BYTES]
         request.told = last
-        ready = [at for at in request.private_states if at[1] < last]
-        named = self.rng.sample(ready, self.rng.randint(0, len(ready))) if not request.tickets else []
-        states = tuple(GroupCells(*at, (request.private_states[at],)) for at in named)
+        states = self._named_states(request, last)
         flow = self._flow(publish, request.id, first, keys, last - first, Publishing(), states)
 
         def published(answer: Published) -> None:
             request.told = 0
-            kept = {(cells.group, cells.first_block) for cells in answer.kept}
-            for at in named:
-                if at not in kept:
-                    del request.private_states[at]
-            self.node.events["states_published"] += len(named) > len(kept)
-            self.node.events["states_kept"] += bool(kept)
+            self._states_published(request, states, answer.kept)
             if request.tickets:
                 request.tickets.clear()
                 self._loaded(request)
@@ -354,11 +329,6 @@ class SimEngine(SimCalls):
             self.stock[cells.group] += granted
             assert self.grants.isdisjoint((cells.group, *each) for each in granted), "a grant was given twice"
             self.grants.update((cells.group, *each) for each in granted)
-
-    def _has_stock(self) -> bool:
-        """True where its stock has a page of each group."""
-        assert self.model is not None
-        return all(len(self.stock[groups[0]]) >= len(groups) for groups in self.model.layout.pools)
 
     def _extend(self, request: Request) -> None:
         if not self._has_stock() or request.tickets:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from cachesvc.flows import observers
+from cachesvc.flows.context import observers
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.storage.fetch import fetched_blocks, reach
+from cachesvc.flows.storage.uses import note_hit
 from cachesvc.flows.transfer.backup import back_up_reused
 from cachesvc.flows.transfer.replicas import Sharing, share
 from cachesvc.ledger.index.block_ledger import Hit
@@ -57,12 +58,13 @@ def match(
     sequence.charge(core.ledger.key_bytes, lease.party)
     stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)
     observers.matched(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
+    note_hit(core, model, hit.row)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         back_up_reused(core, model, call.replica, hit.row)
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks
     tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
     computing = _computing(model, keys, hit.blocks) if model.blocks.computing else 0
-    return Matched(device, host, computing, tuple(tables), stored, hit.full_blocks)
+    return Matched(device, host, computing, tuple(tables), min(stored, host), hit.full_blocks)
 
 
 def check_request(core: Core, call: Call, sequence_id: int, keys: bytes) -> None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from cachesvc.flows import observers
+from cachesvc.flows.context import observers
 from cachesvc.flows.context.call import Call, no_sequence, refusal_of
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
-from cachesvc.flows.context.turns import LAST_TURNS
+from cachesvc.flows.context.turns import LAST_TURNS, LONG_TURNS
 from cachesvc.flows.engine.match import check_keys
 from cachesvc.flows.engine.states import named_states, seal_states
 from cachesvc.flows.transfer.backup import back_up
@@ -50,8 +50,8 @@ class Known(NamedTuple):
 
 
 Stop = Known | Blocked | CacheError | None
-"""Why an entry is not sealed with those before it. None: it comes behind one of its own sequence or with the same key,
-or a call of its sequence waits."""
+"""Reason why an entry is not sealed with those before it. None: it comes behind one of its own sequence or with the
+same key, or a call of its sequence waits."""
 
 
 @dataclass(slots=True)
@@ -59,6 +59,7 @@ class Publishing:
     """Progress of a publish that takes several turns: made for the call, handed to each of its runs."""
 
     done: int = 0
+    has_lined_up: bool = False
     parts: list[Published] = field(default_factory=list)
 
     def answer(self) -> Published:
@@ -107,6 +108,9 @@ def publish(
         _, stop = classify(call, whole, range(1), looks_up=False)
         if isinstance(stop, CacheError):
             raise stop
+        if stop is None and count > LONG_TURNS * most and not publishing.has_lined_up:
+            publishing.has_lined_up = True
+            return Wait((), turns=-(-count // most))
     now = min(most, count - done)
     try:
         part = _publish(core, call, Publishes((sequence_id,), (first_block + done,), (done, done + now), keys))
@@ -270,7 +274,7 @@ def classify(
 
 
 def _inactive(number: int, sequence: Sequence | None) -> Blocked | CacheError:
-    """Why nothing can be published of a sequence now, or any more."""
+    """Reason why nothing can be published of a sequence now, or any more."""
     if sequence is None:
         return no_sequence(number)
     if sequence.state in PASSING:
@@ -279,7 +283,7 @@ def _inactive(number: int, sequence: Sequence | None) -> Blocked | CacheError:
 
 
 def _misplaced(sequence: Sequence, first: int, last: int) -> CacheError:
-    """Why ``[first, last)`` are not its next blocks."""
+    """Reason why ``[first, last)`` are not its next blocks."""
     sealed = sequence.sealed
     if first < sealed:
         return Conflict(f"blocks from {first} on are sealed already (the sequence has {sealed}); publish the next")

@@ -7,6 +7,7 @@ from collections.abc import Container
 from cachesvc.flows.context.call import Call, no_sequence
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.storage.uses import note_end
 from cachesvc.flows.transfer.low_watermark import look_ahead
 from cachesvc.model.answers import Wait
 from cachesvc.model.columns import Releases
@@ -46,6 +47,7 @@ def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) 
         raise no_sequence(sequence_id)
     if end is not None:
         sequence.tell_end(end)
+    note_end(core, call.model, sequence.anchor)
     if not sequence.end_part(core.turns.pages):
         return TURN
     del call.lease.sequences[sequence_id]

@@ -117,7 +117,7 @@ def _grow(call: Call, growth: Growth, entries: range, held: Collection[int]) -> 
 
 
 def _unfit(lease: Lease, place: Place, growth: Growth, entries: range) -> CacheError | None:
-    """Why the pages of the entries cannot be taken: each is in the stock, named once, of the generation granted."""
+    """Reason why the pages of the entries cannot be taken: each is in the stock, once, of the granted generation."""
     part = slice(growth.starts[entries.start], growth.starts[entries.stop])
     for groups in place.shares:
         stock, granted = lease.stock[groups[0]], place.pools[groups[0]].generations

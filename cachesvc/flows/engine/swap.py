@@ -16,7 +16,8 @@ from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.make_room import exhausted, make_room
 from cachesvc.flows.transfer.transfers import load_pairs, require_transfer, store_pairs, submit, ticket_view, wait_for
-from cachesvc.ledger.eviction.planner import drop_idle_copies, no_row, start_backup
+from cachesvc.ledger.eviction.idle_copies import drop_idle_copies
+from cachesvc.ledger.eviction.planner import no_row, start_backup
 from cachesvc.ledger.index.pins import Keep
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model

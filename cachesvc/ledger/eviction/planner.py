@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cachesvc.ledger.eviction.demand import BlockDemand, demand_of, idle_copies
+from cachesvc.ledger.eviction.demand import BlockDemand, demand_of
 from cachesvc.ledger.eviction.drop import drop_all
+from cachesvc.ledger.eviction.idle_copies import idle_copies
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.block_ledger import BlockLedger, Filling
@@ -95,8 +96,7 @@ class Evictor:
         most_work: int = sys.maxsize,
         saves: bool = True,
     ) -> tuple[EvictionPlan, bool]:
-        """Victims that meet the ``demand`` for pages of ``place``, which counts them, or for a number of blocks; and
-        whether as many can go.
+        """Victims that meet the ``demand``, which counts them, or a number of blocks; and whether as many can go.
 
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
@@ -104,7 +104,7 @@ class Evictor:
         enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. Nothing is
         changed yet; the caller passes the plan to ``carry_out`` or drops it.
         """
-        demand = BlockDemand(demand) if isinstance(demand, int) else demand
+        demand = demand if isinstance(demand, BlockDemand) else BlockDemand(demand)
         index, walk = self.ledger.index, walk_of(self.ledger, place)
         host = _HostRoom(self.ledger, walk.taken.__contains__)
         plan = EvictionPlan(place, host_drops=host.victims)
@@ -130,11 +130,11 @@ class Evictor:
             if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
                 lingering.add(index.parent[row])  # it counts, and stays
             elif is_elsewhere and row not in host.walk.taken:
-                if row not in lingering:
-                    plan.drops.append(row)
-                else:
+                if row in lingering:
                     plan.drains.append(Drain(row, copied=False))
                     lingering.add(index.parent[row])
+                else:
+                    plan.drops.append(row)
             elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
                 plan.drains.append(Drain(row, copied=True))
                 lingering.add(index.parent[row])
@@ -380,30 +380,3 @@ def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[in
                 break
             row = index.parent[head]
     return count
-
-
-def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
-    """Number of windowed copies that no window holds; ``after_flights``: once all transfers are over."""
-    count = len(place.window_leaves[group])
-    if after_flights:
-        flying = ledger.index.flying.column()
-        here = np.frombuffer(place.states[group], np.uint8)[flying] != ABSENT
-        filed = np.frombuffer(place.window_leaves[group].filed, np.bool_)[flying]
-        count += int((here & ~filed & (column(place.window_pins[group])[flying] == 0)).sum())
-    return count
-
-
-def drop_idle_copies(
-    ledger: BlockLedger, place: Place, wanted: Sequence[int], most: int, *, cheap: bool = False
-) -> int:
-    """Drop windowed copies that no window holds, by their order, towards ``wanted[g]`` pages of group g, ``most`` in
-    each pool; returns how many of a pool. ``cheap``: only in pools that full groups draw from too, and only copies that
-    no hit has used and no sequence has ended on."""
-    found = 0
-    for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
-        if short > 0 and full < len(groups) and (full or not cheap):
-            victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))
-            for group, row in victims:
-                ledger.drop_window(place, group, row)
-            found = max(found, len(victims))
-    return found

@@ -163,7 +163,7 @@ class Dispatcher:
 
         A future goes on where the caller is gone, unless it is cancelled.
         """
-        began, watch, name = time.perf_counter(), self._watch, operation.name
+        began, watch, name = self.node.loop_watch.begin(), self._watch, operation.name
         span = None if watch is None or parent is None else watch.begin(name, parent)
         came = request.SerializeToString() if contents is None else contents
         served: Served[R]
@@ -189,6 +189,7 @@ class Dispatcher:
 
     def charge(self, who: Caller, size_bytes: int) -> None:
         """The bytes of a message, before it is parsed. Raises QuotaExceeded."""
+        self.node.loop_watch.begin()
         if size_bytes > FREE_BYTES:
             self.admission.charge_bytes(who.acts_for, size_bytes - FREE_BYTES, self.node.now())
 
@@ -253,7 +254,7 @@ class Dispatcher:
         caller, quotas = process() if lease is None else lease.opened_by[0] or lease_id, self.admission.quotas
         holder = Holder(caller, None if quotas is None else quotas.meter(tenant))
         repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
-        is_retry = repeats is not None and repeats.knows(request_id)
+        is_retry = repeats is not None and (request_id in repeats.given or request_id in repeats.under_way)
         # A retry takes no further place: its first call has one, or has been answered.
         self.admission.admit(Kind.LIFE if is_retry else operation.kind, holder, now)
         check_fields(request, size_bytes)

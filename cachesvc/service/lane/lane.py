@@ -161,7 +161,7 @@ class Lane:
 
     def _take(self) -> None:
         """Carry out the frames that have come, for one turn."""
-        until = time.perf_counter() + TURN_SECONDS
+        until = self._desk.dispatcher.node.loop_watch.begin() + TURN_SECONDS
         try:
             while self._has_room():
                 frame = self._reader.next() if self._reader.end else None

@@ -68,7 +68,6 @@ class StepRun:
         self._operations = request.operations
         self._targets = tuple(request.stock_pages)
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
-        self._results = [self._response.results.add() for _ in self._operations] if self._operations else []
         self._columns: ColumnRun | None = None
         self._device: DevicePlace | None = None
         self._next = 0
@@ -281,8 +280,13 @@ class StepRun:
         self._count(name, INTERNAL)
 
     def _result(self, spot: Spot) -> cache_pb2.OperationResult:
-        """Result message for an operation."""
-        return self._columns.odd(spot) if spot.column and self._columns is not None else self._results[spot.entry]
+        """Result message for an operation. Those before it are made too, and all at once would hold the loop."""
+        if spot.column and self._columns is not None:
+            return self._columns.odd(spot)
+        results = self._response.results
+        while len(results) <= spot.entry:
+            results.add()
+        return results[spot.entry]
 
     def _count(self, name: str, code: str, count: int = 1) -> None:
         if not count:

@@ -34,13 +34,15 @@ def matched(
     blocks, counters = len(keys) // KEY_BYTES, core.counters
     for name, amount in ((Count.MATCH_REQUESTS, 1), (Count.MATCH_BLOCKS, blocks)):
         counters[name._value_] = counters.get(name._value_, 0) + amount
-    model.hit_blocks["device"] += hit.device_blocks
-    model.hit_blocks["host"] += hit.blocks - hit.device_blocks - stored
+    from_host = hit.blocks - hit.device_blocks
+    passed_on = max(0, stored - from_host)  # a prefix in pieces: these are on the device by now
+    model.hit_blocks["device"] += hit.device_blocks - passed_on
+    model.hit_blocks["host"] += from_host - (stored - passed_on)
     model.hit_blocks["storage"] += stored
     for group, shorter in hit.lost:
         model.lost_blocks["state" if group in model.layout.state_groups else "window"] += shorter
     came = call.now - waited if clock is None else clock
-    sequence.recent = model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models))
+    sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
     asked = min(blocks, max_blocks) if max_blocks else blocks
     has_windows = bool(replica.place.window_groups)
     model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
