@@ -162,11 +162,12 @@ def stopped(socket: str, seed: int) -> list[Engine]:
     return [engine]
 
 
-def stopped_async(socket: str, seed: int) -> list[Engine]:
-    """The same where another step is scheduled before an output is taken: vLLM cannot take it back, so engines end."""
+def stopped_for_good(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """The same where vLLM cannot take a step back, so engines end: another one is scheduled before an output is taken,
+    or the cache has several groups."""
     misread = ended = 0
     for each in range(3):
-        engine, rng = Engine(f"e{each}", socket, seed + each, Shape(is_async=True)), random.Random(seed + each)
+        engine, rng = Engine(f"e{each}", socket, seed + each, shape), random.Random(seed + each)
         _begin_hits(engine, rng)
         engine.interrupt = lambda: tell("stop")
         try:
@@ -336,7 +337,8 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "adapters": adapters,
     "weights": weights,
     "stopped": stopped,
-    "stopped-async": stopped_async,
+    "stopped-async": lambda socket, seed: stopped_for_good(socket, seed, Shape(is_async=True)),
+    "stopped-all-kinds": lambda socket, seed: stopped_for_good(socket, seed, Shape(**ALL_KINDS)),
     "deaths": lambda socket, seed: deaths(socket, seed, Shape(stock=2)),
     "deaths-async": lambda socket, seed: deaths(socket, seed, Shape(stock=2, is_async=True)),
 }
