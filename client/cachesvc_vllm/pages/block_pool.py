@@ -189,7 +189,13 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         """No-op: ``kv_events`` announces what the daemon has."""
 
     def cache_partial_block(
-        self, request: Any, block: KVCacheBlock, num_tokens: int, kv_cache_group_id: int, block_size: int, **_: Any
+        self,
+        request: Any,
+        block: KVCacheBlock,
+        num_tokens: int,
+        kv_cache_group_id: int,
+        block_size: int,
+        replace_existing_hashes: bool = False,
     ) -> None:
         """No-op at the end of a block, which ``cache_full_blocks`` has noted. Raises ConnectorRefused within one:
         keys as fine as that are refused at the start."""

@@ -170,8 +170,8 @@ class RequestPages:
         return len(self.pages) >= blocks and not any(self._lacking(states).values())
 
     def growth(self, blocks: int, states: Positions) -> Growth:
-        """What the table is to grow by so that it has these. Pages come with new blocks alone, so a state in a hole of
-        the table makes it longer."""
+        """Length and new cells with which the table has these. Pages come with new blocks alone, so a state in a hole
+        of the table makes it longer."""
         lacking = self._lacking(states)
         first = max(len(self.pages), self.loaded_blocks)
         end = max(blocks, first, first + max(map(len, lacking.values()), default=0))

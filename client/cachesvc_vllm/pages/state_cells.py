@@ -41,7 +41,7 @@ class StateCells:
         return found
 
     def _prefill_end(self, request: Any) -> int:
-        """Where vLLM saves a state within a chunk. As its ``allocate_slots`` says."""
+        """Token at which vLLM saves a state within a chunk, as its ``allocate_slots`` says."""
         if self._manager.coordinator.retention_interval != 0:
             return 0
         return max(int(request.num_prompt_tokens), int(request.num_tokens) - 1)

@@ -34,7 +34,7 @@ class Sealing:
 
 @dataclass(slots=True)
 class Part:
-    """What is to be reported. ``dead``: by group, the first cell that a request may still read."""
+    """Reports to make. ``dead``: by group, the first cell that a request may still read."""
 
     sealing: dict[RequestPages, Sealing] = field(default_factory=dict)
     dead: dict[RequestPages, dict[int, int]] = field(default_factory=dict)
