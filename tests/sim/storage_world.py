@@ -17,8 +17,8 @@ from cachesvc.policy.writing import WriteRule
 from cachesvc.service.calls.storage_events import StorageFlows
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier import Tier
-from cachesvc.storage.tiers import Tiers
+from cachesvc.storage.tier.tier import Tier
+from cachesvc.storage.tier.tiers import Tiers
 from tests.sim.sim_storage import FAULTS, SimStorage
 from tests.sim.world import LOOKS, World
 
