@@ -171,14 +171,6 @@ def test_what_a_daemon_left_that_died_in_its_claim_is_removed(tmp_path: Path) ->
         assert len(list((tmp_path / "daemons").iterdir())) == 1
 
 
-def test_a_fresh_filesystem_is_taken_with_what_it_came_with(tmp_path: Path) -> None:
-    (tmp_path / "lost+found").mkdir(mode=0o700)
-    (tmp_path / "lost+found" / "#12").write_text("recovered", encoding="utf-8")
-    with opened(tmp_path) as bench:
-        assert bench.keep([name_of("a")]) == [OK]
-    assert (tmp_path / "lost+found" / "#12").read_text(encoding="utf-8") == "recovered"
-
-
 @pytest.mark.parametrize("wanted", [MIB, MIB // 2])
 def test_files_that_cannot_be_removed_still_count_and_are_named(
     wanted: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -18,6 +18,7 @@ from cachesvc.service.calls.storage_events import StorageFlows
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.tier import Tier
+from cachesvc.storage.tiers import Tiers
 from tests.sim.sim_storage import FAULTS, SimStorage
 from tests.sim.world import LOOKS, World
 
@@ -65,7 +66,7 @@ class StorageWorld(World):
             lambda: node.now,
             carriers=lambda _: InboxCarrier(node.inbox),
         )
-        self.flows = StorageFlows(self.tier, node.core, lambda _, flow: node.run(flow))
+        self.flows = StorageFlows(Tiers([self.tier], lambda: node.now), node.core, lambda _, flow: node.run(flow))
         self.tier.start()
 
     def step(self) -> None:

@@ -100,6 +100,9 @@ def publish(
         check_keys(call.lease, keys)
         if len(keys) != count * KEY_BYTES:
             raise InvalidRequest(f"{len(keys) // KEY_BYTES} keys were sent for {count} blocks")
+    # Blocks that a slice has sealed stay sealed, and other calls use them. So every rule that needs no look-up is held
+    # against the whole request before the first slice, while a refusal still means that nothing has changed. Behind it
+    # neither an error nor a wait may be the answer: the caller must learn what is sealed, with ``pending``.
     done = 0 if publishing is None else publishing.done
     whole = Publishes((sequence_id,), (first_block,), (0, count), keys)
     if publishing is None or (count <= most and not done):

@@ -29,8 +29,7 @@ def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
     if core.storage is None:
         return
     host, stored = model.blocks.host, model.stored
-    index = model.blocks.index  # evictions bring a path's end first; a block is written after those above it
-    names = map(index.key_of, sorted(_awaited(model, rows), key=index.depth.__getitem__))
+    names = map(model.blocks.index.key_of, _root_first(model, _awaited(model, rows)))
     stored.ready |= dict.fromkeys(name for name in names if not is_under_way(model, name))
     if stored.ready and core.on_wanted is not None:
         core.on_wanted(model)
@@ -59,6 +58,20 @@ def _awaited(model: Model, rows: Iterable[int]) -> list[int]:
         if key in model.stored.written:
             model.stored.written_staged(key)
     return awaited
+
+
+def _root_first(model: Model, rows: list[int]) -> dict[int, None]:
+    """Rows, each after those above it: evictions bring a path's end first, and its end alone is of no use."""
+    parent, left, out = model.blocks.index.parent, set(rows), dict[int, None]()
+    for row in rows:
+        path: list[int] = []
+        above = row
+        while above in left:
+            left.discard(above)
+            path.append(above)
+            above = parent[above]
+        out |= dict.fromkeys(reversed(path))
+    return out
 
 
 def was_used(core: Core, model: Model, rows: Iterable[int]) -> None:

@@ -154,6 +154,7 @@ def _reuse(reading: Reading, model: Model) -> None:
     reading.put("requested_tokens", reuse.requested * tokens, *labels)
     reading.put("ceiling_tokens", reuse.ceiling * tokens, *labels)
     reading.put("computed_tokens", reuse.published * tokens, *labels)
+    reading.put("unloaded_tokens", reuse.unloaded * tokens, *labels)
     reading.put("remembered_keys", reuse.remembered, *labels)
     for tier, blocks in model.hit_blocks.items():
         reading.put("hit_tokens", blocks * tokens, *labels, tier)

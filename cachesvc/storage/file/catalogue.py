@@ -105,6 +105,14 @@ class Catalogue:
                 self._tree.link(row, self._numbers[name.scope], parent)
                 self._leaves.file(row)
 
+    def demote_detached(self) -> None:
+        """All that was found is linked: blocks that no hit reaches, for a block above them is missing, go first."""
+        with self._lock:
+            for row in self._tree.detached():
+                self._tree.used[row] = 0
+                self._leaves.forget(row)
+                self._leaves.file(row)
+
     def drop(self, name: ObjectName) -> bool:
         """An object is not there any more. False where it was not known."""
         with self._lock:
@@ -183,6 +191,12 @@ class Catalogue:
                     break
                 victims += self._take(chosen)
         return victims
+
+    def entries(self) -> list[Entry]:
+        """All objects, the longest unused first."""
+        with self._lock:
+            found = [entry for row in self._tree.rows.values() for entry in self._entries(row)]
+        return sorted(found, key=lambda entry: entry.used)
 
     def names(self, scope: Scope | None = None) -> list[ObjectName]:
         """Names of all objects, or of a scope's."""

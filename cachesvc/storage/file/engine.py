@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,10 +38,9 @@ from cachesvc.storage.seam import (
     Use,
     oldest_first,
 )
+from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
 
-NOTE_SECONDS = 10.0
-"""Interval between two log lines about objects that could not be read, or written, seconds."""
 PARENT_END = 120
 SCAN_SECONDS = 0.25
 """Time that a start waits for the scan of a folder, seconds: of a small one all is known then."""
@@ -71,8 +69,7 @@ class FileStorage:
         self._readers = Lane("storage-read", options.readers, clock)
         self._writers = Lane("storage-write", options.writers, clock)
         self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
-        self._noting = threading.Lock()
-        self._noted: dict[str, tuple[int, float]] = {}
+        self._troubles = Troubles(clock)
 
     def start(self) -> None:
         """Claim the folder and begin; what is there already is found behind it. A disk that is full, mounted for
@@ -158,7 +155,7 @@ class FileStorage:
                 self._catalogue.drop(name)
                 continue
             except OSError as error:
-                self._note("storage_read_failed", error)
+                self._note_unread(error)
                 found.unreadable += 1
                 continue
             found.objects += 1
@@ -188,6 +185,7 @@ class FileStorage:
         status.is_complete = self._keeper.found.is_set()
         status.stuck_objects, status.stuck_bytes = len(self._space.stuck), self._space.stuck.all_bytes
         status.problem = self._problem()
+        status.errors, status.last_error = self._troubles.count, self._troubles.last
         return status
 
     def totals(self) -> Totals:
@@ -235,7 +233,7 @@ class FileStorage:
         try:
             outcome = self._read_file(item, mover)
         except OSError as error:
-            self._note("storage_read_failed", error)
+            self._note_unread(error)
             outcome = Outcome.FAILED
         finally:
             self._catalogue.end_read(item.name)
@@ -243,14 +241,9 @@ class FileStorage:
             self._catalogue.drop(item.name)
         each(index, outcome)
 
-    def _note(self, event: str, error: OSError) -> None:
-        """Log a failure, once in a while for all objects: a disk that breaks has many."""
-        with self._noting:
-            failed, note_at = self._noted.get(event, (0, 0.0))
-            is_due = self._clock() >= note_at
-            self._noted[event] = (0, self._clock() + NOTE_SECONDS) if is_due else (failed + 1, note_at)
-        if is_due:
-            events.event(event, reason=str(error), objects=failed + 1)
+    def _note_unread(self, error: OSError) -> None:
+        if objects := self._troubles.note("read", str(error)):
+            events.event("storage_read_failed", reason=str(error), objects=objects)
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)
@@ -311,7 +304,8 @@ class FileStorage:
         each(index, outcome)
 
     def _failed(self, error: OSError) -> Outcome:
-        self._note("storage_write_failed", error)
+        if objects := self._troubles.note("write", str(error)):
+            events.event("storage_write_failed", reason=str(error), objects=objects)
         if not self._folder.is_claimed:
             self._keeper.hurry()
         return Outcome.FAILED

@@ -162,6 +162,27 @@ def test_one_namespace_of_the_listing_is_purged_alone(tmp_path: Path) -> None:
         assert cachesvc(node, "--purge", namespace)[0] == 2
 
 
+def test_a_name_of_two_namespaces_is_not_guessed_at(tmp_path: Path) -> None:
+    """Two tenants with one name of a model: a purge by the name would take both."""
+    with (
+        storing(tmp_path) as node,
+        Engine(node.socket, salt=b"a" * 16, device_pages=64, host_pages=256) as one,
+        Engine(node.socket, salt=b"b" * 16, device_pages=64, host_pages=256) as other,
+    ):
+        one.serve(prompt(1, BLOCKS))
+        other.serve(prompt(1, 2 * BLOCKS))
+        wait_until(lambda: stored(node, 3 * BLOCKS), "all is stored")
+        numbers = dict(re.findall(r"model@1 +(\w{12}) +(\d+) ", cachesvc(node)[1]))
+        assert sorted(numbers.values()) == ["16", "8"]
+        code, said = cachesvc(node, "--purge", "model@1")
+        assert code == 2
+        assert "2 namespaces, of tenants or versions of weights, are called 'model@1'" in said
+        assert all(number in said for number in numbers)
+        (small,) = (number for number, objects in numbers.items() if objects == "8")
+        assert cachesvc(node, "--purge", small) == (0, f"removed {BLOCKS} objects\n")
+        assert re.search(rf"model@1 +\w{{12}} +{2 * BLOCKS} ", cachesvc(node)[1])
+
+
 def test_without_storage_the_command_says_so(node: Node) -> None:
     assert cachesvc(node) == (0, "no storage is configured; see cachesvcd --storage\n")
     assert cachesvc(node, "--verify")[0] == 2
