@@ -118,6 +118,22 @@ def test_blocks_go_leaf_first_once_nothing_cheap_is_left_and_take_their_copies_a
     assert hit(ends, 4, "abcd") == (0, 0, 3)
 
 
+def test_copies_that_hits_have_used_go_once_no_block_can() -> None:
+    ends = begin(24)
+    serve(ends, 1, "abcd", states=(3,))  # windows 2 and 3 and state 3 are of use to a next turn
+    compute(ends, 2, "abcdef", states=(5,))  # which comes, and pins all of it
+    assert [copies(ends, group) for group in range(3)] == [6, 6, 2]
+    ends.rig.run(recycle, ends.lease, 2, 6 * BLOCK_TOKENS, ())
+    depth = ends.rig.model.blocks.index.depth
+    idle = [(group, depth[row]) for group, row in idle_copies(ends.rig.place(), (0, 1, 2))]
+    assert idle[:2] == [(WINDOW, 0), (WINDOW, 1)]
+    assert sorted(idle[2:]) == [(WINDOW, 2), (WINDOW, 3), (STATE, 3)]
+    compute(ends, 3, "vwxyz")  # the 10 free pages
+    compute(ends, 4, "q", states=(0,))
+    assert copies(ends, FULL) == 12
+    assert len(list(idle_copies(ends.rig.place(), (0, 1, 2)))) == 2
+
+
 def test_what_cannot_be_met_evicts_nothing() -> None:
     ends = begin(12)
     held = compute(ends, 1, "abcd", states=(3,))
@@ -252,6 +268,21 @@ def test_a_state_is_sealed_once_and_by_name_alone() -> None:
     answer = rig.run(publish, lease, 2, 4, b"", 0, None, (GroupCells(STATE, 2, (NO_PAGE, mine)),))
     assert not answer.kept
     assert hit(ends, 3, "abcd") == (4, 0, 4)
+
+
+def test_an_unnamed_state_stays_private_where_others_sealed_some_of_the_blocks() -> None:
+    ends = begin(40)
+    rig, lease = ends
+    keys = chain(*"abcd")
+    rig.run(match, lease, 2, keys, 0)
+    rig.run(partial(allocate, positions={STATE: [0, 3]}), lease, 2, 4)
+    serve(ends, 1, "ab")
+    answer = rig.run(publish, lease, 2, 0, keys, 4)
+    assert isinstance(answer, Published)
+    assert list(answer.duplicate_positions) == [0, 1]
+    sequence = sequence_of(ends, 2)
+    assert sequence.own[STATE] == {sequence.tables[STATE][0], sequence.tables[STATE][3]}
+    assert copies(ends, STATE) == 0
 
 
 @pytest.mark.parametrize(
