@@ -21,6 +21,7 @@ from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.pins import Pin, WindowPins, held_by
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.index.windows import window_positions
+from cachesvc.ledger.pages.sharded_dict import KeyQueue
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
@@ -247,8 +248,8 @@ class Stored:
     fetches: dict[int, Fetch] = field(default_factory=dict)
     fetching: dict[bytes, Fetch] = field(default_factory=dict)
     keeping: dict[bytes, Keep] = field(default_factory=dict)
-    wanted: dict[bytes, None] = field(default_factory=dict)
-    ready: dict[bytes, None] = field(default_factory=dict)
+    wanted: KeyQueue = field(default_factory=KeyQueue)
+    ready: KeyQueue = field(default_factory=KeyQueue)
     written: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     coming: set[bytes] = field(default_factory=set)
     used: dict[bytes, int] = field(default_factory=dict)
@@ -269,9 +270,8 @@ class Stored:
         return len(self.wanted) + len(self.ready)
 
     def take_wanted(self, key: bytes) -> None:
-        """A wanted block's turn has come."""
-        self.wanted.pop(key, None)
-        self.ready.pop(key, None)
+        """Take the block whose turn has come: the oldest of those that are ready, or of the others."""
+        (self.ready if key in self.ready else self.wanted).drop_first()
 
     def pins(self) -> Iterator[tuple[int, int | None, int]]:
         """Place, group (None: the block's own) and row of each pin that is held. For audits."""

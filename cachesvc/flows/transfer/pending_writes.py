@@ -31,7 +31,7 @@ def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
         return
     host, stored = model.blocks.host, model.stored
     names = map(model.blocks.index.key_of, _root_first(model, _awaited(model, rows)))
-    stored.ready |= dict.fromkeys(name for name in names if not is_under_way(model, name))
+    stored.ready.extend(name for name in names if not is_under_way(model, name))
     if host.state_groups:
         want_states(model, [row for row in rows if model.blocks.index.keys[row] in stored.written])
     if stored.ready and core.on_wanted is not None:
@@ -51,7 +51,7 @@ def want_states(model: Model, rows: Iterable[int], written: Sequence[int] = ()) 
         if any(here and lacking for here, lacking in zip(has, lacks, strict=True)):
             key = model.blocks.index.key_of(row)
             if key not in stored.keeping and key not in stored.wanted:
-                stored.ready[key] = None
+                stored.ready.extend((key,))
 
 
 def did_not_come(core: Core, model: Model, rows: Iterable[int]) -> None:
@@ -117,7 +117,7 @@ def want(core: Core, model: Model, rows: Iterable[int]) -> None:
     for tip in rows:
         if len(stored.wanted) >= MOST_WANTED:  # before the walk: of storage that is slow this is the rule
             break
-        stored.wanted |= dict.fromkeys(_lacking(model, tip))
+        stored.wanted.extend(_lacking(model, tip))
     if stored.wanted and not had and core.on_wanted is not None:
         core.on_wanted(model)
 
