@@ -16,10 +16,13 @@ from cachesvc.flows.engine.swap import swap_in, swap_out
 from cachesvc.flows.transfer.make_room import room_left
 from cachesvc.ledger.eviction.demand import PoolDemand, demand_of
 from cachesvc.ledger.eviction.idle_copies import drop_idle_copies, idle_copies
+from cachesvc.ledger.pages.shared_pool import NO_OWNER, GroupPool
 from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.errors import InvalidRequest, NotOwned, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.questions.audit.verify import verify_at_once
+from tests.conservation import audit
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain
 from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, begin, compute, copies, hit, sequence_of, serve
 
@@ -301,3 +304,21 @@ def test_states_go_out_and_come_back_with_a_swap() -> None:
     assert [page != NO_PAGE for page in sequence.tables[STATE]] == [False, True, False, True, True]
     rig.run(release, lease, 1)
     assert rig.place().pools[0].own_counts[1] == 0
+
+
+@pytest.mark.parametrize("what", ["owner", "counts", "free"])
+def test_verify_and_the_audit_find_a_page_that_is_counted_to_the_wrong_group(what: str) -> None:
+    ends = begin(20)
+    sequence = compute(ends, 1, "abcd", states=(3,))
+    full, window, _ = ends.rig.place().pools
+    assert isinstance(full, GroupPool)
+    assert isinstance(window, GroupPool)
+    page = sequence.tables[FULL][2]
+    if what == "owner":
+        full.owners[page] = window.mark
+    elif what == "counts":
+        full.mine[PageState.SEALED] += 1
+    else:
+        full.owners[page] = NO_OWNER
+    assert verify_at_once(ends.rig.core)
+    assert audit(ends.rig.core.ledger).problems
