@@ -181,7 +181,7 @@ class KvEventMapper:
             "medium": self.media[spot.tier],
             "lora_name": adapter.lora_name or self.lora_name,
             "group_idx": spot.group,
-            "kv_cache_spec_kind": _kind(group),
+            "kv_cache_spec_kind": _kind_of(group),
         }
         if window is not None:
             event["kv_cache_spec_sliding_window"] = window
@@ -211,8 +211,8 @@ class KvEventMapper:
         ]
 
 
-def _kind(group: PlaneGroup) -> str:
-    """A group's kind, in vLLM's words."""
+def _kind_of(group: PlaneGroup) -> str:
+    """The word of vLLM's events for a group's kind."""
     if group.is_state:
         return "mamba"
-    return "full_attention" if group.window_tokens is None else "sliding_window"
+    return "full_attention" if group.is_full else "sliding_window"

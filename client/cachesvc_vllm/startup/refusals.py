@@ -10,7 +10,6 @@ from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 TESTED = ((0, 32), (0, 33))
 """Releases of vLLM that the connector was tested with: it replaces vLLM's block pool, which is no public API."""
-
 DIGESTS = ("sha256", "sha256_cbor")
 """Hash algorithms whose digests are 32 bytes, and the same in every process."""
 
