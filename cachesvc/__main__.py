@@ -34,7 +34,7 @@ from cachesvc.policy.eviction import EVICTION_POLICIES
 from cachesvc.telemetry.events import start_logging
 
 if TYPE_CHECKING:
-    from cachesvc.daemon import Parts
+    from cachesvc.daemon import DaemonParts
 
 SWITCH_SECONDS = 0.0002
 """Interval after which a copy thread yields the interpreter to the event loop, seconds. Python's 5 ms would be the p99
@@ -117,7 +117,7 @@ def check(config: Config) -> str:
     return "\n".join(["the configuration is valid; it differs from the defaults by", *(lines or ["nothing"])])
 
 
-def _run(parts: Parts) -> None:
+def _run(parts: DaemonParts) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
     sys.setswitchinterval(SWITCH_SECONDS)
     c_library = ctypes.CDLL(None)
@@ -137,7 +137,7 @@ def _run(parts: Parts) -> None:
         runner.run(_serve(parts))
 
 
-async def _serve(parts: Parts) -> None:
+async def _serve(parts: DaemonParts) -> None:
     from cachesvc.daemon import run
 
     await run(parts)

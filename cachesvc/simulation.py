@@ -49,7 +49,7 @@ EVENTS_KEPT = 64
 Answer = TypeVar("Answer")
 
 
-class Pools(NamedTuple):
+class SimulatedPools(NamedTuple):
     """Parameters of a simulation: one device and one host pool, in blocks, and the policies by their names.
     ``disk_blocks``: of a disk below them; 0: none. ``restart_every``: requests after which the daemon is started anew;
     0: never."""
@@ -75,7 +75,7 @@ class Simulation:
     write policy or a size that cannot be. ``ledger``: what is true by now, for audits. ``disk``: that of a
     daemon that has ended."""
 
-    def __init__(self, pools: Pools, block_tokens: int, disk: SimulatedDisk | None = None) -> None:
+    def __init__(self, pools: SimulatedPools, block_tokens: int, disk: SimulatedDisk | None = None) -> None:
         if pools.device_blocks < 1 or pools.host_blocks < 0:
             raise ValueError(f"there are no pools of {pools.device_blocks} and {pools.host_blocks} blocks")
         self._pools, self._block_tokens = pools, block_tokens
@@ -180,7 +180,7 @@ class _Instantly:
             tidy(core.chores)
 
 
-def _model(core: Core, pools: Pools, block_tokens: int) -> Model:
+def _model(core: Core, pools: SimulatedPools, block_tokens: int) -> Model:
     """The model with its pools, as a registration leaves it: a page a block. How many bytes that is decides nothing."""
     layout = Layout(block_tokens, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (1,), "uint8"),))
     host, device = PagePool("host", pools.host_blocks), PagePool("device", pools.device_blocks)

@@ -18,9 +18,9 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 from tests.candidates import candidates, lost, segments
+from tests.page_audit import Holding, page_problems
 
 Claim = Callable[[int, int, PageState, str], None]
-Holding = dict[tuple[int, int], tuple[PageState, str]]
 
 
 class Audit(NamedTuple):
@@ -49,7 +49,7 @@ def audit(ledger: Ledger) -> Audit:
             problems += _pages(ledger, model, place)
             problems += _moving(ledger, model, place)
             problems += _reserved(ledger, model, place)
-            pages += sum(pool.usable for pool in place.pools)
+            pages += sum(place.pools[groups[0]].usable for groups in place.shares)
         blocks += len(model.blocks.index)
     return Audit(problems + list(_waiters(ledger)), pages, blocks)
 
@@ -235,8 +235,9 @@ def _reserved(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
             yield f"{place.name}: pages are kept for a sequence or a lease that has ended"
         if any(held > wanted for held, wanted in zip(reservation.held, reservation.wanted, strict=True)):
             yield f"{place.name}: {reservation.held} pages are kept for a call that wants {reservation.wanted}"
-    for group, pool in enumerate(place.pools):
-        held = sum(reservation.held[group] for reservation in place.reservations)
+    for groups in place.shares:
+        pool = place.pools[groups[0]]
+        held = sum(reservation.held[group] for reservation in place.reservations for group in groups)
         if held != pool.reserved or not 0 <= held <= pool.free:
             yield f"{pool.name}: {pool.reserved} pages are reserved, {held} for calls, {pool.free} are free"
 
@@ -266,12 +267,7 @@ def _pages(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
     for group, page in ((group, page) for group, pool in enumerate(place.pools) for page in pool.stuck):
         claim(group, page, PageState.QUARANTINED, "copies that never ended")
     yield from out
-    for group, pool in enumerate(place.pools):
-        yield from pool.problems()
-        for page, state in enumerate(pool.states):
-            expected = held.get((group, page), (PageState.FREE, "no holder"))
-            if state != expected[0]:
-                yield f"{pool.name} page {page}: {PageState(state).name}, but held by {expected[1]}"
+    yield from page_problems(place, held)
 
 
 def _tables(ledger: Ledger, model: Model) -> Iterator[str]:
@@ -291,7 +287,9 @@ def _tables(ledger: Ledger, model: Model) -> Iterator[str]:
             rows = dict(enumerate(path)) if group in place.full_groups else sequence.window_rows.get(group, {})
             for position, page in enumerate(table):
                 if page == NO_PAGE:
-                    if group in place.full_groups or position >= sequence.cursors[group]:
+                    if group in place.full_groups or (
+                        group not in place.state_groups and position >= sequence.cursors[group]
+                    ):
                         yield f"{where}: no page for block {position}"
                     continue
                 row = rows.get(position, NO_ROW)

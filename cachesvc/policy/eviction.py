@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import STAMP_BITS
 from cachesvc.policy.hazard.history import History
-from cachesvc.policy.shadow import Shadow
+from cachesvc.policy.shadow import ShadowLru
 
 RankRule = Callable[[int, int, int], int]
 
@@ -51,9 +51,9 @@ class Eviction:
         """History of one model for a policy that learns; None for the others."""
         return History(block_tokens, weighs_cost=self.weighs_cost) if self.learns else None
 
-    def new_shadow(self, blocks: int) -> Shadow | None:
+    def new_shadow(self, blocks: int) -> ShadowLru | None:
         """LRU shadow of a cache of ``blocks`` blocks, beside a policy that learns; None for the others."""
-        return Shadow(blocks) if self.learns else None
+        return ShadowLru(blocks) if self.learns else None
 
 
 def same_order(before: str, after: str) -> bool:

@@ -44,7 +44,7 @@ REASONS = {
 }
 
 
-class Holder(NamedTuple):
+class BlockHolder(NamedTuple):
     """A sequence, or a prefetch (``PREFETCH``), that keeps a block on a place.
 
     ``blocks_below``: how much deeper it reaches through it.
@@ -76,7 +76,7 @@ class BlockExplanation(NamedTuple):
     model_name: str
     key: bytes
     block: BlockLine | None
-    holders: list[Holder]
+    holders: list[BlockHolder]
     holders_truncated: bool
     tickets: list[int]
     events: list[EventLine]
@@ -150,7 +150,7 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
     )
 
 
-def holders_of(view: View, model: Model, row: int) -> Listed[Holder]:
+def holders_of(view: View, model: Model, row: int) -> Listed[BlockHolder]:
     """Sequences and prefetches that keep ``row`` where it is, by themselves or through a block below it.
 
     A key stands for its whole prefix, so a sequence goes through a block when it has the same key at that depth. A
@@ -158,12 +158,12 @@ def holders_of(view: View, model: Model, row: int) -> Listed[Holder]:
     """
     index = model.blocks.index
     depth, key = index.depth[row], index.keys[row]
-    found: list[Holder] = []
+    found: list[BlockHolder] = []
     left = CLIMBED_MAX
     for lease in view.leases():
         if lease.model != model.id:
             continue
-        holder = partial(Holder, view.lease_id(lease), lease.engine)
+        holder = partial(BlockHolder, view.lease_id(lease), lease.engine)
         for sequence in lease.sequences.values():
             if sequence.known_keys > depth and sequence.key(depth) == key:
                 found += [holder(sequence.id, place, below) for place, _, below in _ends(model, sequence, depth)]
@@ -224,7 +224,7 @@ def _line(view: View, model: Model, event: Event) -> EventLine:
     )
 
 
-def _why_here(model: Model, row: int, holders: list[Holder], tickets: list[int]) -> str:
+def _why_here(model: Model, row: int, holders: list[BlockHolder], tickets: list[int]) -> str:
     index = model.blocks.index
     if holders:
         own = sum(not holder.blocks_below for holder in holders)

@@ -14,7 +14,7 @@ PREFIX = "cachesvc_"
 MODEL = ("model", "model_id")
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """Kinds of values: a counter only grows (until its model or the daemon goes)."""
 
     COUNTER = "counter"
@@ -27,26 +27,26 @@ class Metric:
     """One family. ``name`` is without the prefix and, of counters, without Prometheus' ``_total``."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: tuple[str, ...]
     meaning: str
 
     @property
     def exported(self) -> str:
         """The name as Prometheus has it."""
-        return PREFIX + self.name + ("_total" if self.kind is Kind.COUNTER else "")
+        return PREFIX + self.name + ("_total" if self.kind is MetricKind.COUNTER else "")
 
 
 def _counter(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
-    return Metric(name, Kind.COUNTER, labels, meaning)
+    return Metric(name, MetricKind.COUNTER, labels, meaning)
 
 
 def _gauge(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
-    return Metric(name, Kind.GAUGE, labels, meaning)
+    return Metric(name, MetricKind.GAUGE, labels, meaning)
 
 
 def _histogram(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, labels, meaning)
+    return Metric(name, MetricKind.HISTOGRAM, labels, meaning)
 
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
@@ -157,7 +157,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge("storage_bytes", (), "Bytes of the stored objects."),
         _gauge("storage_capacity_bytes", (), "Capacity in bytes; 0: the engine has no limit of its own."),
         _counter("storage_evicted_objects", (), "Objects that made room for others, or were not used for too long."),
-        _gauge("storage_closed", (), "1 while every tier of storage is used; 0 while one is given up, or there is none."),
+        _gauge("storage_closed", (), "1 while all storage tiers are used; 0 while one is given up, or there is none."),
         _counter("storage_given_up", (), "Times that storage was given up: for errors, or because nothing came."),
         _gauge(
             "storage_items_under_way",

@@ -32,8 +32,7 @@ from cachesvc_vllm.namespace.identity import config_details
 from cachesvc_vllm.namespace.naming import Runtime, display_name, model_facts, model_name
 from cachesvc_vllm.startup.memory import SlabMode, require_on_slab
 from cachesvc_vllm.startup.ranks import Start, agreed_model
-from cachesvc_vllm.startup.refusals import require_supported
-from cachesvc_vllm.startup.versions import require_version
+from cachesvc_vllm.startup.refusals import require_supported, require_version
 from cachesvc_vllm.startup.warm_up import WarmUp
 from cachesvc_vllm.transfers import WorkerLease, lapsed_blocks
 from cachesvc_vllm.vouching import LOOK_S

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.storage.writer_kills import run
 from cachesvc.storage.file.clock import Moments
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.options import FileOptions
@@ -232,3 +233,11 @@ def test_wrong_objects_that_cannot_be_removed_count_too(tmp_path: Path) -> None:
         path.rmdir()
         until(lambda: bench.turning.backend.totals().stuck_objects == 0)
         assert keep(bench, names[1:]) == [OK], "and it may be written again"
+
+
+def test_a_writer_that_is_killed_in_mid_write_leaves_what_verifies_and_nothing_else(tmp_path: Path) -> None:
+    """SIGKILL again and again while every write evicts. ``python -m benchmarks.storage.writer_kills`` does it more
+    often."""
+    for found in run(tmp_path / "cache", kills=4):
+        assert found.objects > 0
+        assert found.is_sound, found

@@ -41,6 +41,8 @@ def matched(
     model.hit_blocks["device"] += hit.device_blocks - passed_on
     model.hit_blocks["host"] += from_host - (stored - passed_on)
     model.hit_blocks["storage"] += stored
+    for group, shorter in hit.lost:
+        model.lost_blocks["state" if group in model.layout.state_groups else "window"] += shorter
     came = call.now - waited if clock is None else clock
     sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
     asked = min(blocks, max_blocks) if max_blocks else blocks

@@ -65,7 +65,7 @@ def match(
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks
     tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
     computing = _computing(model, keys, hit.blocks) if model.blocks.computing else 0
-    return Matched(device, host, computing, tuple(tables), min(stored, host))
+    return Matched(device, host, computing, tuple(tables), min(stored, host), hit.full_blocks)
 
 
 def check_request(core: Core, call: Call, sequence_id: int, keys: bytes) -> None:

@@ -26,14 +26,17 @@ from cachesvc.flows.context.turns import Chore
 from cachesvc.flows.transfer.low_watermark import look_ahead, pages_ahead
 from cachesvc.flows.transfer.make_room import free_some
 from cachesvc.ledger.growing import grow_by
+from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.pages.reservations import Reservation
+from cachesvc.ledger.pages.shared_pool import change_group
 from cachesvc.ledger.sequence_state import ON_DEVICE
 from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth, before_repeated
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, NotOwned
+from cachesvc.model.words import NO_PAGE
 
 
 def extend(core: Core, call: Call, sequence_id: int, pages: tuple[GroupCells, ...]) -> int:
@@ -71,13 +74,13 @@ def extend_many(
 def _grow(call: Call, growth: Growth, entries: range, held: Collection[int]) -> tuple[list[int], CacheError | None]:
     """Grow the first of ``entries`` that may. Returns the new length of each, and why the next one is refused, where
     it is."""
-    lease, pools, limit = call.lease, call.replica.place.pools, call.lease.blocks_per_sequence
+    lease, place, limit = call.lease, call.replica.place, call.lease.blocks_per_sequence
     # The pages of all entries are compared with the stock at once, which is what most Steps pass. Where they do not,
     # a page may be named by two entries: the second must find it gone, so then one entry is looked at.
-    unfit = _unfit(lease, pools, growth, entries)
+    unfit = _unfit(lease, place, growth, entries)
     if unfit is not None and len(entries) > 1:
         entries = entries[:1]
-        unfit = _unfit(lease, pools, growth, entries)
+        unfit = _unfit(lease, place, growth, entries)
     starts, columns = growth.starts[entries.start : entries.stop + 1], growth.pages
     numbers = before_repeated(growth.sequences[entries.start : entries.stop], held)
     growing: list[OpenSequence] = []
@@ -103,27 +106,49 @@ def _grow(call: Call, growth: Growth, entries: range, held: Collection[int]) -> 
         lengths.append(blocks)
     bounds = starts[: len(growing) + 1]
     grow_by(growing, bounds, columns)
-    for stock, pages in zip(lease.stock, columns, strict=True):
-        stock.difference_update(pages[bounds[0] : bounds[-1]])
+    leads = call.model.layout.pool_leads
+    for group, (lead, pages) in enumerate(zip(leads, columns, strict=True)):
+        taken = pages[bounds[0] : bounds[-1]]
+        lease.stock[lead].difference_update(taken)
+        if group != lead:
+            change_group(place.pools[lead], place.pools[group], [page for page in taken if page != NO_PAGE])
     lease.grown += bounds[-1] - bounds[0]
     return lengths, stop
 
 
-def _unfit(lease: Lease, pools: Sequence[PagePool], growth: Growth, entries: range) -> CacheError | None:
+def _unfit(lease: Lease, place: Place, growth: Growth, entries: range) -> CacheError | None:
     """Reason why the pages of the entries cannot be taken: each is in the stock, once, of the granted generation."""
     part = slice(growth.starts[entries.start], growth.starts[entries.stop])
-    for group, (stock, pool, pages, generations) in enumerate(
-        zip(lease.stock, pools, growth.pages, growth.generations, strict=True)
-    ):
-        wanted, granted, asked = pages[part], pool.generations, generations[part]
+    for groups in place.shares:
+        stock, granted = lease.stock[groups[0]], place.pools[groups[0]].generations
+        wanted, asked = growth.pages[groups[0]][part], growth.generations[groups[0]][part]
+        for group in groups[1:]:
+            wanted, asked = [*wanted, *growth.pages[group][part]], [*asked, *growth.generations[group][part]]
         named = set(wanted)
+        if NO_PAGE in named:
+            full = [group for group in groups if group in place.full_groups and NO_PAGE in growth.pages[group][part]]
+            if full:
+                return InvalidRequest(f"each new block needs a page of group {full[0]}, which has no window")
+            pairs = [pair for pair in zip(wanted, asked, strict=True) if pair[0] != NO_PAGE]
+            wanted, asked = [page for page, _ in pairs], [generation for _, generation in pairs]
+            named.discard(NO_PAGE)
         if len(named) != len(wanted):
             return InvalidRequest("extend needs distinct pages, each with its generation")
         if not named <= stock or [granted[page] for page in wanted] != list(asked):
             both = zip(wanted, asked, strict=True)
             page, generation = next(one for one in both if one[0] not in stock or granted[one[0]] != one[1])
-            return NotOwned(f"page {page} (generation {generation}) of group {group} is not in the stock")
+            return NotOwned(f"page {page} (generation {generation}) of group {groups[0]} is not in the stock")
     return None
+
+
+def _refuse_cells(stock: set[int], place: Place, cells: GroupCells) -> None:
+    """Raises InvalidRequest for a cell without a page in a full group, NotOwned for a page that is not in the stock."""
+    granted = place.pools[cells.group].generations
+    for page, generation in zip(cells.pages, cells.generations, strict=True):
+        if page == NO_PAGE and cells.group in place.full_groups:
+            raise InvalidRequest(f"each new block needs a page of group {cells.group}, which has no window")
+        if page != NO_PAGE and (page not in stock or granted[page] != generation):
+            raise NotOwned(f"page {page} (generation {generation}) of group {cells.group} is not in the stock")
 
 
 def check_stock(core: Core, lease: Lease, targets: tuple[int, ...]) -> None:
@@ -142,20 +167,21 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     """
     lease, place = call.lease, call.replica.place
     check_stock(core, lease, targets)
+    targets, widths = _by_pool(place, targets)
     lease.stocked_by = member
     wanted = [max(0, target - len(stock)) for target, stock in zip(targets, lease.stock, strict=True)]
     if lease.room is not None:
         lease.room.give_back()
     pools = place.pools
     free = [pool.unreserved for pool in pools]
-    most = max(wanted)
+    most = max(map(blocks_of, wanted, widths))
     has_enough = lease.room is None and not any(map(gt, wanted, free))
     if has_enough and (most <= lease.grown or min(free) - most >= pages_ahead(core, place)):
         lease.grown, granted = 0, _grant(lease, pools, wanted)
         look_ahead(core, call.model, call.replica)
         return granted
     grown = min(lease.grown, most)
-    needed = [min(count, grown) for count in wanted]
+    needed = [min(count, grown * width) for count, width in zip(wanted, widths, strict=True)]
     going = 0
     if any(map(gt, needed, free)):
         if lease.room is None:
@@ -168,11 +194,26 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     if any(map(gt, wanted, counts)):
         core.count(Count.STOCK_SHORT)
     granted = _grant(lease, pools, counts)
-    lease.grown = max(owed)
+    lease.grown = max(map(blocks_of, owed, widths))
     if lease.room is not None:
         _keep_room(core, call, lease.room, owed, going)
     look_ahead(core, call.model, call.replica)
     return granted
+
+
+def _by_pool(place: Place, targets: tuple[int, ...]) -> tuple[tuple[int, ...], Sequence[int]]:
+    """Targets of the groups that stand for their pools, 0 for the others; and pages of each for a block."""
+    if not place.has_shared_pools:
+        return targets, [1] * len(targets)
+    sums, widths = [0] * len(targets), [1] * len(targets)
+    for groups in place.shares:
+        sums[groups[0]], widths[groups[0]] = sum(targets[group] for group in groups), len(groups)
+    return tuple(sums), widths
+
+
+def blocks_of(pages: int, width: int) -> int:
+    """Blocks that need as many pages of a pool, of which each needs ``width``."""
+    return -(-pages // width)
 
 
 def _grant(lease: Lease, pools: Sequence[PagePool], counts: Sequence[int]) -> tuple[GroupCells, ...]:

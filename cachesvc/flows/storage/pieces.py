@@ -32,7 +32,7 @@ def pass_on(core: Core, call: Call, hit: Hit, sharing: Sharing, seconds: float) 
         if not may_submit(core, model, replica, call.lease.party):
             sharing.in_pieces = False
             return None
-        wait = make_room(core, call, loads.pages_wanted(0), loads.keep)
+        wait = make_room(core, call, loads.pages_wanted(), loads.keep)
         if wait is not None:
             return wait._replace(seconds=seconds) if wait.tickets else wait
         tickets = bring(core, call, held, loads, Urgency.AWAITED)

@@ -226,6 +226,9 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
     model = core.ledger.models[ticket.model]
     replica = model.any_replica(ticket.replica)
     arrived = not ticket.failing
+    # Rows before drains: a drain drops its block's device copy, and may only rely on host copies that are READY. What
+    # storage waits for is forgotten before the rows of a failed store lose their keys, and told of rows that came only
+    # after all of them are READY: it writes a block with everything above it.
     if not ticket.is_settling:
         ticket.is_settling, ticket.moved_blocks = True, ticket.blocks
         if ticket.drains:

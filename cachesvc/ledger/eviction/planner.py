@@ -22,12 +22,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cachesvc.ledger.eviction.demand import BlockDemand, demand_of
 from cachesvc.ledger.eviction.drop import drop_all
+from cachesvc.ledger.eviction.idle_copies import idle_copies
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.block_ledger import BlockLedger, Filling
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
-from cachesvc.ledger.order.candidates import ROW_MASK
 from cachesvc.ledger.pages.change_log import Cause
 from cachesvc.model.numbers.int32s import Column, array_of, column
 from cachesvc.model.words import ABSENT, READY
@@ -87,7 +88,7 @@ class Evictor:
     def plan_device(
         self,
         place: Place,
-        count: int,
+        demand: BlockDemand | int,
         *,
         to_host: bool,
         share: float = 0.0,
@@ -95,7 +96,7 @@ class Evictor:
         most_work: int = sys.maxsize,
         saves: bool = True,
     ) -> tuple[EvictionPlan, bool]:
-        """Victims that free ``count`` pages in each full group of ``place``; and whether as many can go.
+        """Victims that meet the ``demand``, which counts them, or a number of blocks; and whether as many can go.
 
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
@@ -103,36 +104,37 @@ class Evictor:
         enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. Nothing is
         changed yet; the caller passes the plan to ``carry_out`` or drops it.
         """
+        demand = demand if isinstance(demand, BlockDemand) else BlockDemand(demand)
         index, walk = self.ledger.index, walk_of(self.ledger, place)
         host = _HostRoom(self.ledger, walk.taken.__contains__)
         plan = EvictionPlan(place, host_drops=host.victims)
         gone, lingering = Counter[int](), set[int]()
         others = [each.states[each.lead] for each in index.places if each is not place]
-        found, looks, work = 0, 0, 0.0
-        while found < count and looks < most_looks and work < most_work and (row := walk.next()) is not None:
+        looks, work = 0, 0.0
+        while demand.left > 0 and looks < most_looks and work < most_work and (row := walk.next()) is not None:
             looks += 1
             lasting_children = index.children[row] - gone[row]
             is_elsewhere = READY in map(itemgetter(row), others)
             left, run = most_work - int(work), [row]
             if is_elsewhere and row not in lingering:
-                run = walk.backed_run(row, min(count - found, _longest_run(place, left)))
+                run = walk.backed_run(row, min(demand.left, _longest_run(place, left)))
             elif not (to_host or lasting_children or any(map(itemgetter(row), others))):
-                run = walk.run(row, min(count - found, left))
+                run = walk.run(row, min(demand.left, left))
             if len(run) > 1 and host.walk.taken.isdisjoint(run):
                 plan.drops += run
                 walk.take_run(run)
                 gone[index.parent[run[-1]]] += not is_elsewhere
-                found += len(run)
+                demand.take(run)
                 work += _work_of(place, run) if is_elsewhere else len(run)
                 continue
             if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
                 lingering.add(index.parent[row])  # it counts, and stays
             elif is_elsewhere and row not in host.walk.taken:
-                if row not in lingering:
-                    plan.drops.append(row)
-                else:
+                if row in lingering:
                     plan.drains.append(Drain(row, copied=False))
                     lingering.add(index.parent[row])
+                else:
+                    plan.drops.append(row)
             elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
                 plan.drains.append(Drain(row, copied=True))
                 lingering.add(index.parent[row])
@@ -142,8 +144,9 @@ class Evictor:
             else:
                 continue
             walk.take(row)
-            found, work = found + 1, work + 1
-        return plan, found >= count or work >= most_work
+            demand.take((row,))
+            work += 1
+        return plan, demand.left <= 0 or work >= most_work
 
     def plan_backed(self, place: Place, count: int, most_work: int) -> EvictionPlan:
         """Next victims of a device place, as far as the host has all of them: up to ``count`` blocks, and as
@@ -179,19 +182,23 @@ class Evictor:
         stays.
         """
         host = self.ledger.host
-        short = [want - pool.free for want, pool in zip(wanted, host.pools, strict=True)]
-        worst = max(host.full_groups, key=short.__getitem__)
-        plan, met = self.plan_host(max(0, short[worst]), spares)
-        if not met:
-            return plan, worst
+        demand, room = demand_of(host, wanted), _HostRoom(self.ledger, spares)
+        plan = EvictionPlan(host)
+        met = True
+        while met and demand.left > 0:
+            met = room.evict_one()
+            demand.take(room.victims[-1:] if met else ())
+        plan.drops = room.victims
+        if not met and not host.has_shared_pools:
+            return plan, max(host.full_groups, key=lambda group: wanted[group] - host.pools[group].free)
         going = set(plan.drops)
-        for group in host.window_groups:
-            need = short[group] - plan.freed(group) if short[group] > 0 else 0
-            rows = (entry & ROW_MASK for entry in host.window_leaves[group])
-            found = list(islice((row for row in rows if row not in going and not spares(row)), max(0, need)))
-            plan.window_drops += [(group, row) for row in found]
+        for groups, short in zip(host.shares, host.short_of(wanted), strict=True):
+            need = short - host.pages_in(groups, plan.drops) if short > 0 else 0
+            left = ((group, row) for group, row in idle_copies(host, groups) if row not in going and not spares(row))
+            found = list(islice(left, max(0, need)))
+            plan.window_drops += found
             if len(found) < need:
-                return plan, group
+                return plan, groups[0]
         return plan, None
 
     def _is_worth_saving(self, row: int, share: float) -> bool:
@@ -259,7 +266,7 @@ class _HostRoom:
         self.walk = walk_of(ledger, ledger.host)
         self.victims: list[int] = []
         host = ledger.host
-        self._free = min(host.pools[group].free for group in host.full_groups)
+        self._free = host.free_blocks
         self._gone: dict[int, int] = {}
 
     def reserve(self) -> bool:
@@ -293,13 +300,14 @@ def start_backup(ledger: BlockLedger, source: Place, rows: array[int], ticket: i
     The caller has made sure that the full groups have room.
     """
     host = ledger.host
-
-    def rows_in(group: int) -> array[int]:
-        if group in source.full_groups:
-            return rows
-        return array_of(column(rows)[source.states_of(group, rows) == READY][: host.pools[group].free])
-
-    return ledger.start_fill(host, [rows_in(group) for group in range(len(host.pools))], ticket)
+    coming = [rows] * len(host.pools)
+    for groups, full in zip(host.shares, host.full_in, strict=True):
+        left = host.pools[groups[0]].free - full * len(rows)
+        for group in groups if full < len(groups) else ():
+            if group in host.window_leaves:
+                coming[group] = array_of(column(rows)[source.states_of(group, rows) == READY][: max(0, left)])
+                left -= len(coming[group])
+    return ledger.start_fill(host, coming, ticket)
 
 
 def evictable_pages(
@@ -372,20 +380,3 @@ def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[in
                 break
             row = index.parent[head]
     return count
-
-
-def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
-    """Number of windowed copies that no window holds; ``after_flights``: once all transfers are over."""
-    count = len(place.window_leaves[group])
-    if after_flights:
-        flying = ledger.index.flying.column()
-        here = np.frombuffer(place.states[group], np.uint8)[flying] != ABSENT
-        filed = np.frombuffer(place.window_leaves[group].filed, np.bool_)[flying]
-        count += int((here & ~filed & (column(place.window_pins[group])[flying] == 0)).sum())
-    return count
-
-
-def drop_idle_windows(ledger: BlockLedger, place: Place, group: int, count: int) -> None:
-    """Drop ``count`` windowed copies that no window holds, by their order. The caller knows that there are as many."""
-    for entry in list(islice(place.window_leaves[group], max(0, count))):
-        ledger.drop_window(place, group, entry & ROW_MASK)

@@ -15,11 +15,11 @@ from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY
-from cachesvc.questions.audit.recount import Part, captured, told, walked
+from cachesvc.questions.audit.recount import Check, captured, told, walked
 from cachesvc.questions.snapshot import int32s, place_states, uint16s
 
 
-def hold_parts(ledger: Ledger, model: Model) -> list[Part]:
+def hold_parts(ledger: Ledger, model: Model) -> list[Check]:
     """Checks of a model's sequences and transfers."""
     where = f"model {model.id}"
     return [
@@ -149,12 +149,10 @@ def _tables(model: Model, sequence: Sequence) -> list[str]:
         pages, own = place.pages[group], sequence.own[group]
         if group in place.full_groups:
             shared: Mapping[int, int] = dict(enumerate(path))
-            first = 0
-        else:
+            if NO_PAGE in table:
+                out.append(f"{where}: no page for block {table.index(NO_PAGE)}")
+        else:  # an engine chooses which of its blocks have a page in a windowed group
             shared = sequence.window_rows.get(group, {})
-            first = sequence.cursors[group]
-        if NO_PAGE in table[first:]:
-            out.append(f"{where}: no page for block {table.index(NO_PAGE, first)}")
         if any(
             page not in own and (position not in shared or pages[shared[position]] != page)
             for position, page in enumerate(table)

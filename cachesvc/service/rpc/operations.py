@@ -22,9 +22,10 @@ from cachesvc.flows.engine.stock import extend
 from cachesvc.flows.engine.swap import swap_in, swap_out
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Recycled, Swapped, Wait
+from cachesvc.model.columns import NO_POSITIONS
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.transfer import Urgency
-from cachesvc.service.access.admission import Kind, Place
+from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls.dispatcher import Ask, Dispatcher, Operation
 from cachesvc.service.loop.node import end_wait
@@ -32,6 +33,7 @@ from cachesvc.wire.convert import (
     allocated_to_proto,
     cells_from_proto,
     matched_to_proto,
+    positions_from_proto,
     prefetched_to_proto,
     published_to_proto,
     recycled_to_proto,
@@ -83,11 +85,11 @@ class FlowOperation(Operation[Q, R], Generic[Q, M, A, R]):
             ask.goes_on = isinstance(again, Wait) and again.goes_on
             return again
 
-        async def wait_out(place: Place) -> R:
+        async def wait_out(place: Slot) -> R:
             node, until = dispatcher.node, dispatcher.until(ask)
             return self.reply(await node.wait_out(run, wait, until, ask.holder.process, ask.method, place.wait))
 
-        kind = Kind.WAITS if wait.tickets else Kind.WORK  # for which there was room, or nothing had been done
+        kind = CallKind.WAITS if wait.tickets else CallKind.WORK  # for which there was room, or nothing had been done
         try:
             later = dispatcher.later(ask, kind, wait_out, is_admitted=not wait.tickets)
         except LimitExceeded:
@@ -107,11 +109,13 @@ def _match(core: Core, call: Call, m: cache_pb2.MatchRequest, sharing: Sharing) 
 
 
 def _allocate(core: Core, call: Call, m: cache_pb2.AllocateRequest, _: None) -> Allocated | Wait:
-    return allocate(core, call, m.sequence_id, m.blocks, short_suffix=m.short_suffix)
+    positions = positions_from_proto(m.positions) if m.positions else NO_POSITIONS
+    return allocate(core, call, m.sequence_id, m.blocks, short_suffix=m.short_suffix, positions=positions)
 
 
 def _publish(core: Core, call: Call, m: cache_pb2.PublishRequest, publishing: Publishing) -> Published | Wait:
-    return publish(core, call, m.sequence_id, m.first_block, m.keys, m.blocks, publishing)
+    states = cells_from_proto(m.states) if m.states else ()
+    return publish(core, call, m.sequence_id, m.first_block, m.keys, m.blocks, publishing, states)
 
 
 def _swap(core: Core, call: Call, m: cache_pb2.SwapRequest, _: None) -> Swapped | Wait:
@@ -124,7 +128,7 @@ def _swap(core: Core, call: Call, m: cache_pb2.SwapRequest, _: None) -> Swapped 
 
 def _recycle(core: Core, call: Call, m: cache_pb2.RecycleRequest, recycling: Recycling) -> Recycled | Wait:
     pages = () if recycling.has_begun else cells_from_proto(m.pages)
-    return recycle(core, call, m.sequence_id, m.computed_tokens, pages, recycling)
+    return recycle(core, call, m.sequence_id, m.computed_tokens, pages, recycling, tuple(m.dead_blocks))
 
 
 def _release(core: Core, call: Call, m: cache_pb2.ReleaseRequest, _: None) -> int | Wait:
@@ -173,7 +177,7 @@ RELEASE: FlowOperation[cache_pb2.ReleaseRequest, None, int, cache_pb2.ReleaseRes
     flow=_release,
     memory=_nothing,
     reply=lambda freed: cache_pb2.ReleaseResponse(freed_pages=freed),
-    kind=Kind.LIFE,
+    kind=CallKind.LIFE,
 )
 PREFETCH: FlowOperation[cache_pb2.PrefetchRequest, Sharing, Prefetched, cache_pb2.PrefetchResponse] = FlowOperation(
     name="CacheService/Prefetch",

@@ -105,6 +105,14 @@ class Catalogue:
                 self._tree.link(row, self._numbers[name.scope], parent)
                 self._leaves.file(row)
 
+    def demote_detached(self) -> None:
+        """All that was found is linked: blocks that no hit reaches, for a block above them is missing, go first."""
+        with self._lock:
+            for row in self._tree.detached():
+                self._tree.used[row] = 0
+                self._leaves.forget(row)
+                self._leaves.file(row)
+
     def drop(self, name: ObjectName) -> bool:
         """An object is not there any more. False where it was not known."""
         with self._lock:

@@ -153,6 +153,8 @@ class Keeper:
         while self._headless and not self._stopping.is_set():
             name = self._headless.pop().name
             self._catalogue.link(name, self._parent_of(object_path(self._folder.objects, name), name.key))
+            if not self._headless:
+                self._catalogue.demote_detached()
 
     @staticmethod
     def _parent_of(path: str, key: bytes) -> bytes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 
+TESTED = ((0, 32), (0, 33))
+"""Releases of vLLM that the connector was tested with: it replaces vLLM's block pool, which is no public API."""
 FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
 """Kinds of groups whose blocks are kept until their request ends, and form one prefix."""
 
@@ -118,3 +121,16 @@ def _of_groups(kv_cache_config: Any) -> list[str]:
     if hashed not in (None, block):
         return [f"keys are of {hashed} tokens and blocks of {block}: make them equal (--block-size)"]
     return []
+
+
+def require_version(version: str, *, allow_any: bool) -> None:
+    """Raises ConnectorRefused for a release of vLLM that is not among ``TESTED``, unless ``allow_any``."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and (int(found[1]), int(found[2])) in TESTED:
+        return
+    known = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
+    if not allow_any:
+        raise ConnectorRefused(
+            f"cachesvc_vllm works with vLLM {known}, and this is {version}: install one of these, or try it at your "
+            'own risk with "allow_untested_vllm": true in kv_connector_extra_config'
+        )

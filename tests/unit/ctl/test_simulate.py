@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.simulation import EVICTIONS, WRITE_POLICIES, Pools, Simulation
+from cachesvc.simulation import EVICTIONS, WRITE_POLICIES, SimulatedPools, Simulation
 from tests.conservation import audit
 from tests.oracle import best_hits_naive, distinct_blocks, infinite_hits, lru_hits, pool_capacity
 from tests.unit.tools.test_oracle import Prompt, tree_traces
@@ -95,7 +95,7 @@ def test_a_host_adds_hits_and_the_optimum_bounds_them(chats: Chats, writes: str)
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_what_is_simulated_adds_up(chats: Chats, eviction: str) -> None:
-    simulation = Simulation(Pools(eviction, "write_back", chats.blocks(5), chats.blocks(20)), 512)
+    simulation = Simulation(SimulatedPools(eviction, "write_back", chats.blocks(5), chats.blocks(20)), 512)
     for number, now in enumerate(chats.prompts.seconds.tolist()):
         simulation.serve(chats.prompts.keys(number), now)
         if number % 50 == 0:
@@ -104,7 +104,7 @@ def test_what_is_simulated_adds_up(chats: Chats, eviction: str) -> None:
 
 
 def test_a_prompt_longer_than_the_device_is_cut_also_where_the_host_has_more_of_it() -> None:
-    simulation = Simulation(Pools("lru", "write_through", 3, 9), 512)
+    simulation = Simulation(SimulatedPools("lru", "write_through", 3, 9), 512)
     prompts = columns([Prompt((1, 2, 3, 4, 5)), Prompt((7, 8)), Prompt((1, 2, 3, 4, 5))])
     hits = [simulation.serve(prompts.keys(number), float(number)) for number in range(3)]
     assert [tuple(each) for each in hits] == [(0, 0), (0, 0), (1, 2)]
@@ -134,9 +134,9 @@ def test_a_name_that_there_is_not_is_refused_with_those_that_there_are() -> None
     with pytest.raises(SimulationFailed, match=r"--write-policies: there is no 'never'; .*write_through"):
         check_names([OPTIMUM], ["never"])
     with pytest.raises(InvalidRequest):
-        Simulation(Pools("mru", "write_back", 1, 0), 512)
+        Simulation(SimulatedPools("mru", "write_back", 1, 0), 512)
     with pytest.raises(ValueError, match="no pools of 0"):
-        Simulation(Pools("lru", "write_back", 0, 0), 512)
+        Simulation(SimulatedPools("lru", "write_back", 0, 0), 512)
 
 
 def test_time_does_not_go_back_and_empty_prompts_count() -> None:
@@ -167,7 +167,7 @@ def test_a_disk_adds_hits_and_what_is_simulated_adds_up(chats: Chats, eviction: 
     assert two.disk_hits == 0
     assert three.disk_hits > 0
     assert two.hit_ratio < three.hit_ratio <= best.hit_ratio
-    simulation = Simulation(Pools(eviction, "write_back", device, host, disk), 512)
+    simulation = Simulation(SimulatedPools(eviction, "write_back", device, host, disk), 512)
     for number, now in enumerate(chats.prompts.seconds.tolist()):
         simulation.serve(chats.prompts.keys(number), now)
         if number % 50 == 0:
@@ -175,7 +175,7 @@ def test_a_disk_adds_hits_and_what_is_simulated_adds_up(chats: Chats, eviction: 
 
 
 def test_after_a_restart_only_the_disk_is_left_and_it_has_what_was_used_again(chats: Chats) -> None:
-    pools = Pools("lru", "write_back", chats.blocks(20), chats.blocks(20), chats.blocks(100))
+    pools = SimulatedPools("lru", "write_back", chats.blocks(20), chats.blocks(20), chats.blocks(100))
     simulation = Simulation(pools, 512)
     keys = chats.prompts.keys(0)
     for _ in range(2):

@@ -130,9 +130,9 @@ def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
 
 def _serve_all(prompts: Prompts, cell: Cell) -> list[list[int]]:
     """Serve all prompts; of each prompt the hits on the device, those on the host too, and all hits."""
-    from cachesvc.simulation import Pools, Simulation
+    from cachesvc.simulation import SimulatedPools, Simulation
 
-    simulation = Simulation(Pools(*cell), prompts.block_tokens)
+    simulation = Simulation(SimulatedPools(*cell), prompts.block_tokens)
     tiers: list[list[int]] = [[], [], []]
     for number, (now, output) in enumerate(zip(prompts.seconds.tolist(), prompts.output_tokens.tolist(), strict=True)):
         if cell.restart_every and number and number % cell.restart_every == 0:
