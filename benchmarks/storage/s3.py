@@ -24,7 +24,7 @@ from benchmarks.support.recording import write_result
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.objects import ObjectStore
-from cachesvc.storage.s3.client import Bucket
+from cachesvc.storage.s3.client import S3Bucket
 from cachesvc.storage.s3.engine import S3Storage
 from cachesvc.storage.s3.options import S3Options
 from cachesvc.storage.seam import ObjectName, Part
@@ -47,7 +47,7 @@ def measure(options: S3Options, size_bytes: int) -> dict[str, Any]:
     written, raw_written, read, raw_read = (Figure(TOTAL_BYTES) for _ in range(4))
     store = ObjectStore(S3Storage(options), time.monotonic)
     store.start()
-    bucket = Bucket(options)
+    bucket = S3Bucket(options)
     with ThreadPoolExecutor(THREADS, initializer=yield_to_callers) as threads:
         for repetition in range(REPETITIONS):
             fill(memory, repetition)

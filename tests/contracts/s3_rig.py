@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.storage.s3.client import Bucket, RequestFailed, load
+from cachesvc.storage.s3.client import RequestFailed, S3Bucket, load
 from cachesvc.storage.s3.engine import S3Storage
 from cachesvc.storage.s3.options import S3Options
 from cachesvc.storage.seam import ObjectName
@@ -98,7 +98,11 @@ class Server:
 
     def wait(self, options: S3Options) -> None:
         """Until it takes an object."""
-        bucket, until, pause = Bucket(replace(options, timeout=2.0)), time.monotonic() + BORN_SECONDS, threading.Event()
+        bucket, until, pause = (
+            S3Bucket(replace(options, timeout=2.0)),
+            time.monotonic() + BORN_SECONDS,
+            threading.Event(),
+        )
         while True:
             try:
                 bucket.put("born", b"1")
@@ -202,7 +206,7 @@ class S3Turning:
         self.options = options
         self.engine = S3Storage(options)
         self.backend = Counted(self.engine)
-        self.raw = Bucket(options)
+        self.raw = S3Bucket(options)
 
     def crank(self) -> None:
         self.backend.wait()
@@ -229,7 +233,7 @@ class S3Turning:
         self.raw.put(name.text, content)
 
 
-def content(bucket: Bucket, path: str) -> bytes:
+def content(bucket: S3Bucket, path: str) -> bytes:
     """All of an object."""
     folder = path.rpartition("/")[0]
     (size_bytes,) = (each.size_bytes for some in bucket.list(folder) for each in some if each.path == path)

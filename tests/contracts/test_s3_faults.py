@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.storage.s3.client import Bucket
+from cachesvc.storage.s3.client import S3Bucket
 from cachesvc.storage.s3.engine import S3Storage
 from cachesvc.storage.s3.options import S3Options
 from cachesvc.storage.seam import Outcome, Part
@@ -322,7 +322,7 @@ def test_a_store_is_known_by_its_certificate(tmp_path: Path) -> None:
         with opened(replace(options, ca="", retries=0)) as bench:
             assert bench.fetch([name_of("a")]) == [FAILED], "a root that is not trusted"
         with pytest.raises(InvalidRequest, match="cannot be read"):
-            Bucket(replace(options, ca="/nowhere"))
+            S3Bucket(replace(options, ca="/nowhere"))
     finally:
         server.kill()
 

@@ -36,7 +36,7 @@ class RequestFailed(Exception):
     """A request that was not answered, or answered with an error. Its text is one line."""
 
 
-class Found(NamedTuple):
+class ReadPart(NamedTuple):
     """Part of an object: ``content``, and ``size_bytes`` of all of it. No content where the size is another one than
     was expected."""
 
@@ -63,7 +63,7 @@ def load() -> Any:
         ) from missing
 
 
-class Bucket:
+class S3Bucket:
     """Objects below the prefix. Raises InvalidRequest for settings that the library refuses, Unavailable."""
 
     def __init__(self, options: S3Options) -> None:
@@ -110,7 +110,7 @@ class Bucket:
     def _is_plain(self) -> bool:
         return self._options.is_plain
 
-    def get(self, path: str, start: int, length: int, size_bytes: int) -> Found | None:
+    def get(self, path: str, start: int, length: int, size_bytes: int) -> ReadPart | None:
         """Read ``length`` bytes of an object that is expected to have ``size_bytes``; None where there is no such
         object. Raises RequestFailed."""
         is_whole = length == size_bytes
@@ -118,12 +118,12 @@ class Bucket:
         try:
             answer = self._library.get(self._moving, path, options=ranged)
             size = int(answer.meta["size"])
-            return Found(memoryview(answer.bytes() if size == size_bytes else b""), size)
+            return ReadPart(memoryview(answer.bytes() if size == size_bytes else b""), size)
         except FileNotFoundError:
             return None
         except (OSError, self._library.exceptions.BaseError) as error:
             if not is_whole and _code_of(error) == _NO_SUCH_RANGE:
-                return Found(memoryview(b""), 0)  # it ends before this part of it
+                return ReadPart(memoryview(b""), 0)  # it ends before this part of it
             raise RequestFailed(reason_of(error)) from error
 
     def put(self, path: str, content: memoryview | bytes) -> None:

@@ -15,8 +15,8 @@ from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.text.printable import one_line
 from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane
-from cachesvc.storage.s3.client import Bucket, RequestFailed
-from cachesvc.storage.s3.known import Known
+from cachesvc.storage.s3.client import RequestFailed, S3Bucket
+from cachesvc.storage.s3.known import KnownObjects
 from cachesvc.storage.s3.names import LABELS, MOST_LABEL_BYTES, OBJECTS, label_path, object_of, scope_of_label
 from cachesvc.storage.s3.options import S3Options
 from cachesvc.storage.s3.pieces import Gather, gather, ranges, scatter
@@ -55,8 +55,8 @@ class S3Storage:
         self.caps = Caps(is_shared=True, survives="node", evicts_itself=True)
         self._options = options
         self._clock = clock
-        self._bucket: Bucket | None = None
-        self._known = Known(options.absent, clock)
+        self._bucket: S3Bucket | None = None
+        self._known = KnownObjects(options.absent, clock)
         self._troubles = Troubles(clock)
         self._leaving: set[ObjectName] = set()
         self._left = threading.Condition()
@@ -70,7 +70,7 @@ class S3Storage:
     def start(self) -> None:
         """Begin; what is there is listed behind it. A store that does not answer costs no start. Raises Unavailable,
         InvalidRequest."""
-        self._bucket = Bucket(self._options)
+        self._bucket = S3Bucket(self._options)
         for lane in (self._readers, self._writers, self._askers, self._removers):
             lane.start(0)
         self._lister.start()
@@ -185,7 +185,7 @@ class S3Storage:
 
     # -- on threads ----------------------------------------------------------------------------------------------
 
-    def _require(self) -> Bucket:
+    def _require(self) -> S3Bucket:
         assert self._bucket is not None, "it was started"
         return self._bucket
 

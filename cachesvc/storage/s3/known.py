@@ -41,7 +41,7 @@ class Fact(NamedTuple):
         return self.size_bytes << 80 | max(0, self.seconds) << 32 | self.round
 
 
-class Known:
+class KnownObjects:
     """Any thread. ``clock``: monotonic seconds."""
 
     def __init__(self, absent_seconds: float, clock: Callable[[], float]) -> None:

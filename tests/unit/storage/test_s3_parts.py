@@ -12,7 +12,7 @@ import pytest
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.storage.s3 import client
 from cachesvc.storage.s3.credentials import file_credentials
-from cachesvc.storage.s3.known import MOST_KNOWN, Fact, Known
+from cachesvc.storage.s3.known import MOST_KNOWN, Fact, KnownObjects
 from cachesvc.storage.s3.names import label_path, object_of, scope_of_label
 from cachesvc.storage.s3.options import s3_options
 from cachesvc.storage.s3.pieces import Gather, ranges, scatter
@@ -125,7 +125,7 @@ def keys(*numbers: int) -> bytes:
 
 
 def test_leading_keys_with_all_parts_are_expected_and_others_asked_for() -> None:
-    known, parts = Known(5.0, Clock()), (Part(0, 0, 2), Part(0, 1, 2))
+    known, parts = KnownObjects(5.0, Clock()), (Part(0, 0, 2), Part(0, 1, 2))
     for number in (1, 2, 4):
         for part in parts:
             known.add(name_of(number, part), 100, 1)
@@ -138,7 +138,7 @@ def test_leading_keys_with_all_parts_are_expected_and_others_asked_for() -> None
 
 def test_what_was_absent_is_not_asked_for_again_for_a_while() -> None:
     clock = Clock()
-    known = Known(5.0, clock)
+    known = KnownObjects(5.0, clock)
     known.drop(name_of(1))
     known.describe(SCOPE, "m")
     known.drop(name_of(1))
@@ -151,7 +151,7 @@ def test_what_was_absent_is_not_asked_for_again_for_a_while() -> None:
 
 
 def test_a_listing_forgets_what_it_has_not_seen_and_keeps_what_was_written_meanwhile() -> None:
-    known = Known(5.0, Clock())
+    known = KnownObjects(5.0, Clock())
     known.add(name_of(1), 100, 1)
     known.add(name_of(2), 100, 1)
     number = known.begin_listing()
