@@ -13,7 +13,7 @@ from cachesvc.flows.storage.presence import forget
 from cachesvc.flows.storage.uses import spread_all
 from cachesvc.flows.storage.write import begin_soon, kept, pump_all
 from cachesvc.ledger.ledger import Model
-from cachesvc.storage.file.catalogue import Catalogue
+from cachesvc.storage.file.blocks.catalogue import Catalogue
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, ObjectName, Part, Rank, Scope, Use
 
 SCOPE = Scope(bytes(32), bytes(LAYOUT_ID_BYTES))

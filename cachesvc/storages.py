@@ -26,8 +26,8 @@ from cachesvc.storage.s3.engine import S3Storage
 from cachesvc.storage.s3.options import s3_options
 from cachesvc.storage.seam import Rank, StorageBackend, oldest_first
 from cachesvc.storage.spec import StorageSpec, WriteWhen, parse_storage
-from cachesvc.storage.tier import Tier
-from cachesvc.storage.tiers import MOST_TIERS, Tiers
+from cachesvc.storage.tier.tier import Tier
+from cachesvc.storage.tier.tiers import MOST_TIERS, Tiers
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.telemetry.metric_reader import Reading

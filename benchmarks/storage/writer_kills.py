@@ -2,8 +2,7 @@
 
 The writer keeps paths of blocks in a folder that is always full, so that every write evicts. After each SIGKILL the
 next daemon's engine is started on the folder. Then no file is left of the dead one, what lies there is within the
-capacity, every object verifies, and of every path that is there in part its beginning is there: but for blocks that
-the other writing threads had ended when the kill came.
+capacity, every object verifies, and of every path that is there in part its beginning is there.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ SCOPE = Scope(b"k" * 32, b"l" * 8)
 PART = Part(0, 0, 1)
 PATH_BLOCKS = 12
 PAGE_BYTES = 60 << 10
-WRITERS = FileOptions("", 0).writers
 CAPACITY_BLOCKS = 64
 LATEST_SECONDS = 0.15
 """A writer is killed so long after it began to write, or earlier."""
@@ -51,7 +49,7 @@ class Found(NamedTuple):
     @property
     def is_sound(self) -> bool:
         """True where nothing is wrong."""
-        return not (self.wrong or self.over_bytes > 0 or self.orphans) and self.headless < WRITERS
+        return not (self.wrong or self.headless or self.over_bytes > 0 or self.orphans)
 
 
 def options(folder: Path) -> FileOptions:

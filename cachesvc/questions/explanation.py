@@ -146,7 +146,10 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
         tickets,
         lines,
         view.last_access - index.stamp[row],
-        _why_here(model, row, holders.lines, tickets) + _worth(model, row) + _storage_words(view, model, key),
+        _why_here(model, row, holders.lines, tickets)
+        + _shorter_hits(model, row)
+        + _worth(model, row)
+        + _storage_words(view, model, key),
     )
 
 
@@ -235,6 +238,23 @@ def _why_here(model: Model, row: int, holders: list[BlockHolder], tickets: list[
     if index.children[row]:
         return f"it stays before its {index.children[row]} children go: blocks leave leaf first"
     return "nothing keeps it: it goes when others need the room and its turn has come"
+
+
+def _shorter_hits(model: Model, row: int) -> str:
+    """Words on places that have the block, and where no hit ends at it because a windowed group lacks what it needs."""
+    blocks, out = model.blocks, ""
+    if not model.layout.window_groups:
+        return out
+    keys = b"".join(map(blocks.index.key_of, blocks.index.path(row)))
+    for place in blocks.index.places:
+        if place is blocks.host or not place.is_hittable(row):
+            continue
+        _, _, less, _, lost = blocks.find(keys, place)
+        if lost:
+            groups = ", ".join(model.layout.groups[group].name for group, _ in lost)
+            tokens = (blocks.index.depth[row] + 1 - less) * model.layout.block_tokens
+            out += f"; on {place.name} a hit ends {tokens} tokens above its end, for want of what group {groups} needs"
+    return out
 
 
 def _worth(model: Model, row: int) -> str:

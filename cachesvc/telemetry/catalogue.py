@@ -60,6 +60,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "dropped than are remembered (`remembered_keys`).",
         ),
         _counter(
+            "lost_hit_tokens",
+            (*MODEL, "kind"),
+            "Tokens by which hits were shorter than the groups without a window allow: a page of a `window` or a "
+            "`state` was missing where a longer one would have ended.",
+        ),
+        _counter(
             "missed_tokens",
             (*MODEL, "reason"),
             "Tokens that Match was asked for and that were no hit. `new`: never published here, or forgotten; "

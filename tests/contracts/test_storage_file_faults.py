@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.file.disk import REFUSED_SECONDS, Disk
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.paths import FORMAT_TEXT, object_path

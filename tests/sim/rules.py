@@ -53,8 +53,6 @@ def _sequence(model: Model, sequence: Sequence) -> list[str]:
     if not sequence.is_open:
         return []
     where = f"sequence {sequence.id} of lease {sequence.lease}"
-    if not sequence.is_open:
-        return []
     if sequence.swapped_out or sequence.swap_ticket:
         host = model.blocks.host
         path = model.blocks.index.path(sequence.host_anchor) if sequence.swapped_out else []

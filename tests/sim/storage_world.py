@@ -17,8 +17,8 @@ from cachesvc.policy.writing import WriteRule
 from cachesvc.service.calls.storage_events import StorageFlows
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier import Tier
-from cachesvc.storage.tiers import Tiers
+from cachesvc.storage.tier.tier import Tier
+from cachesvc.storage.tier.tiers import Tiers
 from tests.sim.sim_storage import FAULTS, SimStorage
 from tests.sim.world import LOOKS, World
 
@@ -47,8 +47,9 @@ class StorageWorld(World):
 
     def __init__(self, seed: int, before: StorageWorld | None = None, looks: float = LOOKS) -> None:
         super().__init__(seed, looks)
-        self.node.core.writing = WriteRule(WritePolicy.WRITE_THROUGH)
         self._luck = random.Random(f"storage of {seed}")
+        policies = (WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK)
+        self.node.core.writing = WriteRule(self._luck.choice(policies))
         node = self.node
         self.stores = [self._engine(seed + number) for number in range(1 + seed % 2)]
         for engine, old in zip(self.stores, before.stores if before else (), strict=False):
@@ -89,6 +90,8 @@ class StorageWorld(World):
             "freezes": (0.2, self._freeze),
             "thaws": (2, self._thaw),
             "evicts": (2, self._evict_all),
+            "is lost": (0.2, self._lose),
+            "is back": (2, self._return),
         }
         self._luck.choices([call for _, call in events.values()], [weight for weight, _ in events.values()])[0]()
         self.check()
@@ -101,6 +104,17 @@ class StorageWorld(World):
         for model in list(self.node.core.ledger.models.values()):
             for tier in ("device", "host", "device"):
                 self.node.run(partial(admin.evict, self.node.core, model.id, tier, 0))
+
+    def _lose(self) -> None:
+        """The storage is away, with all that it had."""
+        store = self._luck.choice(self.stores)
+        if not store.away:
+            store.lose("its folder is gone")
+            self.faults["storage_lost"] += 1
+
+    def _return(self) -> None:
+        for store in self.stores:
+            store.away = ""
 
     def _freeze(self) -> None:
         self._luck.choice(self.stores).frozen = True

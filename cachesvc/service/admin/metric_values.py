@@ -158,6 +158,8 @@ def _reuse(reading: Reading, model: Model) -> None:
     reading.put("remembered_keys", reuse.remembered, *labels)
     for tier, blocks in model.hit_blocks.items():
         reading.put("hit_tokens", blocks * tokens, *labels, tier)
+    for kind, blocks in model.lost_blocks.items() if model.layout.window_groups else ():
+        reading.put("lost_hit_tokens", blocks * tokens, *labels, kind)
     shadows = [replica.shadow for replica in model.replicas if replica.shadow is not None]
     for shadow in (*shadows, *([model.compared] if model.compared.asked else ())):
         reading.put("compared_tokens", shadow.asked * tokens, *labels)

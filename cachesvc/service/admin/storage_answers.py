@@ -17,12 +17,12 @@ from cachesvc.model.text.printable import one_line
 from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller
 from cachesvc.service.loop.node import Node
-from cachesvc.storage.canary import SCOPE
 from cachesvc.storage.objects import Way
 from cachesvc.storage.seam import CAME, Kept, Scope, StoreStatus
 from cachesvc.storage.spec import StorageSpec
-from cachesvc.storage.tier import Tier
-from cachesvc.storage.tiers import Tiers
+from cachesvc.storage.tier.canary import SCOPE
+from cachesvc.storage.tier.tier import Tier
+from cachesvc.storage.tier.tiers import Tiers
 from cachesvc.telemetry import events
 
 LAST_OF_FIRST = 17

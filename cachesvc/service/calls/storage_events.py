@@ -13,9 +13,9 @@ from cachesvc.flows.storage.write import begin_soon, kept, pump_all
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.words import READY
-from cachesvc.storage.coming import News
 from cachesvc.storage.seam import Outcome, Use
-from cachesvc.storage.tiers import Tiers
+from cachesvc.storage.tier.coming import News
+from cachesvc.storage.tier.tiers import Tiers
 
 OWED_PATHS = 64
 """Used paths of one batch that are looked at for what a tier lacks, some 50 us each."""
@@ -77,7 +77,7 @@ class StorageFlows:
         rows = [index.rows.get(key, NO_ROW) for key in idle]
         here = [row for row in rows if row != NO_ROW and host.states[host.lead][row] == READY]
         self.promoted_blocks += len(here)
-        stored.ready |= dict.fromkeys(index.key_of(row) for row in sorted(here, key=index.depth.__getitem__))
+        stored.ready.extend(index.key_of(row) for row in sorted(here, key=index.depth.__getitem__))
         if here:
             begin_soon(self._core, model)
 

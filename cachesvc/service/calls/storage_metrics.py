@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cachesvc.storage.objects import Way
 from cachesvc.storage.seam import Outcome
-from cachesvc.storage.tiers import Tiers
+from cachesvc.storage.tier.tiers import Tiers
 from cachesvc.telemetry.metric_reader import Reading
 
 

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.file.clock import FolderClock, Moments
 from cachesvc.storage.file.direct import ALIGN_BYTES, Mover, padded
 from cachesvc.storage.file.disk import Condition, Disk
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.keeper import Keeper, set_used
-from cachesvc.storage.file.lane import Job, Lane
+from cachesvc.storage.file.lane import Job, Lane, UnderWay
 from cachesvc.storage.file.options import FileOptions
 from cachesvc.storage.file.paths import object_path
 from cachesvc.storage.file.space import Room, Space, allocated_bytes
@@ -69,6 +69,7 @@ class FileStorage:
         self._readers = Lane("storage-read", options.readers, clock)
         self._writers = Lane("storage-write", options.writers, clock)
         self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
+        self._under_way = UnderWay()
         self._troubles = Troubles(clock)
 
     def start(self) -> None:
@@ -290,12 +291,12 @@ class FileStorage:
         try:
             if self._catalogue.use(item.name, self._age.now_ms()) is not None:
                 outcome = Outcome.OK
-            elif self._disk.takes_writes and self._keeper.counted.is_set():
-                room = self._space.take(size_bytes)
-                if room is not None:
-                    self._write_file(item, room, mover, size_bytes)
-                    self._disk.took()
-                    outcome, room = Outcome.OK, None
+            elif self._disk.takes_writes and self._keeper.counted.is_set() and self._may_come(item):
+                with self._under_way.writing(item.name.key):
+                    room = self._space.take(size_bytes)
+                    if room is not None and self._write_file(item, room, mover, size_bytes):
+                        self._disk.took()
+                        outcome, room = Outcome.OK, None
         except OSError as error:
             outcome = Outcome.BUSY if self._disk.refuse(error, size_bytes) else self._failed(error)
         finally:
@@ -310,8 +311,9 @@ class FileStorage:
             self._keeper.hurry()
         return Outcome.FAILED
 
-    def _write_file(self, item: Item, room: Room, mover: Mover, size_bytes: int) -> None:
-        """Write a nameless file, and give it its name when it is whole. Raises OSError."""
+    def _write_file(self, item: Item, room: Room, mover: Mover, size_bytes: int) -> bool:
+        """Write a nameless file, and give it its name when it is whole, and the block above is there; False where that
+        is not. Raises OSError."""
         path, temporary = object_path(self._folder.objects, item.name), room.spare or self._space.next_path()
         new = 0 if room.spare else os.O_CREAT | os.O_EXCL
         try:
@@ -322,6 +324,9 @@ class FileStorage:
                 set_used(fd, now)
             finally:
                 os.close(fd)
+            if not self._has_above(item):
+                self._space.discard(temporary, room.size_bytes)
+                return False
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
@@ -331,6 +336,19 @@ class FileStorage:
             self._space.discard(temporary, room.size_bytes)
             raise
         self._space.placed(room, path, size_bytes, Entry(item.name, allocated, now, item.parent))
+        return True
+
+    def _may_come(self, item: Item) -> bool:
+        """True where the block above is there, or on its way."""
+        return item.parent in self._under_way or self._has_above(item)
+
+    def _has_above(self, item: Item) -> bool:
+        """True where a hit can come down to the block: it has none above it, or that one is there, once it is not being
+        written."""
+        if item.parent in (b"", item.name.key):
+            return True
+        self._under_way.wait_for(item.parent)
+        return self._catalogue.has_block(item.name.scope, item.parent)
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text.printable import one_line
-from cachesvc.storage.file.catalogue import Entry
+from cachesvc.storage.file.blocks.catalogue import Entry
 from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_of, scope_folder, scope_of
 from cachesvc.storage.file.space import allocated_bytes
 from cachesvc.storage.seam import ObjectName, Scope

@@ -7,7 +7,7 @@ import threading
 import time
 
 from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.file.clock import FolderClock
 from cachesvc.storage.file.disk import Condition, Disk
 from cachesvc.storage.file.folder import Folder

@@ -36,7 +36,7 @@ class RequestFailed(Exception):
     """A request that was not answered, or answered with an error. Its text is one line."""
 
 
-class ReadPart(NamedTuple):
+class FoundObject(NamedTuple):
     """Part of an object: ``content``, and ``size_bytes`` of all of it. No content where the size is another one than
     was expected."""
 
@@ -44,7 +44,7 @@ class ReadPart(NamedTuple):
     size_bytes: int
 
 
-class Listed(NamedTuple):
+class ListedObject(NamedTuple):
     """An object of a listing; ``modified`` in seconds since 1970."""
 
     path: str
@@ -110,7 +110,7 @@ class S3Bucket:
     def _is_plain(self) -> bool:
         return self._options.is_plain
 
-    def get(self, path: str, start: int, length: int, size_bytes: int) -> ReadPart | None:
+    def get(self, path: str, start: int, length: int, size_bytes: int) -> FoundObject | None:
         """Read ``length`` bytes of an object that is expected to have ``size_bytes``; None where there is no such
         object. Raises RequestFailed."""
         is_whole = length == size_bytes
@@ -118,12 +118,12 @@ class S3Bucket:
         try:
             answer = self._library.get(self._moving, path, options=ranged)
             size = int(answer.meta["size"])
-            return ReadPart(memoryview(answer.bytes() if size == size_bytes else b""), size)
+            return FoundObject(memoryview(answer.bytes() if size == size_bytes else b""), size)
         except FileNotFoundError:
             return None
         except (OSError, self._library.exceptions.BaseError) as error:
             if not is_whole and _code_of(error) == _NO_SUCH_RANGE:
-                return ReadPart(memoryview(b""), 0)  # it ends before this part of it
+                return FoundObject(memoryview(b""), 0)  # it ends before this part of it
             raise RequestFailed(reason_of(error)) from error
 
     def put(self, path: str, content: memoryview | bytes) -> None:
@@ -167,11 +167,11 @@ class S3Bucket:
         except (OSError, self._library.exceptions.BaseError) as error:
             raise RequestFailed(reason_of(error)) from error
 
-    def list(self, folder: str) -> Iterator[list[Listed]]:
+    def list(self, folder: str) -> Iterator[list[ListedObject]]:
         """List objects below a folder, some at a time. Raises RequestFailed."""
         try:
             for some in self._library.list(self._moving, prefix=folder, chunk_size=LIST_OBJECTS):
-                yield [Listed(each["path"], each["size"], _seconds(each["last_modified"])) for each in some]
+                yield [ListedObject(each["path"], each["size"], _seconds(each["last_modified"])) for each in some]
         except (OSError, self._library.exceptions.BaseError) as error:
             raise RequestFailed(reason_of(error)) from error
 

@@ -126,5 +126,7 @@ def keep_last_blocks(coordinator: Any) -> None:
         coordinator.drop_eagle_group_ids = set()
     else:
         coordinator.eagle_group_ids = set()
+    if hasattr(coordinator, "attention_groups"):  # several groups
+        coordinator.attention_groups = [each._replace(use_eagle=False) for each in coordinator.attention_groups]
     for manager in coordinator.single_type_managers:
         manager.use_eagle = False

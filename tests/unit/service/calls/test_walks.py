@@ -31,13 +31,13 @@ async def test_a_match_enters_its_flow_after_twelve_functions_and_its_lease_is_l
 
 
 CEILINGS = {
-    "match": (62, 30, 46),
-    "allocate": (64, 24, 42),
-    "publish": (66, 28, 48),
-    "swap": (134, 40, 130),
-    "step of 32 publishes": (78, 31, 60),
+    "match": (66, 32, 50),
+    "allocate": (68, 26, 46),
+    "publish": (68, 30, 52),
+    "swap": (140, 42, 136),
+    "step of 32 publishes": (82, 33, 64),
 }
-"""Most functions, files and changes of file of a call, some 5 % above those of today: a longer way has a reason."""
+"""Most functions, files and changes of file of a call, some 7 % above those of today: a longer way has a reason."""
 
 
 async def test_calls_keep_to_their_ways() -> None:

@@ -14,11 +14,11 @@ from functools import partial
 from itertools import islice
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.storage.coming import Coming, News, Tell, TellGone
 from cachesvc.storage.seam import CAME, Chooser, Outcome, Use, key_at
 from cachesvc.storage.shapes import ModelFacts, Shape, shapes_of
 from cachesvc.storage.spec import WriteWhen
-from cachesvc.storage.tier import Tier
+from cachesvc.storage.tier.coming import Coming, News, Tell, TellGone
+from cachesvc.storage.tier.tier import Tier
 
 MOST_TIERS = 4
 MOST_OWED = 1 << 16

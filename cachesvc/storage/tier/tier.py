@@ -16,17 +16,17 @@ from cachesvc.model.errors import CacheError
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text.printable import one_line
 from cachesvc.model.words import NO_PAGE
-from cachesvc.storage.asked import Asked
-from cachesvc.storage.breaker import Breaker, State
-from cachesvc.storage.budget import WriteBudget
-from cachesvc.storage.canary import Canary
-from cachesvc.storage.coming import Coming, News, Tell, TellGone
-from cachesvc.storage.courier import Carrier, Courier
 from cachesvc.storage.objects import ObjectStore, Way
-from cachesvc.storage.presence import Presence
 from cachesvc.storage.seam import Chooser, ObjectName, Outcome, Scope, StorageBackend, Use, key_at
 from cachesvc.storage.shapes import ModelFacts, Shape, Shapes, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
+from cachesvc.storage.tier.asked import Asked
+from cachesvc.storage.tier.breaker import Breaker, State
+from cachesvc.storage.tier.budget import WriteBudget
+from cachesvc.storage.tier.canary import Canary
+from cachesvc.storage.tier.coming import Coming, News, Tell, TellGone
+from cachesvc.storage.tier.courier import Carrier, Courier
+from cachesvc.storage.tier.presence import Presence
 
 UNDER_WAY_BYTES = 64 << 20
 """Host blocks that are pinned for writing at a time."""

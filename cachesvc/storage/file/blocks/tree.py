@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cachesvc.storage.file.leaves import Group
+from cachesvc.storage.file.blocks.leaves import Group
 
 NO_ROW = -1
 NO_PART = (1 << 48) - 1

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.storage.file.leaves import Leaves
-from cachesvc.storage.file.tree import NO_PART, NO_ROW, BlockTree, key_of
+from cachesvc.storage.file.blocks.leaves import Leaves
+from cachesvc.storage.file.blocks.tree import NO_PART, NO_ROW, BlockTree, key_of
 from cachesvc.storage.seam import Chooser, Kept, ObjectName, Part, Rank, Scope, StoreStatus, Use, oldest_first
 
 AT_ONCE = 512
@@ -57,6 +57,12 @@ class Catalogue:
     def __contains__(self, name: ObjectName) -> bool:
         row = self._row_of(name)
         return row != NO_ROW and self._tree.has(row, _packed(name.part))
+
+    def has_block(self, scope: Scope, key: bytes) -> bool:
+        """True where a block has any object. Takes no lock."""
+        number, tree = self._numbers.get(scope), self._tree
+        row = NO_ROW if number is None else tree.rows.get(key_of(number, key), NO_ROW)
+        return row != NO_ROW and tree.parts[row] != NO_PART
 
     @property
     def labels(self) -> dict[Scope, str]:
