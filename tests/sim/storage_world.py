@@ -43,7 +43,8 @@ class InboxCarrier:
 
 
 class StorageWorld(World):
-    """``before``: the world of the daemon before, whose objects are there still. Of odd seeds there are two tiers."""
+    """``before``: the world of the daemon before, whose objects are there still. Of each third seed there are
+    two tiers."""
 
     def __init__(self, seed: int, before: StorageWorld | None = None, looks: float = LOOKS) -> None:
         super().__init__(seed, looks)
@@ -51,7 +52,7 @@ class StorageWorld(World):
         policies = (WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK)
         self.node.core.writing = WriteRule(self._luck.choice(policies))
         node = self.node
-        self.stores = [self._engine(seed + number) for number in range(1 + seed % 2)]
+        self.stores = [self._engine(seed + number) for number in range(1 + (seed % 3 == 1))]
         for engine, old in zip(self.stores, before.stores if before else (), strict=False):
             engine.objects = old.objects
         self.tiers = Tiers([self._tier(engine) for engine in self.stores], lambda: node.now)
@@ -97,7 +98,8 @@ class StorageWorld(World):
         self.check()
 
     def _move(self) -> None:
-        self._luck.choice(self.stores).step(self.node.now)
+        for store in self.stores:
+            store.step(self.node.now)
 
     def _evict_all(self) -> None:
         """Nothing is left in memory that may go: what comes next is asked of storage."""
