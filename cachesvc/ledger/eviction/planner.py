@@ -101,16 +101,14 @@ class Evictor:
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
         which the search is given up. ``most_work``: this number of blocks, or many more in runs that the host has, is
-        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. Nothing is
-        changed yet; the caller passes the plan to ``carry_out`` or drops it.
+        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same.
         """
         demand = demand if isinstance(demand, BlockDemand) else BlockDemand(demand)
         index, walk = self.ledger.index, walk_of(self.ledger, place)
         host = _HostRoom(self.ledger, walk.taken.__contains__)
         plan = EvictionPlan(place, host_drops=host.victims)
-        gone, lingering = Counter[int](), set[int]()
         others = [each.states[each.lead] for each in index.places if each is not place]
-        looks, work = 0, 0.0
+        gone, lingering, looks, work = Counter[int](), set[int](), 0, 0.0
         while demand.left > 0 and looks < most_looks and work < most_work and (row := walk.next()) is not None:
             looks += 1
             lasting_children = index.children[row] - gone[row]
