@@ -94,7 +94,7 @@ def test_two_engines_at_once_on_a_pool_that_is_too_small_for_both(model: HybridM
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_prompt_that_left_the_device_is_loaded_in_all_groups(model: HybridModel, tmp_path: Path) -> None:
-    """What is written through outlives on the host what a full pool drops first: states without a later request."""
+    """States without a later request are what a full pool drops first: written through, they are on the host."""
     prompts = prompts_of(model, 12, new=4)
     fleet, small = model.fleet(tmp_path), model.least_blocks
     with engines(engine_of(fleet, model, None)) as (alone,):
