@@ -128,7 +128,7 @@ k8s-validate: $(SETUP) $(MONITORS_SETUP) ## Check manifests and image offline: s
 
 bench: $(SETUP) ## Run the benchmarks, write their results to benchmarks/results and README's tables from these
 	$(BIN)/python -m benchmarks.ledger --json benchmarks/results/ledger.json
-	$(BIN)/python -m benchmarks.turns --json benchmarks/results/turns.json
+	$(BIN)/python -m benchmarks.ledger.turns --json benchmarks/results/turns.json
 	$(BIN)/python -m benchmarks.rpc --quiet --json benchmarks/results/rpc.json
 	$(BIN)/python -m benchmarks.swap --json benchmarks/results/swap-shm.json
 	$(BIN)/python -m tools.tables

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cachesvc import __version__
-from cachesvc.command_line import Parser
 from cachesvc.config import (
     BACKENDS,
     CALIBRATION,
@@ -28,6 +27,7 @@ from cachesvc.config import (
     load_config,
 )
 from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.model.text.command_line import Parser
 from cachesvc.model.words import WritePolicy
 from cachesvc.mover.listing import Listing
 from cachesvc.policy.eviction import EVICTION_POLICIES

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cachesvc.model.addresses import parse_address
 from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.nearest import did_you_mean
-from cachesvc.model.sizes import parse_size
+from cachesvc.model.text.addresses import parse_address
+from cachesvc.model.text.nearest import did_you_mean
+from cachesvc.model.text.sizes import parse_size
 from cachesvc.model.words import WritePolicy
 
 BACKENDS = ("auto", "shm", "cuda")

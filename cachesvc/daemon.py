@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from cachesvc import __version__
 from cachesvc.config import Config
-from cachesvc.flows.core import Core, Limits
-from cachesvc.flows.leases import process_arrived, process_holds
+from cachesvc.flows.context.core import Core, Limits
+from cachesvc.flows.leases.leases import process_arrived, process_holds
 from cachesvc.hardware import Hardware, check_memory, choose_hardware, measure_links
 from cachesvc.ledger.ledger import Ledger
-from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.host.pool import HostPool
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
@@ -30,10 +30,14 @@ from cachesvc.service.access.keyring import Keyring
 from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
 from cachesvc.service.access.shares import SharedQuotas
-from cachesvc.service.administration import Administration
-from cachesvc.service.checksums import Checksums
-from cachesvc.service.collector import Collector, collector_between_calls
-from cachesvc.service.dispatch import Dispatcher
+from cachesvc.service.admin.admin_service import AdminService
+from cachesvc.service.admin.checksums import Checksums
+from cachesvc.service.admin.inspection import Inspection
+from cachesvc.service.admin.metric_values import MetricValues
+from cachesvc.service.admin.operations import Administration
+from cachesvc.service.calls.dispatcher import Dispatcher
+from cachesvc.service.calls.registrar import Registrar
+from cachesvc.service.calls.telemetry import Telemetry
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.facts import Facts, Transports
 from cachesvc.service.host.health import HealthAnswers
@@ -42,18 +46,14 @@ from cachesvc.service.host.reload import Reloader, live_settings
 from cachesvc.service.host.server import Listening, Server, Services, service_names
 from cachesvc.service.host.socket_files import SocketClaim
 from cachesvc.service.host.web import WebPage
-from cachesvc.service.inspection import Inspection
 from cachesvc.service.lane.lanes import Lanes
-from cachesvc.service.metric_values import MetricValues
-from cachesvc.service.node import Node
-from cachesvc.service.registrar import Registrar
-from cachesvc.service.rpc.admin_service import AdminService
+from cachesvc.service.loop.garbage import Collector, collector_between_calls
+from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
-from cachesvc.service.telemetry import Telemetry
 from cachesvc.storages import Storages
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.transfer_ends import TransferEnds

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from cachesvc import __version__
 from cachesvc.config import Config
-from cachesvc.memory import numa
-from cachesvc.memory.arbiter import CopyRules
-from cachesvc.memory.available import MemoryLimit, memory_limits
-from cachesvc.memory.cuda import CudaBackend
-from cachesvc.memory.seam import DeviceMemory
-from cachesvc.memory.shm import ShmBackend
+from cachesvc.memory.copy.arbiter import CopyRules
+from cachesvc.memory.cuda.backend import CudaBackend
+from cachesvc.memory.host import numa
+from cachesvc.memory.host.available import MemoryLimit, memory_limits
+from cachesvc.memory.interface import DeviceMemory
+from cachesvc.memory.shm.backend import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.mover.listing import ListedGpu, Listing
 from cachesvc.mover.process import found

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cachesvc.config import Config
-from cachesvc.model.addresses import parse_address, parse_addresses
 from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.text.addresses import parse_address, parse_addresses
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.lender import Lender
-from cachesvc.service.lending import LendingDesk
-from cachesvc.service.node import Node
+from cachesvc.service.calls.lending import LendingDesk
+from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.peer_client import GrpcControl
 from cachesvc.service.rpc.peer_service import PeerListening, PeerServer, PeerService, PeerTokens
 from cachesvc.storage.spec import StorageSpec, TierOptions, WriteWhen, parse_storage

@@ -10,19 +10,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from cachesvc.flows.allocate import allocate
-from cachesvc.flows.call import Call
-from cachesvc.flows.core import Core, Limits
-from cachesvc.flows.leases import open_lease, process_arrived
-from cachesvc.flows.match import match
-from cachesvc.flows.publish import publish
-from cachesvc.flows.release import release
-from cachesvc.flows.transfers import land
-from cachesvc.flows.turns import Turns, tidy
-from cachesvc.ledger.blocks import BlockLedger
-from cachesvc.ledger.evict import Evictor
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core, Limits
+from cachesvc.flows.context.turns import Turns, tidy
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.release import release
+from cachesvc.flows.leases.leases import open_lease, process_arrived
+from cachesvc.flows.transfer.transfers import land
+from cachesvc.ledger.eviction.planner import Evictor
+from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.ledger import Ledger, Model, Replica
-from cachesvc.ledger.pages import PagePool
+from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

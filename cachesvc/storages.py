@@ -6,13 +6,13 @@ import asyncio
 import time
 
 from cachesvc.config import Config
-from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.host.pool import HostPool
 from cachesvc.nodes import Nodes
 from cachesvc.peer.sources import Nowhere, Sources
-from cachesvc.service.node import Node
-from cachesvc.service.storage_answers import StorageAnswers
-from cachesvc.service.storage_flows import StorageFlows
-from cachesvc.service.storage_metrics import read_storage
+from cachesvc.service.admin.storage_answers import StorageAnswers
+from cachesvc.service.calls.storage_events import StorageFlows
+from cachesvc.service.calls.storage_metrics import read_storage
+from cachesvc.service.loop.node import Node
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.options import file_options
 from cachesvc.storage.mooncake.engine import MooncakeStorage

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 from cachesvc_client import Layout
-from cachesvc_ctl.daemon_process import DaemonFailed, DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonFailed, DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from examples.engine import Answer, EngineSettings, layout_of

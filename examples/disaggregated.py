@@ -30,7 +30,7 @@ from cachesvc_client import (
     Lease,
     block_keys,
 )
-from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from examples.engine import Answer, CachedEngine, answer_alone, layout_of
 from examples.handover import DecodeEngine, PrefillEngine

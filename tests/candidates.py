@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cachesvc.ledger.blocks import window_rank
-from cachesvc.ledger.leaves import LeafOrder
+from cachesvc.ledger.index.block_ledger import window_rank
+from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.place import Place
-from cachesvc.ledger.queues import QueuedLeaves
+from cachesvc.ledger.order.candidates import LeafOrder
+from cachesvc.ledger.order.class_queues import QueuedLeaves
 from cachesvc.model.words import FILLING, READY
 from cachesvc.policy.hazard.history import History
 

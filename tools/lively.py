@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 from cachesvc_client import CacheClient, CacheClientError, Lease, block_keys, opaque
-from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 BLOCK_TOKENS = 16
 FLAGS = (

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from cachesvc_ctl.daemon_process import DaemonProcess
-from cachesvc_ctl.lab.replay_engine import EngineSettings
-from cachesvc_ctl.lab.trace import TraceRequest
+from cachesvc_ctl.core.daemon_process import DaemonProcess
+from cachesvc_ctl.lab.replay.replay_engine import EngineSettings
+from cachesvc_ctl.lab.traces.trace import TraceRequest
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.chaos.figures import Figures

@@ -42,8 +42,8 @@ from cachesvc_client import (
 from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import PendingStep, StepStream
-from cachesvc_ctl.lab.page_pattern import PagePattern
-from cachesvc_ctl.lab.replay_engine import EngineSettings, say
+from cachesvc_ctl.lab.replay.replay_engine import EngineSettings, say
+from cachesvc_ctl.lab.traces.page_pattern import PagePattern
 
 from cachesvc.wire.status import LIFE_SUFFIX
 

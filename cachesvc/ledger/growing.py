@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cachesvc.ledger.tables import BlockTables
+from cachesvc.ledger.block_tables import BlockTables
 from cachesvc.model.keys import KEY_BYTES
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from cachesvc.ledger.blocks import BlockLedger, Hit, window_positions
-from cachesvc.ledger.pins import Pin, WindowPins
-from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.index.block_ledger import BlockLedger, Hit, window_positions
+from cachesvc.ledger.index.pins import Pin, WindowPins
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.words import READY
 

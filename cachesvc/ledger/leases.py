@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cachesvc.ledger.holds import Prefetch
-from cachesvc.ledger.pages import PagePool
-from cachesvc.ledger.reservations import Reservation
+from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.pages.reservations import Reservation
 from cachesvc.ledger.sequences import Sequence as OpenSequence
-from cachesvc.model.sharing import BACKGROUND, Party
+from cachesvc.model.numbers.sharing import BACKGROUND, Party
 from cachesvc.model.words import PageState
 
 MEMBER_BITS = 40

@@ -6,20 +6,20 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cachesvc.ledger.ages import Ages
-from cachesvc.ledger.blocks import BlockLedger
-from cachesvc.ledger.evict import Evictor
-from cachesvc.ledger.journal import Moment
+from cachesvc.ledger.eviction.planner import Evictor
+from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.ledger.index.reuse_stats import Reuse
+from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import Lease, LeaseState, Process
 from cachesvc.ledger.lent import LentBlocks
-from cachesvc.ledger.place import Place
-from cachesvc.ledger.recent import RecentRequests
-from cachesvc.ledger.reuse import Reuse
-from cachesvc.ledger.stored import Stored
+from cachesvc.ledger.order.ages import Ages
+from cachesvc.ledger.pages.change_log import Moment
+from cachesvc.ledger.recent_requests import RecentRequests
+from cachesvc.ledger.storage_state import Stored
 from cachesvc.ledger.tickets import TicketBook
 from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
-from cachesvc.model.sharing import Party
+from cachesvc.model.numbers.sharing import Party
 
 
 class Shadow(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from cachesvc.ledger.blocks import BlockLedger
-from cachesvc.ledger.pins import Pin, WindowPins, held_by
+from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.ledger.index.pins import Pin, WindowPins, held_by
 
 
 class LentBlocks:

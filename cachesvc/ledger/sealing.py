@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from cachesvc.ledger.index import BlockIndex
-from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.ledger.tables import BlockTables
+from cachesvc.ledger.block_tables import BlockTables
+from cachesvc.ledger.index.block_index import BlockIndex
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 
 
 class NewBlocks(NamedTuple):

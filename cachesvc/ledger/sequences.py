@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cachesvc.ledger.blocks import BlockLedger
-from cachesvc.ledger.place import NO_ROW, Place
-from cachesvc.ledger.recent import RecentRequest
-from cachesvc.ledger.reservations import Reservation
-from cachesvc.ledger.tables import BlockTables, no_pages
+from cachesvc.ledger.block_tables import BlockTables, no_pages
+from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.ledger.pages.reservations import Reservation
+from cachesvc.ledger.recent_requests import RecentRequest
 from cachesvc.ledger.tickets import MovedPages, Ticket
-from cachesvc.model.int32s import array_of, column
+from cachesvc.model.numbers.int32s import array_of, column
+from cachesvc.model.numbers.sharing import Party
 from cachesvc.model.requests import Ended
-from cachesvc.model.sharing import Party
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, PageState
 

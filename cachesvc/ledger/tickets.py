@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from cachesvc.ledger.evict import Drain
-from cachesvc.ledger.pins import Pin
-from cachesvc.ledger.reservations import Reservation
+from cachesvc.ledger.eviction.planner import Drain
+from cachesvc.ledger.index.pins import Pin
+from cachesvc.ledger.pages.reservations import Reservation
 from cachesvc.model.errors import NotFound
-from cachesvc.model.sharing import BACKGROUND, Party
+from cachesvc.model.numbers.sharing import BACKGROUND, Party
 from cachesvc.model.transfer import Direction, Failed, Inward, Outcome, TimelineSlot, Urgency
 
 Key = TypeVar("Key")

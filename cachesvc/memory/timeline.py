@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from cachesvc.memory.interface import Handle
 from cachesvc.memory.mapped import address_of, map_memfd, new_memfd, seal_memfd
-from cachesvc.memory.seam import Handle
 from cachesvc.memory.writers import Writers
 from cachesvc.model.errors import LedgerBroken, NotFound, Unavailable
 from cachesvc.model.futex import WORD_BYTES, store_and_wake, wake, words_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 
-from cachesvc.memory.seam import Handle
+from cachesvc.memory.interface import Handle
 
 TOKEN_BYTES = 16
 

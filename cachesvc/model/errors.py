@@ -29,7 +29,7 @@ CacheError                    also under the name CacheClientError
 LedgerBroken                  a bug of the daemon's own, outside of the tree: no caller did it, none can mend it
 └── IllegalMove               a copy or a page was asked to move against its table
 
-Errors that only a client can see are added to the tree in ``cachesvc_client.errors``.
+Errors that only a client can see are added to the tree in ``cachesvc_client.core.errors``.
 """
 
 from __future__ import annotations

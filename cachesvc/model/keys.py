@@ -2,8 +2,8 @@
 
 Key of block i = BLAKE2b-256(parent key, tokens as little-endian u32, extra keys and the tokens that they cover), the
 parent of block 0 being the namespace. So key i stands for the whole prefix, and equal keys in two namespaces cannot be.
-BLAKE2b is RFC 7693. The client hashes them (``cachesvc_client.keys``); the daemon never sees a token, only keys and
-their parents.
+BLAKE2b is RFC 7693. The client hashes them (``cachesvc_client.core.keys``); the daemon never sees a token, only keys
+and their parents.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cachesvc import __version__
-from cachesvc.command_line import Parser
-from cachesvc.memory.shm import ShmBackend
+from cachesvc.memory.shm.backend import ShmBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
+from cachesvc.model.text.command_line import Parser
 from cachesvc.mover.listing import ListedGpu
 from cachesvc.mover.server import Equipment, Server
 from cachesvc.mover.settings import Settings
@@ -95,7 +95,7 @@ def _shm(settings: Settings) -> Equipment:
 
 
 def _cuda(settings: Settings) -> Equipment:
-    from cachesvc.memory.cuda import CudaBackend
+    from cachesvc.memory.cuda.backend import CudaBackend
     from gpu_ops.gpu import gpu_by_uuid
 
     try:

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from cachesvc.memory.seam import Handle
+from cachesvc.memory.interface import Handle
 from cachesvc.memory.timeline import HostTimeline, Sheet
 from cachesvc.model.errors import CacheError, LedgerBroken, PoolExhausted, Unavailable
 from cachesvc.model.transfer import CopiesHang, Direction

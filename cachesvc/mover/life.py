@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from cachesvc.memory.seam import Handle
+from cachesvc.memory.interface import Handle
 from cachesvc.memory.timeline import Sheet
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.mover import records

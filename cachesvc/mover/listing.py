@@ -7,7 +7,7 @@ import subprocess
 from typing import Any, TypedDict
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.interpreter import module_command
+from cachesvc.model.text.interpreter import module_command
 
 LIST_SECONDS = 60.0
 """Time limit of the driver, seconds."""

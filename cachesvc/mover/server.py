@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from cachesvc.memory.interface import Backend, Handle, Slab
 from cachesvc.memory.mapped import map_memfd
-from cachesvc.memory.seam import Backend, Handle, Slab
 from cachesvc.model.errors import CacheError, NotFound, Unavailable
 from cachesvc.model.transfer import CopiesHang
 from cachesvc.mover import records

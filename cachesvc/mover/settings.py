@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cachesvc.memory.arbiter import SLICE_BYTES, CopyRules
+from cachesvc.memory.copy.arbiter import SLICE_BYTES, CopyRules
 from cachesvc.memory.timeline import TIMELINE_WORDS
 
 JOBS_BYTES = 4 << 20

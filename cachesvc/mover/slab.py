@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachesvc.memory.seam import Handle
+from cachesvc.memory.interface import Handle
 from cachesvc.model.errors import LedgerBroken
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.place import NO_ROW
-from cachesvc.ledger.recent import RecentRequest
+from cachesvc.ledger.recent_requests import RecentRequest
 from cachesvc.model.errors import NotFound
 from cachesvc.model.words import NO_PAGE
 from cachesvc.questions.snapshot import Arena, live_rows, place_states

@@ -7,9 +7,9 @@ from functools import partial
 from typing import NamedTuple
 
 from cachesvc.ledger.holds import Hold
-from cachesvc.ledger.journal import STORAGE, Cause, Event, place_name
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.place import NO_ROW
+from cachesvc.ledger.pages.change_log import STORAGE, Cause, Event, place_name
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.questions.query import BlockLine, block_line, keys_beginning

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import islice
 from typing import NamedTuple
 
-from cachesvc.flows.transfers import ticket_view
+from cachesvc.flows.transfer.transfers import ticket_view
 from cachesvc.model.answers import TicketView
 from cachesvc.model.layout import Layout
 from cachesvc.questions.query import MAX_LISTED

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hmac
 
-from cachesvc.flows.budget import pool_device_bytes, pool_host_bytes, pool_pages
-from cachesvc.flows.core import Core
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.models.tenant_budget import pool_device_bytes, pool_host_bytes, pool_pages
 from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import Ticket

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.place import NO_ROW
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import CopyState, Tier

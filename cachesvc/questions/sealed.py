@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cachesvc.flows.core import Core
-from cachesvc.ledger.journal import HOST_NUMBER, place_name
+from cachesvc.flows.context.core import Core
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.pages.change_log import HOST_NUMBER, place_name
 from cachesvc.model.words import READY, PageState
 
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.ledger.index import BlockIndex
-from cachesvc.ledger.place import NO_ROW, Place
+from cachesvc.ledger.index.block_index import BlockIndex
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 
 Ints = npt.NDArray[np.int64]
 Column = npt.NDArray[np.generic]

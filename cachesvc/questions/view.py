@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
-from cachesvc.flows.core import Core
+from cachesvc.flows.context.core import Core
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.tickets import Ticket

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.nearest import did_you_mean
-from cachesvc.model.sizes import parse_size
+from cachesvc.model.text.nearest import did_you_mean
+from cachesvc.model.text.sizes import parse_size
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 

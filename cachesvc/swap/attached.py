@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from cachesvc.memory.extents import ExtentTable
-from cachesvc.memory.seam import Slab
+from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cachesvc.memory.seam import Slab
+from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import CopiesHang, TimelineSlot, Transfer, Urgency

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cachesvc.memory.free_ranges import FreeRanges
+from cachesvc.memory.host.free_ranges import FreeRanges
 from cachesvc.model.geometry import PLANE_ALIGN_BYTES
 from cachesvc.model.layout import Layout
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cachesvc.memory.seam import (
+from cachesvc.memory.interface import (
     Backend,
     CopyJob,
     CopyStep,

@@ -17,9 +17,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.memory.arbiter import SLICE_BYTES
+from cachesvc.memory.copy.arbiter import SLICE_BYTES
 from cachesvc.memory.extents import ExtentTable
-from cachesvc.memory.seam import COPY_FIELDS, CopyBatch, CopyStep
+from cachesvc.memory.interface import COPY_FIELDS, CopyBatch, CopyStep
 from cachesvc.model.geometry import Geometry
 from cachesvc.model.transfer import Direction
 from cachesvc.swap.costs import LinkCosts

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from cachesvc.memory.extents import Int64s
-from cachesvc.memory.seam import COPY_FIELDS, CopyBatch
+from cachesvc.memory.interface import COPY_FIELDS, CopyBatch
 from cachesvc.model.transfer import Direction
 from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.pieces import Piece

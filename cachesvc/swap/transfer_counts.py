@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from cachesvc.model.histogram import Histogram
+from cachesvc.model.numbers.histogram import Histogram
 from cachesvc.model.transfer import Direction, Transfer, Urgency
 
 DIRECTIONS = ("h2d", "d2h", "p2p")

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.memory.host_pool import HostPool
-from cachesvc.memory.host_slab import HostSlab
-from cachesvc.memory.seam import DeviceMemory, Slab
+from cachesvc.memory.host.pool import HostPool
+from cachesvc.memory.host.slab import HostSlab
+from cachesvc.memory.interface import DeviceMemory, Slab
 from cachesvc.model.errors import NotFound
 from cachesvc.model.geometry import slab_bytes
 from cachesvc.model.layout import Layout

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cachesvc.model.histogram import Histogram
+from cachesvc.model.numbers.histogram import Histogram
 from cachesvc.telemetry.catalogue import CATALOGUE, Kind
 
 WAIT_SECONDS = 5.0

@@ -17,8 +17,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import NamedTuple
 
-from cachesvc.model.addresses import parse_address
 from cachesvc.model.errors import CacheError, PermissionDenied, Unauthenticated, Unavailable
+from cachesvc.model.text.addresses import parse_address
 from cachesvc.telemetry import events
 
 MOST_CONNECTIONS = 32

@@ -1,6 +1,6 @@
 """Length limits of every text, bytes and list of a request: one table, enforced by the edge.
 
-A field that is not here may not be in a request: ``tests/unit/test_limits.py`` walks all protos. ``Where.EDGE`` is
+A field that is not here may not be in a request: ``tests/unit/wire/test_limits.py`` walks all protos. ``Where.EDGE`` is
 refused by ``check_fields`` before a handler looks at the message, ``Where.FLOW`` by the flow that reads it (because its
 limit is configured, or because reading it twice would cost), ``Where.CUT`` is shortened.
 """

@@ -20,7 +20,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
 from cachesvc_client.client import CacheClient
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
     Conflict,
@@ -49,8 +49,9 @@ from cachesvc_client.errors import (
     UntrustedDaemon,
     UsedAfterFork,
 )
+from cachesvc_client.core.keys import BlockHasher, ExtraKey, block_keys
+from cachesvc_client.core.registration import Registration
 from cachesvc_client.events import BlockMirror, EventSubscriber
-from cachesvc_client.keys import BlockHasher, ExtraKey, block_keys
 from cachesvc_client.layouts.families import (
     HeadPlace,
     IndexPage,
@@ -74,7 +75,6 @@ from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
 from cachesvc_client.reattach import Reattacher
 from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.records.stock import Stock
-from cachesvc_client.registration import Registration
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import PendingStep, StepStream
 from cachesvc_client.wire.credentials import Credentials, open_remote

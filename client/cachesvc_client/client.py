@@ -9,13 +9,13 @@ from types import TracebackType
 from cachesvc.model.layout import Layout
 from cachesvc_client.aio.client import DEFAULT_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUTS, ClientCalls
 from cachesvc_client.aio.lease import AsyncLease
+from cachesvc_client.core.registration import Registration
 from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.registration import Registration
-from cachesvc_client.wire.blocking import BlockingLock, BlockingPort, drive
 from cachesvc_client.wire.channel import ChannelMaker, open_channel
 from cachesvc_client.wire.credentials import credentials_from
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport
+from cachesvc_client.wire.transports.blocking import BlockingLock, BlockingPort, drive
 
 
 class CacheClient:

@@ -19,11 +19,11 @@ from typing import Any
 import grpc
 from kvcache.v1 import event_pb2
 
-from cachesvc_client.errors import EventsMissed, Unauthenticated, error_of
+from cachesvc_client.core.errors import EventsMissed, Unauthenticated, error_of
+from cachesvc_client.core.fork import Maker
 from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Run, Spot, parse_batch
 from cachesvc_client.wire.channel import ChannelMaker, open_channel
 from cachesvc_client.wire.credentials import Metadata, credentials_from, has_token
-from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.methods import SUBSCRIBE
 from cachesvc_client.wire.settings import ChannelOptions, default_socket
 from cachesvc_client.wire.trust import may_show

@@ -7,12 +7,12 @@ from types import TracebackType
 
 from cachesvc.model.answers import Prefetched, TicketView
 from cachesvc_client.aio.lease import AsyncLease
-from cachesvc_client.keys import PackedKeys
+from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.views import LeaseView
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.stepping import StepStream
-from cachesvc_client.wire.blocking import drive
+from cachesvc_client.wire.transports.blocking import drive
 
 
 class Lease(LeaseView):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from cachesvc_client.client import CacheClient
-from cachesvc_client.errors import AlreadyClosed, CacheClientError
+from cachesvc_client.core.errors import AlreadyClosed, CacheClientError
 from cachesvc_client.lease import Lease
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from types import TracebackType
 
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped
 from cachesvc_client.aio.sequence import AsyncSequence
-from cachesvc_client.keys import PackedKeys
+from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.views import SequenceView
-from cachesvc_client.wire.blocking import drive
+from cachesvc_client.wire.transports.blocking import drive
 
 
 class Sequence(SequenceView):

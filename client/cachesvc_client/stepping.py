@@ -9,7 +9,7 @@ from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.aio.stepping import AsyncPendingStep, AsyncStepStream
 from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.sequence import Sequence
-from cachesvc_client.wire.blocking import drive
+from cachesvc_client.wire.transports.blocking import drive
 
 
 class PendingStep:

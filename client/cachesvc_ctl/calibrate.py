@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from cachesvc_client.errors import NotSupported
+from cachesvc_client.core.errors import NotSupported
 
-from cachesvc_ctl.command import Command, flag
-from cachesvc_ctl.text import table
+from cachesvc_ctl.core.command import Command, flag
+from cachesvc_ctl.core.text import table
 from gpu_ops.calibration import LinkFigures, calibrate
 from gpu_ops.errors import CudaError, CudaMissing
 from gpu_ops.gpu import Gpu, driver_version, find_gpus, started

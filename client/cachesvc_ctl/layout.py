@@ -9,15 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.core.errors import InvalidRequest
 from cachesvc_client.layouts.families import padding_bytes
 from cachesvc_client.layouts.hf_config import AUTO, HeadWindows, layout_of_config
 
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
-from cachesvc.model.sizes import parse_size
-from cachesvc_ctl.command import Command, flag
-from cachesvc_ctl.text import describe_bytes, table
+from cachesvc.model.text.sizes import parse_size
+from cachesvc_ctl.core.command import Command, flag
+from cachesvc_ctl.core.text import describe_bytes, table
 
 MAX_SEQUENCE_TOKENS = 1 << 31
 MAX_CONFIG_BYTES = 16 << 20

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 import grpc
-from cachesvc_client.errors import NotSupported, PermissionDenied, Unauthenticated, error_of
+from cachesvc_client.core.errors import NotSupported, PermissionDenied, Unauthenticated, error_of
 from cachesvc_client.wire.credentials import open_remote
 from cachesvc_client.wire.settings import ChannelOptions
 
-from cachesvc_ctl.command import DaemonCommand, flag, seconds
-from cachesvc_ctl.target import no_answer
+from cachesvc_ctl.core.command import DaemonCommand, flag, seconds
+from cachesvc_ctl.core.target import no_answer
 
 METHOD = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"

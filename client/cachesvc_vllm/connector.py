@@ -12,12 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from cachesvc_vllm.draft_keys import draft_lookahead, drafts_with_kv
+from cachesvc_vllm.daemon.node import Node
+from cachesvc_vllm.daemon.settings import read_settings
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
-from cachesvc_vllm.node import Node
+from cachesvc_vllm.namespace.draft_keys import draft_lookahead, drafts_with_kv
 from cachesvc_vllm.scheduler_side import SchedulerSide
-from cachesvc_vllm.settings import read_settings
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
 from cachesvc_vllm.worker_side import WorkerSide
 

@@ -29,7 +29,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
-from cachesvc_vllm.node import Node
+from cachesvc_vllm.daemon.node import Node
 
 KNOWN_BLOCKS = 262_144
 """Blocks whose tokens are kept, some 80 MB at 16 tokens a block. Older ones are announced no more after a loss."""

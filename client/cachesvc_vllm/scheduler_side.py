@@ -11,18 +11,18 @@ from typing import Any
 from cachesvc_client import DaemonUnavailable, LeaseLost
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.block_pool import DaemonBlockPool
-from cachesvc_vllm.draft_keys import LookaheadKeys, keep_last_blocks
-from cachesvc_vllm.errors import NOT_FIRST, STUCK, ConnectorRefused
+from cachesvc_vllm.daemon.errors import NOT_FIRST, STUCK, ConnectorRefused
+from cachesvc_vllm.daemon.node import Node, announced_in
+from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_vllm.daemon.weights_version import WeightsVersion
 from cachesvc_vllm.kv_events import Announcer
-from cachesvc_vllm.media import Media
 from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
-from cachesvc_vllm.node import Node, announced_in
-from cachesvc_vllm.page_book import PageBook
-from cachesvc_vllm.request_pages import RequestPages, Wish, blocks_wanted, computed_blocks
-from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
+from cachesvc_vllm.namespace.media import Media
+from cachesvc_vllm.pages.block_pool import DaemonBlockPool
+from cachesvc_vllm.pages.page_book import PageBook
+from cachesvc_vllm.pages.request_pages import RequestPages, Wish, blocks_wanted, computed_blocks
 from cachesvc_vllm.vouching import Vouching
-from cachesvc_vllm.weights_version import WeightsVersion
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
 
 WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")

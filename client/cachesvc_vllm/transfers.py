@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.node import Share
+from cachesvc_vllm.daemon.node import Share
 
 
 @dataclass

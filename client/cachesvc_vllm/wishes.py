@@ -7,11 +7,11 @@ from typing import Any
 from cachesvc_client import Registration
 from vllm.lora.utils import get_adapter_absolute_path
 
-from cachesvc_vllm.adapters import Adapters
-from cachesvc_vllm.draft_keys import LookaheadKeys
 from cachesvc_vllm.kv_events import Announcer
-from cachesvc_vllm.media import Media
-from cachesvc_vllm.request_pages import Wish
+from cachesvc_vllm.namespace.adapters import Adapters
+from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
+from cachesvc_vllm.namespace.media import Media
+from cachesvc_vllm.pages.request_pages import Wish
 
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""

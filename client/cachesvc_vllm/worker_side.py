@@ -23,20 +23,20 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.draft_keys import drafts_with_kv
-from cachesvc_vllm.errors import ConnectorRefused
-from cachesvc_vllm.identity import config_details
-from cachesvc_vllm.memory import SlabMode, require_on_slab
-from cachesvc_vllm.naming import Runtime, display_name, model_facts, model_name
-from cachesvc_vllm.node import Node, Share, new_instance
-from cachesvc_vllm.ranks import Start, agreed_model
-from cachesvc_vllm.refusals import require_supported
-from cachesvc_vllm.settings import Settings
-from cachesvc_vllm.slab_layout import GROUP, place_wider_first, slab_layout
+from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_vllm.daemon.node import Node, Share, new_instance
+from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_vllm.daemon.slab_layout import GROUP, place_wider_first, slab_layout
+from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
+from cachesvc_vllm.namespace.identity import config_details
+from cachesvc_vllm.namespace.naming import Runtime, display_name, model_facts, model_name
+from cachesvc_vllm.startup.memory import SlabMode, require_on_slab
+from cachesvc_vllm.startup.ranks import Start, agreed_model
+from cachesvc_vllm.startup.refusals import require_supported
+from cachesvc_vllm.startup.versions import require_version
+from cachesvc_vllm.startup.warm_up import WarmUp
 from cachesvc_vllm.transfers import WorkerLease, lapsed_blocks
-from cachesvc_vllm.versions import require_version
 from cachesvc_vllm.vouching import LOOK_S
-from cachesvc_vllm.warm_up import WarmUp
 
 T = TypeVar("T")
 

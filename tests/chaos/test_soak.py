@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_ctl.lab.trace import TraceRequest, read_trace
+from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
+from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
 
 from benchmarks.chaos.crew import Plan
+from benchmarks.chaos.daemon_kills import Kills
+from benchmarks.chaos.daemon_kills import problems_of as problems_of_kills
 from benchmarks.chaos.faults import FaultRates
-from benchmarks.daemon_kills import Kills
-from benchmarks.daemon_kills import problems_of as problems_of_kills
-from benchmarks.soak import Soak, SoakPlan, problems_of
+from benchmarks.chaos.soak import Soak, SoakPlan, problems_of
 from tests.e2e.rig import short_folder
 
 SEED = int(os.environ.get("CHAOS_SEED", "7"))

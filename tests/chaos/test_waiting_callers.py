@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from cachesvc_client import LimitExceeded, opaque
-from cachesvc_client.errors import error_of
+from cachesvc_client.core.errors import error_of
 from kvcache.v1 import cache_pb2, cache_pb2_grpc, inspect_pb2
 
 from tests.e2e.engine import BLOCK_TOKENS, Engine, prompt

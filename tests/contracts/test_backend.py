@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachesvc.memory.copies import CopyOutOfBounds
-from cachesvc.memory.cuda import CudaBackend
-from cachesvc.memory.seam import COPY_FIELDS, Backend, CopyJob, CopyStep
-from cachesvc.memory.shm import ShmBackend
+from cachesvc.memory.copy.memcpy import CopyOutOfBounds
+from cachesvc.memory.cuda.backend import CudaBackend
+from cachesvc.memory.interface import COPY_FIELDS, Backend, CopyJob, CopyStep
+from cachesvc.memory.shm.backend import ShmBackend
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from gpu_ops.errors import CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus

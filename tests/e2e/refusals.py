@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import grpc
 from cachesvc_client import CacheClientError
-from cachesvc_client.errors import error_of
+from cachesvc_client.core.errors import error_of
 from kvcache.v1 import admin_pb2_grpc, cache_pb2, cache_pb2_grpc, engine_pb2_grpc, lease_pb2_grpc
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
-from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 LOOK_SECONDS = 0.02

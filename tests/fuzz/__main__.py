@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 from tests.fuzz.fuzzer import Findings
 from tests.fuzz.runs import fuzz_in_process, fuzz_socket, verdict
 

@@ -9,11 +9,11 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import grpc
-from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from cachesvc.telemetry.events import start_logging
+from tests.e2e.access.test_access import entry
 from tests.e2e.rig import short_folder
-from tests.e2e.test_access import entry
 from tests.fuzz.fuzzer import Findings, Fuzzer
 from tests.fuzz.target import Target
 from tests.fuzz.wire import RemoteTarget, Tokens, throw_garbage

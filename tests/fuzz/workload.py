@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cachesvc_client import gqa_windowed, opaque
-from cachesvc_client.keys import block_keys
+from cachesvc_client.core.keys import block_keys
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 

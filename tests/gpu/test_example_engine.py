@@ -23,8 +23,7 @@ from examples.tiny_transformer.packing import pack_index_key, pack_latent, scale
 from examples.workers import PoolWorker, StreamWorker
 from gpu_ops.kernels.operands import Half
 from gpu_ops.kernels.packed_keys import write_packed_keys
-from tests.e2e.rig import Node, running_node, wait_until
-from tests.e2e.test_example_engine import (
+from tests.e2e.examples.test_example_engine import (
     CHUNKS,
     LIMITS,
     NEW_TOKENS,
@@ -37,8 +36,9 @@ from tests.e2e.test_example_engine import (
     outcome,
     swapped_answer,
 )
+from tests.e2e.rig import Node, running_node, wait_until
 from tests.gpu.engine import BACKED_UP
-from tests.unit.tiny_rig import PACKED, make_prompt, wait_for_nothing, with_blocks
+from tests.unit.examples.tiny_rig import PACKED, make_prompt, wait_for_nothing, with_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from cachesvc_client.memory.device import DevicePlane
 from cachesvc_client.memory.placement import PlaneView
-from cachesvc_vllm.node import Node, Share
-from cachesvc_vllm.settings import Settings
-from cachesvc_vllm.slab_layout import GROUP, slab_layout
+from cachesvc_vllm.daemon.node import Node, Share
+from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_vllm.daemon.slab_layout import GROUP, slab_layout
 
 from tests.e2e.movers import kill_mover_of
 from tests.e2e.rig import Node as Daemon
 from tests.e2e.rig import running_node, wait_until
 from tests.gpu.engine import CUDA
 from tests.gpu.frameworks import cupy
-from tests.unit.vllm_rig import layers_outermost
+from tests.unit.rigs.vllm_rig import layers_outermost
 
 pytestmark = pytest.mark.gpu
 

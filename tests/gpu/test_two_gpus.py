@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachesvc.memory.cuda import CudaBackend
-from cachesvc.memory.cuda_slab import CudaSlab
+from cachesvc.memory.cuda.backend import CudaBackend
+from cachesvc.memory.cuda.slab import CudaSlab
 from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer, has_reached
@@ -31,7 +31,7 @@ from tests.gpu.engine import CUDA
 from tests.gpu.remote import RemoteGpuEngine
 from tests.gpu.rig import Bytes, write_device
 from tests.gpu.swap_rig import END_SECONDS, HOST_GAP, HOST_PAGES, MODEL, PinnedPages
-from tests.unit.swap_rig import landed_bytes
+from tests.unit.rigs.swap_rig import landed_bytes
 
 pytestmark = pytest.mark.gpu
 

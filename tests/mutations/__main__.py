@@ -22,7 +22,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.recording import write_result
+from benchmarks.support.recording import write_result
 from tests.mutations.table import ROOT, Mutation, load_mutations
 
 LIMIT_SECONDS = 1800.0

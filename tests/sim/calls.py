@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cachesvc.flows.call import resolve
-from cachesvc.flows.release import release
+from cachesvc.flows.context.call import resolve
+from cachesvc.flows.engine.release import release
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import Conflict, KeyReused, LeaseLost, LimitExceeded, LoadFailed, PoolExhausted, Unavailable
 from cachesvc.model.requests import Ended

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from cachesvc_client.keys import block_keys
+from cachesvc_client.core.keys import block_keys
 
-from cachesvc.flows.allocate import allocate
-from cachesvc.flows.call import resolve
-from cachesvc.flows.leases import pause_write_backs
-from cachesvc.flows.match import match
-from cachesvc.flows.peers import Sharing
-from cachesvc.flows.prefetch import prefetch
-from cachesvc.flows.publish import Publishing, publish
-from cachesvc.flows.recycle import recycle
-from cachesvc.flows.release import release
-from cachesvc.flows.stock import extend, refill_stock
-from cachesvc.flows.swap import swap_in, swap_out
+from cachesvc.flows.context.call import resolve
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.prefetch import prefetch
+from cachesvc.flows.engine.publish import Publishing, publish
+from cachesvc.flows.engine.recycle import recycle
+from cachesvc.flows.engine.release import release
+from cachesvc.flows.engine.stock import extend, refill_stock
+from cachesvc.flows.engine.swap import swap_in, swap_out
+from cachesvc.flows.leases.leases import pause_write_backs
+from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.ledger.leases import first_id
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from cachesvc.flows.core import Core
-from cachesvc.flows.counters import Count
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.counters import Count
 from cachesvc.ledger.holds import Hold, Prefetch
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model

@@ -8,16 +8,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from cachesvc.flows.core import Core, Limits
-from cachesvc.flows.losses import lose_device
-from cachesvc.flows.models import host_pages_arrived
-from cachesvc.flows.transfers import land
-from cachesvc.flows.turns import Turns, tidy
+from cachesvc.flows.context.core import Core, Limits
+from cachesvc.flows.context.turns import Turns, tidy
+from cachesvc.flows.leases.device_loss import lose_device
+from cachesvc.flows.models.registration import host_pages_arrived
+from cachesvc.flows.transfer.transfers import land
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.memory.arbiter import CopyRules
-from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.copy.arbiter import CopyRules
+from cachesvc.memory.host.numa import Placement
+from cachesvc.memory.host.pool import HostPool
 from cachesvc.memory.mapped import populate
-from cachesvc.memory.numa import Placement
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.place import NO_ROW
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, NO_PAGE

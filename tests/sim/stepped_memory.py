@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cachesvc.memory.seam import Handle
+from cachesvc.memory.interface import Handle
 from cachesvc.model.errors import LedgerBroken, NotFound
 
 _sheets = itertools.count()

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from cachesvc.flows import admin
+from cachesvc.flows.models import admin
 from cachesvc.model.transfer import Inward
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.writing import WriteRule
-from cachesvc.service.storage_flows import StorageFlows
+from cachesvc.service.calls.storage_events import StorageFlows
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.tier import Tier

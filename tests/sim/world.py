@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from cachesvc.flows import admin
-from cachesvc.flows.leases import lose_silent
-from cachesvc.flows.losses import empty_lost
-from cachesvc.flows.models import Registered, RegisterRequest, register
-from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.leases.device_loss import empty_lost
+from cachesvc.flows.leases.leases import lose_silent
+from cachesvc.flows.models import admin
+from cachesvc.flows.models.registration import Registered, RegisterRequest, register
+from cachesvc.flows.models.sizing import PoolRequest
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction

@@ -37,7 +37,7 @@ def test_every_public_name_of_the_client_is_in_the_reference(site: Path) -> None
         for name in cachesvc_client.__all__
         if name not in constants
         and f'id="cachesvc_client.{name}"' not in page
-        and f'id="cachesvc_client.errors.{name}"' not in page
+        and f'id="cachesvc_client.core.errors.{name}"' not in page
     ]
     assert not missing
 

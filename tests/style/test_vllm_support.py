@@ -27,7 +27,7 @@ def functions(path: str) -> frozenset[str]:
 def sentences() -> tuple[str, ...]:
     """Strings of the connector, "..." for what is filled in."""
     found = []
-    for path in sorted((ROOT / "client" / "cachesvc_vllm").glob("*.py")):
+    for path in sorted((ROOT / "client" / "cachesvc_vllm").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(each.value) if isinstance(each, ast.Constant) else "..." for each in node.values]

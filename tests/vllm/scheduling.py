@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from cachesvc_vllm.daemon.node import Node, Share, new_instance
+from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_vllm.daemon.slab_layout import GROUP
 from cachesvc_vllm.metrics import CacheStats
-from cachesvc_vllm.node import Node, Share, new_instance
-from cachesvc_vllm.settings import Settings
-from cachesvc_vllm.slab_layout import GROUP
 from cachesvc_vllm.transfers import WorkerShare
 from cachesvc_vllm.worker_side import WorkerSide
 from vllm.config.kv_events import KVEventsConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cachesvc_vllm.slab_layout import GROUP
+from cachesvc_vllm.daemon.slab_layout import GROUP
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 

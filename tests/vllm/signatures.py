@@ -137,8 +137,8 @@ def surface(package: Path) -> dict[str, Any]:
 def differences(release: str, told: dict[str, Any]) -> Iterator[str]:
     """Differences from a release, one a line."""
     from cachesvc_vllm import CachesvcConnector
-    from cachesvc_vllm.block_pool import DaemonBlockPool
     from cachesvc_vllm.metrics import CacheMetrics, CacheStats
+    from cachesvc_vllm.pages.block_pool import DaemonBlockPool
     from cachesvc_vllm.scheduler_side import SchedulerSide
 
     public = {name for name in told["BlockPool"] if not name.startswith("_")}

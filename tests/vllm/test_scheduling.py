@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 from cachesvc_client import CacheClient, PoolExhausted
-from cachesvc_vllm.slab_layout import GROUP
+from cachesvc_vllm.daemon.slab_layout import GROUP
 from kvcache.v1 import admin_pb2
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

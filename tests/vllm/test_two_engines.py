@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from cachesvc_ctl.daemon_process import DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.e2e.rig import FLAGS, short_folder

@@ -20,7 +20,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from cachesvc.model.errors import LimitExceeded, QuotaExceeded
-from cachesvc.model.sharing import share_of
+from cachesvc.model.numbers.sharing import share_of
 from cachesvc.service.access.quota import Meter, Quotas
 
 CallerKey = bytes | str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 
-from cachesvc.flows.core import Core
+from cachesvc.flows.context.core import Core
 from cachesvc.model.errors import LeaseLost, NotFound
 from cachesvc.questions.owned import why_lost
 from cachesvc.questions.view import SHOWN_LETTERS, Sight

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, NoReturn
 
-from cachesvc.flows.budget import Budget
-from cachesvc.flows.call import Call
-from cachesvc.flows.core import Core
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.models.tenant_budget import Budget
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
-from cachesvc.model.sizes import parse_size
+from cachesvc.model.text.sizes import parse_size
 from cachesvc.questions.owned import leases_of, private_pages, private_pages_of, usage
 from cachesvc.questions.view import View
 

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from cachesvc.flows.budget import Budget
-from cachesvc.flows.core import Core
-from cachesvc.model.sharing import most_of
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.models.tenant_budget import Budget
+from cachesvc.model.numbers.sharing import most_of
 from cachesvc.service.access.quota import Quota, Quotas
 
 

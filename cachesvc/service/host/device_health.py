@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from cachesvc.memory.seam import DeviceMemory
+from cachesvc.memory.interface import DeviceMemory
 from cachesvc.model.errors import Unavailable
 from cachesvc.service.host.health import Serving
-from cachesvc.service.node import Node
+from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
 
 PROBE_SECONDS = 2.0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.host.pool import HostPool
 from cachesvc.service.access.keyring import Keyring
 from cachesvc.service.access.retired import Shown
 from cachesvc.service.host.device_health import DeviceHealth

@@ -31,7 +31,7 @@ from functools import partial
 from typing import Protocol
 
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.model.sharing import share_of
+from cachesvc.model.numbers.sharing import share_of
 from cachesvc.service.host.peer_process import PeerProcess, peer_process
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.telemetry import events

@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from cachesvc.flows.evictions import set_eviction
-from cachesvc.memory.seam import DeviceMemory
+from cachesvc.flows.transfer.apply_evictions import set_eviction
+from cachesvc.memory.interface import DeviceMemory
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import same_order
 from cachesvc.service.access.admission import Admission
-from cachesvc.service.node import Node
+from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
 
 log = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from kvcache.v1 import (
     lease_pb2_grpc,
 )
 
-from cachesvc.model.addresses import unix_target
 from cachesvc.model.errors import Unavailable
+from cachesvc.model.text.addresses import unix_target
 from cachesvc.service.access.auth import LOOPBACK, Charge, Doorkeeper, Guard, free, otherwise_local
 from cachesvc.service.access.connections import Option, Ways, local_options, tcp_options
 from cachesvc.service.host.health import HealthAnswers, HealthListener, Serving

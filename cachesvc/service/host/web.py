@@ -23,8 +23,8 @@ from cachesvc.questions.view import Sight
 from cachesvc.service.access.auth import EVERYONE
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.samples import SAMPLE_SECONDS, Samples
-from cachesvc.service.node import Node
-from cachesvc.service.time_slices import TimeSlices
+from cachesvc.service.loop.node import Node
+from cachesvc.service.loop.time_slices import TimeSlices
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

@@ -26,7 +26,7 @@ from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitEx
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.quota import FREE_BYTES
-from cachesvc.service.dispatch import Dispatcher, Method
+from cachesvc.service.calls.dispatcher import Dispatcher, Method
 from cachesvc.service.lane.outbox import Outbox
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Tracer

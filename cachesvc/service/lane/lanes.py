@@ -8,7 +8,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import LimitExceeded, NotSupported
 from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller, otherwise_local, scopes_of
-from cachesvc.service.dispatch import Dispatcher
+from cachesvc.service.calls.dispatcher import Dispatcher
 from cachesvc.service.lane.lane import Desk, Lane, Row
 from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.telemetry import events

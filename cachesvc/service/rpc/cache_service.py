@@ -11,14 +11,14 @@ from typing import Any
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.flows.transfers import expedite, ticket_view
+from cachesvc.flows.transfer.transfers import expedite, ticket_view
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import ErrorCode, InvalidRequest, LimitExceeded
 from cachesvc.questions.owned import own_ticket
 from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.dispatch import INTERNAL, Ask, Method
-from cachesvc.service.node import end_wait
+from cachesvc.service.calls.dispatcher import INTERNAL, Ask, Method
+from cachesvc.service.loop.node import end_wait
 from cachesvc.service.rpc.edge import Context, Edge, end_with
 from cachesvc.service.rpc.operations import (
     ALLOCATE,

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.flows.call import Call
-from cachesvc.flows.core import Core
-from cachesvc.flows.publish import is_tight, publish_many
-from cachesvc.flows.recycle import recycle_many
-from cachesvc.flows.release import release_many
-from cachesvc.flows.stock import extend_many
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.engine.publish import is_tight, publish_many
+from cachesvc.flows.engine.recycle import recycle_many
+from cachesvc.flows.engine.release import release_many
+from cachesvc.flows.engine.stock import extend_many
 from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.wire.columns import GROW, IN_ORDER, ODD, PUBLISH, RECYCLE, RELEASE, Column, StepColumns, pack_answer
 

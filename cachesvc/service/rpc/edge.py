@@ -15,8 +15,8 @@ from cachesvc.model.errors import CacheError, LimitExceeded
 from cachesvc.service.access.admission import CallerKey, Kind
 from cachesvc.service.access.auth import caller, credentials_of
 from cachesvc.service.access.undecodable import unread
-from cachesvc.service.dispatch import INTERNAL, Dispatcher, Method, Outcome, Q, R, Served
-from cachesvc.service.watch import Parent
+from cachesvc.service.calls.dispatcher import INTERNAL, Dispatcher, Method, Outcome, Q, R, Served
+from cachesvc.service.calls.observe import Parent
 from cachesvc.telemetry.tracing import Tracer
 from cachesvc.wire.refusals import refusal, status_metadata
 from cachesvc.wire.status import GRPC_CODES

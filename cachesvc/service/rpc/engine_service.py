@@ -7,18 +7,18 @@ from typing import Any
 
 from kvcache.v1 import common_pb2, engine_pb2, engine_pb2_grpc
 
-from cachesvc.flows.budget import Budget
-from cachesvc.flows.leases import attach, detach
-from cachesvc.flows.models import Registered, RegisterRequest
-from cachesvc.flows.sizing import PoolRequest
-from cachesvc.memory.seam import DeviceMemory, Handle
+from cachesvc.flows.leases.leases import attach, detach
+from cachesvc.flows.models.registration import Registered, RegisterRequest
+from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.models.tenant_budget import Budget
+from cachesvc.memory.interface import DeviceMemory, Handle
 from cachesvc.model.geometry import device_geometry
 from cachesvc.questions.owned import require_no_others
 from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.dispatch import Ask, Method
+from cachesvc.service.calls.dispatcher import Ask, Method
+from cachesvc.service.calls.registrar import Registrar
 from cachesvc.service.host.device_health import require_working
-from cachesvc.service.registrar import Registrar
 from cachesvc.service.rpc.edge import Context, Edge
 from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 

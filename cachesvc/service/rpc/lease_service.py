@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.flows.leases import close_lease, find_lease, open_lease, pause_write_backs
+from cachesvc.flows.leases.leases import close_lease, find_lease, open_lease, pause_write_backs
 from cachesvc.ledger.leases import first_id
 from cachesvc.model.answers import Wait
 from cachesvc.questions.owned import require_model, require_no_others
 from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.access.owners import is_of_another_epoch, shown_id
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.dispatch import Ask, Method
+from cachesvc.service.calls.dispatcher import Ask, Method
 from cachesvc.service.rpc.edge import Context, Edge, end_with
 from cachesvc.telemetry import events
 

@@ -9,22 +9,22 @@ from typing import Any, Generic, Protocol, TypeVar
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
-from cachesvc.flows.allocate import allocate
-from cachesvc.flows.call import Call
-from cachesvc.flows.match import match, require_clock
-from cachesvc.flows.peers import Sharing
-from cachesvc.flows.prefetch import prefetch
-from cachesvc.flows.publish import Publishing, publish
-from cachesvc.flows.recycle import Recycling, recycle
-from cachesvc.flows.release import ended, release
-from cachesvc.flows.stock import extend
-from cachesvc.flows.swap import swap_in, swap_out
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match, require_clock
+from cachesvc.flows.engine.prefetch import prefetch
+from cachesvc.flows.engine.publish import Publishing, publish
+from cachesvc.flows.engine.recycle import Recycling, recycle
+from cachesvc.flows.engine.release import ended, release
+from cachesvc.flows.engine.stock import extend
+from cachesvc.flows.engine.swap import swap_in, swap_out
+from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Recycled, Swapped, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Urgency
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.dispatch import Ask, Dispatcher
-from cachesvc.service.node import Flow
+from cachesvc.service.calls.dispatcher import Ask, Dispatcher
+from cachesvc.service.loop.node import Flow
 from cachesvc.wire.convert import (
     allocated_to_proto,
     cells_from_proto,

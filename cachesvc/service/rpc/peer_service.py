@@ -15,8 +15,8 @@ from cachesvc.model.errors import CacheError, InvalidRequest, Unauthenticated, U
 from cachesvc.peer.lender import Lender
 from cachesvc.service.access.auth import credentials_of, refusing
 from cachesvc.service.access.connections import rude_options
+from cachesvc.service.calls.lending import LendingDesk
 from cachesvc.service.host.tls import Certificates
-from cachesvc.service.lending import LendingDesk
 from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, Part, Scope
 from cachesvc.telemetry import events

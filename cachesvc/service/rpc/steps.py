@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.flows.call import Call
-from cachesvc.flows.room import room_left
-from cachesvc.flows.stock import check_stock, refill_stock
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.engine.stock import check_stock, refill_stock
+from cachesvc.flows.transfer.make_room import room_left
+from cachesvc.ledger.index.tier_copies import Place as DevicePlace
 from cachesvc.ledger.leases import member_of
-from cachesvc.ledger.place import Place as DevicePlace
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
 from cachesvc.service.access.admission import Kind, Place
-from cachesvc.service.dispatch import INTERNAL, Ask
-from cachesvc.service.node import end_wait
+from cachesvc.service.calls.dispatcher import INTERNAL, Ask
+from cachesvc.service.calls.observe import OK
+from cachesvc.service.loop.node import end_wait
 from cachesvc.service.rpc.columns import TURN_BLOCKS, ColumnRun, Spot
 from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
-from cachesvc.service.watch import OK
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
 from cachesvc.wire.limits import check_fields

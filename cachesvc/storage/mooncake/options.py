@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachesvc.model.addresses import parse_address
 from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.text.addresses import parse_address
 from cachesvc.storage.spec import StorageSpec, number_option, seconds_option, size_option
 
 PROTOCOLS = ("tcp", "rdma")

@@ -13,7 +13,7 @@ from functools import partial
 
 from cachesvc_client.adapters.kv_event_form import Event
 from cachesvc_client.adapters.kv_events import KvEventMapper
-from cachesvc_client.errors import CacheClientError, InvalidRequest, NotOwned, NotSupported, TokenFileUnreadable
+from cachesvc_client.core.errors import CacheClientError, InvalidRequest, NotOwned, NotSupported, TokenFileUnreadable
 from cachesvc_client.events import EventSubscriber
 from cachesvc_client.records.event_batch import Batch
 

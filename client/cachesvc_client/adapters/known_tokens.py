@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc_client.errors import InvalidRequest
-from cachesvc_client.keys import PackedKeys, as_bytes
+from cachesvc_client.core.errors import InvalidRequest
+from cachesvc_client.core.keys import PackedKeys, as_bytes
 
 WAITING_PROMPTS = 1024
 """Prompts that wait to be taken in. ``learn`` takes them in by itself beyond that, so memory stays bounded."""

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from cachesvc_client.adapters.kv_event_form import Event, Form, wire_batch
-from cachesvc_client.errors import InvalidRequest, NotSupported
+from cachesvc_client.core.errors import InvalidRequest, NotSupported
 
 END = (-1).to_bytes(8, "big", signed=True)
 DEFAULT_REPLAY_BATCHES = 10_000

@@ -6,7 +6,7 @@ import logging
 
 from kvcache.v1 import engine_pb2
 
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     AlreadyClosed,
     DaemonUnavailable,
     DeadlineExceeded,
@@ -14,8 +14,8 @@ from cachesvc_client.errors import (
     NotFound,
     Unauthenticated,
 )
+from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.registration import Registration
 from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.methods import ATTACH, DETACH
 

@@ -18,13 +18,13 @@ from cachesvc_client.aio.attaching import attach_pool
 from cachesvc_client.aio.lease import AsyncLease, open_lease
 from cachesvc_client.aio.opening import Opening
 from cachesvc_client.aio.port import AsyncPort
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, LeaseLost, NotFound
+from cachesvc_client.core.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, LeaseLost, NotFound
+from cachesvc_client.core.fork import Maker
+from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.registration import Registration
 from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
 from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.credentials import Credentials, credentials_from
-from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.messages import build_register, parse_registration
 from cachesvc_client.wire.methods import CLOSE, REGISTER
 from cachesvc_client.wire.port import INTERRUPTS, Port

@@ -10,7 +10,7 @@ from collections import deque
 import grpc
 from kvcache.v1 import lease_pb2
 
-from cachesvc_client.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, DeadlineExceeded
+from cachesvc_client.core.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, DeadlineExceeded
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.methods import KEEP_ALIVE

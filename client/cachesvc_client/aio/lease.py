@@ -14,7 +14,7 @@ from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.aio.opening import Opening
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.aio.stepping import AsyncStepStream
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     Conflict,
     DaemonUnavailable,
     DeadlineExceeded,
@@ -22,12 +22,12 @@ from cachesvc_client.errors import (
     LimitExceeded,
     NotSupported,
 )
-from cachesvc_client.keys import PackedKeys
+from cachesvc_client.core.keys import PackedKeys
+from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.stock import Stock, stock_targets
 from cachesvc_client.records.views import LeaseView
-from cachesvc_client.registration import Registration
 from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.messages import build_open
 from cachesvc_client.wire.methods import OPEN

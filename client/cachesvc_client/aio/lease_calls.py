@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from kvcache.v1 import lease_pb2
 
 from cachesvc.model.answers import TicketView
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
     DaemonUnavailable,

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
 from cachesvc_client.aio.lease_calls import LeaseCalls
-from cachesvc_client.errors import DaemonUnavailable, LeaseLost
-from cachesvc_client.keys import PackedKeys
+from cachesvc_client.core.errors import DaemonUnavailable, LeaseLost
+from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.lease_record import LATER
 from cachesvc_client.records.losses import lost_tokens
 from cachesvc_client.records.sequence_record import SequenceRecord

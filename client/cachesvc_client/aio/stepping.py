@@ -13,7 +13,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.aio.sequence import AsyncSequence
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
     DeadlineExceeded,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cachesvc_client.errors import GpuFailed, InvalidRequest, NotSupported
+from cachesvc_client.core.errors import GpuFailed, InvalidRequest, NotSupported
 from cachesvc_client.memory.device import DevicePlane
 from gpu_ops.errors import CudaError, CudaMissing, CudaOutOfMemory
 from gpu_ops.gpu import Gpu, gpu_by_uuid

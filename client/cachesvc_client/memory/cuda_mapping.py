@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from kvcache.v1 import common_pb2
 
-from cachesvc_client.errors import AlreadyClosed, DaemonFault, NotSupported
+from cachesvc_client.core.errors import AlreadyClosed, DaemonFault, NotSupported
 from cachesvc_client.memory.device import Device, DevicePlane
 from cachesvc_client.memory.placement import PlaneView
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from kvcache.v1 import common_pb2
 
-from cachesvc_client.errors import AlreadyClosed, DaemonFault, NotSupported
+from cachesvc_client.core.errors import AlreadyClosed, DaemonFault, NotSupported
 from cachesvc_client.memory.cuda_mapping import OWN_REFERENCES, FdMemory, IpcMemory
 from cachesvc_client.memory.device import Device
 from cachesvc_client.memory.placement import PlaneView

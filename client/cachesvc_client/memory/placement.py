@@ -9,7 +9,7 @@ import numpy as np
 from kvcache.v1 import engine_pb2
 
 from cachesvc.model.layout import ITEM_BYTES, Plane
-from cachesvc_client.errors import DaemonFault
+from cachesvc_client.core.errors import DaemonFault
 from cachesvc_client.memory import tensors
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cachesvc.model.layout import Layout, Plane
-from cachesvc_client.errors import DaemonFault, InvalidRequest
+from cachesvc_client.core.errors import DaemonFault, InvalidRequest
 
 PlaneKey = tuple[int, str]
 

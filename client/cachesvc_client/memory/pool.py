@@ -19,7 +19,7 @@ from cachesvc.model.answers import TicketView
 from cachesvc.model.futex import Words, load, wait_reached, words_of
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import TimelineSlot, has_reached
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     AlreadyClosed,
     Conflict,
     DaemonUnavailable,
@@ -29,6 +29,7 @@ from cachesvc_client.errors import (
     LoadFailed,
     NotSupported,
 )
+from cachesvc_client.core.fork import Maker
 from cachesvc_client.memory import tensors
 from cachesvc_client.memory.device import Device, DeviceOpener
 from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of, open_device
@@ -37,7 +38,6 @@ from cachesvc_client.memory.planes import PlaneKey, PoolPlanes
 from cachesvc_client.memory.slots import layer_target, slot_of
 from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
 from cachesvc_client.memory.writers import Writers
-from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.life import LifeConnection
 
 WAIT_SLICE_S = 0.1

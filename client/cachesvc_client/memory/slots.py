@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cachesvc.model.answers import TicketView
 from cachesvc.model.transfer import TimelineSlot
-from cachesvc_client.errors import InvalidRequest, LoadFailed
+from cachesvc_client.core.errors import InvalidRequest, LoadFailed
 
 
 def layer_target(slot: TimelineSlot, layer: int) -> int:

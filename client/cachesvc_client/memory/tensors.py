@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cachesvc_client.errors import NotSupported
+from cachesvc_client.core.errors import NotSupported
 
 NUMPY_DTYPES: dict[str, type[np.generic]] = {
     "uint8": np.uint8,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
-from cachesvc_client.keys import PackedKeys
+from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.entries import Entry, Publish, Recycle, Release
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord

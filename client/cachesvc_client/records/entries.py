@@ -11,7 +11,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import GroupCells, Published, Recycled
 from cachesvc.wire.columns import GROW, NOT_TOLD, PUBLISH, RECYCLE, RELEASE, Column
-from cachesvc_client.errors import CacheClientError
+from cachesvc_client.core.errors import CacheClientError
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.wire.messages import parse_publish, parse_recycle

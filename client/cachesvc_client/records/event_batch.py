@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvcache.v1 import event_pb2
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc_client.errors import EventsMissed
+from cachesvc_client.core.errors import EventsMissed
 
 
 class Kind(Enum):

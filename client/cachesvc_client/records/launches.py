@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.core.errors import InvalidRequest
 
 
 class Launches:

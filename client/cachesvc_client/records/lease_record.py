@@ -14,7 +14,7 @@ import grpc
 from kvcache.v1 import lease_pb2
 
 from cachesvc.model.answers import Prefetched, TicketView
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
     DaemonUnavailable,
@@ -28,14 +28,14 @@ from cachesvc_client.errors import (
     error_of,
     is_refusal,
 )
-from cachesvc_client.keys import PackedKeys, as_bytes
+from cachesvc_client.core.fork import Maker
+from cachesvc_client.core.keys import PackedKeys, as_bytes
+from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.launches import Launches
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tenure import Tenure
-from cachesvc_client.registration import Registration
-from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.messages import build_prefetch, parse_prefetch
 from cachesvc_client.wire.methods import PREFETCH, Operation, no_action
 

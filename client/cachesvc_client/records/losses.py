@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cachesvc.model.answers import TicketView
-from cachesvc_client.errors import AlreadyClosed
+from cachesvc_client.core.errors import AlreadyClosed
 from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
 from cachesvc_client.records.sequence_record import SequenceRecord
 

@@ -12,7 +12,7 @@ from kvcache.v1 import cache_pb2
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Recycled, Swapped, TicketView
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
     Conflict,
@@ -22,11 +22,11 @@ from cachesvc_client.errors import (
     LoadFailed,
     NotFound,
 )
-from cachesvc_client.keys import PackedKeys, as_bytes, packed
+from cachesvc_client.core.fork import Maker
+from cachesvc_client.core.keys import PackedKeys, as_bytes, packed
 from cachesvc_client.records.launches import Due, GiveBacks, Launches
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
-from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.messages import (
     SWAP_IN,
     SWAP_OUT,

@@ -12,7 +12,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.wire.columns import ANSWER_FIELDS, GROW, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc.wire.convert import unpack_numbers
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     CacheClientError,
     DaemonFault,
     InvalidRequest,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.layout import Layout
-from cachesvc_client.errors import InvalidRequest, StockEmpty
+from cachesvc_client.core.errors import InvalidRequest, StockEmpty
 
 
 class Stock:

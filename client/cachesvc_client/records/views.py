@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cachesvc.model.answers import TicketView
-from cachesvc_client.errors import CacheClientError, Conflict, InvalidRequest
+from cachesvc_client.core.errors import CacheClientError, Conflict, InvalidRequest
+from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.tables import Pages
-from cachesvc_client.registration import Registration
 
 
 class LeaseView:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from cachesvc_client.errors import CacheClientError, DaemonUnavailable, error_of, is_refusal
+from cachesvc_client.core.errors import CacheClientError, DaemonUnavailable, error_of, is_refusal
 from cachesvc_client.wire.settings import Retries
 
 

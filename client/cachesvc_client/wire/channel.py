@@ -7,7 +7,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from cachesvc.model.addresses import unix_target
+from cachesvc.model.text.addresses import unix_target
 from cachesvc_client.wire.settings import ChannelOptions
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import grpc
 from kvcache.v1 import lease_pb2
 
-from cachesvc_client.errors import (
+from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
     DaemonUnavailable,
@@ -23,10 +23,10 @@ from cachesvc_client.errors import (
     QuotaExceeded,
     error_of,
 )
+from cachesvc_client.core.fork import Maker
 from cachesvc_client.wire.attachments import Attachments
 from cachesvc_client.wire.attempts import Attempts, is_broken_way
 from cachesvc_client.wire.credentials import Credentials, Metadata, Proof
-from cachesvc_client.wire.fork import Maker
 from cachesvc_client.wire.life import LifeConnection
 from cachesvc_client.wire.methods import Method, Q, R
 from cachesvc_client.wire.port import Line, Port, StepLine

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cachesvc.model.addresses import unix_target
+from cachesvc.model.text.addresses import unix_target
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
-from cachesvc_client.errors import InvalidRequest, TokenFileUnreadable
+from cachesvc_client.core.errors import InvalidRequest, TokenFileUnreadable
 from cachesvc_client.wire.settings import ChannelOptions, default_target
 from cachesvc_client.wire.trust import may_show, require_private
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 from cachesvc.wire.lane import LANE_QUESTION
 from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING, LIFE_SUFFIX
-from cachesvc_client.errors import DaemonUnavailable, DeadlineExceeded, NotFound
-from cachesvc_client.wire.fork import keep_from_children
+from cachesvc_client.core.errors import DaemonUnavailable, DeadlineExceeded, NotFound
+from cachesvc_client.core.fork import keep_from_children
 
 TOKEN_BYTES = 16
 _EPOCH = struct.Struct("<Q")

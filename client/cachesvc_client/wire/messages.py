@@ -10,8 +10,8 @@ from cachesvc.model.answers import Allocated, GroupCells, Matched, Prefetched, P
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import TimelineSlot
 from cachesvc.wire.convert import TICKET_STATES, cells_from_proto, cells_to_proto, layout_to_proto, unpack_numbers
-from cachesvc_client.errors import InvalidRequest, NotSupported
-from cachesvc_client.registration import Registration
+from cachesvc_client.core.errors import InvalidRequest, NotSupported
+from cachesvc_client.core.registration import Registration
 
 _STATE_NAMES = {number: name for name, number in TICKET_STATES.items()}
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, engine_pb2, event_pb2, lease_pb2
 
-from cachesvc_client.errors import CacheClientError, DeadlineExceeded
+from cachesvc_client.core.errors import CacheClientError, DeadlineExceeded
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)

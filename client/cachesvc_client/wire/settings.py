@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from cachesvc.wire.status import LIFE_SUFFIX, MAX_MESSAGE_BYTES
-from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.core.errors import InvalidRequest
 
 MAX_SOCKET_PATH_BYTES = 107 - len(LIFE_SUFFIX)
 """The system takes 107 bytes, and the life socket beside it has a longer name."""

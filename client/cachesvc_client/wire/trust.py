@@ -14,7 +14,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from cachesvc_client.errors import InvalidRequest, UntrustedDaemon
+from cachesvc_client.core.errors import InvalidRequest, UntrustedDaemon
 from cachesvc_client.wire.life import connect, listener_uid
 
 DAEMON_UID_VARIABLE = "CACHESVC_DAEMON_UID"

@@ -9,19 +9,19 @@ import time
 from pathlib import Path
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.sizes import parse_size
-from cachesvc_ctl.command import Command, at_least_one, count, flag
-from cachesvc_ctl.lab.grid import OPTIMUM, Row, SimulationFailed, check_names, grid, run_grid
-from cachesvc_ctl.lab.nodes import running_nodes
-from cachesvc_ctl.lab.picture import draw_picture
-from cachesvc_ctl.lab.pool_size import PoolSize, Unit, pool_size, pool_sizes
-from cachesvc_ctl.lab.prompts import Prompts, prompts_of
-from cachesvc_ctl.lab.replay import ReplayFailed, ReplayPlan, ReplayRun
-from cachesvc_ctl.lab.report import report_json, report_table
-from cachesvc_ctl.lab.simulation_report import draw_rows, rows_json, rows_table
-from cachesvc_ctl.lab.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_ctl.lab.trace import TraceRequest, read_trace
-from cachesvc_ctl.part_file import part_file
+from cachesvc.model.text.sizes import parse_size
+from cachesvc_ctl.core.atomic_file import part_file
+from cachesvc_ctl.core.command import Command, at_least_one, count, flag
+from cachesvc_ctl.lab.replay.nodes import running_nodes
+from cachesvc_ctl.lab.replay.picture import draw_picture
+from cachesvc_ctl.lab.replay.replay import ReplayFailed, ReplayPlan, ReplayRun
+from cachesvc_ctl.lab.replay.report import report_json, report_table
+from cachesvc_ctl.lab.simulation.grid import OPTIMUM, Row, SimulationFailed, check_names, grid, run_grid
+from cachesvc_ctl.lab.simulation.pool_size import PoolSize, Unit, pool_size, pool_sizes
+from cachesvc_ctl.lab.simulation.report import draw_rows, rows_json, rows_table
+from cachesvc_ctl.lab.traces.prompts import Prompts, prompts_of
+from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
+from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 EVICTIONS = ("deepest_first", "hazard", "hazard_cost", "lfu", "lru")

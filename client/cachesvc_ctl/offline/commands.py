@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
-from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.core.errors import InvalidRequest
 from kvcache.v1 import admin_pb2_grpc, inspect_pb2
 
-from cachesvc_ctl.command import Command, DaemonCommand, at_least_one, flag, hex_digits
+from cachesvc_ctl.core.atomic_file import part_file
+from cachesvc_ctl.core.command import Command, DaemonCommand, at_least_one, flag, hex_digits
+from cachesvc_ctl.core.text import describe_bytes, left_out, table
 from cachesvc_ctl.offline import study
 from cachesvc_ctl.offline.index_file import StoredIndex, read_index, write_index
 from cachesvc_ctl.offline.request_file import write_requests
-from cachesvc_ctl.part_file import part_file
 from cachesvc_ctl.questions.index import held_back, tree_line
 from cachesvc_ctl.questions.models import model_flag, require_model
-from cachesvc_ctl.text import describe_bytes, left_out, table
 
 DUMP_DEADLINE_SECONDS = 600.0
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 from kvcache.v1 import inspect_pb2
 
 from cachesvc.model.words import CopyState
-from cachesvc_ctl.extras import MissingExtraError
+from cachesvc_ctl.core.extras import MissingExtraError
 
 FORMAT = 1
 KEY_BYTES = 32

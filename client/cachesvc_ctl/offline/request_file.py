@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvcache.v1 import inspect_pb2
 
-from cachesvc_ctl.lab.synthetic_trace import TraceLine
+from cachesvc_ctl.lab.traces.synthetic_trace import TraceLine
 from cachesvc_ctl.offline.index_file import writing
 
 ID_BYTES = 8

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.core.errors import InvalidRequest
 
 from cachesvc.model.words import ABSENT, READY
 from cachesvc_ctl.offline.index_file import KEY_BYTES, StoredIndex

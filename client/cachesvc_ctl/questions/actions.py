@@ -7,11 +7,11 @@ import argparse
 from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, inspect_pb2
 
-from cachesvc_ctl.command import count, flag
+from cachesvc_ctl.core.command import count, flag
+from cachesvc_ctl.core.text import table
 from cachesvc_ctl.questions.models import list_models, require_model
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
 from cachesvc_ctl.questions.status import describe_setting
-from cachesvc_ctl.text import table
 
 
 class Evict(Question[admin_pb2.EvictResponse]):

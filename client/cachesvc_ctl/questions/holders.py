@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvcache.v1 import admin_pb2, common_pb2, inspect_pb2
 
+from cachesvc_ctl.core.text import describe_bytes, table
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, LIMIT, Admin, Question
-from cachesvc_ctl.text import describe_bytes, table
 
 
 class Leases(Question[admin_pb2.ListLeasesResponse]):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvcache.v1 import admin_pb2
 
-from cachesvc_ctl.command import at_least_one, flag, hex_digits
+from cachesvc_ctl.core.command import at_least_one, flag, hex_digits
+from cachesvc_ctl.core.text import table
 from cachesvc_ctl.questions.models import model_flag, pick_model
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, LIMIT, Admin, Question
-from cachesvc_ctl.text import table
 
 ORDERS = {"recent": admin_pb2.BLOCK_ORDER_RECENT, "hits": admin_pb2.BLOCK_ORDER_HITS}
 

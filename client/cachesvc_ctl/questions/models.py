@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cachesvc_client.errors import InvalidRequest
+from cachesvc_client.core.errors import InvalidRequest
 from kvcache.v1 import admin_pb2
 
-from cachesvc_ctl.command import Flag, flag
+from cachesvc_ctl.core.command import Flag, flag
+from cachesvc_ctl.core.text import table
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
-from cachesvc_ctl.text import table
 
 
 class UnknownModel(Exception):

@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2_grpc
 
-from cachesvc_ctl.as_json import as_json
-from cachesvc_ctl.command import MOST_LISTED, DaemonCommand, flag, listed
-from cachesvc_ctl.text import for_terminal, left_out
+from cachesvc_ctl.core.as_json import as_json
+from cachesvc_ctl.core.command import MOST_LISTED, DaemonCommand, flag, listed
+from cachesvc_ctl.core.text import for_terminal, left_out
 
 DEADLINE_SECONDS = 30.0
 Admin = admin_pb2_grpc.AdminServiceStub

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvcache.v1 import admin_pb2, status_pb2
 
-from cachesvc_ctl.command import flag
+from cachesvc_ctl.core.command import flag
+from cachesvc_ctl.core.text import describe_bytes, one_line, table
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
-from cachesvc_ctl.text import describe_bytes, one_line, table
 
 SIZE_ENDINGS = ("_pool", "_chunk", "_limit", "_bytes")
 """Endings of the names of settings that are bytes, or bytes per second."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from google.protobuf.message import Message
 from kvcache.v1 import storage_pb2
 
-from cachesvc_ctl.command import flag
+from cachesvc_ctl.core.command import flag
+from cachesvc_ctl.core.text import describe_bytes, table
 from cachesvc_ctl.questions.models import identity_of
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
-from cachesvc_ctl.text import describe_bytes, table
 
 LONG_SECONDS = 3600.0
 """Reading a disk takes its time."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from kvcache.v1 import admin_pb2, inspect_pb2
 
-from cachesvc_ctl.command import flag
+from cachesvc_ctl.core.command import flag
+from cachesvc_ctl.core.text import describe_bytes
 from cachesvc_ctl.questions.models import model_flag, model_number
 from cachesvc_ctl.questions.question import Admin, Question
-from cachesvc_ctl.text import describe_bytes
 
 VERIFY_DEADLINE_SECONDS = 600.0
 WRONG = 1

@@ -7,10 +7,10 @@ import re
 
 from kvcache.v1 import admin_pb2, inspect_pb2
 
-from cachesvc_ctl.command import count, flag
+from cachesvc_ctl.core.command import count, flag
+from cachesvc_ctl.core.text import table
 from cachesvc_ctl.questions.models import model_flag, model_number
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
-from cachesvc_ctl.text import table
 
 
 def _prefix(text: str) -> str:

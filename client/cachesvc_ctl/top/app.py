@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import grpc
-from cachesvc_client.errors import CacheClientError, error_of
+from cachesvc_client.core.errors import CacheClientError, error_of
 from kvcache.v1 import admin_pb2_grpc
 from rich.text import Text
 from textual import work
@@ -15,9 +15,9 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Footer, Static
 from textual.worker import get_current_worker
 
+from cachesvc_ctl.core.target import Target
+from cachesvc_ctl.core.text import describe_bytes, one_line
 from cachesvc_ctl.questions.status import describe_hits
-from cachesvc_ctl.target import Target
-from cachesvc_ctl.text import describe_bytes, one_line
 from cachesvc_ctl.top.rates import (
     MARKS,
     History,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvcache.v1 import admin_pb2_grpc
 
-from cachesvc_ctl.command import DaemonCommand, flag, seconds
-from cachesvc_ctl.extras import MissingExtraError
+from cachesvc_ctl.core.command import DaemonCommand, flag, seconds
+from cachesvc_ctl.core.extras import MissingExtraError
+from cachesvc_ctl.core.text import for_terminal, one_line, table
 from cachesvc_ctl.questions.status import describe_daemon, describe_hits, describe_transfers
-from cachesvc_ctl.text import for_terminal, one_line, table
 from cachesvc_ctl.top.rates import Look, hot_rows, lease_rows, pool_line, take_look
 
 BAR = 24

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
+from cachesvc_ctl.core.text import describe_bytes, one_line
 from cachesvc_ctl.questions.holders import ticket_state
-from cachesvc_ctl.text import describe_bytes, one_line
 
 LOOK_DEADLINE_SECONDS = 5.0
 KEPT_LOOKS = 120

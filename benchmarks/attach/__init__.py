@@ -1,0 +1,1 @@
+"""Mapped pages and copies beside an engine."""

@@ -1,0 +1,6 @@
+"""Run ``benchmarks.gpus.together``."""
+
+from benchmarks.gpus.together import main
+
+if __name__ == "__main__":
+    main()

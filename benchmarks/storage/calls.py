@@ -1,0 +1,254 @@
+"""Cost of storage and of other nodes to a call, healthy and broken: ``python -m benchmarks.storage.calls --json OUT``.
+
+Calls by the lane, in turns with those to a daemon without storage: a Match of a prompt that is resident whole, a Match
+of a prompt that no node has, a Step of 32 sequences that each grow by a block. What is behind the other daemon: an idle
+folder, a disk that never answers, a Mooncake Store that is idle, whose master or server is stopped (SIGSTOP) or killed,
+or that lies behind a link of 1 Mbit/s; and a peer that is idle or stopped. Cases that need Mooncake, or network
+namespaces, are skipped where there are none, with a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from cachesvc_client import CacheClient, Lease, opaque
+from cachesvc_ctl.core.daemon_process import DaemonProcess
+
+from benchmarks.support.daemon_log import told
+from benchmarks.support.machine import describe_machine
+from benchmarks.support.recording import write_result
+from tests.contracts import mooncake_rig
+from tests.e2e.storage import network as network_rig
+
+BLOCK_TOKENS = 64
+MATCH_BLOCKS = 2048
+STEP_SEQUENCES = 32
+ROUNDS = 40
+CALLS = 50
+FLAGS = ["--backend", "shm", "--device-pool", "256MiB", "--host-pool", "256MiB", "--host-chunk", "64MiB"]
+WAIT = "wait=250ms&deadline=2s"
+
+
+class Caller:
+    """An engine of one daemon, with a prompt that is resident whole."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self._client = CacheClient(daemon.socket, engine="bench")
+        self._client.connect()
+        layout = opaque(block_bytes=4096, block_tokens=BLOCK_TOKENS, layers=1)
+        registration = self._client.register("bench", layout, device_pages=[16384], host_pages=[16384])
+        self._lease: Lease = self._client.open_lease(registration)
+        self._pool = self._lease.attach(0)
+        self._rng = np.random.default_rng(1)
+        self.keys = self._rng.bytes(32 * MATCH_BLOCKS)
+        with self._lease.match(self.keys) as sequence:
+            sequence.allocate(MATCH_BLOCKS)
+            sequence.publish(MATCH_BLOCKS)
+        self.seconds: dict[str, list[float]] = {"match": [], "match_absent": [], "step": []}
+
+    def match(self) -> None:
+        """Match a resident prompt."""
+        self._timed("match", self.keys)
+
+    def match_absent(self) -> None:
+        """Match a prompt that no node has."""
+        self._timed("match_absent", self._rng.bytes(32 * MATCH_BLOCKS))
+
+    def _timed(self, name: str, keys: bytes) -> None:
+        began = time.perf_counter()
+        sequence = self._lease.match(keys)
+        self.seconds[name].append(time.perf_counter() - began)
+        sequence.release()
+
+    def steps(self, count: int) -> None:
+        """Grow each of the sequences by a block, ``count`` times."""
+        sequences = [self._lease.match(self._rng.bytes(32)) for _ in range(STEP_SEQUENCES)]
+        with self._lease.step() as stream:
+            for _ in range(count):
+                batch = stream.batch()
+                for sequence in sequences:
+                    batch.allocate(sequence, sequence.blocks + 1)
+                began = time.perf_counter()
+                stream.submit(batch)
+                self.seconds["step"].append(time.perf_counter() - began)
+        for sequence in sequences:
+            sequence.release()
+
+    def close(self) -> None:
+        """The end."""
+        self._pool.close()
+        self._lease.close()
+        self._client.close()
+
+
+# -- what is behind the daemon -------------------------------------------------------------------------------------
+
+
+class Behind(NamedTuple):
+    """Backend behind a daemon: how it is started, and what to do to it before the calls and undo after them."""
+
+    flags: Sequence[str]
+    under: Sequence[str] = ()
+    harm: Callable[[], object] = lambda: None
+    mend: Callable[[], object] = lambda: None
+    event: str = "ready"
+
+
+Case = Callable[[Path], AbstractContextManager[Behind]]
+
+
+@contextmanager
+def folder_idle(folder: Path) -> Iterator[Behind]:
+    """Nothing is read or written, but what the calls lead to."""
+    yield Behind(["--storage", f"file:{folder}/idle?capacity=1GiB&floor=0&write=through&{WAIT}"])
+
+
+@contextmanager
+def folder_frozen(folder: Path) -> Iterator[Behind]:
+    """A disk that never answers."""
+    under = [sys.executable, "-m", "benchmarks.storage.daemon"]
+    yield Behind(["--storage", f"file:{folder}/frozen?capacity=1GiB&{WAIT}"], under)
+
+
+def mooncake(victim: str = "", how: str = "") -> Case:
+    """A store of one server, of which ``victim`` is killed or frozen."""
+
+    @contextmanager
+    def made(folder: Path) -> Iterator[Behind]:
+        store = mooncake_rig.Store(folder)
+        store.wait_for_server()
+        try:
+            harm = getattr(getattr(store, victim), how) if victim else lambda: None
+            yield Behind(_on_store(store, "127.0.0.1"), harm=harm, event="storage_connected")
+        finally:
+            store.close()
+
+    return made
+
+
+@contextmanager
+def mooncake_slow(folder: Path) -> Iterator[Behind]:
+    """A store on another node, behind a link that became slow."""
+    with network_rig.Network(folder) as network:
+        with network.inside(0):
+            store = mooncake_rig.Store(folder, host=network.address(0))
+            store.wait_for_server()
+        under = ["ip", "netns", "exec", network.names[1]]
+        flags = _on_store(store, network.address(1))
+        yield Behind(flags, under, network.slow_down, network.speed_up, "storage_connected")
+        store.close()
+
+
+def _on_store(store: mooncake_rig.Store, host: str) -> list[str]:
+    return ["--storage", f"mooncake:{store.address}?host={host}&{WAIT}&discard={store.discard}s"]
+
+
+def peer(*, is_frozen: bool) -> Case:
+    """Another daemon that lends, and has nothing."""
+
+    @contextmanager
+    def made(_: Path) -> Iterator[Behind]:
+        with DaemonProcess([*FLAGS, "--peer-listen", "127.0.0.1:0"]) as lender:
+            process = lender.process
+            flags = ["--peers", f"127.0.0.1:{told(lender, 'peers_ready')['port']}?{WAIT}"]
+            if not is_frozen:
+                yield Behind(flags)
+                return
+            stop, go_on = ((lambda each=each: process.send_signal(each)) for each in (signal.SIGSTOP, signal.SIGCONT))
+            yield Behind(flags, harm=stop, mend=go_on)
+
+    return made
+
+
+CASES: dict[str, Case] = {
+    "folder, idle": folder_idle,
+    "folder, frozen": folder_frozen,
+    "mooncake, idle": mooncake(),
+    "mooncake, master frozen": mooncake("master", "freeze"),
+    "mooncake, server frozen": mooncake("server", "freeze"),
+    "mooncake, master killed": mooncake("master", "kill"),
+    "mooncake, server killed": mooncake("server", "kill"),
+    "mooncake, link slow": mooncake_slow,
+    "peer, idle": peer(is_frozen=False),
+    "peer, frozen": peer(is_frozen=True),
+}
+
+
+def why_not(name: str) -> str:
+    """Reason why a case cannot run here; empty where it can."""
+    why = mooncake_rig.why_not() if name.startswith("mooncake") else ""
+    return why or (network_rig.why_not() if name.endswith("slow") else "")
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """One case beside a daemon without storage, round after round."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="calls-")))
+        behind = stack.enter_context(CASES[name](folder))
+        plain = stack.enter_context(DaemonProcess(FLAGS))
+        daemon = stack.enter_context(DaemonProcess([*FLAGS, *behind.flags], under=behind.under))
+        told(daemon, behind.event)
+        callers = [Caller(plain), Caller(daemon)]
+        behind.harm()
+        for _ in range(rounds):
+            for caller in callers:
+                for _ in range(CALLS):
+                    caller.match()
+                    caller.match_absent()
+                caller.steps(CALLS // 2)
+        behind.mend()
+        for caller in callers:
+            caller.close()
+        return figures(*callers)
+
+
+def figures(plain: Caller, caller: Caller) -> dict[str, Any]:
+    """Milliseconds, and as multiples of those without storage."""
+    out: dict[str, Any] = {}
+    for name, seconds in caller.seconds.items():
+        row: dict[str, float] = {"n": len(seconds)}
+        for share in (50, 99):
+            own, base = (float(np.percentile(each, share)) * 1e3 for each in (seconds, plain.seconds[name]))
+            row |= {f"p{share}_ms": round(own, 4), f"plain_p{share}_ms": round(base, 4)}
+            row[f"p{share}_ratio"] = round(own / base, 3)
+        out[name] = row | {"max_ms": round(max(seconds) * 1e3, 2)}
+    return out
+
+
+def main() -> None:
+    """Print and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="cases whose names have this in them")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    said = parser.parse_args()
+    cases: dict[str, Any] = {}
+    for name in CASES:
+        if said.only not in name:
+            continue
+        if why := why_not(name):
+            print(f"{name}: left out: {why}", file=sys.stderr)
+            continue
+        cases[name] = measure(name, said.rounds)
+        for call, row in cases[name].items():
+            print(name, call, row, flush=True)
+    if said.json:
+        machine = {**describe_machine(), "load": f"{os.getloadavg()[0]:.1f}"}
+        write_result(said.json, {"machine": machine, "rounds": said.rounds, "cases": cases})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Gains of recycling behind windows."""

@@ -1,0 +1,1 @@
+"""Context of every flow: the core, the call, slices, counters."""

@@ -1,0 +1,158 @@
+"""Recycle: give back what fell out of every window, and spare or stock pages.
+
+A block j of a window W is dead for the next query position T once (j + 1) * block_tokens <= T - W + 1, the window
+counting the query itself; only computed and verified tokens count. Where steps overlap, T counts those whose step has
+ended: a step in flight looks back from there on, so its pages stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Container
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from cachesvc.flows.context.call import Call, require_on_device
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.turns import LAST_TURNS
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.sequences import WINDOW_COST, Sequence
+from cachesvc.model.answers import GroupCells, Recycled, Wait
+from cachesvc.model.errors import InvalidRequest, NotOwned
+from cachesvc.model.numbers.int32s import among, column
+from cachesvc.model.words import PageState
+
+
+@dataclass(slots=True)
+class Recycling:
+    """Progress of a recycle that takes several turns: made for the call, handed to each of its runs."""
+
+    freed: int = 0
+    has_begun: bool = False
+
+
+def recycle(
+    core: Core,
+    call: Call,
+    sequence_id: int,
+    computed_tokens: int,
+    pages: tuple[GroupCells, ...],
+    recycling: Recycling | None = None,
+) -> Recycled | Wait:
+    """Free dead window blocks of the sequence below ``computed_tokens``, and the ``pages`` named.
+
+    Of many window blocks some go in each turn; ``recycling`` is what one turn tells the next, without it all go in one.
+    ``sequence_id`` 0 with no such sequence is an error only when ``computed_tokens`` is set; pages alone may be stock.
+    Raises NotOwned (nothing is freed then), InvalidRequest (a page that is still in the table), NotFound.
+    """
+    lease, model = call.lease, call.model
+    progress = recycling or Recycling()
+    sequence = lease.sequences.get(sequence_id)
+    if progress.has_begun and (sequence is None or sequence.is_away):
+        return Recycled(progress.freed, ())  # another call came between the turns
+    if sequence is None and (computed_tokens or not pages):
+        sequence = call.known_sequence(sequence_id)
+    named = [] if progress.has_begun else _owned(call, sequence, pages)
+    if sequence is not None and computed_tokens:
+        require_on_device(sequence)
+        _check_computed(model, sequence, computed_tokens)
+    for group, stock, own in named:
+        lease.stock[group] -= stock
+        if sequence is not None:
+            sequence.own[group] -= own
+        call.replica.place.pools[group].move_all(stock | own, PageState.FREE)
+        progress.freed += len(stock) + len(own)
+    progress.has_begun = True
+    if sequence is not None and computed_tokens:
+        left = most_positions(core) if recycling is not None else sys.maxsize
+        for group in call.replica.place.window_groups:
+            cursor, dead = sequence.cursors[group], _dead_blocks(model, group, computed_tokens)
+            until = min(dead, cursor + max(left, 0))
+            progress.freed += sequence.recycle(group, until)
+            left -= max(0, until - cursor)
+            if until < dead:
+                return LAST_TURNS
+    return Recycled(progress.freed, tuple(sequence.cursors.values()) if sequence is not None else ())
+
+
+def _due(call: Call, sequence: Sequence, tokens: int) -> int:
+    """Positions of all windows that are to be given back."""
+    dead = [(group, _dead_blocks(call.model, group, tokens)) for group in call.replica.place.window_groups]
+    return sum(max(0, last - sequence.cursors[group]) for group, last in dead)
+
+
+def most_positions(core: Core) -> int:
+    """Positions of a window that are given back in a turn."""
+    return max(1, core.turns.pages // WINDOW_COST)
+
+
+def recycle_many(
+    core: Core,
+    call: Call,
+    recycles: tuple[Seq[int], Seq[int]],
+    entries: range,
+    told: list[int],
+    held: Container[int] = (),
+) -> None:
+    """``recycle`` without pages for ``entries`` of sequences and their computed tokens, in order. ``told`` gets the
+    pages of each; it is short where an entry is refused, or takes more turns than one, or its sequence is among
+    ``held``."""
+    for entry in entries:
+        number, tokens = recycles[0][entry], recycles[1][entry]
+        sequence = call.lease.sequences.get(number)
+        if sequence is None or number in held:
+            return
+        if tokens and (sequence.is_away or tokens > sequence.blocks * call.model.layout.block_tokens):
+            return
+        if tokens and _due(call, sequence, tokens) > most_positions(core):
+            return
+        recycled = recycle(core, call, number, tokens, ())
+        assert isinstance(recycled, Recycled), "without turns it is done at once"
+        told.append(recycled.pages)
+
+
+def _owned(
+    call: Call, sequence: Sequence | None, pages: tuple[GroupCells, ...]
+) -> list[tuple[int, set[int], set[int]]]:
+    """Named pages by group: those in the lease's stock, and the sequence's own."""
+    out: dict[int, tuple[int, set[int], set[int]]] = {}
+    count = 0
+    for group, _, group_pages, _ in pages:
+        if not 0 <= group < len(call.lease.stock):
+            raise InvalidRequest(f"there is no group {group}")
+        _, stock, own = out.setdefault(group, (group, set(), set()))
+        stock |= call.lease.stock[group].intersection(group_pages)
+        rest = set(group_pages) - stock
+        if rest:
+            _check_own(sequence, group, rest)
+        own |= rest
+        count += len(group_pages)
+    if sum(len(stock) + len(own) for _, stock, own in out.values()) != count:
+        raise InvalidRequest("a page is named twice in one recycle; name each once")
+    return list(out.values())
+
+
+def _check_own(sequence: Sequence | None, group: int, pages: set[int]) -> None:
+    if sequence is None or sequence.pages_ahead or not pages <= sequence.own[group]:
+        own = set() if sequence is None or sequence.pages_ahead else sequence.own[group]
+        page = min(pages - own)
+        raise NotOwned(f"page {page} of group {group} is neither in the lease's stock nor a sequence's own")
+    in_table = among(column(array("i", pages)), column(sequence.tables[group]))
+    if sequence.swap_ticket or in_table.any():
+        page = min(pages) if sequence.swap_ticket else list(pages)[int(in_table.argmax())]
+        raise InvalidRequest(f"page {page} of group {group} is still in the block table; release the sequence instead")
+
+
+def _check_computed(model: Model, sequence: Sequence, computed_tokens: int) -> None:
+    if computed_tokens > sequence.blocks * model.layout.block_tokens:
+        raise InvalidRequest(
+            f"computed_tokens {computed_tokens} is beyond the {sequence.blocks} blocks of sequence {sequence.id}"
+        )
+
+
+def _dead_blocks(model: Model, group: int, computed_tokens: int) -> int:
+    """Number of blocks of a sequence that no query from ``computed_tokens`` on looks back to, but for sinks."""
+    window = model.layout.groups[group].window_tokens
+    assert window is not None
+    return max(0, computed_tokens - window + 1) // model.layout.block_tokens

@@ -1,0 +1,54 @@
+"""Release: end a sequence. What it shares is unpinned, what is its own goes back to the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.transfer.low_watermark import look_ahead
+from cachesvc.model.answers import Wait
+from cachesvc.model.columns import Releases
+from cachesvc.model.errors import NotFound
+from cachesvc.model.requests import Ended
+
+
+def release_many(
+    core: Core, call: Call, releases: Releases, entries: range, told: list[int], held: Container[int] = ()
+) -> None:
+    """``release`` for ``entries``, in order. ``told`` gets the pages of each; it is short where there is no such
+    sequence, it is among ``held``, or it takes more turns than one."""
+    for entry in entries:
+        number, tokens = releases.sequences[entry], releases.output_tokens
+        if number not in call.lease.sequences or number in held:
+            return
+        freed = release(core, call, number, Ended(tokens[entry]) if tokens else None)
+        if isinstance(freed, Wait):
+            return
+        told.append(freed)
+
+
+def ended(call: Call, tokens: int | None, ago: float, clock: float | None) -> Ended:
+    """Report of an engine on a request that ended ``ago`` seconds ago, or at ``clock`` where it gives the time."""
+    now = call.model.blocks.clock
+    return Ended(tokens, now.seconds - ago if clock is None or not now.is_told else clock)
+
+
+def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) -> int | Wait:
+    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time). ``end``: how its
+    request did, for the eviction policy.
+
+    One that takes more turns than one is gone for other calls from the first on; a call that is given up half-way can
+    be sent again.
+    """
+    sequence = call.lease.sequences.get(sequence_id)
+    if sequence is None:
+        raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
+    if end is not None:
+        sequence.tell_end(end)
+    if not sequence.end_part(core.turns.pages):
+        return TURN
+    del call.lease.sequences[sequence_id]
+    look_ahead(core, call.model, call.replica)
+    return sequence.freed

@@ -1,0 +1,129 @@
+"""Swap: take a sequence off the device (preemption) and bring it back, own pages and shared prefix alike.
+
+Out: sealed blocks get host copies where they have none, own pages are copied to host pages of the sequence; when all
+has arrived the device pages are free and the pin moves to the host. In is the way back. A failed swap leaves the
+sequence where it was.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from cachesvc.flows.context.call import Call, require_still
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.transfer.apply_evictions import carry_out
+from cachesvc.flows.transfer.make_room import exhausted, make_room
+from cachesvc.flows.transfer.transfers import load_pairs, require_transfer, store_pairs, submit, ticket_view, wait_for
+from cachesvc.ledger.eviction.planner import no_row, start_backup
+from cachesvc.ledger.index.pins import Keep
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.tickets import MovedPages
+from cachesvc.model.answers import GroupCells, Swapped, Wait
+from cachesvc.model.errors import Conflict
+from cachesvc.model.numbers.int32s import array_of, column
+from cachesvc.model.transfer import Direction, PagePairs
+from cachesvc.model.words import ABSENT
+
+
+def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
+    """Start to take a sequence off the device.
+
+    Raises PoolExhausted when the host cannot hold it, LimitExceeded (transfers), Conflict.
+    """
+    sequence = call.sequence(sequence_id)
+    model, place = call.model, call.replica.place
+    require_still(sequence)
+    if sequence.swapped_out:
+        raise Conflict(f"sequence {sequence_id} is swapped out already")
+    if sequence.blocks < sequence.hit_blocks:
+        raise Conflict(f"sequence {sequence_id} has not allocated its hit yet; release it instead")
+    path = model.blocks.index.path(sequence.anchor)
+    host = model.blocks.host
+    running = [*sequence.loads, *host.fillers(path)]
+    if running:
+        return wait_for(core, running)
+    rows = _absent(host, path)
+    wanted = [count + (len(rows) if group in host.full_groups else 0) for group, count in enumerate(sequence.moving())]
+    if any(wanted):
+        require_transfer(core, model, call.replica, call.lease.party)
+    if (wait := _make_host_room(core, model, sequence.anchor, wanted)) is not None:
+        return wait
+    moves = sequence.own_moves()
+    ticket = core.ledger.tickets.open(model.id, call.replica.id, Direction.STORE, party=call.lease.party)
+    sequence.leave(ticket, moves)
+    coming = start_backup(model.blocks, place, rows, ticket.id)
+    ticket.rows = rows[:]
+    sequence.keep_on_host()
+    submit(core, model, ticket, _joined(moves, store_pairs(place, coming)), layered=False)
+    return Swapped((ticket_view(ticket),), ())
+
+
+def swap_in(core: Core, call: Call, sequence_id: int, *, short_suffix: bool = False) -> Swapped | Wait:
+    """Start to bring a sequence back; the answer has its new tables. ``short_suffix``: as of a ``Transfer``.
+
+    After a swap in that failed, asking again says that no launch that was to use it runs any more.
+
+    Raises PoolExhausted, LimitExceeded (transfers), Conflict.
+    """
+    sequence = call.sequence(sequence_id)
+    model, replica, place = call.model, call.replica, call.replica.place
+    require_still(sequence)
+    if not sequence.swapped_out:
+        raise Conflict(f"sequence {sequence_id} is on the device already")
+    path = model.blocks.index.path(sequence.host_anchor)
+    filling = place.fillers(path)
+    if filling:
+        return wait_for(core, filling)
+    absent = _absent(place, path)
+    wanted = [len(absent) if group in place.full_groups else 0 for group in range(len(place.pools))]
+    for group, own in enumerate(sequence.swapped):
+        wanted[group] += len(own.positions)
+    if any(wanted):
+        require_transfer(core, model, replica, call.lease.party)
+    sequence.free_spares()
+    present = len(path) - len(absent)
+    keep = Keep(path[present - 1] if present else NO_ROW)  # what a device has is prefix-closed
+    wait = make_room(core, call, wanted, keep, sequence)
+    if wait is not None:
+        return wait
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.LOAD, party=call.lease.party)
+    missing = [absent if group in place.full_groups else array("i") for group in range(len(place.pools))]
+    coming = model.blocks.start_fill(place, missing, ticket.id)
+    ticket.rows = absent[:]
+    sequence.come_back(ticket)
+    pairs = _joined(ticket.moves, load_pairs(model.blocks.host, coming))
+    submit(core, model, ticket, pairs, layered=True, short_suffix=short_suffix)
+    tables = tuple(GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables))
+    return Swapped((ticket_view(ticket),), tables)
+
+
+def _absent(place: Place, rows: array[int]) -> array[int]:
+    """Rows of ``rows`` that have no copy on the place."""
+    return array_of(column(rows)[place.states_of(place.lead, rows) == ABSENT])
+
+
+def _joined(moves: list[MovedPages], shared: Iterable[PagePairs]) -> tuple[PagePairs, ...]:
+    """Own pages and shared blocks as one transfer: the pages of a group together."""
+    of_group = {each.group: (array("i", each.device_pages), array("i", each.host_pages)) for each in shared}
+    for moved in moves:
+        if moved.positions:
+            device, host = of_group.get(moved.group, (array("i"), array("i")))
+            of_group[moved.group] = moved.device_pages + device, moved.host_pages + host
+    return tuple(PagePairs(group, *of_group[group]) for group in sorted(of_group))
+
+
+def _make_host_room(core: Core, model: Model, tip: int, wanted: list[int]) -> Wait | None:
+    """Free ``wanted[g]`` host pages of group g, at the cost of no block from the root down to ``tip``; None when they
+    are there. Where it takes several turns, other calls may take the pages freed so far. Raises PoolExhausted, with
+    nothing evicted in this turn."""
+    host, index = model.blocks.host, model.blocks.index
+    now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]
+    spares = (lambda row: index.is_above(row, tip)) if tip != NO_ROW else no_row
+    plan, short = model.evictor.plan_host_room(now, spares)
+    if short is not None:
+        raise exhausted(host.pools[short], wanted[short], plan.freed(short))
+    carry_out(core, model, plan)
+    return None if now == wanted else TURN

@@ -1,0 +1,1 @@
+"""Leases, their end, and lost devices."""

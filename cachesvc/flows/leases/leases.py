@@ -1,0 +1,268 @@
+"""Leases: open, join, keep alive, close; and their fate when the processes behind them end.
+
+A lease is one process's, and ends with any process that has mapped its pools. Or it is an instance's, whose processes
+open it by the name that they share, whichever comes first: it lives while one of these does, and what a process held
+that leaves ends with it (``teardown.py``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.counters import Count
+from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.leases.teardown import end_member, free_quarantine, free_unwritten, lose, unbind
+from cachesvc.flows.models.idle import has_opened
+from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
+from cachesvc.model.answers import Wait
+from cachesvc.model.errors import DaemonDraining, InvalidRequest, KeyReused, LimitExceeded, NotFound
+from cachesvc.model.numbers.sharing import most_of
+
+MOST_MEMBERS = 256
+"""Processes that share a lease: ranks and schedulers of one engine."""
+
+LONGEST_PAUSE_MS = 1000
+"""An engine that forgets to take its word back holds up the others' backups no longer."""
+
+
+def process_arrived(core: Core, token: bytes, pid: int, uid: int, gids: frozenset[int] = frozenset()) -> None:
+    """Add a process that has opened its life connection."""
+    core.ledger.processes[token] = Process(token, pid, uid, gids)
+
+
+def process_holds(core: Core, token: bytes) -> bool:
+    """True while leases depend on the process."""
+    process = core.ledger.processes.get(token)
+    return process is not None and bool(process.leases)
+
+
+def may_map(core: Core, token: bytes, device: str, model: int, replica: int | None, rank: int) -> bool:
+    """True where the process has attached this rank of a replica under a lease that lives; of no replica: any rank of
+    the model on the device."""
+    process = core.ledger.processes.get(token)
+    leases = () if process is None else (core.ledger.leases.get(each) for each in process.leases)
+    for lease in leases:
+        ranks = lease.attached.get(token) if lease is not None and lease.state is LeaseState.LIVE else None
+        if lease is None or not ranks or lease.model != model:
+            continue
+        if replica is None:
+            devices = core.ledger.models[model].replica(lease.replica).devices
+            if any(devices[each] == device for each in ranks):
+                return True
+        elif lease.replica == replica and rank in ranks:
+            return True
+    return False
+
+
+def process_gone(core: Core, token: bytes) -> None:
+    """The kernel says that a process has ended: its leases are lost, but for those that others share, and pages come
+    back where it was the last."""
+    process = core.ledger.processes.pop(token, None)
+    if process is None:
+        return
+    for nth, lease_id in enumerate(sorted(process.leases)):
+        lease = core.ledger.leases.get(lease_id)
+        if lease is None:
+            continue
+        lease.processes.discard(token)
+        lease.attached.pop(token, None)
+        number = lease.members.pop(token, None)
+        if lease.state is LeaseState.LIVE and not (lease.instance and lease.members):
+            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED, at_once=nth == 0)
+        elif lease.state is LeaseState.LIVE:
+            _go_on_without(core, lease, number, at_once=nth == 0)
+        elif not lease.processes:
+            free_quarantine(core, lease, at_once=nth == 0)
+
+
+def find_lease(
+    core: Core, model_id: int, replica_id: int, token: bytes, request_id: int, instance: str = ""
+) -> Lease | None:
+    """The live lease that is opened again: the same token and request_id (not 0) give the same lease, and so do an
+    instance and the uid of the process behind ``token``. Raises KeyReused, NotFound (process)."""
+    process = _process(core, token)
+    for lease_id in process.leases if request_id else ():
+        known = core.ledger.leases.get(lease_id)
+        if known is not None and known.opened_by == (token, request_id) and known.state is LeaseState.LIVE:
+            if (known.model, known.replica, known.instance) != (model_id, replica_id, instance):
+                raise KeyReused(request_id)
+            return known
+    wanted = (model_id, replica_id, instance, process.uid)
+    for lease in core.ledger.leases.values() if instance else ():
+        if (lease.model, lease.replica, lease.instance, lease.uid) == wanted and lease.state is LeaseState.LIVE:
+            return lease
+    return None
+
+
+def open_lease(
+    core: Core,
+    model_id: int,
+    replica_id: int,
+    engine: str,
+    token: bytes,
+    request_id: int,
+    now: float,
+    instance: str = "",
+    quota: int = 0,
+) -> Lease:
+    """A lease for the process behind ``token``: the one that ``find_lease`` finds, or a new one. Of an ``instance`` the
+    process is a member from now on. ``quota``: of leases of its tenant, 0 where it has none.
+
+    Raises KeyReused, NotFound (model, replica, process), LimitExceeded, DaemonDraining, Unavailable (the model is out
+    of service).
+    """
+    process = _process(core, token)
+    lease = find_lease(core, model_id, replica_id, token, request_id, instance)
+    if lease is None:
+        _require_room(core, process, quota)
+        lease = _new_lease(core, model_id, replica_id, engine, process, now)
+        lease.opened_by = (token, request_id)
+        lease.instance = instance
+    elif lease.instance and len(lease.members) >= MOST_MEMBERS and token not in lease.members:
+        raise LimitExceeded("processes of a lease", len(lease.members) + 1, MOST_MEMBERS)
+    if token not in lease.members:
+        lease.members[token] = lease.joined
+        lease.joined += 1
+        _bind(lease, process)
+        has_opened(core.ledger.models[lease.model])
+    lease.heard(now)
+    return lease
+
+
+def _require_room(core: Core, process: Process, quota: int) -> None:
+    """A process has its share of all leases while others are connected or hold some, unless its tenant has a quota.
+    Alone it may take all: a process without a lease gets its first one beyond the limit, up to a quarter more.
+
+    Raises LimitExceeded.
+    """
+    ledger, limit = core.ledger, core.limits.leases
+    held = Counter(each.party for each in ledger.leases.values())
+    own, most = held[process.party], limit if held[process.party] else limit + max(1, limit // 4)
+    if len(ledger.leases) >= most:
+        raise LimitExceeded("leases", len(ledger.leases) + 1, most)
+    is_alone = all(each.party == process.party for each in ledger.processes.values()) and held.total() == own
+    if not quota and not is_alone and own >= (share := most_of(process.party, held, limit)):
+        raise LimitExceeded("leases of this process", own + 1, share)
+
+
+def _new_lease(core: Core, model_id: int, replica_id: int, engine: str, process: Process, now: float) -> Lease:
+    if core.ledger.draining:
+        raise DaemonDraining("the daemon is draining and opens no new leases; go on without the cache")
+    model = core.ledger.model(model_id)
+    model.require_trusted()
+    model.replica(replica_id)
+    if not any(each.model == model_id for each in core.ledger.leases.values()):
+        model.blocks.clock.begin_anew()
+    lease = Lease(core.new_name(), engine[:128], model_id, replica_id, now, len(model.layout.groups), uid=process.uid)
+    lease.party = process.party
+    lease.blocks_per_sequence = core.limits.blocks_per_sequence
+    core.ledger.leases[lease.id] = lease
+    model.last_used = now
+    return lease
+
+
+def attach(core: Core, call: Call, rank: int, token: bytes) -> None:
+    """Let the process behind ``token`` map one rank's pools. Raises InvalidRequest (rank), NotFound (process)."""
+    lease, model = call.lease, call.model
+    if not 0 <= rank < model.layout.ranks:
+        raise InvalidRequest(f"rank {rank} is out of range; the model was registered with {model.layout.ranks} ranks")
+    process = _process(core, token)
+    _bind(lease, process)
+    lease.attached.setdefault(token, set()).add(rank)
+
+
+def detach(core: Core, lease_id: str, rank: int, token: bytes) -> None:
+    """The process has unmapped a rank's pools; it no longer counts as a writer when that was its last one."""
+    lease = core.ledger.leases.get(lease_id)
+    if lease is None:
+        return
+    ranks = lease.attached.get(token)
+    if ranks is None:
+        return
+    ranks.discard(rank)
+    if not ranks:
+        del lease.attached[token]
+        if token not in lease.members and token != lease.opened_by[0]:
+            unbind(core, lease, token)
+            if not lease.processes and lease.state is LeaseState.QUARANTINED:
+                free_quarantine(core, lease)
+        free_unwritten(core, lease)
+
+
+def pause_write_backs(core: Core, call: Call, milliseconds: int) -> None:
+    """Copy no backups off the lease's replica for a while: its engine says that its decode is being hurt.
+
+    Raises InvalidRequest (too long at a time).
+    """
+    if not 0 <= milliseconds <= LONGEST_PAUSE_MS:
+        raise InvalidRequest(
+            f"write-backs pause for at most {LONGEST_PAUSE_MS} ms at a time, not {milliseconds}; tell it again instead"
+        )
+    core.mover.pause_write_backs(call.replica.devices, milliseconds / 1000)
+    core.count(Count.WRITE_BACK_PAUSES)
+
+
+def close_lease(core: Core, lease_id: str, *, quiesced: bool, token: bytes = b"") -> Wait | None:
+    """End a lease, or quiesce one that was lost: with ``quiesced`` its pages have come back when it answers. With the
+    ``token`` of a process it is that process alone that leaves, and says that nothing of its own writes any more: the
+    lease ends with the last. Closing twice is fine."""
+    lease = core.ledger.leases.get(lease_id)
+    if lease is None:
+        if lease_id not in core.ledger.lost:
+            raise NotFound("lease", lease_id, "open one first")
+        return None
+    if token and lease.instance:
+        return _leave(core, lease, token, quiesced=quiesced)
+    if lease.state is LeaseState.LIVE:
+        lose(core, lease, "it was closed", LeaseEnd.CLOSED)
+    if quiesced and lease_id in core.ledger.leases:  # without a process it is gone already
+        free_quarantine(core, lease)
+    return TURN if quiesced and lease_id in core.ledger.leases else None
+
+
+def _leave(core: Core, lease: Lease, token: bytes, *, quiesced: bool) -> Wait | None:
+    """Remove one process of an instance. Pages that the other processes may still write wait for them."""
+    if quiesced:
+        lease.attached.pop(token, None)
+        unbind(core, lease, token)
+    number = lease.members.pop(token, None)
+    if lease.state is LeaseState.LIVE and not lease.members:
+        lose(core, lease, "it was closed", LeaseEnd.CLOSED)
+    elif lease.state is LeaseState.LIVE:
+        _go_on_without(core, lease, number)
+    elif not lease.processes and not lease.is_quiet:
+        free_quarantine(core, lease)
+    return TURN if quiesced and lease.is_quiet and lease.id in core.ledger.leases else None
+
+
+def _go_on_without(core: Core, lease: Lease, number: int | None, *, at_once: bool = True) -> None:
+    """A process has left a lease that lives on; ``number``: as a member."""
+    if number is not None:
+        end_member(core, lease, number, at_once=at_once)
+    free_unwritten(core, lease, at_once=at_once and number is None)
+
+
+def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[str]:
+    """Take from every lease that was silent too long what it holds; its private pages wait in quarantine."""
+    silent = [
+        lease
+        for lease in core.ledger.leases.values()
+        if lease.state is LeaseState.LIVE and now - lease.last_heard > silence_limit_seconds
+    ]
+    for nth, lease in enumerate(silent):
+        lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", LeaseEnd.SILENT, at_once=nth == 0)
+    return [lease.id for lease in silent]
+
+
+def _process(core: Core, token: bytes) -> Process:
+    process = core.ledger.processes.get(token)
+    if process is None:
+        raise NotFound("process", token.hex(), "connect to the life socket first and keep the connection open")
+    return process
+
+
+def _bind(lease: Lease, process: Process) -> None:
+    lease.processes.add(process.token)
+    process.leases.add(lease.id)

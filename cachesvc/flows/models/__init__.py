@@ -1,0 +1,1 @@
+"""Models: their registration, their sizes, and an operator's hand on them."""

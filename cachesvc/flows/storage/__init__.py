@@ -1,0 +1,1 @@
+"""Storage, and pages lent to other nodes."""

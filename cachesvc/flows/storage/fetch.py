@@ -1,0 +1,191 @@
+"""Fetch: bring blocks beyond a hit from storage to the host, verified one by one; Match waits for a bounded time.
+
+Nothing of storage fails a call. Whatever came of a fetch, the call goes on with the hit that there is by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core, Fetched, FetchedObject, FetchRequest
+from cachesvc.flows.context.counters import Count
+from cachesvc.flows.context.turns import TURN, begin
+from cachesvc.flows.storage.presence import note_stored, note_unstored
+from cachesvc.flows.transfer.apply_evictions import carry_out
+from cachesvc.flows.transfer.pending_writes import came_to_host
+from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.flows.transfer.transfers import land
+from cachesvc.ledger.index.block_ledger import Hit
+from cachesvc.ledger.index.pins import Keep, Pin, kept
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.storage_state import Fetch
+from cachesvc.model.answers import Wait
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.transfer import DONE, Inward, Urgency
+
+MOST_BLOCKS = 1024
+"""Most blocks of one fetch: 16k tokens in blocks of 16. What lies behind is for the next one, while these are used."""
+PEEKED_BLOCKS = 16
+"""Blocks of the first fetch of a call, where the presence of the prompt is unknown."""
+HOST_SHARE = 2
+"""Divisor of the host's pages: one fetch takes no more than this part of them."""
+
+
+def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharing: Sharing) -> Wait | None:
+    """Begin (or join) a fetch of what storage has beyond ``hit``; None: the hit is all that there will be.
+
+    Where its contents are unknown, a few blocks are asked for, and all others when these have come: most prompts are
+    not there, and pages of the host are taken, and evicted for, before anything comes.
+    """
+    storage = core.storage
+    wanted = len(keys) // KEY_BYTES
+    wanted = min(wanted, max_blocks) if max_blocks else wanted
+    if storage is None or wanted <= hit.blocks:
+        return None
+    model = call.model
+    left = storage.wait_seconds
+    if (fetch := sharing.fetch) is not None:
+        left -= call.now - sharing.fetch_since
+        is_running = core.ledger.tickets.is_running(fetch.ticket)
+        if is_running and not fetch.has_begun and left <= 0:  # a call that does not wait shows nothing
+            storage.lagged()
+        if is_running or sharing.goes_on or not fetch.is_whole or left <= 0:
+            return None
+    joined = model.stored.fetching.get(keys[hit.blocks * KEY_BYTES : (hit.blocks + 1) * KEY_BYTES])
+    if joined is None or not joined.brings(keys, hit.blocks):
+        ahead = keys[hit.blocks * KEY_BYTES : (hit.blocks + MOST_BLOCKS) * KEY_BYTES]
+        expected = storage.expects(model, ahead)
+        if expected == 0 or (fetch is not None and expected is not None):
+            return None
+        if expected is None:
+            expected = PEEKED_BLOCKS if fetch is None else len(ahead) // KEY_BYTES
+        begun = _begin(core, call, keys, hit, min(wanted - hit.blocks, expected))
+        if begun is None or isinstance(begun, Wait):
+            return begun
+        joined = begun
+    if fetch is None:
+        sharing.fetch_since, sharing.fetched_first = call.now, joined.first
+    sharing.fetch, sharing.goes_on = joined, fetch is not None
+    return Wait((joined.ticket,), left)
+
+
+def fetched_blocks(hit: Hit, sharing: Sharing) -> int:
+    """Number of blocks of a hit, behind what is in place, that came with the fetches its call waited for."""
+    last = sharing.fetch
+    if last is None:
+        return 0
+    return max(0, min(hit.blocks, last.first + last.admitted) - max(hit.device_blocks, sharing.fetched_first))
+
+
+def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch | Wait | None:
+    """Take pages for the next ``blocks`` blocks, or as many as can be had, and ask for them."""
+    model, host = call.model, call.model.blocks.host
+    assert core.storage is not None
+    most = min(host.pools[group].usable for group in host.full_groups) // HOST_SHARE
+    blocks = min(blocks, most)
+    if blocks <= 0 or len(core.ledger.tickets.running) >= core.limits.running_tickets:
+        return None
+    on_host = hit.row if hit.row != NO_ROW and host.is_hittable(hit.row) else NO_ROW
+    if not _has_room(core, model, blocks, on_host):
+        return TURN
+    blocks = min(blocks, _free(host))
+    if blocks <= 0:
+        return None
+    ticket = core.ledger.tickets.open(model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=call.lease.party)
+    ticket.moved_blocks = blocks
+    ticket.size_bytes = blocks * sum(model.layout.page_bytes(g) * model.layout.host_ranks(g) for g in host.full_groups)
+    place = next((each for each in model.blocks.index.places if hit.row != NO_ROW and each.is_hittable(hit.row)), host)
+    first, last = hit.blocks * KEY_BYTES, (hit.blocks + blocks) * KEY_BYTES
+    names = tuple(keys[at : at + KEY_BYTES] for at in range(first, last, KEY_BYTES))
+    fetch = Fetch(model.blocks, ticket.id, hit.blocks, names, Pin(model.blocks, place, hit.row))
+    model.stored.begin(fetch)
+    core.count(Count.STORAGE_FETCHES)
+    fetch.out = core.storage.fetch(FetchRequest(ticket.id, model, keys[first:last], fetch.pages(), fetch.parent))
+    return fetch
+
+
+def _free(host: Place) -> int:
+    return min(host.pools[group].unreserved for group in host.full_groups)
+
+
+def _has_room(core: Core, model: Model, blocks: int, on_host: int) -> bool:
+    """True where there is as much room on the host for ``blocks`` blocks as there can be. Else a turn's worth was
+    evicted: ask again in another turn."""
+    short = blocks - _free(model.blocks.host)
+    if short <= 0:
+        return True
+    with kept(model.blocks, model.blocks.host, Keep(on_host)):
+        plan, _ = model.evictor.plan_host(min(short, core.turns.evicted))
+        carry_out(core, model, plan)
+    return short <= core.turns.evicted or not plan.drops
+
+
+# -- what comes back ---------------------------------------------------------------------------------------------
+
+
+def fetched(core: Core, model_id: int, ticket: int, objects: Sequence[FetchedObject]) -> None:
+    """Objects of a fetch have ended, or their waits have. What takes more than a turn goes on as a chore."""
+    model = core.ledger.models.get(model_id)
+    fetch = None if model is None else model.stored.fetches.get(ticket)
+    if model is None or fetch is None:
+        return
+    for each in objects:
+        _note(core, model, fetch, each)
+    begin(core.chores, model_id, partial(_admit, core, model, fetch))
+
+
+def _note(core: Core, model: Model, fetch: Fetch, found: FetchedObject) -> None:
+    block, groups, outcome = found
+    if outcome is not Fetched.LATE:
+        fetch.has_begun = True
+        fetch.came_back(block)
+    if outcome is Fetched.LENT:
+        fetch.lent.add(block)
+    if outcome in (Fetched.WHOLE, Fetched.LENT, Fetched.BACK) or fetch.is_over:
+        return
+    full = model.blocks.host.full_groups
+    if outcome is Fetched.LATE or any(group in full for group in groups):
+        fetch.cut(block)
+        if outcome is Fetched.MISPLACED:
+            core.count(Count.KEYS_MISPLACED)
+        else:
+            note_unstored(model, fetch.keys[block])
+    else:
+        for group in groups:
+            fetch.lose(block, group)
+
+
+def _admit(core: Core, model: Model, fetch: Fetch) -> bool:
+    """A turn of it; True when nothing more can be done now."""
+    if not fetch.is_over:
+        left = core.turns.landed
+        while left > 0 and fetch.may_admit() and fetch.admit(core.ledger.stamp):
+            left -= 1
+            _note_admitted(core, model, fetch)
+            core.count(Count.STORAGE_FETCHED_BLOCKS)
+        if not left and fetch.may_admit():
+            return False
+        if fetch.admitted < fetch.end:
+            return True
+        fetch.stop()
+        model.stored.end(fetch)
+        if core.ledger.tickets.is_running(fetch.ticket):
+            core.ledger.tickets.running[fetch.ticket].moved_blocks = fetch.admitted
+            ended = land(core, fetch.ticket, DONE)
+            if ended and core.on_ended is not None:
+                core.on_ended(ended)
+    elif fetch.is_done:
+        model.stored.fetches.pop(fetch.ticket, None)
+    return True
+
+
+def _note_admitted(core: Core, model: Model, fetch: Fetch) -> None:
+    """The block that a fetch brought last: the storage has it, unless another node lent it."""
+    at = fetch.admitted - 1
+    if at not in fetch.lent:
+        note_stored(model, fetch.keys[at])
+        return
+    came_to_host(core, model, [fetch.pin.row])

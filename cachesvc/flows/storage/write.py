@@ -1,0 +1,112 @@
+"""Keep: write wanted host blocks to storage, in the background and within its budget.
+
+Nothing is held up for it: a block that is evicted before its turn came is not written.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+
+from cachesvc.flows.context.core import Core, Fetched, KeepRequest
+from cachesvc.flows.context.counters import Count
+from cachesvc.flows.context.turns import Chore
+from cachesvc.flows.storage.presence import note_stored
+from cachesvc.flows.transfer.backup import back_up
+from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.storage_state import Keep
+from cachesvc.model.words import READY
+
+KEPT_A_TURN = 8
+"""Blocks whose writing begins in one turn, some 15 us each."""
+
+
+def pump(core: Core, model: Model) -> bool:
+    """Begin to write what is wanted, a turn's worth; True when no more can be begun now."""
+    storage, stored, host = core.storage, model.stored, model.blocks.host
+    if storage is None:  # the daemon ends
+        return True
+    room = storage.room()
+    unsaved = array("i")
+    for key in list(islice(stored.wanted, KEPT_A_TURN)):
+        row = model.blocks.index.rows.get(key, NO_ROW)
+        if row == NO_ROW:
+            del stored.wanted[key]  # evicted before its turn came
+            core.count(Count.STORAGE_NOT_KEPT_BLOCKS)
+            continue
+        if host.states[host.lead][row] != READY:
+            del stored.wanted[key]  # with ``keeps_all``, or as an ancestor of another, it is wanted when it comes
+            unsaved.append(row)
+            continue
+        size_bytes = _block_bytes(model)
+        if size_bytes > room:
+            return True
+        room -= size_bytes
+        del stored.wanted[key]
+        _begin(core, model, key, row)
+    _save(core, model, unsaved)
+    return not stored.wanted
+
+
+def _begin(core: Core, model: Model, key: bytes, row: int) -> None:
+    assert core.storage is not None
+    keep = model.stored.keeping[key] = Keep(model.blocks, row)
+    index = model.blocks.index
+    keep.out = core.storage.keep(KeepRequest(model, key, keep.pages, index.key_of(index.parent[row])))
+    if not keep.out:
+        _end(core, model, key, keep)
+
+
+def _save(core: Core, model: Model, rows: array[int]) -> None:
+    """Back up what is to be written and is on a device alone; it is written when it has come to the host."""
+    for replica in model.replicas:
+        if rows and (ticket := back_up(core, model, replica, rows)) is not None:
+            keys = model.blocks.index.keys
+            model.stored.coming.update(key for row in ticket.rows if (key := keys[row]) is not None)
+
+
+def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Fetched]) -> bool:
+    """Objects of a block that is being written have ended, or their waits have. True where that was the last one: the
+    ledger alone holds its host pages again."""
+    model = core.ledger.models.get(model_id)
+    keep = None if model is None else model.stored.keeping.get(key)
+    if model is None or keep is None:
+        return False
+    for outcome in outcomes:
+        keep.out -= outcome is not Fetched.LATE
+        keep.is_good &= outcome is Fetched.WHOLE
+    if keep.out:
+        return False
+    _end(core, model, key, keep)
+    if model.stored.wanted:
+        begin_soon(core, model)
+    return True
+
+
+def _end(core: Core, model: Model, key: bytes, keep: Keep) -> None:
+    stored = model.stored
+    del stored.keeping[key]
+    keep.let_go()
+    core.count(Count.STORAGE_KEPT_BLOCKS if keep.is_good else Count.STORAGE_NOT_KEPT_BLOCKS)
+    if keep.is_good:
+        note_stored(model, key)
+
+
+def pump_all(core: Core) -> None:
+    """Time has passed: what waits for its share of the budget may be written."""
+    for model in core.ledger.models.values():
+        if model.stored.wanted:
+            begin_soon(core, model)
+
+
+def begin_soon(core: Core, model: Model) -> None:
+    """Write what is wanted as a background task."""
+    core.chores.append(Chore(model.id, partial(pump, core, model)))
+
+
+def _block_bytes(model: Model) -> int:
+    layout = model.layout
+    return sum(layout.page_bytes(group) * layout.host_ranks(group) for group in range(len(layout.groups)))

@@ -1,0 +1,1 @@
+"""Copies between tiers, and the room for them."""

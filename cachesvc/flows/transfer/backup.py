@@ -1,0 +1,59 @@
+"""Back up sealed blocks to the host: a store ticket whose device copies stay READY."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.transfer.apply_evictions import carry_out
+from cachesvc.flows.transfer.transfers import may_submit, store_pairs, submit
+from cachesvc.ledger.eviction.planner import start_backup
+from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.tickets import Ticket
+from cachesvc.model.numbers.int32s import array_of, column
+from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import ABSENT, READY
+
+
+def back_up(
+    core: Core, model: Model, replica: Replica, rows: Sequence[int], urgency: Urgency = Urgency.BACKGROUND
+) -> Ticket | None:
+    """Store the rows (root first) that have a READY device copy and no host copy; as many as the host can take, where
+    no more than a turn's worth is evicted for them: a caller with more makes room before, by ``has_backup_room``.
+
+    Best effort: a host pool without room, or a mover without, ends it silently, because the device copies are still
+    there. By default it has no waiter yet.
+    """
+    blocks, place = model.blocks, replica.place
+    given = array("i", rows)
+    is_new = (blocks.host.states_of(blocks.host.lead, given) == ABSENT) & (place.states_of(place.lead, given) == READY)
+    wanted = array_of(column(given)[is_new])
+    if not wanted or not may_submit(core, model, replica):
+        return None
+    pools = [blocks.host.pools[group] for group in blocks.host.full_groups]
+    free = min(pool.free for pool in pools)
+    if free < len(wanted):
+        plan, _ = model.evictor.plan_host(min(len(wanted) - free, core.turns.evicted))
+        carry_out(core, model, plan)
+        free = min(pool.free for pool in pools)
+    wanted = wanted[:free]
+    if not wanted:
+        return None
+    ticket = core.ledger.tickets.open(model.id, replica.id, Direction.STORE, urgency)
+    ticket.rows = wanted[:]
+    coming = start_backup(blocks, place, wanted, ticket.id)
+    submit(core, model, ticket, store_pairs(place, coming), layered=False)
+    return ticket
+
+
+def has_backup_room(core: Core, model: Model, blocks: int) -> bool:
+    """True where ``back_up`` finds as much room on the host for ``blocks`` blocks as there can be. Else a turn's worth
+    was evicted: ask again in another turn."""
+    host = model.blocks.host
+    short = blocks - min(host.pools[group].free for group in host.full_groups)
+    if short <= core.turns.evicted:
+        return True
+    plan, _ = model.evictor.plan_host(core.turns.evicted)
+    carry_out(core, model, plan)
+    return not plan.drops

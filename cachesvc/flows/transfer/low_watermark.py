@@ -1,0 +1,57 @@
+"""Room made ahead: a few device pages are kept free, so that a short load and a request's first blocks find theirs.
+
+Only what would go next anyway goes, in its order, and only while the host has it whole: nothing is saved, nothing is
+lost, and where the next one would be lost nothing goes. It costs a load for a request that returns to one of the last
+``Limits.ahead_pages`` blocks before eviction. It runs as a background task, a short turn at a time, and no call waits
+for it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.turns import Chore
+from cachesvc.flows.transfer.apply_evictions import carry_out
+from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.ledger.ledger import Model, Replica
+
+FEWEST_PAGES = 8
+"""Fewer are worth nothing: a small pool has none."""
+SHARE_OF_TURN = 2
+"""Divisor of a call's turn of evictions: this task takes a smaller part, since no call waits for it."""
+
+
+def pages_ahead(core: Core, place: Place) -> int:
+    """Pages that are kept free. None where groups have windows: their copies on the host may be fewer."""
+    limits, pages = core.limits, place.pools[place.lead].capacity
+    if not limits.ahead_pages or place.window_groups or pages < limits.ahead_part * FEWEST_PAGES:
+        return 0
+    return min(limits.ahead_pages, pages // limits.ahead_part)
+
+
+def look_ahead(core: Core, model: Model, replica: Replica) -> None:
+    """Pages were taken, or blocks can go that could not before: make room once half of it is used up."""
+    wanted = pages_ahead(core, replica.place)
+    if replica.is_making_room or replica.gone or not wanted or 2 * _free(replica.place) >= wanted:
+        return
+    replica.is_making_room = True
+    core.chores.append(Chore(model.id, partial(_go_on, core, model, replica), gives_back=False))
+
+
+def _go_on(core: Core, model: Model, replica: Replica) -> bool:
+    """A turn; True when there is room enough, or the next block cannot go."""
+    replica.is_making_room = False  # first: a defect in what follows ends it, and not for good
+    short = pages_ahead(core, replica.place) - _free(replica.place)
+    found = 0
+    if short > 0 and not (model.suspect or replica.gone) and core.ledger.models.get(model.id) is model:
+        plan = model.evictor.plan_backed(replica.place, short, max(1, core.turns.evicted // SHARE_OF_TURN))
+        found = plan.found
+        if found:
+            carry_out(core, model, plan)
+    replica.is_making_room = 0 < found < short
+    return not replica.is_making_room
+
+
+def _free(place: Place) -> int:
+    return min(place.pools[group].unreserved for group in place.full_groups)

@@ -1,0 +1,316 @@
+"""Transfers: check the limits, begin one, wait for it, land it.
+
+Whether the mover can take a transfer is asked before a flow changes anything, so a refusal at submission is the end of
+the mover or a bug. Such a ticket fails at once, and its flow answers with a failed ticket: none is ever told as running
+that does not run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.counters import Count
+from cachesvc.flows.context.turns import Chore, begin
+from cachesvc.flows.transfer.apply_evictions import remember_dropped
+from cachesvc.flows.transfer.low_watermark import look_ahead
+from cachesvc.flows.transfer.pending_writes import came_to_host, did_not_come, was_used
+from cachesvc.ledger.index.block_ledger import Filling
+from cachesvc.ledger.index.reuse_stats import Miss
+from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.tickets import Ticket
+from cachesvc.model.answers import TicketView, Wait
+from cachesvc.model.errors import CacheError, LedgerBroken, LimitExceeded
+from cachesvc.model.layout import Layout
+from cachesvc.model.numbers.sharing import BACKGROUND, Party, share_of
+from cachesvc.model.transfer import DONE, Direction, Failed, Inward, Outcome, PagePairs, Transfer, Urgency
+from cachesvc.model.words import PageState
+
+_NONE = Counter[Party]()
+
+
+def may_submit(core: Core, model: Model, replica: Replica, party: Party = BACKGROUND) -> bool:
+    """True where one more transfer of the replica can begin for ``party``: it has a share of all transfers under way,
+    and of those of the model. What no process has asked for leaves a quarter of either to those that ask."""
+    book, limit = core.ledger.tickets, core.limits.running_tickets
+    running, slots = len(book.running), core.mover.free_slots(model.id, replica.id)
+    if running >= limit or slots <= 0:
+        return False
+    of_model = book.held.get(model.id, _NONE)
+    of_all = of_model if len(book.held) <= 1 else sum(book.held.values(), Counter[Party]())
+    in_model = of_model.total()
+    return _has_share(of_all, party, running, limit) and _has_share(of_model, party, in_model, in_model + slots)
+
+
+def _has_share(held: Counter[Party], party: Party, running: int, limit: int) -> bool:
+    if party == BACKGROUND:
+        return running < max(1, limit * 3 // 4)
+    busy = len(held) - (BACKGROUND in held) + (party not in held)
+    return held[party] < share_of(limit, busy)
+
+
+def require_transfer(core: Core, model: Model, replica: Replica, party: Party) -> None:
+    """Raises LimitExceeded where no further transfer of the replica can begin for ``party``."""
+    if not may_submit(core, model, replica, party):
+        running = len(core.ledger.tickets.running)
+        raise LimitExceeded("transfers under way", running + 1, min(running, core.limits.running_tickets))
+
+
+def store_pairs(place: Place, coming: Filling) -> tuple[PagePairs, ...]:
+    """Page pairs from a replica's device to the host copies that come."""
+    return tuple(
+        PagePairs(group, place.pages_of(group, rows), pages)
+        for group, (rows, pages) in enumerate(zip(coming.rows, coming.pages, strict=True))
+        if rows
+    )
+
+
+def load_pairs(source: Place, coming: Filling) -> tuple[PagePairs, ...]:
+    """Page pairs from the host, or another replica's device, to the device copies that come."""
+    return tuple(
+        PagePairs(group, pages, source.pages_of(group, rows))
+        for group, (rows, pages) in enumerate(zip(coming.rows, coming.pages, strict=True))
+        if rows
+    )
+
+
+def submit(
+    core: Core,
+    model: Model,
+    ticket: Ticket,
+    pairs: tuple[PagePairs, ...],
+    *,
+    layered: bool,
+    short_suffix: bool = False,
+) -> None:
+    """Hand a ticket's pages to the mover and note where its progress is read; the flags are those of ``Transfer``.
+
+    Call it once the ledger knows all about the ticket: one without pages is done at once, and one that the mover
+    refuses has failed.
+    """
+    ticket.size_bytes = _moved_bytes(model.layout, ticket.direction, pairs)
+    if not pairs:
+        land(core, ticket.id, DONE)
+        return
+    assert isinstance(ticket.direction, Direction), "movers have no part in what comes from storage"
+    transfer = Transfer(
+        ticket.id,
+        model.id,
+        ticket.replica,
+        ticket.direction,
+        pairs,
+        layered=layered,
+        short_suffix=short_suffix,
+        urgency=ticket.urgency,
+        source_replica=ticket.source[0] if ticket.source is not None else None,
+    )
+    try:
+        ticket.slot = core.mover.submit(transfer)
+    except CacheError as refusal:
+        land(core, ticket.id, Failed(str(refusal)))
+        if core.on_refused is not None:
+            core.on_refused(ticket.id, str(refusal))
+        return
+    onto_device = Count.H2D_BYTES if ticket.source is None else Count.P2P_BYTES
+    core.count(Count.D2H_BYTES if ticket.direction is Direction.STORE else onto_device, ticket.size_bytes)
+
+
+def _moved_bytes(layout: Layout, direction: Direction | Inward, pairs: Iterable[PagePairs]) -> int:
+    """Bytes that all ranks move: each has its own on its device, and the host keeps replicated ones once."""
+    copies = layout.host_ranks if direction is Direction.STORE else lambda _: layout.ranks
+    return sum(len(pair.device_pages) * layout.page_bytes(pair.group) * copies(pair.group) for pair in pairs)
+
+
+def wait_for(core: Core, tickets: Iterable[int]) -> Wait:
+    """The answer of a flow that can go on only when one of the tickets has ended; they are awaited from now on."""
+    wait = Wait(tuple(tickets))
+    expedite(core, wait.tickets)
+    return wait
+
+
+def expedite(core: Core, tickets: Iterable[int]) -> None:
+    """Make the tickets awaited, and those that must end before them."""
+    running = core.ledger.tickets.running
+    due = list(tickets)
+    for number in due:  # grows
+        ticket = running.get(number)
+        if ticket is not None and ticket.urgency is Urgency.BACKGROUND:
+            ticket.urgency = Urgency.AWAITED
+            core.mover.expedite(number)
+            due += ticket.after
+
+
+def land(core: Core, ticket_id: int, outcome: Outcome) -> list[int]:
+    """End a ticket that its mover has finished. Returns the tickets that end at once; longer work goes on as a
+    background task, and ends in ``core.on_ended``.
+
+    A load below another that still runs is held back until that one has ended, and fails with it.
+    """
+    running = core.ledger.tickets.running
+    model = running[ticket_id].model
+    landing = _Landing(core, deque(core.ledger.tickets.land(ticket_id, outcome)))
+    begin(core.chores, model, landing.go_on)
+    return landing.take_ended()
+
+
+class _Landing:
+    """Tickets that may be able to end, one after another, since one has landed."""
+
+    def __init__(self, core: Core, due: deque[Ticket]) -> None:
+        self._core = core
+        self._due = due
+        self._ended: list[int] | None = []
+
+    def take_ended(self) -> list[int]:
+        """Tickets that ended in the first turn; later ones go to ``on_ended``."""
+        ended, self._ended = self._ended, None
+        return ended or []
+
+    def go_on(self) -> bool:
+        """A turn; True when no ticket is left. Raises LedgerBroken where one cannot be settled: it ends all the same,
+        and the others go on."""
+        try:
+            return self._settle_some()
+        except Exception as broken:
+            number = self._give_up(self._due.popleft(), broken)
+            raise LedgerBroken(f"ticket {number}: {type(broken).__name__}: {broken}") from broken
+
+    def _settle_some(self) -> bool:
+        core, book = self._core, self._core.ledger.tickets
+        left = 1.0
+        while self._due and left > 0:
+            ticket = self._due[0]
+            if not book.may_end(ticket):
+                self._due.popleft()
+                continue
+            left = _settle_part(core, ticket, left)
+            if not ticket.has_parts:
+                self._due += book.end(ticket)
+                _settle_rest(core, ticket)
+                self._tell(ticket)
+                self._due.popleft()
+        return not self._due
+
+    def _give_up(self, ticket: Ticket, broken: Exception) -> int:
+        """End a ticket as failed whose copies cannot be settled; they stay as they are. Returns its number."""
+        core, ended = self._core, self.take_ended()
+        ticket.failing = ticket.failing or f"{type(broken).__name__}: {broken}"
+        if core.ledger.tickets.is_running(ticket.id):
+            self._due += core.ledger.tickets.end(ticket)
+        if self._due:
+            core.chores.append(Chore(ticket.model, self.go_on))
+        if core.on_ended is not None:
+            core.on_ended([*ended, ticket.id])
+        waiters, pin = ticket.waiters, ticket.pin
+        ticket.forget_parts()
+        with suppress(LedgerBroken):  # it follows from the defect that is raised
+            for waiter in waiters:
+                waiter.load_ended(ticket.id, ticket.failing)
+            if pin is not None:
+                pin.let_go()
+        return ticket.id
+
+    def _tell(self, ticket: Ticket) -> None:
+        if self._ended is not None:
+            self._ended.append(ticket.id)
+        elif self._core.on_ended is not None:
+            self._core.on_ended([ticket.id])
+
+
+def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
+    """Settle copies of a ticket that may end, as many as ``left`` of a turn is for; returns what of it is left then."""
+    model = core.ledger.models[ticket.model]
+    replica = model.any_replica(ticket.replica)
+    arrived = not ticket.failing
+    if not ticket.is_settling:
+        ticket.is_settling, ticket.moved_blocks = True, ticket.blocks
+        if ticket.drains:
+            replica.failed_drains = 0 if arrived else replica.failed_drains + 1
+        if not arrived:  # no pin may rely on rows that will be gone
+            _tell_waiters(core, replica, ticket)
+    if rows := ticket.take_rows(max(1, int(left * core.turns.landed))):
+        left -= len(rows) / core.turns.landed
+        place = replica.place if ticket.direction is Direction.LOAD else model.blocks.host
+        if ticket.direction is Direction.STORE and not arrived:
+            did_not_come(core, model, rows)
+        for row in rows:
+            model.blocks.finish_fill(place, row, arrived=arrived, may_write=ticket.may_write)
+        if ticket.direction is Direction.LOAD:
+            _count_loaded(core, model, ticket, rows)
+        elif arrived:
+            came_to_host(core, model, rows)
+    if left > 0 and (drains := ticket.take_drains(max(1, int(left * core.turns.drained)))):
+        left -= len(drains) / core.turns.drained
+        for drain in drains:
+            model.evictor.finish_drain(replica.place, drain, arrived=arrived, may_write=ticket.may_write)
+        if arrived:
+            came_to_host(core, model, [drain.row for drain in drains if drain.copied])
+        core.count(Count.EVICTIONS, len(drains) if arrived else 0)
+    remember_dropped(core, model)
+    return left
+
+
+def _count_loaded(core: Core, model: Model, ticket: Ticket, rows: Sequence[int]) -> None:
+    arrived = not ticket.failing
+    if ticket.source is not None:
+        core.count(Count.PEER_BLOCKS, len(rows) if arrived else 0)
+    elif arrived:
+        used = model.blocks.host.used
+        for row in rows:
+            used[row] = 1
+        was_used(core, model, rows)
+    if not arrived:
+        model.reuse.missed[Miss.LOAD_FAILED] += len(rows)
+
+
+def _settle_rest(core: Core, ticket: Ticket) -> None:
+    """End a ticket whose copies are settled, and wake its waiters."""
+    model = core.ledger.models[ticket.model]
+    replica = model.any_replica(ticket.replica)
+    core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
+    if ticket.pin is not None:
+        ticket.pin.let_go()
+    _tell_waiters(core, replica, ticket)
+    if ticket.room is not None:
+        ticket.room.top_up()
+    ticket.forget_parts()
+    remember_dropped(core, model)
+    look_ahead(core, model, replica)
+
+
+def _tell_waiters(core: Core, replica: Replica, ticket: Ticket) -> None:
+    """Inform the waiters once, when the result is known."""
+    for waiter in ticket.waiters:
+        waiter.load_ended(ticket.id, ticket.failing)
+    ticket.waiters = []
+    if ticket.traveller is not None:
+        _settle_swap(core, replica, ticket)
+
+
+def _settle_swap(core: Core, replica: Replica, ticket: Ticket) -> None:
+    """Free the pages of an ended sequence, unless a process may still write them."""
+    assert ticket.traveller is not None
+    lease = core.ledger.leases.get(ticket.traveller.lease)
+    for group, pages in enumerate(ticket.traveller.swap_ended(ticket)):
+        pool = replica.place.pools[group]
+        if lease is not None and lease.may_write(ticket.traveller.id):
+            lease.set_aside(group, pool, pages)
+        else:
+            pool.move_all(pages, PageState.FREE)
+    ticket.traveller, ticket.moves = None, []
+
+
+def ticket_view(ticket: Ticket) -> TicketView:
+    """View of a ticket for callers."""
+    return TicketView(
+        ticket.id,
+        ticket.state.value,
+        ticket.reason,
+        ticket.slot,
+        ticket.direction.value,
+        ticket.blocks,
+        ticket.size_bytes,
+    )

@@ -1,0 +1,1 @@
+"""Plans of an eviction, and how its victims leave."""

@@ -1,0 +1,391 @@
+"""Choice of victims: all or nothing, leaf first, and never a block whose descendants need it.
+
+A plan is made without changing anything, then carried out whole. What it costs grows with what it evicts, not with what
+there is. What a victim of a device place becomes:
+
+    another whole copy exists                -> drop: its page is free at once
+    last copy, host wanted and has room      -> drain: its page is free when the bytes are on the host
+    last copy, no child anywhere             -> drop: the block leaves the index
+    otherwise                                -> passed over
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from cachesvc.ledger.eviction.drop import drop_all
+from cachesvc.ledger.eviction.victim_walk import walk_of
+from cachesvc.ledger.index.block_index import BlockIndex
+from cachesvc.ledger.index.block_ledger import BlockLedger, Filling
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.ledger.order.candidates import ROW_MASK
+from cachesvc.ledger.pages.change_log import Cause
+from cachesvc.model.numbers.int32s import Column, array_of, column
+from cachesvc.model.words import ABSENT, READY
+
+WORK_OF_RUN, BLOCKS_OF_WORK = 8, 12
+"""Work of a run that stays on the host: as much as this number of blocks that go by themselves, and one more for this
+number of its own."""
+DRAINS_LOOKED_AT = 256
+Spares = Callable[[int], bool]
+
+
+def no_row(_: int) -> bool:
+    """Predicate that is false for each row."""
+    return False
+
+
+class Drain(NamedTuple):
+    """A device copy that lingers until its ticket ends; ``copied`` is False where only its child's bytes move."""
+
+    row: int
+    copied: bool
+
+
+@dataclass
+class EvictionPlan:
+    """Victims in the order to do it, leaves first. ``host_drops`` make room on the host for the drains.
+
+    A parent never leaves before its child: where the child drains, so does the parent, bytes to copy or not.
+    ``window_drops``: ``(group, row)`` of windowed copies that go by themselves.
+    """
+
+    place: Place
+    drops: list[int] = field(default_factory=list)
+    drains: list[Drain] = field(default_factory=list)
+    host_drops: list[int] = field(default_factory=list)
+    window_drops: list[tuple[int, int]] = field(default_factory=list)
+    cause: Cause = Cause.EVICTED
+
+    @property
+    def found(self) -> int:
+        """Pages that the plan frees, now or when its ticket ends."""
+        return len(self.drops) + len(self.drains)
+
+    def freed(self, group: int) -> int:
+        """Number of pages of one group that the drops free."""
+        states = self.place.states[group]
+        alone = sum(dropped == group for dropped, _ in self.window_drops)
+        return alone + sum(states[row] != ABSENT for row in self.drops)
+
+
+class Evictor:
+    """Plans and carries out evictions on one model's places."""
+
+    def __init__(self, ledger: BlockLedger) -> None:
+        self.ledger = ledger
+
+    def plan_device(
+        self,
+        place: Place,
+        count: int,
+        *,
+        to_host: bool,
+        share: float = 0.0,
+        most_looks: int = sys.maxsize,
+        most_work: int = sys.maxsize,
+        saves: bool = True,
+    ) -> tuple[EvictionPlan, bool]:
+        """Victims that free ``count`` pages in each full group of ``place``; and whether as many can go.
+
+        ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
+        whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
+        which the search is given up. ``most_work``: this number of blocks, or many more in runs that the host has, is
+        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. Nothing is
+        changed yet; the caller passes the plan to ``carry_out`` or drops it.
+        """
+        index, walk = self.ledger.index, walk_of(self.ledger, place)
+        host = _HostRoom(self.ledger, walk.taken.__contains__)
+        plan = EvictionPlan(place, host_drops=host.victims)
+        gone, lingering = Counter[int](), set[int]()
+        others = [each.states[each.lead] for each in index.places if each is not place]
+        found, looks, work = 0, 0, 0.0
+        while found < count and looks < most_looks and work < most_work and (row := walk.next()) is not None:
+            looks += 1
+            lasting_children = index.children[row] - gone[row]
+            is_elsewhere = READY in map(itemgetter(row), others)
+            left, run = most_work - int(work), [row]
+            if is_elsewhere and row not in lingering:
+                run = walk.backed_run(row, min(count - found, _longest_run(place, left)))
+            elif not (to_host or lasting_children or any(map(itemgetter(row), others))):
+                run = walk.run(row, min(count - found, left))
+            if len(run) > 1 and host.walk.taken.isdisjoint(run):
+                plan.drops += run
+                walk.take_run(run)
+                gone[index.parent[run[-1]]] += not is_elsewhere
+                found += len(run)
+                work += _work_of(place, run) if is_elsewhere else len(run)
+                continue
+            if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
+                lingering.add(index.parent[row])  # it counts, and stays
+            elif is_elsewhere and row not in host.walk.taken:
+                if row not in lingering:
+                    plan.drops.append(row)
+                else:
+                    plan.drains.append(Drain(row, copied=False))
+                    lingering.add(index.parent[row])
+            elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
+                plan.drains.append(Drain(row, copied=True))
+                lingering.add(index.parent[row])
+            elif lasting_children == 0:
+                plan.drops.append(row)
+                gone[index.parent[row]] += 1
+            else:
+                continue
+            walk.take(row)
+            found, work = found + 1, work + 1
+        return plan, found >= count or work >= most_work
+
+    def plan_backed(self, place: Place, count: int, most_work: int) -> EvictionPlan:
+        """Next victims of a device place, as far as the host has all of them: up to ``count`` blocks, and as
+        ``most_work`` of ``plan_device``. Nothing is changed yet."""
+        plan, walk, work = EvictionPlan(place), walk_of(self.ledger, place), 0.0
+        on_host = self.ledger.host.states[self.ledger.host.lead]
+        while plan.found < count and work < most_work and (row := walk.next()) is not None:
+            run = walk.backed_run(row, min(count - plan.found, _longest_run(place, most_work - int(work))))
+            backed = list(takewhile(lambda each: on_host[each] == READY, run))
+            plan.drops += backed
+            work += _work_of(place, backed)
+            if len(backed) < len(run):
+                break
+            walk.take_run(run)
+        return plan
+
+    def plan_host(self, count: int, spares: Spares = no_row) -> tuple[EvictionPlan, bool]:
+        """Victims that free ``count`` host pages: backups whose device copy stays, and blocks without children.
+
+        ``spares``: says of a row whether it stays.
+        """
+        room = _HostRoom(self.ledger, spares)
+        plan = EvictionPlan(self.ledger.host)
+        met = all(room.evict_one() for _ in range(count))
+        plan.drops = room.victims
+        return plan, met
+
+    def plan_host_room(self, wanted: Sequence[int], spares: Spares = no_row) -> tuple[EvictionPlan, int | None]:
+        """Victims after which host group g has ``wanted[g]`` free pages; and a group that they do not suffice for.
+
+        Whole blocks go for the full groups, each freeing its windowed copies too. If windowed groups are still short,
+        unheld windowed copies go by themselves, and their blocks stay. ``spares``: says of a row whether all of it
+        stays.
+        """
+        host = self.ledger.host
+        short = [want - pool.free for want, pool in zip(wanted, host.pools, strict=True)]
+        worst = max(host.full_groups, key=short.__getitem__)
+        plan, met = self.plan_host(max(0, short[worst]), spares)
+        if not met:
+            return plan, worst
+        going = set(plan.drops)
+        for group in host.window_groups:
+            need = short[group] - plan.freed(group) if short[group] > 0 else 0
+            rows = (entry & ROW_MASK for entry in host.window_leaves[group])
+            found = list(islice((row for row in rows if row not in going and not spares(row)), max(0, need)))
+            plan.window_drops += [(group, row) for row in found]
+            if len(found) < need:
+                return plan, group
+        return plan, None
+
+    def _is_worth_saving(self, row: int, share: float) -> bool:
+        chooser = self.ledger.chooser
+        return not share or chooser is None or chooser.is_worth_saving(self.ledger.index.segments[row], share)
+
+    def carry_out(self, plan: EvictionPlan, ticket: int = 0) -> Filling:
+        """Drop what is to be dropped and start draining the rest; returns the host copies that come.
+
+        ``ticket``: of the drains, where there are any.
+        """
+        ledger = self.ledger
+        place = plan.place
+        with ledger.host.leaves.filing_later():
+            drop_all(ledger, ledger.host, plan.host_drops, plan.cause)
+        copied = array("i", [drain.row for drain in plan.drains if drain.copied])
+        coming = start_backup(ledger, place, copied, ticket)
+        for row, is_copied in plan.drains:
+            if not is_copied:
+                ledger.begin_flight(row)
+            ledger.start_drain(place, row, ticket)
+        with place.leaves.filing_later():
+            drop_all(ledger, place, plan.drops, plan.cause)
+        for group, row in plan.window_drops:
+            ledger.drop_window(place, group, row)
+        ledger.evicted_blocks += len(plan.drops)
+        return coming
+
+    def finish_drain(self, place: Place, drain: Drain, *, arrived: bool, may_write: bool = False) -> bool:
+        """The ticket has ended: a copied block's host copy is READY or gone; the device copy goes unless needed.
+        ``may_write``: as of ``finish_fill``.
+
+        True when it went.
+        """
+        ledger = self.ledger
+        row = drain.row
+        needed = place.is_lost or place.pins[row] > 0 or place.children[row] > 0 or not arrived
+        ledger.end_drain(place, row, needed=needed)
+        if drain.copied:
+            ledger.finish_fill(ledger.host, row, arrived=arrived, may_write=may_write)
+        else:
+            ledger.end_flight(row)
+        if not needed:
+            ledger.evicted_blocks += 1
+            ledger.drop_copy(place, row)
+        return not needed
+
+
+def _longest_run(place: Place, work: int) -> int:
+    """Number of blocks of a run with this much work; a few at least."""
+    return work if place.window_groups else max(work - WORK_OF_RUN, 1) * BLOCKS_OF_WORK
+
+
+def _work_of(place: Place, run: Sequence[int]) -> float:
+    """Work of a run of blocks that the host has. Where there are windows they leave one by one (``drop.py``)."""
+    return len(run) if place.window_groups else min(len(run), WORK_OF_RUN + len(run) / BLOCKS_OF_WORK)
+
+
+class _HostRoom:
+    """Room on the host, reserved page by page while a plan is made."""
+
+    def __init__(self, ledger: BlockLedger, spares: Spares) -> None:
+        self.ledger = ledger
+        self._spares = spares
+        self.walk = walk_of(ledger, ledger.host)
+        self.victims: list[int] = []
+        host = ledger.host
+        self._free = min(host.pools[group].free for group in host.full_groups)
+        self._gone: dict[int, int] = {}
+
+    def reserve(self) -> bool:
+        """Reserve one more host page for each full group, evicting if need be; False when there is none."""
+        if self._free > 0:
+            self._free -= 1
+            return True
+        return self.evict_one()
+
+    def evict_one(self) -> bool:
+        """Take the next host victim; False when none is left."""
+        index = self.ledger.index
+        while (row := self.walk.next()) is not None:
+            if self._spares(row):
+                continue
+            elsewhere = any(p is not self.ledger.host and p.state(row) == READY for p in index.places)
+            if not elsewhere:
+                if index.children[row] > self._gone.get(row, 0):
+                    continue
+                parent = index.parent[row]
+                self._gone[parent] = self._gone.get(parent, 0) + 1
+            self.walk.take(row)
+            self.victims.append(row)
+            return True
+        return False
+
+
+def start_backup(ledger: BlockLedger, source: Place, rows: array[int], ticket: int) -> Filling:
+    """Start to store on the host what ``source`` holds of ``rows``; windowed copies come along while there is room.
+
+    The caller has made sure that the full groups have room.
+    """
+    host = ledger.host
+
+    def rows_in(group: int) -> array[int]:
+        if group in source.full_groups:
+            return rows
+        return array_of(column(rows)[source.states_of(group, rows) == READY][: host.pools[group].free])
+
+    return ledger.start_fill(host, [rows_in(group) for group in range(len(host.pools))], ticket)
+
+
+def evictable_pages(
+    ledger: BlockLedger, place: Place, *, after_flights: bool = False, unpinned: Sequence[int] = ()
+) -> int:
+    """Number of blocks of a device place that could be dropped one after another; ``after_flights``: once all transfers
+    are over, and with them one pin of each of the rows ``unpinned``.
+
+    What pins keep is counted all the time; beside that only chains of blocks in flight are looked at. So it does not
+    grow with the pool, nor with what others hold.
+    """
+    index, protected = ledger.index, place.protected
+    ending = [row for row, count in Counter(unpinned).items() if 0 < place.pins[row] <= count]
+    for row in ending:
+        protected.leave(row)
+    try:
+        kept = protected.blocks
+        if not after_flights and index.flying:
+            kept += _blocks_beyond(index, protected.tips, _deepest(index, place))
+    finally:
+        for row in ending:
+            protected.keep(row)
+    return place.residents - kept
+
+
+def _deepest(index: BlockIndex, place: Place) -> list[int]:
+    """Deepest row of each chain in flight that has a copy on the place."""
+    flying = _flying_here(index, place)
+    heads, depths = column(index.head)[flying], column(index.depth)[flying]
+    ends = np.append((heads[1:] != heads[:-1]) | (depths[1:] < depths[:-1]), True) if len(flying) else np.empty(0, bool)
+    flying, heads, depths = flying[ends], heads[ends], depths[ends]  # what takes off together is mostly in its order
+    order = np.lexsort((depths, heads))
+    last = np.append(np.diff(heads[order]) != 0, True) if len(order) else order
+    found: list[int] = flying[order[last]].tolist()
+    return found
+
+
+def _flying_here(index: BlockIndex, place: Place) -> Column:
+    """The rows in flight that have a copy on the place."""
+    flying = index.flying.column()
+    found: Column = flying[np.frombuffer(place.states[place.lead], np.uint8)[flying] != ABSENT]
+    return found
+
+
+def transfers_here(ledger: BlockLedger, place: Place) -> list[int]:
+    """The tickets of any replica that move copies of blocks which have one on the place: these stay until then. Looks
+    at rows in flight as a column, and not at each ticket; of what drains elsewhere it finds some at least."""
+    rows = array_of(_flying_here(ledger.index, place))
+    found = dict.fromkeys(ticket for each in ledger.index.told for ticket in each.fillers(rows))
+    for each in ledger.index.told:
+        if each.draining:
+            found |= dict.fromkeys(each.draining[row] for row in rows[:DRAINS_LOOKED_AT] if row in each.draining)
+    return list(found)
+
+
+def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[int]) -> int:
+    """Number of the rows and all their ancestors, without those down to the ``tips`` of chains."""
+    count = 0
+    reach: dict[int, int] = {}  # of each chain that was looked at, the depth down to which it is counted
+    for start in rows:
+        row = start
+        while row != NO_ROW:
+            head, depth = index.head[row], index.depth[row]
+            above = index.depth[head] - 1
+            counted = reach.get(head, tips.get(head, above))
+            if depth > counted:
+                count += depth - counted
+                reach[head] = depth
+            if counted > above:
+                break
+            row = index.parent[head]
+    return count
+
+
+def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
+    """Number of windowed copies that no window holds; ``after_flights``: once all transfers are over."""
+    count = len(place.window_leaves[group])
+    if after_flights:
+        flying = ledger.index.flying.column()
+        here = np.frombuffer(place.states[group], np.uint8)[flying] != ABSENT
+        filed = np.frombuffer(place.window_leaves[group].filed, np.bool_)[flying]
+        count += int((here & ~filed & (column(place.window_pins[group])[flying] == 0)).sum())
+    return count
+
+
+def drop_idle_windows(ledger: BlockLedger, place: Place, group: int, count: int) -> None:
+    """Drop ``count`` windowed copies that no window holds, by their order. The caller knows that there are as many."""
+    for entry in list(islice(place.window_leaves[group], max(0, count))):
+        ledger.drop_window(place, group, entry & ROW_MASK)

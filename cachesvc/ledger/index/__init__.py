@@ -1,0 +1,1 @@
+"""Blocks by key: their copies in each tier, and what keeps them there."""

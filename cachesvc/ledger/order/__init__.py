@@ -1,0 +1,1 @@
+"""Order in which blocks may be evicted."""

@@ -1,0 +1,1 @@
+"""Pages of a pool and arrays beside them: states, reservations, changes, counts."""

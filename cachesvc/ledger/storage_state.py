@@ -1,0 +1,270 @@
+"""State of storage transfers in the ledger: pages of fetches, before they are blocks, and host blocks being written.
+
+    a fetch's page     IN_FLIGHT   its bytes are on their way
+                       SEALED      all of its block has verified: it is a copy like any other, and the fetch's no more
+                       FREE        its block does not come
+                       QUARANTINED its block does not come, but bytes may still land in it
+
+Blocks of a fetch enter the index in order of depth, each under the one before, which is pinned until then. The places
+of objects are not here: the engine knows them, as hints.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.ledger.index.pins import Pin, WindowPins, held_by
+from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger.index.windows import window_positions
+from cachesvc.model.errors import LedgerBroken
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+
+MOST_WRITTEN = 1 << 18
+"""Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""
+
+
+def key_at(keys: bytes, position: int) -> bytes:
+    """One of packed keys."""
+    return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+
+class HeldPages(NamedTuple):
+    """Pages of one group that no block has. For audits."""
+
+    group: int
+    state: PageState
+    pages: list[int]
+
+
+class Fetch:
+    """Blocks on their way from storage to the host, root first. ``ticket``: of its waiters.
+
+    ``keys``: theirs; the first comes under ``pin``'s row, whose key is ``parent``. ``out``: of each block, how many of
+    its objects may still write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed
+    groups that do not come with a block, as (block, group). ``lent``: blocks of which another node lent some.
+    """
+
+    def __init__(self, blocks: BlockLedger, ticket: int, first: int, keys: tuple[bytes, ...], pin: Pin) -> None:
+        """Takes pages of the host: of groups without a window, for which there is room, one for each of ``keys``; of
+        the others what the last window and the sinks need, as far as there is any."""
+        self.ticket = ticket
+        self.first = first
+        self.keys = keys
+        self.parent = blocks.index.key_of(pin.row)
+        self.out = [0] * len(keys)
+        self.end = len(keys)
+        self.admitted = 0
+        self.lent: set[int] = set()
+        self.has_begun = False
+        self.is_over = False
+        self._blocks = blocks
+        self._pages = [self._take(group) for group in range(len(blocks.host.pools))]
+        self._pin = pin
+        self._lost: set[tuple[int, int]] = set()
+
+    def brings(self, keys: bytes, position: int) -> bool:
+        """True where it brings the block at ``position`` of packed ``keys``, below the one that these say."""
+        at = position - self.first
+        if not 0 <= at < len(self.keys) or self.keys[at] != key_at(keys, position):
+            return False
+        above = self.keys[at - 1] if at else self.parent
+        return above == (key_at(keys, position - 1) if position else b"")
+
+    @property
+    def pin(self) -> Pin:
+        """Pin of the block that the next one comes under."""
+        return self._pin
+
+    @property
+    def is_whole(self) -> bool:
+        """True where all of it has come."""
+        return self.admitted == len(self.keys)
+
+    @property
+    def is_done(self) -> bool:
+        """True where it holds nothing any more."""
+        return self.is_over and not any(self.out)
+
+    def _take(self, group: int) -> array[int]:
+        pool, count = self._blocks.host.pools[group], len(self.keys)
+        if group in self._blocks.host.full_groups:
+            return pool.take(count, PageState.IN_FLIGHT)
+        pages = array("i", [NO_PAGE]) * count
+        needed = window_positions(self._blocks.layout, group, self.first + count)
+        due = [at - self.first for at in needed if at >= self.first]
+        due = due[max(0, len(due) - pool.unreserved) :]
+        for at, page in zip(due, pool.take(len(due), PageState.IN_FLIGHT), strict=True):
+            pages[at] = page
+        return pages
+
+    def pages(self) -> list[array[int]]:
+        """Current page for each key of each group, or NO_PAGE."""
+        return [pages[:] for pages in self._pages]
+
+    def held(self) -> Iterator[HeldPages]:
+        """The pages that it holds."""
+        state = PageState.QUARANTINED if self.is_over else PageState.IN_FLIGHT
+        for group, pages in enumerate(self._pages):
+            if mine := [page for page in pages if page != NO_PAGE]:
+                yield HeldPages(group, state, mine)
+
+    def cut(self, block: int) -> None:
+        """The block does not come, and so none below it."""
+        self.end = max(self.admitted, min(self.end, block))
+
+    def lose(self, block: int, group: int) -> None:
+        """A windowed group does not come with its block."""
+        self._lost.add((block, group))
+
+    def may_admit(self) -> bool:
+        """True where the next block has come, whole."""
+        return self.admitted < self.end and not self.out[self.admitted]
+
+    def admit(self, stamps: Callable[[], int]) -> bool:
+        """The next block is on the host from now on; False where it cannot be, and so none below it: it is known
+        below another prefix, or the block above it is lost. ``stamps``: gives access numbers."""
+        at, key = self.admitted, self.keys[self.admitted]
+        index, above = self._blocks.index, self._pin.row
+        if above != NO_ROW and self._pin.place.is_lost and not self._keep(above):
+            self.cut(at)
+            return False
+        row = index.rows.get(key, NO_ROW)
+        if row == NO_ROW:
+            row = index.insert(key, above, stamps())
+        elif index.parent[row] != above:
+            self.cut(at)
+            return False
+        self._take_copies(at, row)
+        self._free(at, PageState.FREE)
+        self.admitted += 1
+        if not self._keep(row):
+            raise LedgerBroken(f"row {row} was admitted, and is nowhere whole")
+        self._blocks.offer(self._blocks.host, row)
+        return True
+
+    def _take_copies(self, at: int, row: int) -> None:
+        """Pages become copies of the row where the host has none: of all groups without a window, or of none."""
+        host = self._blocks.host
+        if host.is_filling(row):
+            return  # a backup is on its way to the same place
+        is_new = host.states[host.lead][row] == ABSENT
+        for group in range(len(host.pools)):
+            page = self._pages[group][at]
+            is_wanted = is_new if group in host.full_groups else host.states[group][row] == ABSENT
+            if page != NO_PAGE and is_wanted and (at, group) not in self._lost:
+                host.admit(group, row, page)
+                self._pages[group][at] = NO_PAGE
+        if is_new:
+            self._blocks.come(host, row)
+
+    def _keep(self, row: int) -> bool:
+        """Have a block stay until the next one is under it, wherever it is whole; False where it is so nowhere."""
+        kept = next((place for place in self._blocks.index.places if place.is_hittable(row)), None)
+        if kept is None:
+            return False
+        before, self._pin = self._pin, Pin(self._blocks, kept, row)
+        before.let_go()
+        return True
+
+    def stop(self) -> None:
+        """Stop admitting: pages whose objects have come back are free, the others in quarantine."""
+        self.end = self.admitted
+        self.is_over = True
+        for at in range(self.admitted, len(self.keys)):
+            self._free(at, PageState.QUARANTINED if self.out[at] else PageState.FREE)
+        self._pin.let_go()
+
+    def came_back(self, block: int) -> None:
+        """Note that one of a block's objects writes no more."""
+        self.out[block] -= 1
+        if self.is_over and not self.out[block]:
+            self._free(block, PageState.FREE)
+
+    def _free(self, block: int, state: PageState) -> None:
+        for group, pages in enumerate(self._pages):
+            page = pages[block]
+            if page != NO_PAGE:
+                self._blocks.host.pools[group].move(page, state)
+                if state is PageState.FREE:
+                    pages[block] = NO_PAGE
+
+
+class Keep:
+    """A host block that is being written from ``pages``, of each group one or NO_PAGE: they stay its until all of its
+    objects have ended. ``out``: how many have not."""
+
+    def __init__(self, blocks: BlockLedger, row: int) -> None:
+        host = blocks.host
+        self.pages = tuple(
+            pages[row] if states[row] == READY else NO_PAGE
+            for pages, states in zip(host.pages, host.states, strict=True)
+        )
+        self.out = 0
+        self.is_good = True
+        self._pin = Pin(blocks, host, row)
+        self._windows = WindowPins(blocks, host)
+        for group in host.window_groups:
+            if self.pages[group] != NO_PAGE:
+                self._windows.hold(group, blocks.index.depth[row], row)
+
+    def pins(self) -> Iterator[tuple[int, int | None, int]]:
+        """Place, group (None: the block's own) and row of each pin. For audits."""
+        yield from held_by(self._pin, self._windows)
+
+    def let_go(self) -> None:
+        """Unpin its pages: they have no reader any more."""
+        self._windows.let_go()
+        self._pin.let_go()
+
+
+@dataclass(slots=True)
+class Stored:
+    """State of one model. ``fetching``: the fetch of a key; ``wanted``: keys to write, in their order, once the loop is
+    idle; ``coming``: those that are on their way to the host for that. ``written``: keys that were, newest last, and
+    when."""
+
+    fetches: dict[int, Fetch] = field(default_factory=dict)
+    fetching: dict[bytes, Fetch] = field(default_factory=dict)
+    keeping: dict[bytes, Keep] = field(default_factory=dict)
+    wanted: dict[bytes, None] = field(default_factory=dict)
+    written: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    coming: set[bytes] = field(default_factory=set)
+    most_written: int = MOST_WRITTEN
+
+    @property
+    def is_idle(self) -> bool:
+        """True where nothing reads or writes host pages of the model."""
+        return not self.fetches and not self.keeping
+
+    def pins(self) -> Iterator[tuple[int, int | None, int]]:
+        """Place, group (None: the block's own) and row of each pin that is held. For audits."""
+        for fetch in self.fetches.values():
+            if fetch.pin.row != NO_ROW:
+                yield fetch.pin.place.number, None, fetch.pin.row
+        for keep in self.keeping.values():
+            yield from keep.pins()
+
+    def wrote(self, key: bytes, seconds: float) -> None:
+        """Storage has the block: it was written, or came from there."""
+        self.written[key] = seconds
+        while len(self.written) > self.most_written:
+            self.written.popitem(last=False)
+
+    def begin(self, fetch: Fetch) -> None:
+        """Register the keys of a fetch: other calls wait for it."""
+        self.fetches[fetch.ticket] = fetch
+        self.fetching |= dict.fromkeys(fetch.keys, fetch)
+
+    def end(self, fetch: Fetch) -> None:
+        """End its waits; what is in quarantine stays its."""
+        for key in fetch.keys:
+            if self.fetching.get(key) is fetch:
+                del self.fetching[key]
+        if fetch.is_done:
+            del self.fetches[fetch.ticket]

@@ -1,0 +1,1 @@
+"""Copies: their queue, their slices, the thread that runs them."""

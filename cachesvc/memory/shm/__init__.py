@@ -1,0 +1,1 @@
+"""Device memory in shared memory of the host."""

@@ -1,0 +1,1 @@
+"""Arithmetic without a subject of its own."""

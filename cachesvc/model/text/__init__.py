@@ -1,0 +1,1 @@
+"""Text that people type: addresses, sizes, command lines."""

@@ -1,0 +1,1 @@
+"""Recounts of all that is accounted for."""

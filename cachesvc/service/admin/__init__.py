@@ -1,0 +1,1 @@
+"""Operators' calls and what they read."""

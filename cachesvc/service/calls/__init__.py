@@ -1,0 +1,1 @@
+"""The way of every call, whatever it came by."""

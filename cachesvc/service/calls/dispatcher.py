@@ -1,0 +1,315 @@
+"""The dispatcher: carries out every call, by whichever transport it came, in one order. Nothing here knows gRPC.
+
+    caller and lease    the token still holds; the lease that is named is the caller's own. It counts as alive, whatever
+    becomes of the call admission           room among calls of its kind, the tenant's rates, limits of fields repeats
+    a request_id that was answered gets the same answer the call itself     resolved, held to the tenant's quotas, and
+    run: ``Method.carry`` telemetry           one observation a call
+
+``serve`` answers at once where the call does not wait, without a task or a future; else with a future. A refusal is a
+value either way, an OperationError, which the transport turns into what it has for refusals. So is a defect of the
+daemon's own, with the code INTERNAL: it is logged and counted, its model is taken out of service (``Node.run_of``), and
+the same request_id gets the same INTERNAL, because what was done before it is not known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar, Union
+
+from google.protobuf.message import Message
+from kvcache.v1.cache_pb2 import OperationError
+
+from cachesvc.flows.context.call import Call, resolve
+from cachesvc.flows.context.counters import Count
+from cachesvc.ledger.leases import Lease, LeaseState
+from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.questions.owned import own_lease
+from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
+from cachesvc.service.access.auth import Caller
+from cachesvc.service.access.owners import no_lease
+from cachesvc.service.access.quota import FREE_BYTES
+from cachesvc.service.calls.idempotency import Mark, Purse, Repeats, mark_of
+from cachesvc.service.calls.observe import CANCELLED, OK, CallWatch, Parent
+from cachesvc.service.loop.node import Node
+from cachesvc.telemetry import events
+from cachesvc.telemetry.tracing import Span
+from cachesvc.wire.limits import check_fields
+from cachesvc.wire.refusals import refusal
+
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
+
+INTERNAL = "INTERNAL"
+"""Code of an internal error: not caused by the caller, and not one of the API's codes."""
+BROKEN = "the daemon failed to serve this call; its log says why"
+
+Outcome: TypeAlias = Union[R, OperationError]  # noqa: UP007 - a generic alias
+Served: TypeAlias = Union[R, OperationError, asyncio.Future[Any]]  # noqa: UP007
+"""An answer or a refusal, or the future of one of them."""
+
+
+@dataclass(slots=True)
+class Ask:
+    """One call of a known caller. ``lease``: one of the caller's own, by the id that the call names.
+
+    ``began``: when it came, ``deadline``: when its caller gives it up; monotonic seconds. ``goes_on``: a part of it is
+    done for good, so it is carried through whatever becomes of its caller, and its answer is kept for a retry.
+    """
+
+    who: Caller
+    method: str
+    holder: Holder
+    began: float
+    deadline: float
+    lease_id: str
+    lease: Lease | None
+    goes_on: bool = False
+
+
+class CallTask(asyncio.Task[Any]):
+    """A call that goes on beyond its first turn. Its caller may cancel it until a part of it is done for good."""
+
+    def __init__(self, ask: Ask, work: Coroutine[Any, Any, Any]) -> None:
+        super().__init__(work)
+        self._ask = ask
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Cancel it; False where it goes on."""
+        return not self._ask.goes_on and super().cancel(msg)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Method(Generic[Q, R]):
+    """One call as data. ``lease_of`` and ``request_id_of`` read the message; None where it names no such thing.
+
+    ``carry`` does the call: it answers, or has ``Dispatcher.later`` go on with it. It may raise a CacheError as long as
+    nothing was changed.
+    """
+
+    name: str
+    carry: Callable[[Ask, Q], R | asyncio.Future[Any]]
+    kind: Kind = Kind.WORK
+    lease_of: Callable[[Q], str] | None = None
+    request_id_of: Callable[[Q], int] | None = None
+
+
+class Dispatcher:
+    """Carries out calls on the event loop. ``watch``: None counts nothing."""
+
+    def __init__(self, node: Node, admission: Admission, watch: CallWatch | None = None) -> None:
+        self.node = node
+        self.admission = admission
+        self._watch = watch
+        self._repeats: dict[str, Repeats] = {}
+        self._purses: dict[str, Purse] = {}
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """Stop: calls that wait and calls that come are refused."""
+        self._is_stopping = True
+        self.node.stop_waiting()
+
+    def serve(
+        self,
+        who: Caller,
+        method: Method[Q, R],
+        request: Q,
+        *,
+        process: Callable[[], CallerKey],
+        contents: bytes | None = None,
+        seconds: float | None = None,
+        parent: Parent = None,
+    ) -> Served[R]:
+        """Carry out one call. ``process``: the caller where no lease names it; ``contents``: the request as it came,
+        where that is at hand; ``seconds``: left of the caller's deadline.
+
+        A future goes on where the caller is gone, unless it is cancelled.
+        """
+        began, watch = time.perf_counter(), self._watch
+        span = None if watch is None or parent is None else watch.begin(method.name, parent)
+        came = request.SerializeToString() if contents is None else contents
+        served = self._serve(who, method, request, came, process, seconds)
+        held = self.node.loop_watch.note(method.name, began)
+        if watch is not None:
+            if isinstance(served, asyncio.Future):
+                served.add_done_callback(partial(_end_watching, watch, method.name, began, span))
+            else:
+                watch.end(method.name, held, served.code if isinstance(served, OperationError) else OK, span)
+            if span is not None:
+                watch.leave()
+        return served
+
+    def charge(self, who: Caller, size_bytes: int) -> None:
+        """The bytes of a message, before it is parsed. Raises QuotaExceeded."""
+        if size_bytes > FREE_BYTES:
+            self.admission.charge_bytes(who.acts_for, size_bytes - FREE_BYTES, self.node.now())
+
+    def refuse(self, name: str, error: CacheError) -> OperationError:
+        """Count a call that cannot be served because of the way that it came, and say so."""
+        if self._watch is not None:
+            self._watch.end(name, 0.0, error.code.value)
+        return refusal(error)
+
+    def later(
+        self, ask: Ask, kind: Kind, work: Callable[[Place], Awaitable[R]], *, is_admitted: bool = False
+    ) -> asyncio.Future[Any]:
+        """Go on with a call beside others, in a task of its own that holds a place. Raises LimitExceeded, unless it
+        ``is_admitted``: something was done already, or a call with a place does it.
+
+        The future's result is an Outcome: ``work`` may raise as ``Method.carry`` may.
+        """
+        place = self.admission.take(kind, ask.holder, is_admitted=is_admitted)
+        task = CallTask(ask, self._guarded(ask, work, place))
+        self._under_way.add(task)  # the loop itself would let it go
+        task.add_done_callback(partial(self._over, place))
+        return task
+
+    def live_lease(self, ask: Ask) -> Lease:
+        """The lease that the call names. Raises NotFound, LeaseLost."""
+        core = self.node.core
+        if ask.lease is None:
+            raise no_lease(core, ask.lease_id, self.node.epoch)
+        return core.ledger.lease(ask.lease_id)
+
+    def resolve(self, ask: Ask) -> Call:
+        """The call with everything looked up, anew for each run of a flow: a lease may be lost while it waits.
+
+        Raises NotFound, LeaseLost, Unavailable (a model that is out of service).
+        """
+        node = self.node
+        if ask.lease is None:
+            raise no_lease(node.core, ask.lease_id, node.epoch)
+        return resolve(node.core.ledger, ask.lease_id, node.now())
+
+    def until(self, ask: Ask) -> float:
+        """Deadline of the call's waits for transfers, monotonic seconds."""
+        return min(ask.deadline, ask.began + self.node.wait_seconds)
+
+    def broke(self, method: str, lease: Lease | None) -> OperationError:
+        """Log and count a defect, from within its ``except``."""
+        events.failure("call_broke", method=method, model=0 if lease is None else lease.model)
+        self.node.core.count(Count.CALLS_BROKEN)
+        return OperationError(code=INTERNAL, message=BROKEN)
+
+    # -- one call, step by step --------------------------------------------------------------------------------
+
+    def _serve(
+        self,
+        who: Caller,
+        method: Method[Q, R],
+        request: Q,
+        came: bytes,
+        process: Callable[[], CallerKey],
+        seconds: float | None,
+    ) -> Served[R]:
+        lease: Lease | None = None
+        try:
+            now, tenant = self.node.now(), who.acts_for
+            lease_id = "" if method.lease_of is None else method.lease_of(request)
+            who.check()
+            if lease_id and (lease := own_lease(self.node.core, tenant, lease_id)) is not None:
+                lease.heard(now)
+            if self._is_stopping:
+                raise Unavailable("the daemon stops; go on without the cache")
+            holder = self.admission.holder(process() if lease is None else lease.opened_by[0] or lease_id, tenant)
+            request_id = 0 if method.request_id_of is None else method.request_id_of(request)
+            repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
+            is_retry = repeats is not None and repeats.knows(request_id)
+            self.admission.admit(Kind.LIFE if is_retry else method.kind, holder, now)
+            check_fields(request, len(came))
+            deadline = math.inf if seconds is None else now + seconds
+            ask = Ask(who, method.name, holder, now, deadline, lease_id, lease)
+            if request_id:
+                if repeats is None or (lease is not None and lease.state is not LeaseState.LIVE):
+                    repeats = self._repeats_of(ask)
+                mark = mark_of(method.name, request, came)
+                if is_retry:
+                    return self._again(ask, repeats, request_id, mark)
+                return self._once(ask, method, request, repeats, request_id, mark)
+        except CacheError as error:
+            return refusal(error)
+        except Exception:  # noqa: BLE001 - the root of a call
+            return self.broke(method.name, lease)
+        return self._carry(ask, method, request)
+
+    def _again(self, ask: Ask, repeats: Repeats, request_id: int, mark: Mark) -> Served[Any]:
+        """Answer of the method under this id. Raises KeyReused, LimitExceeded."""
+        known = repeats.find(request_id, mark)
+        if isinstance(known, asyncio.Future):
+            repeats.retry(request_id)
+            return self.later(ask, Kind.WAITS, lambda _: _first_answer(known), is_admitted=True)
+        return known
+
+    def _once(
+        self, ask: Ask, method: Method[Q, R], request: Q, repeats: Repeats, request_id: int, mark: Mark
+    ) -> Served[R]:
+        """Carry out a call whose request_id is new, and remember what it is answered."""
+        served = self._carry(ask, method, request)
+        if isinstance(served, asyncio.Future):
+            repeats.begin(request_id, mark, served)
+            served.add_done_callback(partial(_end_first, repeats, request_id, mark))
+        elif is_final(served):
+            repeats.keep(request_id, mark, served)
+        return served
+
+    def _carry(self, ask: Ask, method: Method[Q, R], request: Q) -> Served[R]:
+        try:
+            return method.carry(ask, request)
+        except CacheError as error:
+            return refusal(error)
+        except Exception:  # noqa: BLE001 - the root of a call
+            return self.broke(ask.method, ask.lease)
+
+    async def _guarded(self, ask: Ask, work: Callable[[Place], Awaitable[R]], place: Place) -> Outcome[R]:
+        try:
+            return await work(place)
+        except CacheError as error:
+            return refusal(error)
+        except Exception:  # noqa: BLE001 - the root of a task
+            return self.broke(ask.method, ask.lease)
+
+    def _over(self, place: Place, task: asyncio.Task[Any]) -> None:
+        place.leave()
+        self._under_way.discard(task)
+
+    def _repeats_of(self, ask: Ask) -> Repeats:
+        """The remembered answers of a live lease. Raises LeaseLost, NotFound."""
+        lease_id, leases = self.live_lease(ask).id, self.node.core.ledger.leases
+        known = self._repeats.get(lease_id)
+        if known is None:
+            for gone in [each for each in self._repeats if each not in leases]:
+                self._repeats.pop(gone).forget()
+            purse = self._purses.setdefault(ask.who.acts_for, Purse())
+            known = self._repeats[lease_id] = Repeats(purse)
+        return known
+
+
+def is_final(outcome: Message) -> bool:
+    """False for a refusal, which changed nothing: a retry starts anew. A defect is final."""
+    return not isinstance(outcome, OperationError) or outcome.code == INTERNAL
+
+
+async def _first_answer(first: asyncio.Future[Any]) -> Any:
+    """Answer to the first call under a request_id. Raises Unavailable where it was given up."""
+    await asyncio.wait((first,))
+    if first.cancelled():
+        raise Unavailable("the first call with this request_id was given up; send it again")
+    return first.result()
+
+
+def _end_first(repeats: Repeats, request_id: int, mark: Mark, first: asyncio.Future[Any]) -> None:
+    repeats.end(request_id)
+    if not first.cancelled() and is_final(first.result()):
+        repeats.keep(request_id, mark, first.result())
+
+
+def _end_watching(watch: CallWatch, name: str, began: float, span: Span | None, served: asyncio.Future[Any]) -> None:
+    outcome = OperationError(code=CANCELLED) if served.cancelled() else served.result()
+    code = outcome.code if isinstance(outcome, OperationError) else OK
+    watch.end(name, time.perf_counter() - began, code, span)

@@ -1,0 +1,133 @@
+"""Loans to other nodes: from their calls to the ledger's pins, and back when no stream sends any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cachesvc.flows.storage.lend import Lending, end_lending, lend
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.lent import LentBlocks
+from cachesvc.model.answers import Wait
+from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import NO_PAGE
+from cachesvc.peer.desk import Desk, Lent, LentObject
+from cachesvc.questions.owned import models_named
+from cachesvc.service.loop.line import OTHER_NODES
+from cachesvc.service.loop.node import Node
+from cachesvc.storage.seam import ObjectName, Part, Scope
+from cachesvc.storage.shapes import Shape, Shapes, shapes_of
+
+MOST_BLOCKS = 1024
+"""Most blocks of one lease."""
+MOST_LEASES = 256
+LEND_SECONDS = 0.4
+"""Longest wait of a borrower for what is on a device alone, seconds: it gives up asking a little later."""
+
+View = Callable[[int, int, int, int], memoryview]
+"""``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError."""
+
+
+class LendingDesk:
+    """Desk on the ledger thread. ``view``: from any thread. ``lease_seconds``: silence after which a lease is over."""
+
+    def __init__(self, node: Node, view: View, lease_seconds: float) -> None:
+        self.lease_seconds = lease_seconds
+        self.desk = Desk(node.now, self._quiet)
+        self._node = node
+        self._view = view
+        self._lent: dict[int, tuple[Model, LentBlocks]] = {}
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of this daemon's life."""
+        return self._node.epoch
+
+    async def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> Lent | None:
+        """Keep what is there; None: nothing is. Raises InvalidRequest, LimitExceeded, Unavailable."""
+        if not keys or len(keys) % KEY_BYTES:
+            raise InvalidRequest(f"keys has {len(keys)} bytes, which are no keys of {KEY_BYTES}")
+        if len(keys) // KEY_BYTES > MOST_BLOCKS:
+            raise LimitExceeded("block keys", len(keys) // KEY_BYTES, MOST_BLOCKS)
+        if len(self.desk) >= MOST_LEASES:
+            raise LimitExceeded("leases of other nodes", len(self.desk) + 1, MOST_LEASES)
+        found = self._find(scope)
+        if found is None:
+            return None
+        model, shapes = found
+        wanted = self._wanted(shapes, parts)
+        model.require_trusted()
+        lending = Lending()
+
+        def run() -> LentBlocks | Wait | None:
+            return self._node.run_of(model.id, lend, self._node.core, model, keys, lending)
+
+        answer = run()
+        if isinstance(answer, Wait):
+            answer = await self._node.wait_out(run, answer, self._node.now() + LEND_SECONDS, OTHER_NODES, "borrow")
+        if answer is None:
+            return None
+        return await self._hand_out(model, scope, wanted, answer)
+
+    def give_back(self, lease: int) -> None:
+        """End a loan. Idempotent."""
+        self.desk.give_back(lease)
+
+    def tick(self) -> None:
+        """End lapsed leases. Called periodically."""
+        self.desk.expire()
+
+    def close(self) -> None:
+        """End all leases."""
+        self.desk.end_all()
+
+    def _find(self, scope: Scope) -> tuple[Model, Shapes] | None:
+        """The model of a scope, and what its blocks are lent as."""
+        each = ((model, shapes_of(model)) for model in models_named(self._node.core, scope.namespace))
+        return next(((model, shapes) for model, shapes in each if shapes.scope == scope), None)
+
+    def _wanted(self, shapes: Shapes, parts: Sequence[Part]) -> list[Shape]:
+        by_part = {shape.part: shape for shape in (*shapes.full, *shapes.windows)}
+        if not parts or any(part not in by_part for part in parts):
+            raise InvalidRequest("parts are of another layout: both nodes need the same model, ranks and version")
+        return [by_part[part] for part in parts]
+
+    async def _hand_out(self, model: Model, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> Lent | None:
+        """The pages stay from here on, whatever becomes of the call."""
+        try:
+            objects = await asyncio.to_thread(self._objects, model.id, scope, shapes, blocks)
+            lent = self.desk.lend(objects, self.lease_seconds)
+        except CacheError:  # the host pool is closed: the daemon ends
+            self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
+            return None
+        except BaseException:  # the call was given up
+            self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
+            raise
+        self._lent[lent.lease] = model, blocks
+        return lent
+
+    def _objects(self, model: int, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> list[LentObject | None]:
+        """On a thread of its own: some microseconds a page. Objects are named by what the index has there."""
+        found: list[LentObject | None] = []
+        for at, key in enumerate(blocks.keys):
+            parent = blocks.keys[at - 1] if at else blocks.parent
+            for shape in shapes:
+                pages = [(group, rank, blocks.pages[group][at]) for group, rank in shape.pieces]
+                if any(page == NO_PAGE for _, _, page in pages):
+                    found.append(None)
+                    continue
+                views = tuple(self._view(model, group, rank, page) for group, rank, page in pages)
+                found.append(LentObject(ObjectName(scope, key, shape.part), views, parent))
+        return found
+
+    def _quiet(self, lease: int) -> None:
+        """From any thread: no stream sends from its pages any more."""
+        self._node.soon(partial(self._end, lease))
+
+    def _end(self, lease: int) -> None:
+        found = self._lent.pop(lease, None)
+        if found is not None:
+            model, blocks = found
+            self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))

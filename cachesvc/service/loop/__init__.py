@@ -1,0 +1,1 @@
+"""The event loop: whose turn it is, and for how long."""

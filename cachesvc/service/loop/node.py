@@ -1,0 +1,396 @@
+"""The ledger thread: runs flows on the event loop, lands transfers, and lets calls wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.counters import Count
+from cachesvc.flows.context.turns import tidy
+from cachesvc.flows.leases.device_loss import empty_lost, lose_device
+from cachesvc.flows.leases.leases import lose_silent, may_map, process_gone
+from cachesvc.flows.models.admin import distrust, trust
+from cachesvc.flows.models.registration import host_pages_arrived
+from cachesvc.flows.transfer.transfers import land
+from cachesvc.model.answers import Wait
+from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
+from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
+from cachesvc.model.words import Run
+from cachesvc.questions.view import EVERYTHING, Sight, View
+from cachesvc.service.access.admission import CallerKey
+from cachesvc.service.access.owners import shown_id
+from cachesvc.service.loop.latency import LoopWatch
+from cachesvc.service.loop.line import BACKGROUND, Line, Sleeper
+from cachesvc.swap.vault import Vault
+from cachesvc.telemetry import events
+
+Answer = TypeVar("Answer")
+P = ParamSpec("P")
+LANDINGS = 8
+"""Transfers that land in a turn: each costs as much as some blocks, however few it has."""
+NEEDS = "the transfers that this call needs"
+Flow = Callable[[Core, Call], Answer | Wait]
+"""Answers, or says what to wait for and is run again with a new Call."""
+
+
+def end_wait(wait: Wait) -> None:
+    """End a wait: what was kept for the call can be taken. Idempotent."""
+    if wait.reserved is not None:
+        wait.reserved.release()
+
+
+class Node:
+    """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
+
+    ``on_change`` is called after every flow: blocks may have come or gone. So is ``on_work``, which may add chores.
+    Both must be quick. ``on_sweep`` is called now and then, with the time: for what has to be done sometime.
+    """
+
+    def __init__(self, core: Core, *, epoch: int, wait_seconds: float, lease_seconds: float) -> None:
+        self.core = core
+        self.epoch = epoch
+        self.lease_seconds = lease_seconds
+        self.now: Callable[[], float] = time.monotonic
+        """Clock of the flows, monotonic seconds."""
+        self.started = self.now()
+        self.on_change: Callable[[], None] | None = None
+        self.on_sweep: Callable[[float], None] | None = None
+        self.on_work: Callable[[], None] | None = None
+        self.wait_seconds = wait_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiters: dict[int, list[Sleeper]] = {}
+        self._landings: deque[tuple[int, Outcome]] = deque()
+        self._sweeper: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._vault: Vault | None = None
+        self.loop_watch = LoopWatch()
+        self._line = Line()
+        self._is_tidying = False
+        core.on_refused = _log_failure
+        core.on_ended = self._wake
+
+    @property
+    def vault(self) -> Vault:
+        """The memory; set by the composition root before the first call."""
+        assert self._vault is not None
+        return self._vault
+
+    def start(self, vault: Vault) -> None:
+        """Begin on the running loop."""
+        self._vault = vault
+        self._loop = asyncio.get_running_loop()
+        self._sweeper = self._loop.create_task(self._sweep())
+
+    def stop_waiting(self) -> None:
+        """The daemon stops: calls that wait for transfers end now, and none waits from here on."""
+        self._is_stopping = True
+        for waiting in self._waiters.values():
+            for sleeper in waiting:
+                sleeper.wake()
+
+    async def close(self) -> None:
+        """Stop sweeping, and end all waits."""
+        self.stop_waiting()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+
+    def view(self, sight: Sight = EVERYTHING) -> View:
+        """View of the ledger within ``sight``."""
+        return View(self.core, sight, self.now)
+
+    # -- from other threads ------------------------------------------------------------------------------------
+
+    def on_transfer_done(self, ticket: int, error: Exception | None) -> None:
+        """A transfer has ended; called by the swap engine's threads."""
+        hangs = isinstance(error, CopiesHang)
+        outcome = DONE if error is None else Failed(str(error) or type(error).__name__, may_write=hangs)
+        self._soon(self._landed, ticket, outcome)
+
+    def on_host_pages(self, model: int, group: int, run: Run) -> None:
+        """Use more host pages; called by the host pool's threads."""
+        self._soon(host_pages_arrived, self.core, model, group, run)
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Have something called on the loop; from any thread."""
+        self._soon(call)
+
+    def on_device_lost(self, device: str, why: str) -> None:
+        """The slabs of a device are gone with its mover; called by a thread, once the device's transfers have ended."""
+        self._soon(self._line.add, BACKGROUND, partial(self._lose_device, device, why))
+
+    def _soon(self, call: Callable[..., object], *arguments: object) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(call, *arguments)
+
+    # -- on the loop -------------------------------------------------------------------------------------------
+
+    def run(self, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
+        """Run one flow to its end."""
+        self.core.ledger.moment.seconds = self.now()
+        try:
+            return flow(*args, **kwargs)
+        finally:
+            self._changed()
+
+    def run_of(self, model: int, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
+        """Run a flow of one model (0: of none) once. One that breaks takes the model out of service: what it left
+        half-done is not served. Raises what it raises."""
+        self.core.ledger.moment.seconds = self.now()
+        try:
+            return flow(*args, **kwargs)
+        except CacheError:
+            raise
+        except Exception as broken:
+            if model:
+                self.distrust(model, f"{type(broken).__name__}: {broken}")
+            raise
+        finally:
+            self._changed()
+
+    def run_call(self, call: Call, flow: Flow[Answer]) -> Answer | Wait:
+        """``run_of`` for a call's flow."""
+        return self.run_of(call.model.id, flow, self.core, call)
+
+    def distrust(self, model: int, why: str) -> None:
+        """Serve no calls of a model any more, until it is verified: a defect may have left its accounting wrong."""
+        known = self.core.ledger.models.get(model)
+        if known is not None:
+            distrust(known, why)
+        self.core.count(Count.MODELS_DISTRUSTED)
+        events.warning("model_distrusted", model=model, reason=why)
+
+    def trust(self, model: int) -> None:
+        """A model was verified and found sound: serve it again."""
+        if self.core.ledger.model(model).suspect:
+            trust(self.core, model)
+            events.event("model_trusted", model=model)
+
+    async def wait_out(
+        self,
+        run: Callable[[], Answer | Wait],
+        wait: Wait,
+        until: float,
+        party: CallerKey,
+        what: str = "call",
+        on_wait: Callable[[], None] | None = None,
+    ) -> Answer:
+        """Run again whenever tickets that it waits for have ended, or its patience has, until it answers. What can do
+        without its transfers is run once more when the time is up.
+
+        ``run`` has just answered ``wait``. ``until``: monotonic seconds. ``party``: whose turns it takes. ``what``: for
+        the loop watch. ``on_wait`` is called before it waits for tickets, and may raise.
+        Raises DeadlineExceeded, Unavailable, and what ``on_wait`` raises.
+        """
+        reserved = wait.reserved
+        try:
+            while True:
+                reserved = wait.reserved or reserved
+                if wait.tickets and on_wait is not None:
+                    on_wait()
+                left = until - self.now()
+                patience = max(0.0, left if wait.seconds is None else min(left, wait.seconds))
+                if not await self.wait_any(wait.tickets, patience, party):
+                    if wait.seconds is None:
+                        raise DeadlineExceeded(f"{NEEDS} did not end in time; try again or recompute")
+                    await self.next_turn(party)
+                with self.loop_watch.watching(what):
+                    answer = run()
+                if not isinstance(answer, Wait):
+                    return answer
+                reserved = answer.reserved or reserved
+                if left <= 0 and not answer.goes_on:  # tickets may end forever without bringing what the flow needs
+                    raise DeadlineExceeded(f"{NEEDS} did not help in time; try again or recompute")
+                wait = answer
+        finally:
+            if reserved is not None:
+                reserved.release()
+
+    @property
+    def has_turns(self) -> bool:
+        """True while a long flow has more to do."""
+        return not self._line.is_empty
+
+    def running(self, tickets: Iterable[int]) -> list[int]:
+        """Tickets that have not ended."""
+        return [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
+
+    def knows(self, token: bytes) -> bool:
+        """True for the life-socket token of a process that is there."""
+        return token in self.core.ledger.processes
+
+    def process_gone(self, token: bytes) -> None:
+        """Handle the end of a process, as the kernel reports it."""
+        self._line.take(BACKGROUND, partial(self.run, partial(process_gone, self.core, token)))
+
+    def descriptor(self, process: bytes, token: bytes) -> int | None:
+        """Descriptor behind a handle's token, for a process that has attached it."""
+        shared = self.vault.shared(token)
+        return shared.fd if shared is not None and may_map(self.core, process, *shared[1:]) else None
+
+    async def wait_any(self, tickets: Iterable[int], seconds: float, party: CallerKey) -> bool:
+        """True when one of the tickets has ended and it is the party's turn; False when the time is up first.
+
+        Raises Unavailable when the daemon stops.
+        """
+        running = set(self.running(tickets))
+        self._require_going_on()
+        if not running:
+            await self.next_turn(party)
+            return True
+        sleeper = Sleeper(self._line, party)
+        for ticket in running:
+            self._waiters.setdefault(ticket, []).append(sleeper)
+        try:
+            await asyncio.wait_for(sleeper.future, max(seconds, 0))
+        except TimeoutError:
+            return False
+        finally:
+            for ticket in running:
+                waiting = self._waiters.get(ticket)
+                if waiting is not None and sleeper in waiting:
+                    waiting.remove(sleeper)
+                    if not waiting:
+                        del self._waiters[ticket]
+        self._require_going_on()
+        return True
+
+    async def next_turn(self, party: CallerKey) -> None:
+        """Until it is a party's turn again, behind its own that wait and round robin with all others."""
+        sleeper = Sleeper(self._line, party)
+        sleeper.yield_turn()
+        await sleeper.future
+
+    def _require_going_on(self) -> None:
+        if self._is_stopping:
+            raise Unavailable("the daemon stops; go on without the cache")
+
+    def _landed(self, ticket: int, outcome: Outcome) -> None:
+        self._landings.append((ticket, outcome))
+        if len(self._landings) == 1:
+            self._line.take(BACKGROUND, self._land_some)
+
+    def _land_some(self) -> None:
+        """Land a turn's worth of transfers."""
+        running, a_turn = self.core.ledger.tickets.running, self.core.turns.landed
+        left = float(LANDINGS)
+        while self._landings and left > 0:
+            ticket, outcome = self._landings.popleft()
+            known = running.get(ticket)
+            blocks = 0 if known is None else known.blocks
+            left -= max(1.0, LANDINGS * blocks / a_turn)
+            self._land(ticket, outcome)
+        if self._landings:
+            self._line.add(BACKGROUND, self._land_some)
+
+    def _land(self, ticket: int, outcome: Outcome) -> None:
+        """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
+        began = time.perf_counter()
+        self.core.ledger.moment.seconds = self.now()
+        if isinstance(outcome, Failed):
+            _log_failure(ticket, outcome.reason)
+        landing = self.core.ledger.tickets.running.get(ticket)
+        try:
+            ended: Iterable[int] = land(self.core, ticket, outcome)
+        except Exception as broken:  # noqa: BLE001 - the root of a callback: calls that wait must be woken
+            events.failure("landing_broke", ticket=ticket)
+            if landing is not None:
+                self.distrust(landing.model, f"{type(broken).__name__}: {broken}")
+            ended = (ticket,)
+        self._wake(ended)
+        self._changed()
+        self.loop_watch.note("landing", began)
+
+    def run_news(self, model: int, flow: Callable[[], None]) -> None:
+        """Run a flow that no call waits for: the root of a callback. A flow that breaks takes its model out of
+        service."""
+        began = time.perf_counter()
+        try:
+            self.run_of(model, flow)
+        except Exception:  # noqa: BLE001 - the root of a callback: other news is still to be told
+            events.failure("storage_news_broke", model=model)
+        self.loop_watch.note("storage", began)
+
+    def _lose_device(self, device: str, why: str) -> None:
+        """Lose it behind its transfers, which have ended. Raises nothing: the root of a callback."""
+        if self._landings:
+            self._line.add(BACKGROUND, partial(self._lose_device, device, why))
+            return
+        try:
+            self.vault.lose(device)
+            lost = self.run(lose_device, self.core, device, why)
+        except Exception:  # noqa: BLE001 - the root of a callback
+            events.failure("device_loss_broke", device=device)
+            return
+        events.warning("device_memory_lost", device=device, reason=why, leases=len(lost))
+
+    def _wake(self, ended: Iterable[int]) -> None:
+        """Tickets have ended: each call that waits for one of them takes its turn."""
+        for each in ended:
+            for sleeper in self._waiters.pop(each, ()):
+                sleeper.rouse()
+
+    def _changed(self) -> None:
+        """Follow up on a flow, or a part of one, that has run."""
+        if self.on_change is not None:
+            self.on_change()
+        if self.on_work is not None:
+            self.on_work()
+        if self.core.chores and not self._is_tidying and self._loop is not None:
+            self._is_tidying = True
+            self._line.add(BACKGROUND, self._tidy)
+
+    def _tidy(self) -> None:
+        """Do a turn of what is left to do. The root of a callback: raises nothing."""
+        began = time.perf_counter()
+        self.core.ledger.moment.seconds = self.now()
+        self._is_tidying = False
+        model = self.core.chores[0].model
+        try:
+            tidy(self.core.chores)
+        except CacheError as refusal:  # as a call is refused: it has changed nothing by halves
+            self.core.count(Count.CHORES_REFUSED)
+            events.warning("chore_refused", model=model, reason=str(refusal))
+        except Exception as broken:  # noqa: BLE001 - the root of a callback: other chores are still to be done
+            events.failure("chore_broke", model=model)
+            self.distrust(model, f"{type(broken).__name__}: {broken}")
+        self._changed()
+        self.loop_watch.note("chore", began)
+
+    async def _sweep(self) -> None:
+        pause = min(1.0, self.lease_seconds / 4)
+        while True:
+            asleep = self.now()
+            await asyncio.sleep(pause)
+            try:
+                self.excuse(self.now() - asleep - pause, pause)
+                self.core.ledger.mark_time(self.now())
+                with self.loop_watch.watching("sweep"):
+                    self.run(empty_lost, self.core)
+                    lost = self.run(lose_silent, self.core, self.lease_seconds, self.now())
+                for lease in lost:
+                    events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
+                if self.on_sweep is not None:
+                    with self.loop_watch.watching("collector"):
+                        self.on_sweep(self.now())
+            except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
+                events.failure("sweep_broke")
+
+    def excuse(self, late: float, pause: float) -> None:
+        """Silence counts only while the daemon listens: where it was held up (by a long flow, a stopped process), what
+        was said meanwhile has yet to be read."""
+        if late > pause:
+            now = self.now()
+            for lease in self.core.ledger.leases.values():
+                lease.heard(min(now, lease.last_heard + late))
+
+
+def _log_failure(ticket: int, reason: str) -> None:
+    events.warning("transfer_failed", ticket=ticket, reason=reason)

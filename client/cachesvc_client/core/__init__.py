@@ -1,0 +1,1 @@
+"""Errors, keys, and what a process registers."""

@@ -1,0 +1,1 @@
+"""Replays of a trace against real daemons."""

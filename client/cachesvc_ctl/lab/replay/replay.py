@@ -1,0 +1,383 @@
+"""Replay a trace: a daemon, N engine processes, every request served and every hit's bytes checked."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from cachesvc_client.wire.credentials import open_remote
+from cachesvc_client.wire.settings import as_path
+from kvcache.v1 import admin_pb2, admin_pb2_grpc
+
+from cachesvc.model.text.interpreter import module_command
+from cachesvc_ctl.core.daemon_process import DaemonProcess
+from cachesvc_ctl.lab.replay.histogram import LatencyHistogram
+from cachesvc_ctl.lab.replay.nodes import OtherNodes
+from cachesvc_ctl.lab.replay.replay_engine import EngineSettings
+from cachesvc_ctl.lab.replay.report import ReplayReport, Sample, merge_samples
+from cachesvc_ctl.lab.replay.restarts import Lives, Restarter, counters_now
+from cachesvc_ctl.lab.traces.trace import TraceRequest
+
+SETTLE_SECONDS = 30.0
+PROGRESS_SECONDS = 1.0
+
+
+class ReplayFailed(Exception):
+    """The replay could not go on; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """Parameters of a replay. ``kill_every_seconds`` 0: kill no engine, and ``restart_every_seconds`` likewise no
+    daemon. ``tells_time``: the trace's, for eviction. ``storage``: the daemon's flag, or empty."""
+
+    trace: str
+    engines: int
+    device_blocks: int
+    host_blocks: int
+    write_policy: str
+    eviction: str
+    block_bytes: int
+    block_tokens: int
+    layers: int
+    kill_every_seconds: float
+    tells_time: bool
+    storage: str = ""
+    restart_every_seconds: float = 0.0
+    seed: int = 1
+
+
+@dataclass
+class Tally:
+    """Counts so far; guarded by ``lock``."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    requests: int = 0
+    blocks: int = 0
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    computed: int = 0
+    uncached: int = 0
+    verified: int = 0
+    corrupt: int = 0
+    kills: int = 0
+    rpc: dict[str, LatencyHistogram] = field(default_factory=dict)
+    samples: dict[int, Sample] = field(default_factory=dict)
+
+    def add(self, outcome: dict[str, object], blocks: int, second: int, block_bytes: int) -> None:
+        """Count one request's outcome."""
+        names = ("device", "host", "storage", "computed")
+        device, host, storage, computed = (int(str(outcome[name])) for name in names)
+        with self.lock:
+            self.requests += 1
+            self.blocks += blocks
+            self.device += device
+            self.host += host
+            self.storage += storage
+            self.computed += computed
+            self.uncached += int(str(outcome["uncached"]))
+            self.verified += int(str(outcome["verified"]))
+            self.corrupt += int(str(outcome["corrupt"]))
+            timed = outcome["rpc"]
+            assert isinstance(timed, list)
+            for name, milliseconds in timed:
+                self.rpc.setdefault(name, LatencyHistogram()).record(milliseconds)
+            sample = Sample(second, device, host, storage, computed, (host + storage) * block_bytes, 0)
+            known = self.samples.get(second)
+            self.samples[second] = known.plus(sample) if known is not None else sample
+
+    def note_stores(self, second: int, size_bytes: int) -> None:
+        """Bytes that the daemon wrote to the host during one second."""
+        with self.lock:
+            known = self.samples.get(second, Sample(second))
+            self.samples[second] = replace(known, d2h_bytes=known.d2h_bytes + size_bytes)
+
+
+class EngineSlot(threading.Thread):
+    """Keeps one engine process at work; starts it again, with the request it was at, when it is killed."""
+
+    def __init__(self, number: int, run: ReplayRun) -> None:
+        super().__init__(name=f"engine {number}", daemon=True)
+        self.number = number
+        self.error: Exception | None = None
+        self._run = run
+        self._process: subprocess.Popen[str] | None = None
+        self._starts = 0
+        self._life = 0
+
+    def run(self) -> None:
+        """Serve until the queue is empty."""
+        try:
+            while (request := self._run.next()) is not None:
+                self._serve(request)
+            if self._process is not None:
+                self._end(self._process)
+        except Exception as error:  # noqa: BLE001 - the root of this thread; the run reports it
+            self.error = error
+            self._run.queue.clear()
+
+    def kill(self) -> bool:
+        """SIGKILL the engine if it is at work."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return False
+        process.send_signal(signal.SIGKILL)
+        return True
+
+    def _serve(self, request: TraceRequest) -> None:
+        line = json.dumps(_told(request)) + "\n"
+        while True:
+            process = self._process or self._start()
+            answer = self._ask(process, line)
+            if answer is not None:
+                self._run.tally.add(answer, len(request.block_ids), self._run.second(), self._run.plan.block_bytes)
+                return
+            self._reap(process)
+
+    def _ask(self, process: subprocess.Popen[str], line: str) -> dict[str, object] | None:
+        """Outcome of one request; None when the engine has died over it."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            return None
+        if not answer.endswith("\n"):
+            return None
+        parsed = json.loads(answer)
+        assert isinstance(parsed, dict)
+        return parsed
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._starts += 1
+        self._life = self._run.lives.count
+        socket = self._run.sockets[self.number % len(self._run.sockets)]
+        settings = replace(self._run.settings, socket=socket, name=f"replay-{self.number}.{self._starts}")
+        command = module_command("cachesvc_ctl.lab.replay.replay_engine", json.dumps(asdict(settings)))
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            self._reap(process)
+            if process.returncode != -signal.SIGKILL and self._life == self._run.lives.count:
+                raise ReplayFailed("an engine did not start; what it said stands above")
+            return self._start()
+        self._process = process
+        return process
+
+    def _reap(self, process: subprocess.Popen[str]) -> None:
+        self._process = None
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue  # what was still to be written goes to its successor
+        if code not in (0, -signal.SIGKILL) and self._life == self._run.lives.count:
+            raise ReplayFailed(f"an engine ended with exit code {code}; what it said stands above")
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _told(request: TraceRequest) -> dict[str, object]:
+    """Message to an engine about a request."""
+    return {
+        "index": request.index,
+        "block_ids": request.block_ids,
+        "seconds": request.timestamp_ms / 1000,
+        "output_tokens": request.output_tokens,
+    }
+
+
+def _kill_all(slots: Iterable[EngineSlot]) -> None:
+    """Engines of a daemon that is gone: each is started again with the request that it was at."""
+    for slot in slots:
+        slot.kill()
+
+
+class ReplayRun:
+    """One replay against the daemon at ``socket``; ``daemon``: its process, where it may be restarted. ``others``:
+    sockets of further nodes, to which engines are dealt out in turn."""
+
+    def __init__(
+        self,
+        plan: ReplayPlan,
+        socket: str,
+        requests: Iterable[TraceRequest],
+        daemon: DaemonProcess | None = None,
+        others: Sequence[str] = (),
+    ) -> None:
+        self.plan = plan
+        self.sockets = (socket, *others)
+        self.lives = Lives(daemon)
+        self.tally = Tally()
+        self.queue = deque(requests)
+        self.total = len(self.queue)
+        self.settings = EngineSettings(
+            socket=socket,
+            name="",
+            model=f"replay {Path(plan.trace).name} {time.time_ns()}",
+            block_bytes=plan.block_bytes,
+            block_tokens=plan.block_tokens,
+            layers=plan.layers,
+            device_blocks=plan.device_blocks,
+            host_blocks=plan.host_blocks,
+            tells_time=plan.tells_time,
+        )
+        self._began = 0.0
+        self._over = threading.Event()
+        self._stored = 0
+        self._backend = ""
+
+    def next(self) -> TraceRequest | None:
+        """The next request in trace order, or None when all are taken."""
+        try:
+            return self.queue.popleft()
+        except IndexError:
+            return None
+
+    def second(self) -> int:
+        """Whole seconds since the replay began."""
+        return int(time.monotonic() - self._began)
+
+    def run(self) -> ReplayReport:
+        """Serve every request; the report. Raises ReplayFailed."""
+        self._began = time.monotonic()
+        slots = [EngineSlot(number, self) for number in range(self.plan.engines)]
+        with open_remote(as_path(self.settings.socket)) as channel, OtherNodes(self.sockets[1:]) as others:
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            status = admin.GetStatus(admin_pb2.GetStatusRequest())
+            self._backend, before = status.backend, dict(status.counters)
+            restarter = Restarter(
+                self.lives, self.plan.restart_every_seconds, self._over, admin, partial(_kill_all, slots)
+            )
+            self._stored = before.get("d2h_bytes", 0)
+            for slot in slots:
+                slot.start()
+            watcher = threading.Thread(target=self._watch, args=(admin,), daemon=True)
+            watcher.start()
+            if self.plan.restart_every_seconds > 0:
+                restarter.start()
+            if self.plan.kill_every_seconds > 0:
+                threading.Thread(target=self._kill, args=(slots,), daemon=True).start()
+            for slot in slots:
+                slot.join()
+            seconds = time.monotonic() - self._began
+            self._over.set()
+            watcher.join()
+            if restarter.is_alive():
+                restarter.join()
+            for error in (*(slot.error for slot in slots), restarter.error):
+                if error is not None:
+                    raise ReplayFailed(str(error)) from error
+            conservation = self._settle(admin)
+            if conservation == "ok":
+                conservation = others.settled(self._settle)
+            after = self.lives.counters(admin)
+            counted = Counter(others.counted())
+        counted.update({name: after[name] - before.get(name, 0) for name in after})
+        return self._report(seconds, conservation, dict(counted))
+
+    def _kill(self, slots: list[EngineSlot]) -> None:
+        rng = random.Random(self.plan.seed)
+        while not self._over.wait(self.plan.kill_every_seconds):
+            if rng.choice(slots).kill():
+                with self.tally.lock:
+                    self.tally.kills += 1
+
+    def _watch(self, admin: admin_pb2_grpc.AdminServiceStub) -> None:
+        """Show progress once a second, and note what the daemon has stored."""
+        while not self._over.wait(PROGRESS_SECONDS):
+            counters = counters_now(admin)
+            if counters is None:
+                continue
+            stored = counters.get("d2h_bytes", 0)
+            self.tally.note_stores(self.second(), max(0, stored - self._stored))
+            self._stored = stored
+            tally = self.tally
+            ratio = (tally.device + tally.host + tally.storage) / max(tally.blocks, 1)
+            end = "\r" if sys.stderr.isatty() else "\n"
+            print(
+                f"{tally.requests:,} of {self.total:,} requests, hits {ratio:.1%}, verified {tally.verified:,} pages, "
+                f"corrupt {tally.corrupt}, kills {tally.kills}",
+                end=end,
+                file=sys.stderr,
+                flush=True,
+            )
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+
+    def _settle(self, admin: admin_pb2_grpc.AdminServiceStub) -> str:
+        """Wait until no transfer runs and no lease is left, then check conservation: "ok", or what broke."""
+        until = time.monotonic() + SETTLE_SECONDS
+        pause = threading.Event()
+        held = 0
+        while time.monotonic() < until:
+            pools = admin.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True, timeout=SETTLE_SECONDS).pools
+            held = sum(pool.private + pool.in_flight + pool.quarantined for pool in pools)
+            if held == 0:
+                break
+            pause.wait(0.05)
+        else:
+            return f"{held} pages are still held {SETTLE_SECONDS:g} s after the last engine has ended"
+        verdict = admin.Verify(admin_pb2.VerifyRequest())
+        return "ok" if verdict.ok else "; ".join(verdict.problems[:10])
+
+    def _report(self, seconds: float, conservation: str, counters: dict[str, int]) -> ReplayReport:
+        plan, tally = self.plan, self.tally
+        if tally.requests != self.total and conservation == "ok":
+            conservation = f"{self.total - tally.requests} requests were lost"
+        return ReplayReport(
+            trace=Path(plan.trace).name,
+            engines=plan.engines,
+            pool_blocks=plan.device_blocks,
+            host_blocks=plan.host_blocks,
+            policy=f"{plan.write_policy}, {plan.eviction}",
+            block_bytes=plan.block_bytes,
+            requests=tally.requests,
+            blocks=tally.blocks,
+            device_hits=tally.device,
+            host_hits=tally.host,
+            storage_hits=tally.storage,
+            computed=tally.computed,
+            evictions=counters.get("evictions", 0),
+            h2d_bytes=counters.get("h2d_bytes", 0),
+            d2h_bytes=counters.get("d2h_bytes", 0),
+            seconds=seconds,
+            verified_pages=tally.verified,
+            corrupt_pages=tally.corrupt,
+            kills=tally.kills,
+            conservation=conservation,
+            settings={
+                "backend": self._backend,
+                "write_policy": plan.write_policy,
+                "eviction": plan.eviction,
+                "clock": "trace" if plan.tells_time else "daemon",
+                "uncached": tally.uncached,
+                "host_evictions": counters.get("host_evictions", 0),
+                "duplicate_blocks": counters.get("duplicate_blocks", 0),
+                "tickets_failed": counters.get("tickets_failed", 0),
+                **({"nodes": len(self.sockets)} if len(self.sockets) > 1 else {}),
+                **({"storage": plan.storage, "restarts": self.lives.restarts} if plan.storage else {}),
+            },
+            rpc=tally.rpc,
+            samples=merge_samples(tuple(tally.samples[second] for second in sorted(tally.samples))),
+        )

@@ -1,0 +1,1 @@
+"""Simulations of a trace, without a daemon."""

@@ -1,0 +1,164 @@
+"""Simulations of one trace: every combination of policies and pool sizes, run once each, in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cachesvc.model.requests import LINEAR_TOKENS, Ended
+from cachesvc.model.text.nearest import did_you_mean
+from cachesvc_ctl.lab.simulation.optimum import optimal_hits
+from cachesvc_ctl.lab.traces.prompts import Prompts
+from cachesvc_ctl.lab.traces.trace import SECONDS_A_TOKEN
+
+OPTIMUM = "opt"
+"""The policy that knows the future."""
+
+
+class SimulationFailed(Exception):
+    """A simulation cannot be run; the message says what to do."""
+
+
+class Cell(NamedTuple):
+    """Parameters of one simulation; pools in blocks."""
+
+    policy: str
+    write_policy: str
+    device_blocks: int
+    host_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Result of one cell, in blocks. ``compute_saved``: the share of the prompts' prefill that hits spared, with the
+    attention of an 8B model. ``seconds``: duration of the simulation."""
+
+    trace: str
+    cell: Cell
+    requests: int
+    blocks: int
+    device_hits: int
+    host_hits: int
+    compute_saved: float
+    seconds: float
+
+    @property
+    def hit_ratio(self) -> float:
+        """Hits of both tiers over block accesses; 0 where nothing was accessed."""
+        return (self.device_hits + self.host_hits) / self.blocks if self.blocks else 0.0
+
+
+def check_names(policies: Sequence[str], write_policies: Sequence[str]) -> None:
+    """Raises SimulationFailed for a name that there is not, with those that there are."""
+    from cachesvc.simulation import EVICTIONS, WRITE_POLICIES
+
+    for flag, given, known in (
+        ("--policies", policies, (*EVICTIONS, OPTIMUM)),
+        ("--write-policies", write_policies, WRITE_POLICIES),
+    ):
+        for name in given:
+            if name not in known:
+                hint = did_you_mean(name, known, f"choose among {', '.join(known)}")
+                raise SimulationFailed(f"{flag}: there is no {name!r}; {hint}")
+
+
+def grid(
+    policies: Sequence[str], write_policies: Sequence[str], device_blocks: Sequence[int], host_blocks: Sequence[int]
+) -> list[Cell]:
+    """All combinations, the policies side by side."""
+    combinations = product(device_blocks, host_blocks, write_policies, policies)
+    return [Cell(policy, writes, device, host) for device, host, writes, policy in combinations]
+
+
+def run_grid(prompts: Prompts, cells: Sequence[Cell], processes: int, tell: Callable[[int, int], None]) -> list[Row]:
+    """A row for each cell, in their order. Cells that cannot differ are run once. ``tell``: runs that are done, of all.
+
+    Raises SimulationFailed where a process has died.
+    """
+    runs = list(dict.fromkeys(map(_decisive, cells)))
+    rows: dict[Cell, Row] = {}
+    for row in _run_all(prompts, runs, processes):
+        rows[row.cell] = row
+        tell(len(rows), len(runs))
+    return [replace(rows[_decisive(cell)], cell=cell) for cell in cells]
+
+
+def run_cell(prompts: Prompts, cell: Cell) -> Row:
+    """Simulate one cell. Raises InvalidRequest, ValueError for what cannot be simulated."""
+    began = time.perf_counter()
+    if cell.policy == OPTIMUM:
+        hits = device = optimal_hits(prompts, cell.device_blocks)
+        if cell.host_blocks:
+            hits = optimal_hits(prompts, cell.device_blocks, cell.host_blocks)
+    else:
+        device, hits = _serve_all(prompts, cell)
+    seconds = time.perf_counter() - began
+    on_device, all_hits = sum(device), sum(hits)
+    saved = compute_saved(prompts, hits)
+    return Row(prompts.trace, cell, len(prompts), len(prompts.path), on_device, all_hits - on_device, saved, seconds)
+
+
+def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
+    """Share of prefill that ``hits`` spare, blocks of each prompt; 0 without prompts."""
+
+    def cost(blocks: npt.NDArray[np.float64]) -> float:
+        return float((blocks + blocks * blocks * prompts.block_tokens / LINEAR_TOKENS / 2).sum())
+
+    whole = cost(np.diff(prompts.starts).astype(np.float64))
+    return cost(np.array(hits, np.float64)) / whole if whole else 0.0
+
+
+def _serve_all(prompts: Prompts, cell: Cell) -> tuple[list[int], list[int]]:
+    """Serve all prompts; of each prompt the hits on the device, and all hits."""
+    from cachesvc.simulation import Pools, Simulation
+
+    simulation = Simulation(Pools(*cell), prompts.block_tokens)
+    device, both = [], []
+    for number, (now, output) in enumerate(zip(prompts.seconds.tolist(), prompts.output_tokens.tolist(), strict=True)):
+        keys = prompts.keys(number)
+        hits = simulation.serve(keys, now, Ended(output, now + output * SECONDS_A_TOKEN)) if keys else (0, 0)
+        device.append(hits[0])
+        both.append(sum(hits))
+    return device, both
+
+
+def _decisive(cell: Cell) -> Cell:
+    """The cell with all that decides something: without a host nothing is written to it, and the optimum knows what to
+    write."""
+    if cell.policy == OPTIMUM or not cell.host_blocks:
+        return cell._replace(write_policy="write_back")
+    return cell
+
+
+def _run_all(prompts: Prompts, runs: Sequence[Cell], processes: int) -> Iterator[Row]:
+    if min(processes, len(runs)) <= 1:
+        yield from (run_cell(prompts, cell) for cell in runs)
+        return
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(runs)), fresh, _keep, (prompts,)) as pool:
+        try:
+            for done in as_completed([pool.submit(_run_kept, cell) for cell in runs]):
+                yield done.result()
+        except BrokenProcessPool as error:
+            raise SimulationFailed("a process of the simulation has died; take fewer --processes") from error
+
+
+_KEPT: list[Prompts] = []
+"""Trace of a process of the pool, which was started with it."""
+
+
+def _keep(prompts: Prompts) -> None:
+    _KEPT.append(prompts)
+
+
+def _run_kept(cell: Cell) -> Row:
+    return run_cell(_KEPT[0], cell)

@@ -1,0 +1,1 @@
+"""The connection of a vLLM process to its daemon."""

@@ -1,0 +1,1 @@
+"""Identities: which engines share, and which blocks."""

@@ -1,0 +1,127 @@
+"""The name under which engines share: equal exactly where one engine may use what another one computed.
+
+It contains all that decides the bytes of a page, and the keys (``identity``). It leaves out what may differ without
+harm: pool sizes, batching, graphs, sampling, and the place of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_vllm.namespace.checkpoint import checkpoint_digest
+from cachesvc_vllm.namespace.draft_keys import draft_lookahead
+from cachesvc_vllm.namespace.identity import config_facts, digest_of, environment_fact, length_fact
+
+DISPLAY_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Facts of the running vLLM. ``hash_root``: the seed of its keys' root; ``backends``: of attention;
+    ``packages``: releases of what computes; ``processor``: the kind of GPU; ``environment``: vLLM's variables."""
+
+    release: str
+    python: str
+    hash_root: str
+    backends: tuple[str, ...]
+    packages: Mapping[str, str] = field(default_factory=dict)
+    processor: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+def model_facts(
+    vllm_config: Any, kv_cache_config: Any, weights: str | None, runtime: Runtime, draft_blocks: str = "lookahead"
+) -> dict[str, str]:
+    """Return what the name stands for. ``weights``: the operator's own word for them; ``draft_blocks``: the setting.
+    Raises ConnectorRefused."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    lookahead = draft_lookahead(vllm_config)
+    facts = {
+        "weights": weights or _weights(vllm_config),
+        "remote_code": str(model.trust_remote_code) if getattr(model.hf_config, "auto_map", None) else "",
+        "drafter": _drafter(vllm_config),
+        "draft_keys": f"{draft_blocks}.{lookahead}" if lookahead else "",
+        "max_model_len": length_fact(model),
+        "kv_specs": repr([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]),
+        "kv_layout": str(kv_cache_config.kv_cache_layout),
+        "backends": ", ".join(runtime.backends),
+        "parallel": _sizes(vllm_config.parallel_config),
+        "hash": _hash(cache.prefix_caching_hash_algo, runtime),
+        "vllm": runtime.release,
+        "packages": ", ".join(f"{name} {release}" for name, release in sorted(runtime.packages.items())),
+        "processor": runtime.processor,
+        "environment": environment_fact(runtime.environment),
+        **config_facts(vllm_config),
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def model_name(facts: Mapping[str, str]) -> str:
+    """Return the identity: a digest of all facts."""
+    text = json.dumps(dict(facts), sort_keys=True).encode()
+    return f"vllm-{hashlib.blake2b(text, digest_size=16, person=b'kv-vllm-name').hexdigest()}"
+
+
+def display_name(model: str) -> str:
+    """Return what operators see beside the identity: the last part of the model's path or name, as far as the daemon
+    takes it: printable, at most ``DISPLAY_BYTES``."""
+    text = "".join(each if each.isprintable() else "?" for each in PurePath(model).name)
+    return text.encode(errors="replace")[:DISPLAY_BYTES].decode(errors="ignore")
+
+
+def _sizes(parallel: Any) -> str:
+    return (
+        f"tp{parallel.tensor_parallel_size}.pp{parallel.pipeline_parallel_size}"
+        f".pcp{parallel.prefill_context_parallel_size}.dcp{parallel.decode_context_parallel_size}"
+    )
+
+
+def _weights(vllm_config: Any) -> str:
+    model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        return f"dummy, seed {model.seed}"
+    return _checkpoint(model, vllm_config.load_config)
+
+
+def _drafter(vllm_config: Any) -> str:
+    """Return a drafter's weights and what it takes from its longest sequence; ``speculative_config`` has the rest."""
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None:
+        return ""
+    length = length_fact(draft)
+    return _drafter_weights(vllm_config, draft) + (f", of {length}" if length else "")
+
+
+def _drafter_weights(vllm_config: Any, draft: Any) -> str:
+    load = vllm_config.speculative_config.draft_load_config or vllm_config.load_config
+    if load.load_format == "dummy":
+        return f"dummy, seed {draft.seed}"
+    if draft.model == vllm_config.model_config.model:  # modules of the target's own checkpoint
+        return "the target's"
+    return _checkpoint(draft, load)
+
+
+def _checkpoint(model: Any, load: Any) -> str:
+    """Name of the checkpoint of a ``ModelConfig``, as a ``LoadConfig`` reads it."""
+    name = getattr(model, "model_weights", "") or model.model
+    commit = None if getattr(model, "hf_config_path", None) else getattr(model.hf_config, "_commit_hash", None)
+    try:
+        return checkpoint_digest(name, model.revision, download_dir=getattr(load, "download_dir", None), commit=commit)
+    except OSError as error:
+        raise ConnectorRefused(
+            f"the weights of {name} cannot be told from others ({error}): name them, revision included, by "
+            '"model" in kv_connector_extra_config'
+        ) from error
+
+
+def _hash(algorithm: str, runtime: Runtime) -> str:
+    """vLLM's keys: their root may be PYTHONHASHSEED's, and one algorithm hashes pickles."""
+    pickles = "" if algorithm.endswith("cbor") else f".python{runtime.python}"
+    return f"{algorithm}{pickles}.{digest_of(runtime.hash_root)}"

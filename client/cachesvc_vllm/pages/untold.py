@@ -1,0 +1,87 @@
+"""Reports to the daemon that must wait: computed blocks, and ended requests.
+
+A drafter's kernels may run on when a step's output has come, for vLLM copies sampled tokens out before it drafts. They
+write KV behind what the step has computed. With a drafter the daemon gets the report of an output's blocks after the
+next output, whose kernels ran behind them, or after that of a step that computes nothing, for which workers wait.
+
+    end_step   blocks of this output, requests that it ended     -> late
+    end_step   of the next                                       -> ready, sent by the next flush
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cachesvc_vllm.pages.request_pages import RequestPages
+
+
+@dataclass(slots=True)
+class _Part:
+    """``sealing``: how many leading blocks, and the keys of these."""
+
+    sealing: dict[RequestPages, tuple[int, Sequence[bytes]]] = field(default_factory=dict)
+    ended: list[RequestPages] = field(default_factory=list)
+
+    def add(self, other: _Part) -> None:
+        """Take all that ``other`` has, which is newer."""
+        self.sealing.update(other.sealing)
+        self.ended += other.ended
+        other.clear()
+
+    def clear(self) -> None:
+        """Forget it all."""
+        self.sealing.clear()
+        self.ended.clear()
+
+
+class Untold:
+    """Used from vLLM's scheduler thread. ``is_late``: there is a drafter."""
+
+    def __init__(self) -> None:
+        self.is_late = False
+        self.ready, self._late, self._fresh = _Part(), _Part(), _Part()
+
+    def __bool__(self) -> bool:
+        """True where a report may be sent."""
+        return bool(self.ready.sealing or self.ready.ended)
+
+    @property
+    def has_late_pages(self) -> bool:
+        """True where requests that have ended will give pages back without anything else."""
+        return bool(self._late.ended or self._fresh.ended)
+
+    def seal(self, request: RequestPages, blocks: int, keys: Sequence[bytes]) -> None:
+        """Note that the first ``blocks`` blocks are computed."""
+        (self._fresh if self.is_late else self.ready).sealing[request] = blocks, keys
+
+    def end(self, request: RequestPages) -> None:
+        """Note that vLLM has freed all pages of the request."""
+        (self._fresh if self.is_late else self.ready).ended.append(request)
+
+    def begin_step(self) -> None:
+        """Note that what is fresh was said without an output: kernels of the last output were the last to write it."""
+        self._late.add(self._fresh)
+
+    def begin_output(self) -> None:
+        """An output has come: all kernels before its step's have ended."""
+        self.ready.add(self._late)
+
+    def end_output(self, *, computes: bool) -> None:
+        """Note the end of an output. Without ``computes`` workers have waited for all kernels."""
+        (self._late if computes else self.ready).add(self._fresh)
+
+    def settle(self) -> None:
+        """Let all be used by this engine itself, whose kernels run one after another."""
+        self.begin_output()
+        self.end_output(computes=False)
+
+    def forget_blocks(self) -> None:
+        """Seal none of what is computed."""
+        for part in (self.ready, self._late, self._fresh):
+            part.sealing.clear()
+
+    def clear(self) -> None:
+        """Forget it all."""
+        for part in (self.ready, self._late, self._fresh):
+            part.clear()

@@ -1,0 +1,1 @@
+"""Checks and memory of a worker that starts."""

@@ -1,0 +1,120 @@
+"""Unsupported configurations, refused before anything is allocated, with what works instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cachesvc_vllm.daemon.errors import ConnectorRefused
+
+FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
+"""Kinds of groups whose blocks are kept until their request ends, and form one prefix."""
+
+DIGESTS = ("sha256", "sha256_cbor")
+"""Hash algorithms whose digests are 32 bytes, and the same in every process."""
+
+
+DRAFTERS = (
+    *("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"),
+    *("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"),
+)
+"""Methods without KV of their own, and those whose KV the keys cover. Other methods may write KV that depends on more
+than the keys."""
+
+ROLES = ("kv_both", "kv_consumer")
+"""Roles for which vLLM keeps the pages of an ended request until no step under way writes them. Of a producer it frees
+them at once, and another engine would get them."""
+
+NAME = "CachesvcConnector"
+
+
+def require_supported(vllm_config: Any, kv_cache_config: Any, whole_config: Any = None) -> None:
+    """``whole_config``: vLLM's own, where a MultiConnector gave this connector a copy of it. Raises ConnectorRefused
+    for the first thing that cannot be served."""
+    whole = vllm_config if whole_config is None else whole_config
+    for why in (
+        *_of_role(vllm_config.kv_transfer_config),
+        *_of_role(whole.kv_transfer_config),
+        *_of_siblings(whole.kv_transfer_config),
+        *_of_parallelism(vllm_config.parallel_config),
+        *_of_caching(vllm_config),
+        *_of_groups(kv_cache_config),
+    ):
+        raise ConnectorRefused(f"cachesvc_vllm: {why}")
+
+
+def _of_role(transfer: Any) -> list[str]:
+    if transfer.kv_role in ROLES:
+        return []
+    why = f"kv_role is {transfer.kv_role}, for which vLLM frees pages that a step under way still writes"
+    return [f'{why}: write "kv_role": "kv_both", for an engine that only prefills too']
+
+
+def _of_siblings(transfer: Any) -> list[str]:
+    """Reasons against sibling connectors under a MultiConnector: the first that has tokens loads them; only the first
+    in the list knows that it is the one."""
+    children = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
+    names = [each.get("kv_connector") for each in children]
+    if transfer.kv_connector != "MultiConnector" or names[:1] == [NAME]:
+        return []
+    return [f"MultiConnector has {', '.join(map(str, names))}: write {NAME} first"]
+
+
+def _of_parallelism(parallel: Any) -> list[str]:
+    sizes = {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+    }
+    found = [
+        f"{name} is {size}, and only 1 is supported: take tensor parallelism, or leave the connector out"
+        for name, size in sizes.items()
+        if size != 1
+    ]
+    if parallel.nnodes_within_dp != 1:
+        found.append(
+            f"an engine on {parallel.nnodes_within_dp} nodes is not supported: a daemon has one node's devices"
+        )
+    return found
+
+
+def _of_caching(vllm_config: Any) -> list[str]:
+    cache, found = vllm_config.cache_config, []
+    if not cache.enable_prefix_caching:
+        found.append(
+            "prefix caching is off, and the daemon's cache is nothing else: leave out --no-enable-prefix-caching"
+        )
+    if cache.prefix_caching_hash_algo not in DIGESTS:
+        found.append(
+            f"--prefix-caching-hash-algo {cache.prefix_caching_hash_algo} is not collision-free and differs between "
+            f"processes: take one of {', '.join(DIGESTS)}"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        found.append(
+            "KV scales that each engine calculates for itself cannot be shared: leave out --calculate-kv-scales"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in DRAFTERS:
+        found.append(
+            f"speculative decoding by {speculative.method} is not supported: take one of {', '.join(DRAFTERS)}"
+        )
+    return found
+
+
+def _of_groups(kv_cache_config: Any) -> list[str]:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        why = (
+            f"this model has {len(groups)} KV cache groups ({kinds}), and only one, of whole sequences, is supported: "
+            "leave the connector out"
+        )
+        return [why]
+    kind, block = type(groups[0].kv_cache_spec).__name__, groups[0].kv_cache_spec.block_size
+    if kind not in FULL_ATTENTION:
+        return [f"KV cache groups of {kind} are not supported; {', '.join(FULL_ATTENTION)} are"]
+    if groups[0].kv_cache_spec.prefix_replay_tokens:
+        return [f"KV cache groups of {kind} that compute a part of each hit again are not supported"]
+    hashed = kv_cache_config.hash_block_size
+    if hashed not in (None, block):
+        return [f"keys are of {hashed} tokens and blocks of {block}: make them equal (--block-size)"]
+    return []

@@ -1,0 +1,1 @@
+"""Rights of callers and their shares."""

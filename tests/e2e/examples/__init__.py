@@ -1,0 +1,1 @@
+"""The examples as a newcomer runs them."""

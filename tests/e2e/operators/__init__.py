@@ -1,0 +1,1 @@
+"""Output and input of operators."""

@@ -1,0 +1,1 @@
+"""Replays, simulations and benchmarks."""

@@ -1,0 +1,1 @@
+"""The connector's parts on a real daemon."""

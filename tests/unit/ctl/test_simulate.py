@@ -1,0 +1,158 @@
+"""Simulations: the ledger and the policy alone count as the oracles do, and the optimum is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from cachesvc_ctl.lab.simulation.grid import (
+    OPTIMUM,
+    Cell,
+    SimulationFailed,
+    check_names,
+    compute_saved,
+    grid,
+    run_cell,
+    run_grid,
+)
+from cachesvc_ctl.lab.simulation.optimum import optimal_hits
+from cachesvc_ctl.lab.traces.prompts import Prompts, prompts_of
+from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
+from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.simulation import EVICTIONS, WRITE_POLICIES, Pools, Simulation
+from tests.conservation import audit
+from tests.oracle import best_hits_naive, distinct_blocks, infinite_hits, lru_hits, pool_capacity
+from tests.unit.tools.test_oracle import Prompt, tree_traces
+
+
+def columns(paths: Sequence[Prompt], name: str = "t") -> Prompts:
+    """Prompts a second apart."""
+    requests = (TraceRequest(i, i * 1000, len(p.block_ids), 1, p.block_ids) for i, p in enumerate(paths))
+    return prompts_of(name, requests, 1)
+
+
+@dataclass(frozen=True)
+class Chats:
+    """A synthetic trace as requests and as columns."""
+
+    requests: list[TraceRequest]
+    prompts: Prompts
+
+    def blocks(self, percent: float) -> int:
+        return pool_capacity(distinct_blocks(self.requests), percent)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Chats:
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    write_synthetic_trace(path, SyntheticTraceSpec(requests=300, seed=11))
+    requests = list(read_trace(path))
+    return Chats(requests, prompts_of(path.name, requests, 512))
+
+
+@pytest.mark.parametrize("percent", [1, 2, 5, 10, 20, 50, 100])
+def test_lru_counts_as_the_oracle_does_to_the_block(chats: Chats, percent: int) -> None:
+    device = chats.blocks(percent)
+    row = run_cell(chats.prompts, Cell("lru", "write_back", device, 0))
+    counts = lru_hits(chats.requests, device)
+    assert (row.requests, row.blocks, row.device_hits, row.host_hits) == (
+        counts.requests,
+        counts.blocks,
+        counts.hits,
+        0,
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(tree_traces(), st.integers(1, 15))
+def test_lru_counts_as_the_oracle_does_on_any_tree(paths: list[Prompt], capacity: int) -> None:
+    row = run_cell(columns(paths), Cell("lru", "write_back", capacity, 0))
+    assert row.device_hits == lru_hits(paths, capacity).hits
+
+
+@settings(deadline=None, max_examples=200)
+@given(tree_traces().map(lambda paths: paths[:9]), st.integers(1, 5))
+def test_nothing_hits_more_than_the_optimum_and_something_hits_as_much(paths: list[Prompt], capacity: int) -> None:
+    assert sum(optimal_hits(columns(paths), capacity)) == best_hits_naive(paths, capacity)
+
+
+@pytest.mark.parametrize("writes", WRITE_POLICIES)
+def test_a_host_adds_hits_and_the_optimum_bounds_them(chats: Chats, writes: str) -> None:
+    device, host = chats.blocks(5), chats.blocks(30)
+    alone = run_cell(chats.prompts, Cell("lru", writes, device, 0))
+    both = run_cell(chats.prompts, Cell("lru", writes, device, host))
+    best = run_cell(chats.prompts, Cell(OPTIMUM, writes, device, host))
+    assert alone.device_hits == both.device_hits
+    assert both.host_hits > 0
+    assert both.device_hits <= best.device_hits
+    assert both.device_hits + both.host_hits <= best.device_hits + best.host_hits <= infinite_hits(chats.requests).hits
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_what_is_simulated_adds_up(chats: Chats, eviction: str) -> None:
+    simulation = Simulation(Pools(eviction, "write_back", chats.blocks(5), chats.blocks(20)), 512)
+    for number, now in enumerate(chats.prompts.seconds.tolist()):
+        simulation.serve(chats.prompts.keys(number), now)
+        if number % 50 == 0:
+            assert audit(simulation.ledger).problems == []
+    assert audit(simulation.ledger).problems == []
+
+
+def test_a_prompt_longer_than_the_device_is_cut_also_where_the_host_has_more_of_it() -> None:
+    simulation = Simulation(Pools("lru", "write_through", 3, 9), 512)
+    prompts = columns([Prompt((1, 2, 3, 4, 5)), Prompt((7, 8)), Prompt((1, 2, 3, 4, 5))])
+    hits = [simulation.serve(prompts.keys(number), float(number)) for number in range(3)]
+    assert [tuple(each) for each in hits] == [(0, 0), (0, 0), (1, 2)]
+
+
+def test_a_grid_has_every_combination_and_runs_what_can_differ_once(chats: Chats) -> None:
+    cells = grid(["lru", OPTIMUM], WRITE_POLICIES, [chats.blocks(5)], [0, chats.blocks(20)])
+    told: list[tuple[int, int]] = []
+    rows = run_grid(chats.prompts, cells, 1, lambda done, runs: told.append((done, runs)))
+    assert [row.cell for row in rows] == cells
+    assert len(set(cells)) == 2 * 3 * 1 * 2
+    assert told[-1] == (6, 6)  # two optima, LRU without a host, LRU with one by three ways to write
+    assert {row.hit_ratio for row in rows if not row.cell.host_blocks and row.cell.policy == "lru"} == {
+        rows[0].hit_ratio
+    }
+
+
+def test_several_processes_find_the_same(chats: Chats) -> None:
+    cells = grid(["lru", OPTIMUM], ["write_back"], [chats.blocks(2), chats.blocks(10)], [0])
+    alone, together = (run_grid(chats.prompts, cells, processes, lambda *_: None) for processes in (1, 2))
+    assert [(row.cell, row.device_hits) for row in alone] == [(row.cell, row.device_hits) for row in together]
+
+
+def test_a_name_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(SimulationFailed, match=r"--policies: there is no 'mru'; choose among .*lfu.*lru.*opt"):
+        check_names(["lru", "mru"], ["write_back"])
+    with pytest.raises(SimulationFailed, match=r"--write-policies: there is no 'never'; .*write_through"):
+        check_names([OPTIMUM], ["never"])
+    with pytest.raises(InvalidRequest):
+        Simulation(Pools("mru", "write_back", 1, 0), 512)
+    with pytest.raises(ValueError, match="no pools of 0"):
+        Simulation(Pools("lru", "write_back", 0, 0), 512)
+
+
+def test_time_does_not_go_back_and_empty_prompts_count() -> None:
+    requests = [TraceRequest(0, 5000, 1, 1, (4,)), TraceRequest(1, 3000, 0, 1, ()), TraceRequest(2, 9000, 1, 1, (4,))]
+    prompts = prompts_of("t", requests, 1)
+    assert prompts.seconds.tolist() == [5.0, 5.0, 9.0]
+    row = run_cell(prompts, Cell("lru", "write_back", 1, 0))
+    assert (row.requests, row.blocks, row.device_hits) == (3, 2, 1)
+
+
+def test_compute_saved_counts_attention() -> None:
+    """A block behind 30,500 tokens costs twice as much as the first: half of a long prompt is less than half."""
+    short = [Prompt((1, 2))] * 2
+    requests = [TraceRequest(i, i * 1000, 1, 1, p.block_ids) for i, p in enumerate(short)]
+    assert compute_saved(prompts_of("t", requests, 1), [0, 1]) == pytest.approx(0.25, rel=1e-3)
+    assert compute_saved(prompts_of("t", requests, 30_500), [0, 1]) == pytest.approx(1.5 / (2 * 4))
+    assert compute_saved(prompts_of("t", [], 1), []) == 0.0
+    row = run_cell(columns(short), Cell("lru", "write_back", 2, 0))
+    assert row.compute_saved == pytest.approx(0.5)

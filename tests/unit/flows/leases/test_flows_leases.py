@@ -1,0 +1,384 @@
+"""Leases and the processes behind them: loss, quarantine, and pages that come back only when no process can write
+them."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachesvc.flows.context.call import resolve
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.stock import refill_stock
+from cachesvc.flows.engine.swap import swap_out
+from cachesvc.flows.leases.leases import (
+    MOST_MEMBERS,
+    attach,
+    close_lease,
+    detach,
+    lose_silent,
+    may_map,
+    open_lease,
+    process_arrived,
+    process_gone,
+)
+from cachesvc.flows.models.registration import RegisterRequest, register
+from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.ledger.leases import first_id
+from cachesvc.model.errors import InvalidRequest, KeyReused, LeaseLost, LimitExceeded, NotFound, Unavailable
+from cachesvc.model.words import PageState
+from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
+
+SCHEDULER, WORKER = b"scheduler", b"worker"
+
+
+def engine() -> tuple[Rig, str]:
+    """A lease of two processes that holds two sealed blocks, two private pages and a stock of one."""
+    rig = rig_of(one_group(), device=(8,))
+    for token in (SCHEDULER, WORKER):
+        process_arrived(rig.core, token, 1, 1)
+    lease = open_lease(rig.core, 1, 0, "engine", SCHEDULER, 5, 0.0).id
+    for token in (SCHEDULER, WORKER):
+        attach(rig.core, resolve(rig.core.ledger, lease, 0.0), 0, token)
+    rig.run(match, lease, 1, chain(*"abcd"), 0)
+    rig.run(allocate, lease, 1, 4)
+    rig.run(publish, lease, 1, 0, b"", 2)
+    rig.run(refill_stock, lease, (1,))
+    return rig, lease
+
+
+def counts(rig: Rig) -> tuple[int, int, int]:
+    """Free, sealed, quarantined."""
+    pool = rig.place().pools[0]
+    return pool.counts[PageState.FREE], pool.counts[PageState.SEALED], pool.counts[PageState.QUARANTINED]
+
+
+@pytest.mark.parametrize(
+    ("end", "counted"),
+    [
+        ("closed", {"leases_ended_closed": 1}),
+        ("silent", {"leases_ended_silent": 1, "leases_lost": 1}),
+        ("process_ended", {"leases_ended_process_ended": 1, "leases_lost": 1}),
+    ],
+)
+def test_a_lease_that_was_closed_is_not_counted_as_lost(end: str, counted: dict[str, int]) -> None:
+    rig, lease = engine()
+    if end == "closed":
+        close_lease(rig.core, lease, quiesced=True)
+    elif end == "silent":
+        lose_silent(rig.core, 30.0, 31.0)
+    else:
+        process_gone(rig.core, SCHEDULER)
+    assert {name: count for name, count in rig.core.counters.items() if name.startswith("leases_")} == counted
+
+
+def test_silence_costs_the_lease_but_keeps_its_pages_away() -> None:
+    rig, lease = engine()
+    assert lose_silent(rig.core, 30.0, 30.0) == []
+    assert lose_silent(rig.core, 30.0, 30.5) == [lease]
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    for flow in ((publish, lease, 1, 2, b"", 2), (allocate, lease, 1, 5), (match, lease, 2, b"", 0)):
+        with pytest.raises(LeaseLost, match="silent"):
+            rig.run(*flow)
+    with pytest.raises(LeaseLost):
+        resolve(rig.core.ledger, lease, 31.0)
+    assert rig.model.computing == {}
+    close_lease(rig.core, lease, quiesced=False)
+    assert counts(rig) == (3, 2, 3), "not without its word that nothing writes any more"
+    close_lease(rig.core, lease, quiesced=True)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    close_lease(rig.core, lease, quiesced=True)
+    with pytest.raises(LeaseLost):
+        resolve(rig.core.ledger, lease, 32.0)
+
+
+def test_quarantine_ends_with_the_last_process() -> None:
+    rig, _ = engine()
+    process_gone(rig.core, WORKER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert rig.core.ledger.leases == {}
+
+
+def test_quarantine_outlives_the_first_process_of_a_silent_engine() -> None:
+    rig, lease = engine()
+    assert lose_silent(rig.core, 30.0, 31.0) == [lease]
+    process_gone(rig.core, WORKER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3), "the scheduler's process may still write them"
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+
+
+def test_an_engine_that_closes_its_lease_has_lost_none() -> None:
+    ended = {"closed": 0, "silent": 1, "process_ended": 1}
+    for cause, lost in ended.items():
+        rig, lease = engine()
+        if cause == "closed":
+            close_lease(rig.core, lease, quiesced=True)
+        elif cause == "silent":
+            assert lose_silent(rig.core, 30.0, 31.0) == [lease]
+            close_lease(rig.core, lease, quiesced=True)
+        else:
+            process_gone(rig.core, SCHEDULER)
+        counters = rig.core.counters
+        assert {name: counters.get(f"leases_ended_{name}", 0) for name in ended} == dict.fromkeys(ended, 0) | {cause: 1}
+        assert counters.get("leases_lost", 0) == lost
+
+
+def test_the_only_process_ends() -> None:
+    """Found by reading: the lease was forgotten twice, and the second time raised KeyError."""
+    rig = rig_of(one_group(), device=(8,))
+    process_arrived(rig.core, SCHEDULER, 1, 1)
+    lease = open_lease(rig.core, 1, 0, "engine", SCHEDULER, 1, 0.0).id
+    rig.run(match, lease, 1, b"", 0)
+    rig.run(allocate, lease, 1, 3)
+    process_gone(rig.core, SCHEDULER)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (8, 0, 0)
+
+
+def test_the_last_writer_detaches_from_a_lost_lease() -> None:
+    """Found by reading: with its opener gone and its worker detached, a lease stayed in quarantine for good."""
+    rig, lease = engine()
+    process_gone(rig.core, SCHEDULER)
+    assert counts(rig) == (3, 2, 3)
+    detach(rig.core, lease, 0, WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    detach(rig.core, lease, 0, WORKER)
+
+
+def test_who_detached_no_longer_counts() -> None:
+    rig, lease = engine()
+    detach(rig.core, lease, 0, WORKER)
+    process_gone(rig.core, WORKER)
+    resolve(rig.core.ledger, lease, 1.0)
+    process_gone(rig.core, SCHEDULER)
+    assert counts(rig) == (6, 2, 0)
+
+
+def test_opening_again_with_the_same_key_gives_the_same_lease() -> None:
+    rig, lease = engine()
+    assert open_lease(rig.core, 1, 0, "engine", SCHEDULER, 5, 1.0).id == lease
+    assert open_lease(rig.core, 1, 0, "engine", SCHEDULER, 6, 1.0).id != lease
+    unkeyed = {open_lease(rig.core, 1, 0, "engine", SCHEDULER, 0, 1.0).id for _ in range(2)}
+    assert len(unkeyed) == 2, "id 0 is never remembered"
+    two = rig_of(one_group(), device=(8,), replicas=2)
+    process_arrived(two.core, SCHEDULER, 1, 1)
+    open_lease(two.core, 1, 0, "engine", SCHEDULER, 5, 1.0)
+    with pytest.raises(KeyReused):
+        open_lease(two.core, 1, 1, "engine", SCHEDULER, 5, 1.0)
+
+
+def instance(
+    first: bytes = SCHEDULER, *, attached: tuple[bytes, ...] = (SCHEDULER, WORKER), host: int = 0
+) -> tuple[Rig, str]:
+    """An engine of two processes that share it, whichever comes first; the scheduler holds what is held."""
+    rig = rig_of(one_group(), device=(8,), host=(host,))
+    for token in (SCHEDULER, WORKER):
+        process_arrived(rig.core, token, 1, 1)
+    second = WORKER if first == SCHEDULER else SCHEDULER
+    lease = open_lease(rig.core, 1, 0, "engine", first, 5, 0.0, "uuid")
+    assert open_lease(rig.core, 1, 0, "engine", second, 1, 0.0, "uuid") is lease
+    for token in attached:
+        attach(rig.core, resolve(rig.core.ledger, lease.id, 0.0), 0, token)
+    member = lease.members[SCHEDULER]
+    rig.run(match, lease.id, first_id(member) + 1, chain(*"abcd"), 0)
+    rig.run(allocate, lease.id, first_id(member) + 1, 4)
+    rig.run(publish, lease.id, first_id(member) + 1, 0, b"", 2)
+    rig.run(refill_stock, lease.id, (1,), member)
+    rig.check()
+    return rig, lease.id
+
+
+@pytest.mark.parametrize("first", [SCHEDULER, WORKER])
+def test_a_lease_of_an_instance_lives_while_one_of_its_processes_does(first: bytes) -> None:
+    rig, lease = instance(first)
+    process_gone(rig.core, WORKER)
+    rig.check()
+    assert counts(rig) == (3, 2, 0), "the scheduler goes on with all that it has"
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert rig.core.ledger.leases == {}
+    assert rig.core.ledger.lost == {lease: "its process ended"}
+
+
+@pytest.mark.parametrize("first", [SCHEDULER, WORKER])
+def test_what_a_dead_process_held_ends_and_waits_for_those_who_may_write_it(first: bytes) -> None:
+    rig, lease = instance(first)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    held = rig.core.ledger.leases[lease]
+    assert (counts(rig), held.sequences) == ((3, 2, 3), {}), "the worker's kernels may run on"
+    assert not any(rig.place().pins)
+    detach(rig.core, lease, 0, WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert resolve(rig.core.ledger, lease, 1.0).lease is held, "the worker is one of its processes still"
+    process_arrived(rig.core, b"next", 1, 1)
+    assert open_lease(rig.core, 1, 0, "engine", b"next", 1, 0.0, "uuid") is held
+    rig.run(match, lease, first_id(held.members[b"next"]) + 1, chain(*"abcd"), 0)
+    rig.check()
+    process_gone(rig.core, WORKER)
+    assert resolve(rig.core.ledger, lease, 1.0).lease is held
+
+
+def test_what_a_dead_process_held_is_free_where_no_other_has_it_mapped() -> None:
+    rig, _ = instance(attached=(SCHEDULER,))
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_the_swap_of_a_dead_process_lands_where_another_may_write(is_attached: bool) -> None:
+    rig, lease = instance(attached=(WORKER,) if is_attached else (), host=8)
+    rig.run(swap_out, lease, 1)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig)[2] == (1 if is_attached else 0), "its stock"
+    rig.settle()
+    rig.check()
+    assert counts(rig) == ((3, 2, 3) if is_attached else (6, 2, 0))
+    process_gone(rig.core, WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+
+
+def test_processes_of_an_instance_leave_one_by_one_or_all_at_once() -> None:
+    rig, lease = instance()
+    close_lease(rig.core, lease, quiesced=True, token=SCHEDULER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3), "its own pages wait for the worker"
+    close_lease(rig.core, lease, quiesced=True, token=SCHEDULER)
+    resolve(rig.core.ledger, lease, 1.0)
+    close_lease(rig.core, lease, quiesced=False, token=WORKER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3), "it may still write"
+    with pytest.raises(LeaseLost, match="closed"):
+        resolve(rig.core.ledger, lease, 1.0)
+    close_lease(rig.core, lease, quiesced=True, token=WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert rig.core.ledger.leases == {}
+    rig, lease = instance()
+    close_lease(rig.core, lease, quiesced=True)
+    rig.check()
+    assert (counts(rig), rig.core.ledger.leases) == ((6, 2, 0), {})
+
+
+def test_who_left_without_being_quiet_may_still_write() -> None:
+    rig, lease = instance(attached=(SCHEDULER,))
+    close_lease(rig.core, lease, quiesced=False, token=SCHEDULER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    resolve(rig.core.ledger, lease, 1.0)
+
+
+def test_silence_of_an_instance_is_that_of_all_its_processes() -> None:
+    rig, lease = instance()
+    assert lose_silent(rig.core, 30.0, 31.0) == [lease]
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    fresh = open_lease(rig.core, 1, 0, "engine", WORKER, 2, 31.0, "uuid")
+    assert fresh.id != lease
+    process_gone(rig.core, SCHEDULER)
+    rig.check()
+    assert counts(rig) == (3, 2, 3)
+    close_lease(rig.core, lease, quiesced=True, token=WORKER)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
+    assert resolve(rig.core.ledger, fresh.id, 32.0).lease is fresh
+
+
+def test_who_does_not_share_a_lease_has_one_of_its_own() -> None:
+    rig, lease = instance()
+    process_arrived(rig.core, b"stranger", 9, 2)
+    process_arrived(rig.core, b"other", 9, 1)
+    others = [
+        open_lease(rig.core, 1, 0, "engine", b"stranger", 1, 0.0, "uuid"),
+        open_lease(rig.core, 1, 0, "engine", b"other", 1, 0.0, "another"),
+        open_lease(rig.core, 1, 0, "engine", b"other", 2, 0.0),
+    ]
+    assert len({lease, *(each.id for each in others)}) == 4
+    assert [each.members for each in others] == [{b"stranger": 0}, {b"other": 0}, {b"other": 0}]
+    held = rig.core.ledger.leases[lease]
+    assert open_lease(rig.core, 1, 0, "engine", WORKER, 9, 0.0, "uuid") is held
+    assert held.members == {SCHEDULER: 0, WORKER: 1}
+    with pytest.raises(KeyReused):
+        open_lease(rig.core, 1, 0, "engine", SCHEDULER, 5, 0.0, "another")
+    with pytest.raises(InvalidRequest, match="of no process of this lease"):
+        rig.run(match, lease, first_id(2) + 1, b"", 0)
+
+
+def test_an_instance_has_so_many_processes_and_may_be_joined_while_the_daemon_drains() -> None:
+    rig, lease = instance()
+    for number in range(2, MOST_MEMBERS):
+        process_arrived(rig.core, b"%d" % number, 1, 1)
+        open_lease(rig.core, 1, 0, "engine", b"%d" % number, 1, 0.0, "uuid")
+    process_arrived(rig.core, b"late", 1, 1)
+    with pytest.raises(LimitExceeded, match="processes of a lease"):
+        open_lease(rig.core, 1, 0, "engine", b"late", 1, 0.0, "uuid")
+    rig.core.ledger.draining = True
+    process_gone(rig.core, b"2")
+    assert open_lease(rig.core, 1, 0, "engine", b"late", 1, 0.0, "uuid").id == lease, "nothing new is opened"
+    rig.check()
+
+
+def test_a_waiting_call_does_not_turn_the_clock_back() -> None:
+    """Found by reading: a call that is run again brings the time when it began."""
+    rig, lease = engine()
+    resolve(rig.core.ledger, lease, 50.0)
+    rig.now = 1.0
+    rig.run(allocate, lease, 1, 4)
+    assert lose_silent(rig.core, 30.0, 60.0) == []
+
+
+def test_a_process_may_map_what_it_has_attached_and_the_words_of_that_model_there_alone() -> None:
+    rig = rig_of(one_group(), device=(8,), replicas=2)
+    pools = PoolRequest((8,)), PoolRequest((0,))
+    register(rig.core, rig.vault, RegisterRequest("other", one_group(), b"", ("gpu-0",), *pools), 0.0)
+    process_arrived(rig.core, WORKER, 1, 1)
+    lease = open_lease(rig.core, 1, 0, "engine", WORKER, 5, 0.0).id
+    slab, words = ("gpu-0", 1, 0, 0), ("gpu-0", 1, None, 0)
+    assert not any(may_map(rig.core, WORKER, *what) for what in (slab, words)), "not attached yet"
+    attach(rig.core, resolve(rig.core.ledger, lease, 0.0), 0, WORKER)
+    assert all(may_map(rig.core, WORKER, *what) for what in (slab, words))
+    for other in (("gpu-1", 1, 1, 0), ("gpu-1", 1, None, 0), ("gpu-0", 2, 0, 0), ("gpu-0", 2, None, 0)):
+        assert not may_map(rig.core, WORKER, *other)
+    assert not may_map(rig.core, SCHEDULER, *words)
+    close_lease(rig.core, lease, quiesced=True)
+    assert not any(may_map(rig.core, WORKER, *what) for what in (slab, words))
+
+
+def test_what_cannot_be_opened_or_attached() -> None:
+    rig, lease = engine()
+    with pytest.raises(NotFound, match="model"):
+        open_lease(rig.core, 9, 0, "engine", SCHEDULER, 7, 0.0)
+    with pytest.raises(NotFound, match="replica"):
+        open_lease(rig.core, 1, 9, "engine", SCHEDULER, 7, 0.0)
+    with pytest.raises(NotFound, match="process"):
+        open_lease(rig.core, 1, 0, "engine", b"unknown", 7, 0.0)
+    for rank in (1, -1):
+        with pytest.raises(InvalidRequest, match="rank"):
+            attach(rig.core, resolve(rig.core.ledger, lease, 0.0), rank, SCHEDULER)
+    with pytest.raises(NotFound):
+        close_lease(rig.core, "never", quiesced=True)
+    with pytest.raises(LimitExceeded):
+        rig.run(refill_stock, lease, (1 << 20,))
+    rig.core.ledger.draining = True
+    with pytest.raises(Unavailable):
+        open_lease(rig.core, 1, 0, "engine", SCHEDULER, 8, 0.0)
+    assert open_lease(rig.core, 1, 0, "engine", SCHEDULER, 5, 0.0).id == lease, "a retry still finds its lease"

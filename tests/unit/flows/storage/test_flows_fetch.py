@@ -1,0 +1,329 @@
+"""Blocks that storage has beyond a hit: fetched once, admitted in order of depth, and never waited for without end."""
+
+from __future__ import annotations
+
+from functools import partial
+from string import ascii_letters
+
+import pytest
+
+from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.prefetch import prefetch
+from cachesvc.flows.engine.release import release
+from cachesvc.flows.leases.leases import close_lease
+from cachesvc.flows.models.idle import idle_models
+from cachesvc.flows.storage.fetch import PEEKED_BLOCKS
+from cachesvc.flows.transfer.pending_writes import want
+from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.ledger.pages.change_log import Cause
+from cachesvc.model.answers import Matched
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.words import PageState, WritePolicy
+from tests.unit.rigs.ledger_rig import chain, prefill, serve, windowed
+from tests.unit.rigs.storage_flows_rig import BACK, GONE, LATE, LENT, WHOLE, hit, keys_of, packed, storing, waits
+
+IN_FLIGHT, QUARANTINED, SEALED = PageState.IN_FLIGHT, PageState.QUARANTINED, PageState.SEALED
+
+
+def test_what_storage_has_comes_to_the_host_and_is_a_hit_from_storage() -> None:
+    at = storing("abcd")
+    ask = at.ask("abcde", 1)
+    assert waits(ask()).tickets == (at.storage.fetches[0].ticket,)
+    assert at.pages(IN_FLIGHT) == 4
+    assert len(at.rig.model.blocks.index) == 0, "no block is there before it has verified"
+    at.tell(range(4), WHOLE)
+    assert at.pages(SEALED) == 4
+    assert hit(ask()) == (0, 4, 4)
+    assert at.rig.model.hit_blocks == {"device": 0, "host": 0, "storage": 4}
+    causes = {event.cause for event in at.rig.model.blocks.journal.read(1, 100)}
+    assert causes == {Cause.FETCHED, Cause.STORED}
+    assert len(at.storage.fetches) == 1
+    at.rig.run(release, at.lease, 1)
+    assert hit(at.ask("abcd", 2)()) == (0, 4, 0), "the second time it is a hit on the host"
+
+
+def test_what_is_remembered_as_stored_is_bounded_however_it_came() -> None:
+    at = storing("abcde")
+    at.rig.model.stored.most_written = 3
+    at.storage.keeps_all = at.storage.keeps_used = False
+    waits(at.ask("abcde", 1)())
+    at.tell(range(5), WHOLE)
+    assert len(at.rig.host_keys()) == 5
+    assert list(at.rig.model.stored.written) == packed("abcde")[2:]
+
+
+def test_what_another_node_lent_is_not_taken_for_stored() -> None:
+    """Blocks below it were written, and it was not: they were of no use after a restart."""
+    at = storing("abc")
+    at.storage.keeps_all = False
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    at.tell([0], WHOLE)
+    at.tell([1, 2], LENT)
+    assert hit(ask()) == (0, 3, 3)
+    model = at.rig.model
+    assert list(model.stored.written) == packed("abc")[:1]
+    assert not model.stored.wanted, "it was used once"
+    want(at.rig.core, model, [model.blocks.index.rows[packed("abc")[2]]])
+    at.settle()
+    assert keys_of(at.storage.keeps) == packed("abc")[1:]
+
+
+def test_what_another_node_lent_is_written_where_all_is() -> None:
+    at = storing("abc")
+    waits(at.ask("abc", 1)())
+    at.tell([0], WHOLE)
+    at.tell([1, 2], LENT)
+    assert keys_of(at.storage.keeps) == packed("abc")[1:]
+
+
+def test_a_hit_goes_on_where_memory_ends() -> None:
+    at = storing("abcdef")
+    serve(at.rig, at.lease, 1, "abc")
+    ask = at.ask("abcdef", 2)
+    waits(ask())
+    [fetch] = at.storage.fetches
+    assert fetch.keys == chain(*"abcdef")[3 * KEY_BYTES :]
+    at.tell(range(3), WHOLE)
+    assert hit(ask()) == (3, 3, 3)
+
+
+def test_blocks_are_admitted_in_order_of_depth_however_they_come() -> None:
+    at = storing("abcd")
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    for block, there in ((2, 0), (1, 0), (0, 3), (3, 4)):
+        at.tell([block], WHOLE)
+        assert len(at.rig.model.blocks.index) == there
+    assert hit(ask()) == (0, 4, 4)
+
+
+@pytest.mark.parametrize("hole", range(4))
+def test_a_hole_ends_the_prefix_and_what_came_above_it_stays(hole: int) -> None:
+    at = storing("abcd")
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    at.tell([hole], GONE)
+    at.tell([block for block in range(4) if block != hole], WHOLE)
+    assert hit(ask()) == (0, hole, hole)
+    assert at.pages(SEALED) == hole
+    assert at.pages(IN_FLIGHT) == at.pages(QUARANTINED) == 0
+
+
+def test_a_frozen_storage_costs_a_bounded_wait_and_keeps_its_pages() -> None:
+    at = storing("abcd")
+    ask = at.ask("abcd", 1)
+    assert waits(ask()).seconds == at.storage.wait_seconds
+    at.rig.now += at.storage.wait_seconds
+    assert hit(ask()) == (0, 0, 0), "the time is up: the hit that there is"
+    assert at.storage.lags == 1
+    at.tell(range(4), LATE)
+    assert at.pages(QUARANTINED) == 4, "bytes may still land there"
+    assert not at.rig.core.ledger.tickets.running
+    assert idle_models(at.rig.core) == []
+    at.rig.run(release, at.lease, 1)
+    at.rig.run(partial(close_lease, quiesced=True), at.lease)
+    assert idle_models(at.rig.core) == [], "nor is the memory anybody's when all have gone"
+    at.tell(range(4), BACK)
+    assert at.pages(QUARANTINED) == at.pages(SEALED) == 0
+    assert idle_models(at.rig.core) == [at.rig.model]
+
+
+def test_what_came_in_time_is_kept_and_what_is_late_is_not() -> None:
+    at = storing("abcd")
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    at.tell([0, 1], WHOLE)
+    assert hit(ask()) == (0, 2, 2), "the time is up, and two have come"
+    assert at.storage.lags == 0, "it is slow, and not frozen"
+    at.tell([2], WHOLE)
+    at.tell([3], LATE)
+    assert at.pages(SEALED) == 3
+    assert at.pages(QUARANTINED) == 1
+    at.tell([3], BACK)
+    assert hit(at.ask("abc", 2)()) == (0, 3, 0)
+
+
+def test_a_call_that_does_not_wait_says_nothing_of_the_storage() -> None:
+    at = storing("abcd")
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    assert hit(ask()) == (0, 0, 0), "asked again at once"
+    assert at.storage.lags == 0
+    at.tell(range(4), WHOLE)
+    assert hit(at.ask("abcd", 2)()) == (0, 4, 0), "the next one finds it on the host"
+
+
+def test_many_who_want_one_prefix_wait_for_one_fetch() -> None:
+    at = storing("abcd")
+    asks = [at.ask("abcd" + str(number), number) for number in range(1, 9)]
+    tickets = {waits(ask()).tickets for ask in asks}
+    assert len(tickets) == len(at.storage.fetches) == 1
+    at.tell(range(4), WHOLE)
+    assert [hit(ask()) for ask in asks] == [(0, 4, 4)] * 8
+
+
+def test_a_failed_fetch_is_not_asked_for_again_by_the_same_call() -> None:
+    at = storing("abcd")
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    at.tell(range(4), GONE)
+    assert hit(ask()) == (0, 0, 0)
+    assert len(at.storage.fetches) == 1
+
+
+def test_who_publishes_what_is_on_its_way_is_first() -> None:
+    at = storing("abcd")
+    waiting = at.ask("abcd", 1)
+    waits(waiting())
+    at.tell([0], WHOLE)
+    prefill(at.rig, at.lease, 2, "abcd")
+    at.tell([1, 2, 3], WHOLE)
+    assert at.rig.host.counts.states[3] + at.rig.host.counts.states[2] == 4, "the host has them too"
+    assert hit(waiting())[0] == 4
+    assert at.pages(IN_FLIGHT) == 0
+
+
+def test_the_block_that_the_next_comes_under_is_not_evicted_meanwhile() -> None:
+    at = storing("abcd", host=8)
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    at.tell([0, 1], WHOLE)
+    plan, _ = at.rig.model.evictor.plan_host(8)
+    assert plan.drops == [], "the second is kept, and the first lies above it"
+    at.tell([2, 3], WHOLE)
+    plan, _ = at.rig.model.evictor.plan_host(8)
+    assert len(plan.drops) == 4, "then they are unpinned"
+
+
+def test_room_is_made_on_the_host_and_no_more_than_its_share() -> None:
+    at = storing("abcdefghij", host=8, policy=WritePolicy.WRITE_THROUGH)
+    at.storage.keeps_all = False
+    serve(at.rig, at.lease, 1, "uvwxyz")
+    at.rig.settle()
+    assert at.rig.host.pools[0].free == 2
+    answer = at.ask("abcdefghij", 2)
+    ask = answer()
+    while ask == TURN:
+        ask = answer()
+    waits(ask)
+    assert len(at.storage.fetches[0].keys) // KEY_BYTES == 4, "half of the host at most"
+    at.tell(range(4), WHOLE)
+    assert hit(answer()) == (0, 4, 4)
+
+
+def test_where_nobody_knows_a_few_are_asked_for_and_then_all() -> None:
+    """Absent blocks take, and evict, no more of the host than these few."""
+    names = ascii_letters[:40]
+    at = storing(names, host=128)
+    at.storage.knows = False
+    ask = at.ask(names, 1)
+    waits(ask())
+    assert at.pages(IN_FLIGHT) == len(at.storage.fetches[0].keys) // KEY_BYTES == PEEKED_BLOCKS
+    at.tell(range(PEEKED_BLOCKS), WHOLE)
+    waits(ask())
+    assert len(at.storage.fetches[1].keys) // KEY_BYTES == len(names) - PEEKED_BLOCKS
+    at.tell(range(len(names) - PEEKED_BLOCKS), WHOLE)
+    assert hit(ask()) == (0, 40, 40)
+    assert len(at.storage.fetches) == 2
+
+
+def test_where_not_all_of_the_few_are_there_no_more_is_asked_for() -> None:
+    names = ascii_letters[:40]
+    at = storing(names, host=128)
+    at.storage.knows = False
+    ask = at.ask(names, 1)
+    waits(ask())
+    at.tell(range(PEEKED_BLOCKS - 1), WHOLE)
+    at.tell([PEEKED_BLOCKS - 1], GONE)
+    assert hit(ask()) == (0, PEEKED_BLOCKS - 1, PEEKED_BLOCKS - 1)
+    assert len(at.storage.fetches) == 1
+
+
+def test_without_a_host_pool_nothing_is_fetched() -> None:
+    at = storing("abcd", host=0)
+    assert hit(at.ask("abcd", 1)()) == (0, 0, 0)
+    assert at.storage.fetches == []
+
+
+def test_a_limit_of_the_match_limits_the_fetch() -> None:
+    at = storing("abcd")
+    ask = at.ask("abcd", 1, limit=2)
+    waits(ask())
+    assert len(at.storage.fetches[0].keys) // KEY_BYTES == 2
+    at.tell(range(2), WHOLE)
+    assert hit(ask()) == (0, 2, 2)
+
+
+def test_who_shares_nothing_waits_for_nothing() -> None:
+    at = storing("abcd")
+    answer = at.rig.once(match, at.lease, 1, chain(*"abcd"), 0)
+    assert isinstance(answer, Matched)
+    assert at.storage.fetches == []
+
+
+def test_a_prefetch_brings_it_from_storage_too() -> None:
+    at = storing("abcd")
+    flow = partial(prefetch, sharing=Sharing())
+    waits(at.rig.once(flow, at.lease, chain(*"abcd")))
+    at.tell(range(4), WHOLE)
+    answer = at.rig.once(partial(prefetch, sharing=Sharing()), at.lease, chain(*"abcd"))
+    assert answer.device_blocks == 4  # type: ignore[union-attr]
+    at.rig.settle()
+    assert len(at.rig.device_keys()) == 4
+
+
+def test_windowed_groups_come_where_a_window_needs_them() -> None:
+    at = storing("abcdef", layout=windowed(8))
+    ask = at.ask("abcdef", 1)
+    waits(ask())
+    [fetch] = at.storage.fetches
+    assert [page >= 0 for page in fetch.pages[1]] == [False] * 4 + [True] * 2
+    at.tell(range(6), WHOLE, group=0)
+    assert len(at.rig.model.blocks.index) == 4, "the fifth has its window to come"
+    at.tell([4, 5], WHOLE, group=1)
+    assert hit(ask()) == (0, 6, 6)
+
+
+def test_without_its_window_a_block_comes_and_a_hit_ends_before() -> None:
+    at = storing("abcdef", layout=windowed(8))
+    ask = at.ask("abcdef", 1)
+    waits(ask())
+    at.tell([4, 5], GONE, group=1)
+    at.tell(range(6), WHOLE, group=0)
+    assert len(at.rig.model.blocks.index) == 6
+    assert hit(ask()) == (0, 0, 0), "no window is there"
+    assert at.pages(IN_FLIGHT) == 0
+
+
+def test_a_block_counts_when_all_its_groups_have_verified() -> None:
+    planes = tuple(Plane("k", 0, name, (8,), "uint8") for name in ("one", "two"))
+    at = storing("abc", layout=Layout(4, 1, (PlaneGroup("one"), PlaneGroup("two")), planes))
+    ask = at.ask("abc", 1)
+    waits(ask())
+    at.tell(range(3), WHOLE, group=0)
+    assert len(at.rig.model.blocks.index) == 0
+    at.tell([0, 2], WHOLE, group=1)
+    assert len(at.rig.model.blocks.index) == 1
+    at.tell([1], GONE, group=1)
+    assert hit(ask()) == (0, 1, 1)
+    assert at.pages(IN_FLIGHT) == 0
+
+
+def test_keys_that_are_not_chained_end_the_fetch() -> None:
+    at = storing("abcd")
+    ask = at.ask("abcd", 1)
+    waits(ask())
+    keys = chain(*"abcd")
+    index = at.rig.model.blocks.index
+    prefill(at.rig, at.lease, 2, "z")
+    stray = keys[KEY_BYTES : 2 * KEY_BYTES]
+    row = index.insert(stray, index.rows[chain("z")], at.rig.core.ledger.stamp())
+    at.rig.host.admit(0, row, at.rig.host.pools[0].take(1, IN_FLIGHT)[0])
+    at.rig.model.blocks.come(at.rig.host, row)
+    at.rig.model.blocks.offer(at.rig.host, row)
+    at.tell(range(4), WHOLE)
+    assert at.rig.core.counters["storage_fetched_blocks"] == 1
+    assert at.pages(IN_FLIGHT) == 0

@@ -1,0 +1,126 @@
+"""Blocks that another node borrows stay on the host until they are returned, and delay nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachesvc.flows.leases.leases import close_lease
+from cachesvc.flows.models import admin
+from cachesvc.flows.models.idle import idle_models
+from cachesvc.flows.storage.lend import MOST_WAITS, Lending, end_lending, lend
+from cachesvc.ledger.lent import LentBlocks
+from cachesvc.model.answers import Wait
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import NO_PAGE, WritePolicy
+from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
+
+
+def stored(prompt: str, *, host: int = 16, rig: Rig | None = None) -> Rig:
+    """A node that has a prompt on the host and nowhere else."""
+    made = rig or rig_of(one_group(), device=[16], host=[host], policy=WritePolicy.WRITE_THROUGH)
+    lease = made.lease()
+    serve(made, lease, 1, prompt)
+    made.settle()
+    close_lease(made.core, lease, quiesced=True)
+    admin.evict(made.core, 1, "device", 0)
+    return made
+
+
+def borrow(rig: Rig, keys: bytes) -> LentBlocks | None:
+    return rig.run(lend, rig.model, keys, Lending())
+
+
+def end(rig: Rig, lent: LentBlocks) -> None:
+    end_lending(rig.core, rig.model, lent)
+    rig.check()
+
+
+def test_what_is_on_the_host_is_lent_and_stays() -> None:
+    rig = stored("abcd")
+    lent = borrow(rig, chain(*"abcdef"))
+    assert lent is not None
+    rows = [rig.model.blocks.index.rows[chain(*"abcd")[at * KEY_BYTES :][:KEY_BYTES]] for at in range(4)]
+    assert list(lent.rows) == rows
+    assert list(lent.pages[0]) == [rig.host.pages[0][row] for row in rows]
+    admin.evict(rig.core, 1, "host", 0)
+    assert len(rig.host_keys()) == 4, "lent blocks are not evicted"
+    assert idle_models(rig.core) == [], "nor its model"
+    end(rig, lent)
+    assert idle_models(rig.core) == [rig.model]
+    admin.evict(rig.core, 1, "host", 0)
+    assert rig.host_keys() == set()
+    assert rig.core.counters["lent_blocks"] == rig.core.counters["lent_blocks_back"] == 4
+
+
+def test_a_stretch_of_a_prompt_is_lent_without_what_is_before_it() -> None:
+    rig = stored("abcd")
+    lent = borrow(rig, chain(*"abcd")[2 * KEY_BYTES :])
+    assert lent is not None
+    assert len(lent.rows) == 2
+    end(rig, lent)
+
+
+@pytest.mark.parametrize("keys", [chain("x"), chain(*"abcd")[KEY_BYTES:] + chain("a"), chain("b") + chain(*"abcd")])
+def test_what_is_not_there_or_not_chained_is_not_lent(keys: bytes) -> None:
+    rig = stored("abcd")
+    lent = borrow(rig, keys)
+    if lent is not None:
+        assert keys.startswith(chain(*"abcd")[KEY_BYTES:]), "of keys that are chained as far as they are known"
+        assert len(lent.rows) == 3
+        end(rig, lent)
+
+
+def test_what_is_on_a_device_alone_is_saved_first() -> None:
+    rig = rig_of(one_group(), device=[16], host=[16])
+    serve(rig, rig.lease(), 1, "abc")
+    lending = Lending()
+    wait = rig.once(lend, rig.model, chain(*"abc"), lending)
+    assert isinstance(wait, Wait)
+    assert wait.seconds is not None, "it can do without"
+    (transfer,) = rig.mover.transfers.values()
+    assert (transfer.direction, transfer.urgency) == (Direction.STORE, Urgency.AWAITED)
+    rig.settle()
+    lent = rig.once(lend, rig.model, chain(*"abc"), lending)
+    assert isinstance(lent, LentBlocks)
+    assert len(lent.rows) == 3
+    end(rig, lent)
+
+
+def test_what_does_not_come_to_the_host_in_time_is_done_without() -> None:
+    rig = stored("ab", rig=rig_of(one_group(), device=[16], host=[16], policy=WritePolicy.WRITE_THROUGH))
+    rig.core.writing = rig_of(one_group(), device=[16], host=[16]).core.writing
+    serve(rig, rig.lease(), 1, "abcd")
+    lending, keys = Lending(), chain(*"abcd")
+    for _ in range(MOST_WAITS):
+        assert isinstance(rig.once(lend, rig.model, keys, lending), Wait)
+    lent = rig.once(lend, rig.model, keys, lending)
+    assert isinstance(lent, LentBlocks)
+    assert len(lent.rows) == 2, "the rest is still on its way"
+    end(rig, lent)
+    rig.settle()
+
+
+def test_windows_are_lent_where_they_are() -> None:
+    rig = stored("abcd", rig=rig_of(windowed(8), device=[16, 16], host=[16, 16], policy=WritePolicy.WRITE_THROUGH))
+    lent = borrow(rig, chain(*"abcd"))
+    assert lent is not None
+    has_window = [page != NO_PAGE for page in lent.pages[1]]
+    assert has_window[-2:] == [True, True]
+    before = [rig.host.pages[1][row] for row in lent.rows]
+    admin.evict(rig.core, 1, "host", 0)
+    assert [rig.host.pages[1][row] for row in lent.rows] == before, "windowed copies stay too"
+    end(rig, lent)
+    admin.evict(rig.core, 1, "host", 0)
+    assert rig.host_keys() == set()
+
+
+def test_two_borrowers_of_one_prompt() -> None:
+    rig = stored("abcd")
+    first, second = borrow(rig, chain(*"abcd")), borrow(rig, chain(*"ab"))
+    assert first is not None
+    assert second is not None
+    end(rig, first)
+    admin.evict(rig.core, 1, "host", 0)
+    assert len(rig.host_keys()) == 2
+    end(rig, second)

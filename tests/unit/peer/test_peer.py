@@ -1,0 +1,359 @@
+"""Host pages from another node: right or not at all, for as long as a lease lasts, whichever node dies in the
+middle."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cachesvc.peer import wire
+from cachesvc.peer.borrower import UNUSED_SECONDS, PeerStorage
+from cachesvc.peer.desk import LentObject
+from cachesvc.peer.lender import MOST_STREAMS_OF_ONE
+from cachesvc.storage.seam import Outcome, Part
+from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, name_of
+from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, Reader
+
+LENT, MISS, WRONG, BUSY, FAILED = Outcome.LENT, Outcome.MISS, Outcome.WRONG, Outcome.BUSY, Outcome.FAILED
+NAMES = [name_of(key) for key in "abcd"]
+
+
+@pytest.fixture
+def node() -> Iterator[LendingNode]:
+    made = LendingNode()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def control(node: LendingNode) -> NearControl:
+    return NearControl(node)
+
+
+@pytest.fixture
+def pulling(control: NearControl) -> Iterator[Pulling]:
+    made = Pulling(control)
+    yield made
+    made.close()
+
+
+def test_what_is_lent_comes_and_is_given_back(node: LendingNode, control: NearControl, pulling: Pulling) -> None:
+    node.have(NAMES)
+    assert pulling.fetch(NAMES) == [LENT] * 4
+    node.wait_quiet(control.loans[0].lease)
+    assert control.given_back == [control.loans[0].lease]
+    assert node.lender.sent_bytes == pulling.peers.read_bytes == 4 * PAGE_BYTES
+
+
+def test_what_it_has_of_a_prefix_comes(node: LendingNode, pulling: Pulling) -> None:
+    node.have(NAMES[:2])
+    assert pulling.reader.exists(NAMES) == [True, True, False, False]
+    gathered, _ = pulling.get(NAMES)
+    assert gathered.wait() == [LENT, LENT, MISS, MISS]
+
+
+def test_parts_of_a_block_are_told_apart(node: LendingNode, pulling: Pulling) -> None:
+    ranks = [name_of(key, Part(0, rank, 2)) for key in "ab" for rank in range(2)]
+    node.have(ranks)
+    assert pulling.fetch(ranks) == [LENT] * 4
+
+
+def test_an_answer_that_cannot_be_read_is_none(control: NearControl, pulling: Pulling) -> None:
+    control.borrow = lambda *_: "no loan"  # type: ignore[method-assign, assignment]
+    assert pulling.reader.exists(NAMES) == [False] * 4, "the caller gets an answer all the same"
+
+
+def test_a_secret_is_good_for_one_stream(node: LendingNode) -> None:
+    node.have(NAMES)
+    lent = node.lend(NAMES)
+    assert answers(greet(node, lent.secret))
+    assert not answers(greet(node, lent.secret))
+    assert node.lender.refused == 1
+
+
+def test_who_has_no_secret_gets_nothing(node: LendingNode) -> None:
+    node.have(NAMES)
+    node.lend(NAMES)
+    assert not answers(greet(node, bytes(wire.SECRET_BYTES)))
+    assert not answers(greet(node, node.lend(NAMES).secret, b"GET / HT"))
+
+
+def test_one_node_does_not_take_all_places(node: LendingNode) -> None:
+    node.have(NAMES[:1])
+    address = ("127.0.0.1", node.lender.port)
+    streams = [socket.create_connection(address) for _ in range(MOST_STREAMS_OF_ONE)]
+    with socket.create_connection(address) as refused:
+        assert not refused.recv(1)
+        assert node.lender.refused == 1, "it is closed at once"
+    other = socket.create_connection(address, source_address=("127.0.0.2", 0))
+    other.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
+    assert answers(other), "another one has a place"
+    for stream in streams:
+        stream.close()
+
+
+def test_without_descriptors_it_waits_for_some(node: LendingNode) -> None:
+    node.have(NAMES[:1])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stream = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (stream.fileno() + 1, before[1]))
+    try:
+        spare: list[socket.socket] = []
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(socket.socket())
+        stream.connect(("127.0.0.1", node.lender.port))
+        acceptor = next(each for each in threading.enumerate() if each.name == "peer-accept")
+        clock = time.pthread_getcpuclockid(acceptor.ident or 0)
+        began, busy = time.monotonic(), time.clock_gettime(clock)
+        while time.monotonic() < began + 0.3:
+            threading.Event().wait(0.05)
+        assert time.clock_gettime(clock) - busy < 0.05, "it does not spin"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for each in spare:
+            each.close()
+    stream.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
+    assert answers(stream)
+
+
+def test_the_end_waits_for_no_peer_longer_than_for_one(node: LendingNode, control: NearControl) -> None:
+    """The thread of heartbeats gives back loans that were never read, and not the closing thread."""
+    node.have(NAMES)
+    told: list[str] = []
+    pulling = Pulling(control)
+    give_back = control.give_back
+
+    def tell(lease: int, seconds: float) -> None:
+        told.append(threading.current_thread().name)
+        give_back(lease, seconds)
+
+    control.give_back = tell  # type: ignore[method-assign]
+    pulling.reader.exists(NAMES)
+    gathered, _ = pulling.get(NAMES, seconds=-1.0)
+    assert gathered.wait() == [MISS] * 4, "their time has passed, and there is no store"
+    pulling.close()
+    assert told == ["peer-beat"]
+    node.wait_quiet(control.loans[0].lease)
+
+
+def greet(node: LendingNode, secret: bytes, magic: bytes = wire.MAGIC) -> socket.socket:
+    stream = socket.create_connection(("127.0.0.1", node.lender.port))
+    stream.sendall(wire.HELLO.pack(magic, secret) + wire.pack_numbers([0]))
+    return stream
+
+
+def answers(stream: socket.socket) -> bool:
+    """An answer comes; False where the stream ends instead."""
+    with stream:
+        try:
+            return len(stream.recv(wire.ANSWER.size)) > 0
+        except ConnectionResetError:
+            return False
+
+
+def test_a_number_that_was_not_lent_is_gone(node: LendingNode) -> None:
+    node.have(NAMES[:1])
+    lent = node.lend(NAMES)
+    with socket.create_connection(("127.0.0.1", node.lender.port)) as stream:
+        stream.sendall(wire.HELLO.pack(wire.MAGIC, lent.secret) + wire.pack_numbers([3, 99]))
+        for number in (3, 99):
+            said = wire.receive(stream, wire.ANSWER.size, time.monotonic() + 60)
+            assert wire.ANSWER.unpack(said) == (number, wire.GONE, 0)
+
+
+def test_a_page_that_changed_is_wrong_and_its_peer_rests(
+    node: LendingNode, control: NearControl, pulling: Pulling
+) -> None:
+    """A lender that sends another block's bytes under a header of its own making cannot be told; one whose header
+    names another block can."""
+    node.have(NAMES)
+    node.pages[NAMES[0]], node.pages[NAMES[1]] = node.pages[NAMES[1]], node.pages[NAMES[0]]
+    lent = node.desk.lend([LentObject(NAMES[1], (node.pages[NAMES[0]],))], 30.0)
+    control_loan = control.borrow(SCOPE, NAMES[0].key, [NAMES[0].part], 1.0)
+    assert control_loan is not None
+    crooked = control_loan._replace(lease=lent.lease, secret=lent.secret, lent=(True,))
+    control.borrow = lambda *_: crooked  # type: ignore[method-assign]
+    assert pulling.fetch(NAMES[:1]) == [WRONG]
+    assert pulling.peers.peers[0].counts["wrong"] == 1
+    assert not pulling.peers.peers[0].is_usable
+
+
+def test_a_peer_that_does_not_answer_rests_for_a_while(control: NearControl, pulling: Pulling) -> None:
+    control.broken = True
+    assert pulling.reader.exists(NAMES) == [False] * 4
+    assert pulling.peers.expects(SCOPE, NAMES[0].key, [Part(0, 0, 1)]) == 0, "no peer can be asked"
+    assert pulling.reader.exists(NAMES) == [False] * 4
+    assert control.asked == 1
+
+
+def test_what_nobody_has_is_not_asked_for_at_once_again(control: NearControl, pulling: Pulling) -> None:
+    assert pulling.reader.exists(NAMES) == [False] * 4
+    assert pulling.peers.expects(SCOPE, NAMES[0].key, [Part(0, 0, 1)]) == 0
+    assert pulling.peers.expects(SCOPE, NAMES[1].key, [Part(0, 0, 1)]) is None
+    assert control.asked == 1
+
+
+def test_the_next_peer_is_asked(node: LendingNode, control: NearControl) -> None:
+    other = LendingNode()
+    pulling = Pulling(control, NearControl(other, "near:2"))
+    try:
+        other.have(NAMES)
+        assert pulling.fetch(NAMES) == [LENT] * 4
+        control.broken = True
+        more = [name_of(key) for key in "xyz"]
+        other.have(more)
+        assert pulling.fetch(more) == [LENT] * 3
+        assert node.lender.sent_bytes == 0
+    finally:
+        pulling.close()
+        other.close()
+
+
+def test_a_lease_without_beats_is_over_and_its_stream_is_cut(node: LendingNode) -> None:
+    node.have(NAMES)
+    lent = node.lend(NAMES, seconds=30.0)
+    with greet(node, lent.secret) as stream:
+        assert len(stream.recv(1, socket.MSG_PEEK)) == 1
+        node.now += 29
+        assert node.desk.beat(lent.lease, 30.0)
+        node.now += 29
+        node.desk.expire()
+        assert node.quiet == []
+        node.now += 2
+        node.desk.expire()
+        node.wait_quiet(lent.lease)
+        while stream.recv(1 << 16):
+            """Until it ends."""
+    assert node.desk.lapsed == 1
+    assert not node.desk.beat(lent.lease, 30.0)
+    assert not node.desk.knows(lent.lease)
+
+
+def test_pages_stay_until_nobody_sends_from_them(node: LendingNode) -> None:
+    """However long a lease has been over."""
+    node.have(NAMES)
+    lent = node.lend(NAMES)
+    with node.desk.sending(lent) as may_send:
+        assert may_send
+        node.desk.give_back(lent.lease)
+        assert node.quiet == []
+        with node.desk.sending(lent) as more:
+            assert not more
+    assert node.quiet == [lent.lease]
+    node.desk.give_back(lent.lease)
+    assert node.quiet == [lent.lease], "it is reported once"
+
+
+def test_a_lender_that_dies_in_the_middle_fails_what_is_left(node: LendingNode, control: NearControl) -> None:
+    """Half of an object is none."""
+    node.have(NAMES)
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+        control.port = fake.getsockname()[1]
+        pulling = Pulling(control)
+        pulling.reader.exists(NAMES)
+        gathered, _ = pulling.get(NAMES)
+        stream, _ = fake.accept()
+        with stream:
+            stream.recv(1 << 16)
+            stream.sendall(wire.ANSWER.pack(0, wire.OK, PAGE_BYTES) + bytes(200))
+        assert set(gathered.wait()) <= {FAILED, MISS}
+        assert pulling.peers.peers[0].counts["failed"] == 1
+        pulling.close()
+
+
+def test_a_lender_that_hangs_is_given_up_by_the_deadline_and_writes_nothing_later(
+    node: LendingNode, control: NearControl
+) -> None:
+    node.have(NAMES)
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+        control.port = fake.getsockname()[1]
+        pulling = Pulling(control)
+        pulling.reader.exists(NAMES)
+        gathered, pages = pulling.get(NAMES, seconds=0.3)
+        stream, _ = fake.accept()
+        with stream:
+            assert set(gathered.wait()) <= {FAILED, MISS}
+            for page in pages:
+                page[:] = b"#" * PAGE_BYTES
+            late = wire.ANSWER.pack(0, wire.OK, PAGE_BYTES) + bytes(128 + PAGE_BYTES)
+            for _ in range(4):
+                try:
+                    stream.sendall(late)
+                except OSError:
+                    break
+        assert all(page == b"#" * PAGE_BYTES for page in pages), "no late byte has landed"
+        pulling.close()
+
+
+def test_a_lender_that_says_something_else_is_not_believed(node: LendingNode, control: NearControl) -> None:
+    node.have(NAMES)
+    for said in (
+        wire.ANSWER.pack(3, wire.OK, PAGE_BYTES),
+        wire.ANSWER.pack(0, wire.OK, 1 << 40),
+        b"HTTP/1.1 200 OK\r\n",
+    ):
+        with socket.create_server(("127.0.0.1", 0)) as fake:
+            control.port = fake.getsockname()[1]
+            pulling = Pulling(control)
+            pulling.reader.exists(NAMES)
+            gathered, _ = pulling.get(NAMES)
+            stream, _ = fake.accept()
+            with stream:
+                stream.recv(1 << 16)
+                stream.sendall(said)
+                assert set(gathered.wait()) <= {FAILED, MISS}
+            pulling.close()
+
+
+def test_a_borrower_that_takes_nothing_is_cut_off_with_its_lease(node: LendingNode) -> None:
+    """The sender stands in the middle of an object: the end of the lease ends it, and then the pages are free."""
+    node.have(NAMES[:1], 64 << 20)
+    lent = node.lend(NAMES[:1])
+    with greet(node, lent.secret) as stream:
+        stream.recv(1)
+        node.now += 31
+        node.desk.expire()
+        node.wait_quiet(lent.lease)
+
+
+def test_beats_keep_what_is_borrowed_and_nobody_keeps_it_for_nothing(node: LendingNode) -> None:
+    node.have(NAMES)
+    control, now = NearControl(node), [100.0]
+    peers = PeerStorage([control], lambda: now[0])
+    peers.start()
+    Reader(peers).exists(NAMES)
+    lease = control.loans[0].lease
+    peers.beat()
+    assert control.beats == [lease]
+    now[0] += UNUSED_SECONDS + 1
+    peers.beat()
+    assert control.given_back == [lease]
+    assert node.quiet == [lease]
+    assert not peers.holds(NAMES[0])
+    peers.close()
+
+
+def test_what_is_borrowed_is_given_back_at_the_end(node: LendingNode, control: NearControl, pulling: Pulling) -> None:
+    node.have(NAMES)
+    pulling.reader.exists(NAMES)
+    pulling.close()
+    assert control.given_back == [control.loans[0].lease]
+    gathered, _ = pulling.get(NAMES)
+    assert set(gathered.wait()) <= {MISS, BUSY}
+
+
+def test_two_calls_that_borrow_the_same_block_each_read_what_they_borrowed(node: LendingNode, pulling: Pulling) -> None:
+    node.have(NAMES)
+    first, second = NAMES[:2], NAMES[1:3]
+    assert all(pulling.reader.exists(first))
+    assert all(pulling.reader.exists(second))
+    for names in (first, second):
+        gathered, _ = pulling.get(names)
+        assert gathered.wait() == [LENT] * 2

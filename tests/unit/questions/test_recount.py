@@ -1,0 +1,379 @@
+"""Conservation in parts sees what the audit sees: every kind of damage is found, and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.swap import swap_out
+from cachesvc.flows.models.registration import evict_model
+from cachesvc.ledger.holds import Prefetch
+from cachesvc.ledger.index.block_ledger import Hit
+from cachesvc.ledger.index.pins import WindowPins
+from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.model.errors import InvalidRequest, NotFound
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
+from cachesvc.questions import dump
+from cachesvc.questions.audit.verify import verify_at_once
+from cachesvc.questions.dump import columns_of
+from cachesvc.questions.query import Ranking, Tree, block_lines, one_key, tree_lines
+from cachesvc.questions.steps import Question, answer_at_once
+from cachesvc.questions.view import EVERYTHING, View
+from tests.conservation import audit
+from tests.unit.rigs.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
+
+
+def busy() -> Rig:
+    """Two chains that share a block, one of them held by an open sequence; some blocks are on the host too."""
+    rig = rig_of(windowed(), device=(16, 16), host=(8, 8))
+    lease = rig.lease()
+    serve(rig, lease, 1, ["a", "b", "c"])
+    serve(rig, lease, 2, ["a", "d"])
+    prefill(rig, lease, 3, ["a", "b", "c", "e"])
+    return rig
+
+
+def row(rig: Rig, *names: object) -> int:
+    return rig.model.blocks.index.rows[chain(*names)[-KEY_BYTES:]]
+
+
+def lose_a_child(rig: Rig) -> None:
+    rig.model.blocks.index.children[row(rig, "a")] += 1
+
+
+def sink_too_deep(rig: Rig) -> None:
+    rig.model.blocks.index.depth[row(rig, "a", "d")] = 7
+
+
+def forget_a_copy(rig: Rig) -> None:
+    for states in rig.place().states:
+        states[row(rig, "a", "d")] = ABSENT
+
+
+def name_a_page_twice(rig: Rig) -> None:
+    pages = rig.place().pages[0]
+    pages[row(rig, "a", "d")] = pages[row(rig, "a", "b")]
+
+
+def leak_a_page(rig: Rig) -> None:
+    rig.place().pools[0].take(1, PageState.PRIVATE)
+
+
+def take_a_free_page(rig: Rig) -> None:
+    pool = rig.place().pools[0]
+    pool.states[pool.free_runs()[0][0]] = PageState.SEALED
+
+
+def pin_for_nobody(rig: Rig) -> None:
+    rig.place().pins[row(rig, "a", "d")] += 1
+
+
+def pin_a_window_for_nobody(rig: Rig) -> None:
+    rig.place().window_pins[1][row(rig, "a", "d")] += 1
+
+
+def fly_for_nobody(rig: Rig) -> None:
+    rig.model.blocks.index.flights[row(rig, "a", "d")] += 1
+
+
+def forget_a_candidate(rig: Rig) -> None:
+    assert rig.place().leaves.remove(row(rig, "a", "d"))
+
+
+def file_who_may_not_go(rig: Rig) -> None:
+    rig.place().leaves.filed[row(rig, "a")] = 1
+
+
+def change_a_rank(rig: Rig) -> None:
+    rig.model.blocks.index.stamp[row(rig, "a", "d")] += 1
+
+
+def pin_what_is_absent(rig: Rig) -> None:
+    """A holder there is, so that only the copy is missing."""
+    (lease,) = rig.core.ledger.leases.values()
+    held = Prefetch(rig.model.blocks, rig.place(), lease.prefetches)
+    held.hold(Hit(0, NO_ROW, 2, row(rig, "a", "d")), 99)
+
+
+def hold_a_window_that_is_absent(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    held = Prefetch(rig.model.blocks, rig.place(), lease.prefetches)
+    held.windows = WindowPins(rig.model.blocks, rig.host)
+    held.windows.hold(1, 1, row(rig, "a", "d"))
+
+
+def leave_a_hole_in_a_table(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(allocate, lease.id, 3, 5)
+    lease.sequences[3].tables[0][4] = NO_PAGE
+
+
+def leave_a_hole_in_a_window(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(allocate, lease.id, 3, 5)
+    lease.sequences[3].tables[1][4] = NO_PAGE
+
+
+def write_a_page_that_is_not_its_own(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(allocate, lease.id, 3, 5)
+    lease.sequences[3].tables[0][4] = rig.place().pages[0][row(rig, "a", "d")]
+
+
+def fill_without_a_ticket(rig: Rig) -> None:
+    rig.place().states[1][row(rig, "a", "d")] = FILLING
+
+
+def wait_for_no_ticket(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    lease.sequences[3].loads.append(77)
+
+
+def swap_with_no_ticket(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    lease.sequences[3].swap_ticket = 77
+
+
+def leave_the_host(rig: Rig) -> None:
+    """The host loses a block of a sequence that is swapped out."""
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(swap_out, lease.id, 3)
+    rig.settle()
+    rig.host.states[0][row(rig, "a", "b")] = FILLING
+
+
+def spare_a_row_twice(rig: Rig) -> None:
+    rig.model.blocks.index.spare_rows.append(row(rig, "a"))
+
+
+def take_another_chain(rig: Rig) -> None:
+    rig.model.blocks.index.head[row(rig, "a", "b")] = row(rig, "a", "d")
+
+
+def break_a_chain(rig: Rig) -> None:
+    rig.model.blocks.index.continued[row(rig, "a")] = 0
+
+
+def forget_a_flight(rig: Rig) -> None:
+    rig.model.blocks.index.flying.add(row(rig, "a", "d"))
+
+
+def swap_keys(rig: Rig) -> None:
+    keys = rig.model.blocks.index.keys
+    one, other = row(rig, "a", "d"), row(rig, "a", "b")
+    keys[one], keys[other] = keys[other], keys[one]
+
+
+def change_a_table(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    lease.sequences[3].tables[0][0] = 15
+
+
+def declare_nothing(rig: Rig) -> None:
+    rig.model.computing[b"x" * KEY_BYTES] = 1
+
+
+def part_full_groups(rig: Rig) -> None:
+    rig.place().states[0][row(rig, "a", "d")] = FILLING
+
+
+def count_children_here(rig: Rig) -> None:
+    rig.place().children[row(rig, "a")] -= 1
+
+
+def miscount_states(rig: Rig) -> None:
+    rig.place().counts.states[READY] += 1
+
+
+def miscount_pins(rig: Rig) -> None:
+    rig.place().counts.pinned -= 1
+
+
+def miscount_protected(rig: Rig) -> None:
+    rig.place().protected.blocks += 1
+
+
+def reserve_for_nobody(rig: Rig) -> None:
+    rig.place().pools[0].reserved += 1
+
+
+def forget_who_fills(rig: Rig) -> None:
+    (lease,) = rig.core.ledger.leases.values()
+    rig.run(swap_out, lease.id, 3)
+    for at in range(len(rig.host.filling)):
+        rig.host.filling[at] = 0
+
+
+def move_a_page(rig: Rig) -> None:
+    """Two blocks of a table that is kept in pieces change their pages."""
+    pages = rig.place().pages[0]
+    one, other = row(rig, "a", "b"), row(rig, "a", "b", "c")
+    pages[one], pages[other] = pages[other], pages[one]
+
+
+DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
+    (lose_a_child, "3 children counted, 2 there"),
+    (sink_too_deep, "depth 7"),
+    (forget_a_copy, "copy"),
+    (name_a_page_twice, "held by row"),
+    (leak_a_page, "PRIVATE, but held by no holder"),
+    (take_a_free_page, "free runs hold it 1 times"),
+    (pin_for_nobody, "1 pins counted, 0 holders"),
+    (pin_a_window_for_nobody, "window pins counted"),
+    (fly_for_nobody, "1 transfers counted, 0 holders"),
+    (forget_a_candidate, "may go, but is not filed"),
+    (file_who_may_not_go, "filed, but may not go"),
+    (change_a_rank, "which is not its own"),
+    (pin_what_is_absent, "pinned, but its copy is ABSENT"),
+    (hold_a_window_that_is_absent, "a window holds it, but its copy is ABSENT"),
+    (leave_a_hole_in_a_table, "group 0: no page for block 4"),
+    (leave_a_hole_in_a_window, "group 1: no page for block 4"),
+    (write_a_page_that_is_not_its_own, "its table is not the pages of its blocks"),
+    (fill_without_a_ticket, "no ticket moves it"),
+    (wait_for_no_ticket, "waits for ticket 77"),
+    (swap_with_no_ticket, "no ticket 77 swaps it"),
+    (leave_the_host, "is to come from the host, but it is not there"),
+    (spare_a_row_twice, "rows are spare"),
+    (take_another_chain, "but its parent is not"),
+    (break_a_chain, "1 children go on with its chain"),
+    (forget_a_flight, "rows are known in flight"),
+    (swap_keys, "key and row do not agree"),
+    (change_a_table, "its table is not the pages of its blocks"),
+    (declare_nothing, "keys being computed do not add up"),
+    (part_full_groups, "IN_FLIGHT"),
+    (count_children_here, "1 children counted, 2 there"),
+    (miscount_states, "blocks are READY"),
+    (miscount_pins, "blocks are pinned"),
+    (miscount_protected, "pins protect 4 blocks, 5 are counted"),
+    (reserve_for_nobody, "1 pages are counted reserved, 0 are"),
+    (move_a_page, "is not its blocks' pages"),
+    (forget_who_fills, "but None is known"),
+)
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE, ids=lambda value: getattr(value, "__name__", ""))
+def test_damage_is_found_by_the_parts_as_by_the_audit(damage: Callable[[Rig], None], said: str) -> None:
+    rig = busy()
+    assert verify_at_once(rig.core) == []
+    damage(rig)
+    assert audit(rig.core.ledger).problems, "the reference sees it"
+    problems = verify_at_once(rig.core)
+    wanted = "but held by" if said == "IN_FLIGHT" else said
+    assert any(wanted in problem for problem in problems), problems
+
+
+def test_keys_that_are_copied_before_the_moment_are_those_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are dropped and given to other blocks while keys are copied some at a time."""
+    monkeypatch.setattr(dump, "KEYS_A_STEP", 4)
+    rig = busy()
+    view, lease = View(rig.core, EVERYTHING, lambda: 0.0), rig.lease("b")
+    turns = iter(range(1000))
+
+    def meanwhile() -> Question[dump.Columns]:
+        question, told = columns_of(view, rig.model), None
+        while True:
+            try:
+                told = yield question.send(told)
+            except StopIteration as ended:
+                taken: dump.Columns = ended.value
+                return taken
+            turn = next(turns)
+            serve(rig, lease, 10 + turn, [turn, turn, turn])
+
+    taken, known = answer_at_once(meanwhile()), dict(rig.model.blocks.index.rows)
+    assert next(turns) > 3
+    taken.put_in_order()
+    rows = taken.rows(0, taken.blocks)
+    assert {rows.keys[at : at + KEY_BYTES] for at in range(0, len(rows.keys), KEY_BYTES)} == set(known)
+
+
+def test_a_model_that_goes_while_its_index_is_copied_is_not_found() -> None:
+    rig = busy()
+    question = columns_of(View(rig.core, EVERYTHING, lambda: 0.0), rig.model)
+    work = next(question)
+    assert work is not None
+    room = work()
+    question.send(room)
+    evict_model(rig.core, rig.vault, rig.model)
+    with pytest.raises(NotFound):
+        next(question)
+
+
+def test_a_capture_is_of_its_moment_whatever_comes_after() -> None:
+    rig = busy()
+    index = rig.model.blocks.index
+    taken = answer_at_once(columns_of(View(rig.core, EVERYTHING, lambda: 0.0), rig.model))
+    tree = Tree(rig.model, b"")
+    known = dict(index.rows)
+    lease = rig.lease("b")
+    for turn in range(12):
+        serve(rig, lease, 10 + turn, [turn, turn])
+    taken.put_in_order()
+    rows = taken.rows(0, taken.blocks)
+    keys = [rows.keys[at : at + KEY_BYTES] for at in range(0, len(rows.keys), KEY_BYTES)]
+    assert set(keys) == set(known)
+    for number, parent in enumerate(rows.parents):
+        assert parent < number
+        assert rows.positions[number] == (rows.positions[parent] + 1 if parent >= 0 else 0)
+    assert {node.row for node in tree.nodes(8, 100)[0]} == set(known.values())
+
+
+def test_a_tree_counts_what_is_below_and_puts_the_biggest_first() -> None:
+    rig = busy()
+    rows, truncated = Tree(rig.model, b"").nodes(8, 100)
+    lines = tree_lines(rig.model, rows)
+    assert not truncated
+    assert [(line.depth, line.descendants) for line in lines] == [(0, 4), (1, 2), (2, 1), (3, 0), (1, 0)]
+    cut, is_cut = Tree(rig.model, b"").nodes(2, 100)
+    assert (len(cut), is_cut) == (3, True)
+    below, _ = Tree(rig.model, chain("a", "b")[-KEY_BYTES:]).nodes(8, 100)
+    assert len(below) == 3
+    with pytest.raises(NotFound, match="it is not resident"):
+        Tree(rig.model, b"n" * KEY_BYTES)
+
+
+def test_rankings_are_those_of_a_plain_sort() -> None:
+    rig = busy()
+    lease = rig.lease("b")
+    for turn in range(6):
+        serve(rig, lease, 10 + turn, ["a", "d"] if turn % 2 else ["z", turn])
+    index = rig.model.blocks.index
+    every = list(index.rows.values())
+    recent = sorted(every, key=lambda r: (-index.stamp[r], -index.depth[r]))
+    hot = sorted((r for r in every if index.hits[r]), key=lambda r: (-index.hits[r], -index.stamp[r], -index.depth[r]))
+    for count in (1, 3, 100):
+        assert Ranking(rig.model, by_hits=False).first(count) == recent[:count]
+        assert Ranking(rig.model, by_hits=True).first(count) == hot[:count]
+    assert block_lines(rig.model, hot)[0].hits == index.hits[hot[0]]
+
+
+def test_keys_are_found_by_digits_or_the_search_says_why_not() -> None:
+    rig = busy()
+    key = chain("a", "b")[-KEY_BYTES:]
+
+    def search(digits: str) -> bytes:
+        return answer_at_once(one_key(rig.model, digits))
+
+    for digits in (key.hex(), key.hex()[:9], f" {key.hex()[:8].upper()} "):
+        assert search(digits) == key
+    rig.model.blocks.index.keys.append(key[:4] + bytes(KEY_BYTES - 4))
+    with pytest.raises(InvalidRequest, match="names several blocks"):
+        search(key.hex()[:8])
+    for bad in ("", "abc", "xyz1", "0" * 65):
+        with pytest.raises(InvalidRequest, match="hexadecimal digits"):
+            search(bad)
+    for absent in ("ff" * KEY_BYTES, "0123456"):
+        with pytest.raises(NotFound):
+            search(absent)
+
+
+def test_pages_that_are_absent_name_none() -> None:
+    rig = busy()
+    at = row(rig, "a", "d")
+    rig.host.pages[0][at] = 3
+    assert any("absent, yet it names a page" in problem for problem in verify_at_once(rig.core))
+    rig.host.pages[0][at] = NO_PAGE
+    assert verify_at_once(rig.core) == []

@@ -1,0 +1,1 @@
+"""Rigs that tests of several packages share."""

@@ -1,0 +1,249 @@
+"""Registrations on the event loop with memory made on a thread, which waits at a gate where the test wants it to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.models.registration import RegisterRequest
+from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.ledger.ledger import Ledger
+from cachesvc.memory.host.pool import HostPool
+from cachesvc.memory.shm.backend import ShmBackend, ShmSlab
+from cachesvc.model.errors import PoolExhausted, Unavailable
+from cachesvc.model.geometry import device_bytes
+from cachesvc.model.words import WritePolicy
+from cachesvc.policy.eviction import eviction_policy
+from cachesvc.policy.writing import WriteRule
+from cachesvc.service.calls.registrar import Registrar
+from cachesvc.service.loop.node import Node
+from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside
+from cachesvc.swap.vault import Vault
+from tests.conservation import audit
+from tests.unit.rigs.ledger_rig import windowed
+
+LAYOUT = windowed()
+PAGES = (64, 64)
+POOL_BYTES = device_bytes(LAYOUT, PAGES)
+HOST_BYTES = 1 << 20
+
+
+class GatedBackend(ShmBackend):
+    """``begun`` counts slabs that are asked for. Each waits for a permit, and ends with ``breaks`` where it is set."""
+
+    def __init__(self) -> None:
+        super().__init__(1, POOL_BYTES, timeline_words=64)
+        self.begun = threading.Semaphore(0)
+        self.permits = threading.Semaphore(0)
+        self.breaks: Exception | None = None
+
+    def create_slab(self, device: str, size_bytes: int) -> ShmSlab:
+        self.begun.release()
+        self.permits.acquire()
+        if self.breaks is not None:
+            raise self.breaks
+        return super().create_slab(device, size_bytes)
+
+
+class Desk:
+    """A node with a registrar over shared memory."""
+
+    def __init__(self) -> None:
+        self.backend = GatedBackend()
+        self.engine = SwapEngine(Inside(self.backend), lambda *_: None)
+        self.core = Core(Ledger(), self.engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
+        self.node = Node(self.core, epoch=1, wait_seconds=1.0, lease_seconds=3600.0)
+        self.host_pool = HostPool(HOST_BYTES, HOST_BYTES, 1, None, self.backend)
+        self.vault = Vault(self.backend, self.host_pool, self.engine, self.node.on_host_pages)
+        self.registrar = Registrar(self.node)
+
+    def start(self) -> None:
+        self.backend.start()
+        self.engine.start()
+        self.host_pool.start()
+        self.node.start(self.vault)
+
+    async def close(self) -> None:
+        self.permit(1 << 10)
+        await self.registrar.close()
+        assert audit(self.core.ledger).problems == []
+        await self.node.close()
+        self.host_pool.close()
+        self.engine.close()
+        self.backend.close()
+
+    def permit(self, count: int = 2) -> None:
+        """Let ``count`` slabs be made; a model of ours has two."""
+        self.backend.permits.release(count)
+
+    async def begun(self) -> None:
+        """Until a slab is being made, with the loop free for others."""
+        await asyncio.to_thread(self.backend.begun.acquire)
+
+    def register(self, name: str, pages: tuple[int, ...] = PAGES) -> asyncio.Task[object]:
+        return asyncio.get_running_loop().create_task(self.registrar.register(self.request(name, pages)))
+
+    def request(self, name: str, pages: tuple[int, ...]) -> RegisterRequest:
+        return RegisterRequest(name, LAYOUT, device_pool=PoolRequest(pages), host_pool=PoolRequest((8, 8)))
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self.core.ledger.models.values()]
+
+    @property
+    def free(self) -> tuple[int, int]:
+        return self.vault.device_free_bytes("shm-0"), self.host_pool.free_bytes
+
+
+@asynccontextmanager
+async def desk_of() -> AsyncIterator[Desk]:
+    desk = Desk()
+    desk.start()
+    try:
+        yield desk
+    finally:
+        await desk.close()
+
+
+def run(test: Callable[[Desk], object]) -> None:
+    async def main() -> None:
+        async with desk_of() as desk:
+            await test(desk)  # type: ignore[misc]
+
+    asyncio.run(main())
+
+
+def test_the_loop_is_free_while_memory_is_made_and_the_same_model_is_made_once() -> None:
+    """Found by reading: allocating, zeroing and freeing device memory held up every engine's calls."""
+
+    async def test(desk: Desk) -> None:
+        first = desk.register("m")
+        await desk.begun()
+        assert desk.names == [], "the loop runs, and no lease opens on what is not there yet"
+        second = desk.register("m")
+        desk.permit()
+        one, other = await first, await second
+        assert (one.existed, other.existed) == (False, True)  # type: ignore[attr-defined]
+        assert one.model is other.model  # type: ignore[attr-defined]
+        assert (await desk.register("m")).existed  # type: ignore[attr-defined]
+        assert desk.free[0] == 0
+
+    run(test)
+
+
+def test_a_model_that_is_there_is_found_while_memory_is_made_for_another() -> None:
+    async def test(desk: Desk) -> None:
+        desk.permit()
+        half = (32, 32)
+        await desk.register("there", half)
+        for _ in range(2):
+            await desk.begun()
+        waiting = desk.register("other", half)
+        await desk.begun()
+        found = desk.registrar.find(desk.request("there", half))
+        assert found is not None
+        assert found.existed
+        assert not waiting.done()
+        desk.permit()
+        await waiting
+        assert desk.names == ["there", "other"]
+
+    run(test)
+
+
+def test_two_that_come_at_once_never_get_more_than_there_is() -> None:
+    async def test(desk: Desk) -> None:
+        tasks = [desk.register(f"m{i}") for i in range(4)]
+        desk.permit(8)
+        made = await asyncio.gather(*tasks)
+        assert len(made) == 4
+        assert desk.names == ["m3"], "each took the place of the idle one before it"
+        assert desk.free == (0, HOST_BYTES - 2 * 4096)
+        with pytest.raises(PoolExhausted):
+            await desk.register("too large", (96, 96))
+        assert desk.names == ["m3"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("error", [Unavailable("no memory"), ZeroDivisionError("a defect")])
+def test_what_cannot_be_made_leaves_nothing_and_the_next_one_has_its_turn(error: Exception) -> None:
+    async def test(desk: Desk) -> None:
+        free = desk.free
+        desk.backend.breaks = error
+        broken, next_one = desk.register("m"), desk.register("n")
+        desk.permit(1)
+        with pytest.raises(type(error)):
+            await broken
+        await desk.begun()
+        await desk.begun()
+        assert (desk.names, desk.free) == ([], (free[0], free[1] - 2 * 4096)), "the next one has its host pages"
+        desk.backend.breaks = None
+        desk.permit(2)
+        await next_one
+        assert desk.names == ["n"]
+
+    run(test)
+
+
+def test_a_caller_that_goes_away_is_served_to_the_end_or_not_at_all() -> None:
+    async def test(desk: Desk) -> None:
+        begun, waiting = desk.register("begun"), desk.register("waiting")
+        await desk.begun()
+        for task in (begun, waiting):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        desk.permit()
+        assert (await desk.register("begun")).existed  # type: ignore[attr-defined]
+        assert desk.names == ["begun"]
+
+    run(test)
+
+
+def test_closing_waits_for_what_has_begun_and_refuses_what_has_not() -> None:
+    async def test(desk: Desk) -> None:
+        begun, waiting = desk.register("begun"), desk.register("waiting")
+        await desk.begun()
+        closing = asyncio.get_running_loop().create_task(desk.registrar.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        desk.permit()
+        await closing
+        assert begun.done()
+        with pytest.raises(Unavailable, match="stops"):
+            await waiting
+        assert desk.names == ["begun"]
+
+    run(test)
+
+
+def test_pools_of_a_device_that_loses_its_memory_while_they_are_made_serve_nobody() -> None:
+    """Some of their slabs were made before: they would be another process's memory, which is no more."""
+
+    async def test(desk: Desk) -> None:
+        first = desk.register("model")
+        await desk.begun()
+        desk.permit(1)
+        await desk.begun()
+        desk.node.on_device_lost("shm-0", "its mover has ended")
+        await asyncio.sleep(0)
+        desk.permit(1)
+        with pytest.raises(Unavailable, match="register again"):
+            await first
+        desk.permit(2)
+        await desk.register("model")
+        (model,) = desk.core.ledger.models.values()
+        assert [replica.id for replica in model.replicas] == [1]
+        assert [replica.id for replica in model.lost] == [0]
+        assert not desk.vault.has_replica(model.id, 0)
+        assert desk.vault.has_replica(model.id, 1)
+        assert desk.free[0] == 0, "the lost pools have made room"
+
+    run(test)

@@ -1,0 +1,247 @@
+"""The memory of models: what cannot be made leaves nothing behind, and what was rounded up makes room again."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachesvc.flows.context.core import Core
+from cachesvc.flows.models.registration import Registered, RegisterRequest, register
+from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.ledger.ledger import Ledger
+from cachesvc.memory.cuda.backend import CudaBackend
+from cachesvc.memory.host.pool import HostPool
+from cachesvc.memory.interface import Backend
+from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.model.errors import NotFound, PoolExhausted, Unavailable
+from cachesvc.model.geometry import device_bytes
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.transfer import Direction, PagePairs, Transfer
+from cachesvc.model.words import Run, WritePolicy
+from cachesvc.policy.eviction import eviction_policy
+from cachesvc.policy.writing import WriteRule
+from cachesvc.swap import vault
+from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.movers import Inside
+from cachesvc.swap.vault import Arrivals, Vault
+from tests.contracts.host_gpu import UNIT_BYTES, HostGpu
+from tests.sim.node import HOST_CHUNK_BYTES, SteppedHostPool
+from tests.sim.stepped_backend import SteppedBackend
+from tests.unit.rigs.ledger_rig import windowed
+
+LAYOUT = windowed()
+PAGES = (32, 32)
+POOL_BYTES = device_bytes(LAYOUT, PAGES)
+
+
+class Desk:
+    """A core with real memory."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        backend.start()
+        self.ended = threading.Semaphore(0)
+        self.engine = engine = SwapEngine(Inside(backend), lambda *_: self.ended.release())
+        engine.start()
+        self.core = Core(Ledger(), engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
+        pool = HostPool(0, 1 << 20, 1, None, backend)
+        self.vault = Vault(backend, pool, engine, lambda *_: None)
+
+    def register(self, name: str, device: str = "", pages: tuple[int, ...] = ()) -> Registered:
+        devices = (device,) if device else ()
+        request = RegisterRequest(name, LAYOUT, b"", devices, PoolRequest(pages), PoolRequest((0, 0)))
+        return register(self.core, self.vault, request, 0.0)
+
+
+def test_a_pool_whose_slabs_were_rounded_up_beyond_it_makes_room_again() -> None:
+    gpu = HostGpu()
+    desk = Desk(CudaBackend((gpu,), POOL_BYTES, vmm=True, timeline_words=64))
+    desk.register("first")
+    assert sum(slab.handle.size_bytes for slab in desk.vault.slabs(1, 0, 0)) == 2 * UNIT_BYTES > POOL_BYTES
+    assert desk.vault.device_free_bytes(gpu.uuid) == 0
+    second = desk.register("second")
+    assert second.replica.device_pages == PAGES
+    assert [model.name for model in desk.core.ledger.models.values()] == ["second"]
+    desk.backend.close()
+    assert gpu.is_whole()
+
+
+def test_a_model_on_a_gpu_that_died_is_forgotten_whole() -> None:
+    gpu = HostGpu()
+    desk = Desk(CudaBackend((gpu,), POOL_BYTES, timeline_words=64))
+    desk.register("first")
+    gpu.is_dead = True
+    with pytest.raises(Unavailable, match="restart the daemon"):
+        desk.register("second")
+    assert not desk.core.ledger.models
+    assert desk.vault.device_free_bytes(gpu.uuid) == POOL_BYTES
+    desk.backend.close()
+    assert gpu.is_whole()
+
+
+def test_a_slab_that_no_descriptor_is_left_for_leaves_no_model_behind() -> None:
+    desk = Desk(ShmBackend(1, POOL_BYTES, timeline_words=64))
+    with no_descriptors(), pytest.raises(Unavailable, match="ulimit -n"):
+        desk.register("first")
+    assert not desk.core.ledger.models
+    assert desk.register("first").replica.device_pages == PAGES
+    with pytest.raises(PoolExhausted):
+        desk.backend.create_slab(desk.vault.devices()[0], 1)
+    desk.backend.close()
+
+
+class Store:
+    """A vault over a host pool whose chunks come when told; ``told``: of which pages the node heard."""
+
+    def __init__(self, chunks: int = 8) -> None:
+        self.backend = SteppedBackend(2, 1 << 20)
+        self.backend.start()
+        self.told: list[tuple[int, int, Run]] = []
+        self.pool = SteppedHostPool(chunks * HOST_CHUNK_BYTES, HOST_CHUNK_BYTES, 1, None, self.backend)
+        self.engine = SwapEngine(Inside(self.backend), lambda *_: None)
+        self.engine.start()
+        self.vault = Vault(self.backend, self.pool, self.engine, lambda *arrived: self.told.append(arrived))
+
+    def fill(self, chunks: int) -> None:
+        for _ in range(chunks):
+            assert self.pool.fill_one()
+
+    def free(self) -> tuple[int, ...]:
+        left = self.vault.headroom()
+        return *(left.device_bytes[device] for device in self.backend.devices()), left.host.free_bytes
+
+
+def two_ranks(page_bytes: int) -> Layout:
+    """A group whose bytes differ by rank: two host slabs."""
+    return Layout(4, 2, (PlaneGroup("full"),), (Plane("k", 0, "full", (page_bytes,), "uint8"),))
+
+
+def test_host_pages_are_told_once_they_are_usable_on_every_rank_and_none_is_lost_on_the_way() -> None:
+    """Four chunks a rank of four pages each; the model is entered while they still come."""
+    store = Store()
+    store.vault.open_host(1, two_ranks(1024), (16,), store.backend.devices())
+    store.fill(5)
+    assert store.vault.take_news(1) == [(0, Run(0, 4))]
+    store.fill(1)
+    assert store.told == [], "the model is not there yet"
+    assert store.vault.announce(1) == [(0, Run(4, 4))]
+    store.fill(2)
+    assert store.told == [(1, 0, Run(8, 4)), (1, 0, Run(12, 4))]
+
+
+def test_pages_that_arrive_for_a_model_that_has_left_are_told_to_nobody() -> None:
+    store = Store()
+    store.vault.open_host(1, two_ranks(1024), (16,), store.backend.devices())
+    store.vault.announce(1)
+    store.vault.retire(1)
+    store.fill(8)
+    store.vault.close_retired()
+    assert store.told == []
+    assert store.free()[-1] == 8 * HOST_CHUNK_BYTES
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4), st.randoms())
+def test_arrivals_on_all_ranks_are_counted_as_page_by_page(cuts: list[list[int]], random: Random) -> None:
+    """However the pages of each rank are cut into runs, and in whatever order they come."""
+    pages = min(map(sum, cuts))
+    runs = []
+    for rank, lengths in enumerate(cuts):
+        starts = [0, *accumulate(lengths)]
+        runs += [(rank, Run(at, min(n, pages - at))) for at, n in zip(starts, lengths, strict=False) if at < pages]
+    random.shuffle(runs)
+    arrivals = Arrivals([pages], [len(cuts)])
+    seen: Counter[int] = Counter()
+    for _, run in runs:
+        seen.update(range(run.first, run.first + run.count))
+        whole = [page for r in arrivals.count(0, run) for page in range(r.first, r.first + r.count)]
+        assert whole == [p for p in range(run.first, run.first + run.count) if seen[p] == len(cuts)]
+
+
+def test_what_would_be_left_without_models_is_what_is_left_once_they_are_gone() -> None:
+    store = Store()
+    devices = store.backend.devices()
+    for model, pages in ((1, 5), (2, 3)):
+        store.vault.open_host(model, two_ranks(1000), (pages,), devices)
+        store.vault.open_replica(model, 0, two_ranks(1000), devices, (10 * pages,))
+    planned = [store.vault.headroom(without) for without in ((), (1,), (1, 2))]
+    assert [room.host.free_bytes for room in planned] == sorted(room.host.free_bytes for room in planned)
+    for model, room in enumerate(planned):
+        if model:
+            store.vault.close_model(model)
+        assert store.free() == (*room.device_bytes.values(), room.host.free_bytes)
+    assert store.free() == (1 << 20, 1 << 20, 8 * HOST_CHUNK_BYTES)
+
+
+def test_the_memory_of_a_model_that_has_left_is_given_to_nobody() -> None:
+    desk = Desk(ShmBackend(1, POOL_BYTES, timeline_words=64))
+    desk.register("first")
+    (token, *_) = [slab.handle.token for slab in desk.vault.slabs(1, 0, 0)]
+    shared = desk.vault.shared(token)
+    assert shared is not None
+    assert shared[1:] == ("shm-0", 1, 0, 0)
+    desk.vault.retire(1)
+    assert desk.vault.shared(token) is None
+    with pytest.raises(NotFound):
+        desk.vault.slabs(1, 0, 0)
+    assert desk.vault.device_free_bytes("shm-0") == 0, "not before it is free"
+    desk.vault.close_retired()
+    assert desk.vault.device_free_bytes("shm-0") == POOL_BYTES
+    desk.backend.close()
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """The process may open nothing more for a while."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_memory_to_which_copies_may_still_write_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(SteppedBackend(1, POOL_BYTES))
+    desk.register("m")
+    [device], [model] = desk.vault.devices(), desk.core.ledger.models
+    taken = desk.vault.device_free_bytes(device)
+    assert taken < POOL_BYTES
+    monkeypatch.setattr(SwapEngine, "hangs", lambda _, number: number == model)
+    desk.vault.close_model(model)
+    assert desk.vault.device_free_bytes(device) == taken
+
+
+def test_who_registers_waits_for_no_copy_that_hangs_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that it reads is kept until it has ended."""
+    monkeypatch.setattr(vault, "LANDING_SECONDS", 0.0)
+    lost, hung = HostGpu(0), HostGpu(1)
+    desk = Desk(CudaBackend((lost, hung), 4 * POOL_BYTES, timeline_words=64))
+    for gpu in (lost, hung):
+        desk.register("m", gpu.uuid, PAGES)
+    hung.hangs = {"wait"}
+    copies = (PagePairs(0, [1], [1]),)
+    desk.engine.submit(Transfer(7, 1, 1, Direction.LOAD, copies, layered=False, source_replica=0))
+    assert hung.hung.acquire()
+    desk.vault.lose(lost.uuid)
+    free = desk.vault.device_free_bytes(lost.uuid)
+    desk.register("other", lost.uuid, PAGES)
+    assert desk.vault.device_free_bytes(lost.uuid) == free - POOL_BYTES
+    hung.goes_on.set()
+    assert desk.ended.acquire()
+    desk.vault.close_retired()
+    assert desk.vault.device_free_bytes(lost.uuid) == free
+    desk.backend.close()
+    assert lost.is_whole()

@@ -1,0 +1,88 @@
+"""The daemon's layout has each of vLLM's pages at vLLM's own offset."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_vllm.daemon.slab_layout import place_wider_first, slab_layout
+
+from cachesvc.model.geometry import device_geometry
+from tests.unit.rigs.vllm_rig import FullAttentionSpec, KVCacheConfig, KVCacheTensor, blocks_outermost, layers_outermost
+
+
+def starts(config: KVCacheConfig) -> list[tuple[int, int]]:
+    """Beginnings of the planes in the slab, and the distance of their pages."""
+    return [
+        (span.offset, span.page_stride) for span in device_geometry(slab_layout(config), 0, config.num_blocks).spans
+    ]
+
+
+def target_and_drafter() -> KVCacheConfig:
+    """Two layers of a target, and behind them a wider and a narrower one of a drafter."""
+    size = 8 * (2 * 512 + 1024 + 256)
+    tensors = [
+        KVCacheTensor(size, ["a", "b"], 4096, 512, 0),
+        KVCacheTensor(size, ["c"], 8192, 1024, 8192),
+        KVCacheTensor(size, ["d"], 2048, 256, 16384),
+    ]
+    return KVCacheConfig(8, tensors)
+
+
+def test_layer_after_layer_is_a_plane_for_each() -> None:
+    assert starts(layers_outermost(8, 512, 3)) == [(0, 512), (4096, 512), (8192, 512)]
+    assert slab_layout(layers_outermost()).block_tokens == 32
+
+
+def test_layers_of_several_tensors_are_planes_too() -> None:
+    tensors = [KVCacheTensor(3 * 4096, ["a"], 4096, 512, 8192), KVCacheTensor(3 * 4096, ["b", "c"], 4096, 512, 0)]
+    assert starts(KVCacheConfig(8, tensors)) == [(0, 512), (4096, 512), (8192, 512)]
+
+
+def test_block_after_block_is_one_plane() -> None:
+    assert starts(blocks_outermost(8, 512, 3)) == [(0, 1536)]
+
+
+def test_a_drafter_that_is_wider_than_its_target_has_a_slab_too() -> None:
+    config = target_and_drafter()
+    with pytest.raises(ConnectorRefused, match="in a way that a slab"):
+        slab_layout(config)
+    place_wider_first(config)
+    assert [tensor.offset for tensor in config.kv_cache_tensors] == [8192, 0, 16384]
+    assert starts(config) == [(0, 1024), (8192, 512), (12288, 512), (16384, 256)]
+    placed = [replace(tensor) for tensor in config.kv_cache_tensors]
+    place_wider_first(config)
+    assert config.kv_cache_tensors == placed
+
+
+def test_layers_that_do_not_lie_one_after_another_stay_where_they_are() -> None:
+    blocks, overlaid, apart = blocks_outermost(8, 512, 3), target_and_drafter(), target_and_drafter()
+    overlaid.kv_cache_tensors[1].offset = 0
+    apart.kv_cache_tensors[2].block_stride = 128
+    for config in (blocks, overlaid, apart):
+        before = [tensor.offset for tensor in config.kv_cache_tensors]
+        place_wider_first(config)
+        assert [tensor.offset for tensor in config.kv_cache_tensors] == before
+
+
+def test_each_rank_has_a_slab_and_the_host_one_copy_of_what_all_ranks_compute() -> None:
+    shards, latents = layers_outermost(), layers_outermost()
+    latents.kv_cache_groups = [SimpleNamespace(kv_cache_spec=FullAttentionSpec(max_tp_shards=1))]
+    for config, ranks, host_ranks in ((shards, 2, 2), (latents, 2, 1), (latents, 1, 1)):
+        layout = slab_layout(config, ranks)
+        assert (layout.ranks, layout.host_ranks(0)) == (ranks, host_ranks)
+    assert slab_layout(latents, 1) == slab_layout(shards)
+
+
+def test_what_a_slab_cannot_have_is_refused() -> None:
+    odd = layers_outermost(7, 100, 2)  # planes begin at multiples of 256 bytes
+    with pytest.raises(ConnectorRefused, match="a multiple of 256"):
+        slab_layout(odd)
+    hosted = layers_outermost()
+    hosted.kv_cache_tensors[0].host_resident = True
+    with pytest.raises(ConnectorRefused, match="host memory"):
+        slab_layout(hosted)
+    with pytest.raises(ConnectorRefused, match="no KV cache"):
+        slab_layout(KVCacheConfig(8, []))

@@ -1,0 +1,101 @@
+"""Configurations that the connector cannot serve are refused in words, before anything is allocated."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_vllm.startup.refusals import require_supported
+
+from tests.unit.rigs.vllm_rig import SlidingWindowSpec, layers_outermost, vllm_config
+
+
+def test_a_plain_engine_is_served() -> None:
+    require_supported(vllm_config(), layers_outermost())
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "words"),
+    [
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size is 2, and only 1 is supported"),
+        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size is 2"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size is 2"),
+        ("parallel_config", "nnodes_within_dp", 2, "on 2 nodes is not supported"),
+        ("cache_config", "enable_prefix_caching", False, "prefix caching is off"),
+        ("cache_config", "prefix_caching_hash_algo", "xxhash", "xxhash is not collision-free.*take one of sha256"),
+        ("cache_config", "prefix_caching_hash_algo", "xxhash_cbor", "xxhash_cbor"),
+        ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
+    ],
+)
+def test_a_configuration_is_refused_with_what_works(part: str, name: str, value: Any, words: str) -> None:
+    config = vllm_config()
+    setattr(getattr(config, part) if part else config, name, value)
+    with pytest.raises(ConnectorRefused, match=words):
+        require_supported(config, layers_outermost())
+
+
+def test_a_drafter_whose_kv_no_key_covers_is_refused() -> None:
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(method="extract_hidden_states")
+    with pytest.raises(
+        ConnectorRefused, match=r"by extract_hidden_states is not supported: take one of ngram.* eagle3"
+    ):
+        require_supported(config, layers_outermost())
+
+
+def test_ngram_speculation_tensor_parallelism_and_adapters_are_served() -> None:
+    config = vllm_config()
+    config.speculative_config = SimpleNamespace(method="ngram")
+    config.parallel_config.tensor_parallel_size = 4
+    config.lora_config = SimpleNamespace()
+    require_supported(config, layers_outermost())
+
+
+def test_hybrid_models_windows_and_finer_hashes_are_refused() -> None:
+    hybrid, window, finer = layers_outermost(), layers_outermost(), layers_outermost()
+    hybrid.kv_cache_groups = hybrid.kv_cache_groups * 2
+    window.kv_cache_groups = [SimpleNamespace(kv_cache_spec=SlidingWindowSpec())]
+    finer.hash_block_size = 16
+    for config, words in (
+        (hybrid, "2 KV cache groups .*only one, of whole sequences, is supported"),
+        (window, "groups of SlidingWindowSpec are not supported"),
+        (finer, "keys are of 16 tokens and blocks of 32"),
+    ):
+        with pytest.raises(ConnectorRefused, match=words):
+            require_supported(vllm_config(), config)
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
+def test_roles_for_which_vllm_keeps_pages_that_are_written_are_served(role: str) -> None:
+    config = vllm_config()
+    config.kv_transfer_config.kv_role = role
+    require_supported(config, layers_outermost())
+
+
+def test_a_producer_is_refused_also_as_the_role_of_a_multi_connector() -> None:
+    config, child = vllm_config(), vllm_config()
+    config.kv_transfer_config = multi_connector("CachesvcConnector", "ExampleConnector")
+    require_supported(child, layers_outermost(), config)
+    config.kv_transfer_config.kv_role = "kv_producer"
+    with pytest.raises(ConnectorRefused, match=r'kv_role is kv_producer.*write "kv_role": "kv_both"'):
+        require_supported(child, layers_outermost(), config)
+    child.kv_transfer_config.kv_role = "kv_producer"
+    with pytest.raises(ConnectorRefused, match='write "kv_role": "kv_both"'):
+        require_supported(child, layers_outermost())
+
+
+def test_under_a_multi_connector_another_one_before_it_is_refused() -> None:
+    config = vllm_config()
+    config.kv_transfer_config = multi_connector("ExampleConnector", "CachesvcConnector")
+    with pytest.raises(ConnectorRefused, match="ExampleConnector, CachesvcConnector: write CachesvcConnector first"):
+        require_supported(vllm_config(), layers_outermost(), config)
+
+
+def multi_connector(*names: str) -> SimpleNamespace:
+    """The outer configuration, with these children."""
+    children = [{"kv_connector": name} for name in names]
+    return SimpleNamespace(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
