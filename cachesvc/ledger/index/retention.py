@@ -1,0 +1,203 @@
+"""Which copies of windows and recurrent states stay, where they share a pool with blocks: what a policy is told of
+positions, and the distances between copies by which it values them.
+
+A position is a row at whose end a request can continue. For a window it takes the copies of the window's blocks, for a
+state that of the row alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cachesvc.ledger.index.block_index import BlockIndex
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.ledger.order.clock import Clock
+from cachesvc.ledger.order.copy_queues import CopyQueues, PositionRule
+from cachesvc.model.layout import Layout
+from cachesvc.model.words import ABSENT, FILLING, READY
+
+ROWS_LOOKED = 512
+"""Rows that are climbed to find other copies. What is farther away counts as this far."""
+TICKS = 1000
+"""Order of positions in a queue, to the millisecond."""
+
+
+class Kin(NamedTuple):
+    """Windowed groups of one shared pool whose copies a hit needs at the same rows. ``window``, ``sinks``: in blocks.
+    ``cost``: memory that one position takes, in blocks of the pool's full groups, each of ``full`` pages."""
+
+    groups: tuple[int, ...]
+    window: int
+    sinks: int
+    full: int
+
+    @property
+    def lead(self) -> int:
+        """The group that tells where there are copies."""
+        return self.groups[0]
+
+    @property
+    def cost(self) -> float:
+        """See the class."""
+        return self.window * len(self.groups) / self.full
+
+
+def kin_of(layout: Layout, shares: Sequence[Sequence[int]], window_blocks: Callable[[int], int]) -> tuple[Kin, ...]:
+    """The windowed groups that draw from pools of full groups, those with the same needs together."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for at, groups in enumerate(shares):
+        full = sum(group in layout.full_groups for group in groups)
+        for group in groups if full else ():
+            if group in layout.window_groups:
+                found.setdefault((at, window_blocks(group), layout.sink_blocks(group)), []).append(group)
+    return tuple(
+        Kin(tuple(groups), window, sinks, sum(group in layout.full_groups for group in shares[at]))
+        for (at, window, sinks), groups in found.items()
+    )
+
+
+class Retention:
+    """The part of a ``BlockLedger`` that a policy for copies needs. ``below[row]``: of a position, the next one towards
+    the end of the request that ended behind it last."""
+
+    def __init__(self, index: BlockIndex, rule: PositionRule, clock: Clock) -> None:
+        self.rule = rule
+        self.below = array("i")
+        self._index = index
+        self._clock = clock
+
+    @property
+    def now(self) -> float:
+        """Seconds by which positions age."""
+        return self._clock.seconds
+
+    def queues(self, place: Place, group: int, kin: Kin) -> CopyQueues:
+        """The order of a group's idle copies on a place."""
+        index, rule = self._index, self.rule
+        states, pins, places = place.states[group], place.window_pins[group], index.told
+        depth, serves = index.depth, array("i")
+
+        def position(row: int) -> int:
+            served = serves[row] if kin.window > 1 else row
+            return served if served != NO_ROW and 0 <= depth[served] - depth[row] < kin.window else row
+
+        def may_go(row: int) -> bool:
+            if states[row] != READY or pins[row]:
+                return False
+            return all(other.states[group][row] != FILLING for other in places)  # from this copy, perhaps
+
+        def rank(row: int) -> int:
+            rule.opened(row, depth[row], self.now)
+            return int(rule.since[position(row)] * TICKS)
+
+        def class_of(row: int) -> int:
+            return rule.classes[position(row)]
+
+        return CopyQueues(may_go, rank, class_of, serves, self.grow)
+
+    def grow(self, rows: int) -> None:
+        """Make room for ``rows`` rows."""
+        self.rule.grow(rows)
+        if rows > len(self.below):
+            self.below.frombytes(b"\xff" * (4 * (rows - len(self.below))))
+
+    # -- what happens ------------------------------------------------------------------------------------------
+
+    def arrived(self, tip: int, blocks: int) -> None:
+        """A request of ``blocks`` blocks has come, of which the full groups have those down to row ``tip``."""
+        self.rule.request(self.now)
+        row = self._position_above(tip)
+        if row != NO_ROW:
+            goes_on = self._index.depth[row] + 1 < blocks
+            self._change(row, lambda: self._continued(row, goes_on=goes_on))
+
+    def ended(self, row: int) -> None:
+        """A request has ended; ``row`` is the last one with a copy."""
+        self._change(row, lambda: self.rule.ended(row, self._index.depth[row], self.now))
+        self._link(row)
+
+    def left(self, row: int) -> None:
+        """The row leaves the index."""
+        self.rule.left(row, self.now)
+        self.below[row] = NO_ROW
+
+    def _continued(self, row: int, *, goes_on: bool) -> None:
+        self.rule.continued(row, self._index.depth[row], self.now, goes_on=goes_on)
+
+    def _position_above(self, row: int) -> int:
+        parent, classes = self._index.parent, self.rule.classes
+        for _ in range(ROWS_LOOKED):
+            if row == NO_ROW or classes[row]:
+                return row
+            row = parent[row]
+        return NO_ROW
+
+    def _change(self, row: int, change: Callable[[], None]) -> None:
+        """Change a position, and with it the queues of the copies that it needs."""
+        parent, moved = self._index.parent, []
+        for place in self._index.places:
+            for kin in place.kin:
+                order = place.window_leaves[kin.lead]
+                at, rows = row, []
+                while at != NO_ROW and len(rows) < kin.window:
+                    rows.append(at)
+                    at = parent[at]
+                moved.append((order, rows, [each for each in rows if order.remove(each)]))
+        change()
+        for order, rows, filed in moved:
+            if isinstance(order, CopyQueues):
+                order.serve(rows, row)
+            for each in filed:
+                order.update(each)
+
+    def _link(self, row: int) -> None:
+        """Link the positions from ``row`` up, to where those above are linked already."""
+        parent, classes, below = self._index.parent, self.rule.classes, self.below
+        last, at = row, parent[row]
+        while at != NO_ROW:
+            if classes[at]:
+                is_linked = below[at] == last
+                below[at] = last
+                if is_linked:
+                    return
+                last = at
+            at = parent[at]
+
+    # -- distances ---------------------------------------------------------------------------------------------
+
+    def saved(self, place: Place, kin: Kin, row: int, taken: frozenset[int] | set[int]) -> int:
+        """Blocks that a request has to compute again where the copies that ``row`` is part of are not there: the
+        distance to the copies above them; ``taken``: rows whose copies count as gone. 0 where a window has gaps."""
+        parent, states = self._index.parent, place.states[kin.lead]
+        run, at = 1, parent[row]
+        while at != NO_ROW and run <= kin.window and states[at] != ABSENT and at not in taken and kin.window > 1:
+            run, at = run + 1, parent[at]
+        if run > kin.window:
+            return 1
+        distance = 1
+        while at != NO_ROW and distance < ROWS_LOOKED and (states[at] == ABSENT or at in taken):
+            distance, at = distance + 1, parent[at]
+        return distance
+
+    def saved_below(self, place: Place, kin: Kin, row: int) -> int:
+        """Distance to the next copies towards the end of the request that ended behind ``row`` last; 0: none."""
+        below, depth, states = self.below, self._index.depth, place.states[kin.lead]
+        at, looks = below[row], 0
+        while at != NO_ROW and depth[at] > depth[row] and looks < ROWS_LOOKED:
+            if states[at] != ABSENT:
+                return depth[at] - depth[row]
+            at, looks = below[at], looks + 1
+        return 0
+
+    def of_end(self, place: Place, kin: Kin, row: int) -> tuple[int, int]:
+        """Of a leaf with copies: the blocks that they save, and those that go with them because nothing else on the
+        place hangs from these."""
+        parent, children, states = self._index.parent, place.children, place.states[kin.lead]
+        saved, freed, is_shared, at = 1, 1, False, parent[row]
+        while at != NO_ROW and saved < ROWS_LOOKED and states[at] == ABSENT:
+            is_shared = is_shared or children[at] > 1
+            saved, freed = saved + 1, freed + (not is_shared)
+            at = parent[at]
+        return saved, freed

@@ -1,0 +1,27 @@
+"""Worth of copies and of blocks per block of memory: requests a second times the blocks that they need not compute.
+
+All sizes are in blocks of the full groups: a state that takes as much memory as three blocks costs 3.
+"""
+
+from __future__ import annotations
+
+
+def copy_worth(density: float, saved: int, cost: float) -> float:
+    """Worth of copies behind which a prompt goes on: without them a request that continues there, ``density`` a second,
+    computes the ``saved`` blocks since the copies above again."""
+    return density * saved / cost
+
+
+def end_worth(density: float, saved: int, freed: int, cost: float) -> float:
+    """Worth of the end of a prompt: its copies are of use with the ``freed`` blocks above them alone, and the other way
+    round."""
+    return density * saved / (freed + cost)
+
+
+def fallback(saved: int, below: int, cost: float, capacity: int) -> float:
+    """Worth of copies as what is left of a prompt once its end has gone, as a share of that end's.
+
+    The ``below`` blocks down to the next copies free their memory bit by bit, while all of ``capacity`` is replaced
+    once. For that part of the time the ``saved`` blocks are hit as before.
+    """
+    return saved * below / (cost * capacity)
