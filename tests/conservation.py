@@ -14,12 +14,15 @@ from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.shared_pages import GroupPool
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 from tests.candidates import candidates, lost, segments
 
 Claim = Callable[[int, int, PageState, str], None]
+NO_GROUP = -1
 Holding = dict[tuple[int, int], tuple[PageState, str]]
 
 
@@ -49,7 +52,7 @@ def audit(ledger: Ledger) -> Audit:
             problems += _pages(ledger, model, place)
             problems += _moving(ledger, model, place)
             problems += _reserved(ledger, model, place)
-            pages += sum(pool.usable for pool in place.pools)
+            pages += sum(place.pools[groups[0]].usable for groups in place.shares)
         blocks += len(model.blocks.index)
     return Audit(problems + list(_waiters(ledger)), pages, blocks)
 
@@ -235,8 +238,9 @@ def _reserved(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
             yield f"{place.name}: pages are kept for a sequence or a lease that has ended"
         if any(held > wanted for held, wanted in zip(reservation.held, reservation.wanted, strict=True)):
             yield f"{place.name}: {reservation.held} pages are kept for a call that wants {reservation.wanted}"
-    for group, pool in enumerate(place.pools):
-        held = sum(reservation.held[group] for reservation in place.reservations)
+    for groups in place.shares:
+        pool = place.pools[groups[0]]
+        held = sum(reservation.held[group] for reservation in place.reservations for group in groups)
         if held != pool.reserved or not 0 <= held <= pool.free:
             yield f"{pool.name}: {pool.reserved} pages are reserved, {held} for calls, {pool.free} are free"
 
@@ -266,12 +270,28 @@ def _pages(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
     for group, page in ((group, page) for group, pool in enumerate(place.pools) for page in pool.stuck):
         claim(group, page, PageState.QUARANTINED, "copies that never ended")
     yield from out
-    for group, pool in enumerate(place.pools):
-        yield from pool.problems()
-        for page, state in enumerate(pool.states):
-            expected = held.get((group, page), (PageState.FREE, "no holder"))
+    for groups in place.shares:
+        pools = [place.pools[group] for group in groups]
+        for pool in pools:
+            yield from pool.problems()
+        for page, state in enumerate(pools[0].states):
+            mine = [(group, held[group, page]) for group in groups if (group, page) in held]
+            if len(mine) > 1:
+                yield f"{pools[0].name} page {page}: held by {mine}"
+            group, expected = mine[0] if mine else (NO_GROUP, (PageState.FREE, "no holder"))
             if state != expected[0]:
-                yield f"{pool.name} page {page}: {PageState(state).name}, but held by {expected[1]}"
+                yield f"{pools[0].name} page {page}: {PageState(state).name}, but held by {expected[1]}"
+            if len(groups) > 1 and group != _group_of(pools, groups, page):
+                yield f"{pools[0].name} page {page}: not of group {group}, which holds it"
+
+
+def _group_of(pools: list[PagePool], groups: tuple[int, ...], page: int) -> int:
+    """The group that a shared pool says a page is of."""
+    for pool, group in zip(pools, groups, strict=True):
+        assert isinstance(pool, GroupPool)
+        if pool.owners[page] == pool.mark:
+            return group
+    return NO_GROUP
 
 
 def _tables(ledger: Ledger, model: Model) -> Iterator[str]:
@@ -291,7 +311,9 @@ def _tables(ledger: Ledger, model: Model) -> Iterator[str]:
             rows = dict(enumerate(path)) if group in place.full_groups else sequence.window_rows.get(group, {})
             for position, page in enumerate(table):
                 if page == NO_PAGE:
-                    if group in place.full_groups or position >= sequence.cursors[group]:
+                    if group in place.full_groups or (
+                        group not in place.state_groups and position >= sequence.cursors[group]
+                    ):
                         yield f"{where}: no page for block {position}"
                     continue
                 row = rows.get(position, NO_ROW)

@@ -25,6 +25,22 @@ class Sealed(NamedTuple):
     spares: list[tuple[int, int]]
 
 
+class Fresh(NamedTuple):
+    """``blocks`` new blocks of a sequence, from position ``first`` on. ``positions[g]``: those that get a page in a
+    windowed group where not all do, rising."""
+
+    first: int
+    blocks: int
+    positions: Mapping[int, Sequence[int]]
+
+    def counts(self, groups: int) -> list[int]:
+        """Pages of each group."""
+        counts = [self.blocks] * groups
+        for group, positions in self.positions.items():
+            counts[group] = len(positions)
+        return counts
+
+
 def no_pages(blocks: int) -> array[int]:
     """A table of ``blocks`` cells without pages."""
     return array("i", (NO_PAGE,)) * blocks
@@ -131,10 +147,18 @@ class BlockTables(Hold):
                 table.extend(self.place.pages_of(group, rows))
         super().rely_on(rows, needed, tickets)
 
-    def grow(self, pages_of: Sequence[array[int]]) -> None:
-        """Own pages, as many of every group, go to the end of the tables: the request computes these blocks."""
-        for table, pages in zip(self.tables, pages_of, strict=True):
-            table.extend(pages)
+    def grow(self, pages_of: Sequence[array[int]], fresh: Fresh) -> None:
+        """Own pages go to the end of the tables: the request computes these blocks."""
+        first = fresh.first
+        for group, (table, pages) in enumerate(zip(self.tables, pages_of, strict=True)):
+            positions = fresh.positions.get(group)
+            if positions is None:
+                table.extend(pages)
+                continue
+            table.extend(no_pages(fresh.blocks))
+            for position, page in zip(positions, pages, strict=True):
+                table[position] = page
+            assert first + fresh.blocks == len(table)
         self.declare(self.blocks)
 
     def declare(self, last: int, most: int | None = None) -> bool:
@@ -228,6 +252,8 @@ class BlockTables(Hold):
 
     def _seal_own(self, position: int, row: int) -> None:
         pages = [table[position] for table in self.tables]
+        for group in self.place.state_groups:
+            pages[group] = NO_PAGE
         self.ledger.seal(self.place, row, pages)
         for own, page in zip(self.own, pages, strict=True):
             if page != NO_PAGE:
@@ -241,7 +267,7 @@ class BlockTables(Hold):
         place = self.place
         for group, table in enumerate(self.tables):
             own = table[position]
-            if own == NO_PAGE:
+            if own == NO_PAGE or group in place.state_groups:
                 continue
             if place.states[group][row] == ABSENT:
                 place.seal(group, row, own)
@@ -256,6 +282,24 @@ class BlockTables(Hold):
             for position, row in enumerate(path, start=first):
                 if table[position] != NO_PAGE and pages[row] == table[position]:
                     self.windows.hold(group, position, row)
+
+    def seal_state(self, group: int, position: int, page: int) -> bool:
+        """Publish one of its own pages as the state at the end of a sealed block; False where there is one already, or
+        one is on its way. Nothing else is published with it."""
+        place, table = self.place, self.tables[group]
+        row = Prefix(self.ledger.index, self.keys, self.anchor).row(position)
+        if place.states[group][row] != ABSENT:
+            return False
+        place.seal(group, row, page)
+        self.own[group].remove(page)
+        if page in table:
+            table[table.index(page)] = NO_PAGE
+        if position >= self.cursors[group]:
+            table[position] = page
+            self.windows.hold(group, position, row)
+        else:
+            place.window_leaves[group].update(row)
+        return True
 
     # -- giving back -------------------------------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ class Model:
     compared: Compared = field(default_factory=Compared)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     hit_blocks: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0, "storage": 0})
+    lost_blocks: dict[str, int] = field(default_factory=lambda: {"window": 0, "state": 0})
     reuse: Reuse = field(default_factory=Reuse)
     recent: RecentRequests = field(default_factory=RecentRequests)
     stored: Stored = field(default_factory=Stored)

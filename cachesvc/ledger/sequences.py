@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
 import numpy as np
@@ -95,22 +96,28 @@ class Sequence(BlockTables):
         return self.room
 
     @property
-    def pages_ahead(self) -> int:
-        """Pages of each group that were taken for a call that is growing it."""
-        return len(self.room.ahead[0]) if self.room is not None else 0
+    def pages_ahead(self) -> list[int]:
+        """Pages of each group that were taken for a call that is growing it; none: of no group."""
+        ahead = [] if self.room is None else list(map(len, self.room.ahead))
+        return ahead if any(ahead) else []
 
-    def prepare(self, blocks: int, fresh: int, most: int) -> bool:
-        """Take pages, and declare keys, of ``fresh`` blocks with which it will have ``blocks``: some of them now, where
-        they are more than ``most``. True when ``fresh_pages`` is due. There are as many pages."""
+    def missing(self, fresh: Sequence_[int]) -> list[int]:
+        """Pages of each group that ``fresh[g]`` are more than those taken ahead."""
+        ahead = self.pages_ahead
+        return [max(0, count - had) for count, had in zip(fresh, ahead, strict=True)] if ahead else list(fresh)
+
+    def prepare(self, blocks: int, fresh: Sequence_[int], most: int) -> bool:
+        """Take ``fresh[g]`` pages, and declare keys, of blocks with which it will have ``blocks``: some of them now,
+        where they are more than ``most``. True when ``fresh_pages`` is due. There are as many pages."""
         is_declared = self.declare(blocks, most)
-        if fresh <= most and not self.pages_ahead:
+        if max(fresh) <= most and not self.pages_ahead:
             return is_declared
         return self.reserve().take_ahead(fresh, most) and is_declared
 
-    def fresh_pages(self, count: int) -> list[array[int]]:
-        """``count`` pages of each group, its own from now on: those first that were taken ahead."""
-        ahead = [array("i") for _ in self.tables] if self.room is None else self.room.hand_over(count)
-        for pages, own, pool in zip(ahead, self.own, self.place.pools, strict=True):
+    def fresh_pages(self, counts: Sequence_[int]) -> list[array[int]]:
+        """``counts[g]`` pages of each group, its own from now on: those first that were taken ahead."""
+        ahead = [array("i") for _ in self.tables] if self.room is None else self.room.hand_over(counts)
+        for pages, own, pool, count in zip(ahead, self.own, self.place.pools, counts, strict=True):
             rest = pool.take(count - len(pages), PageState.PRIVATE)
             own.update(rest)
             pages.extend(rest)
@@ -160,7 +167,7 @@ class Sequence(BlockTables):
         """Own pages beside the tables: of keys that others sealed first, of a swap in that failed, of a call that was
         given up."""
         if self.room is not None:
-            self.room.hand_over(self.pages_ahead)
+            self.room.hand_over(list(map(len, self.room.ahead)))
         for group, pool in enumerate(self.place.pools):
             own = self.own[group]
             if len(own) > np.count_nonzero(pool.are_private(column(self.tables[group]))):

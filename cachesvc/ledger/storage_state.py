@@ -64,7 +64,9 @@ class Fetch:
         self.has_begun = False
         self.is_over = False
         self._blocks = blocks
-        self._pages = [self._take(group) for group in range(len(blocks.host.pools))]
+        host = blocks.host
+        taken = {group: self._take(group) for group in (*host.full_groups, *host.window_groups)}
+        self._pages = [taken[group] for group in range(len(host.pools))]
         self._pin = pin
         self._lost: set[tuple[int, int]] = set()
 

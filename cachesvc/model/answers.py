@@ -57,13 +57,14 @@ class Wait(NamedTuple):
 
 class Matched(NamedTuple):
     """Blocks in place, blocks to load, blocks that another request is computing; tables of those in place; and how many
-    of those to load came from storage for this call."""
+    of those to load came from storage for this call. ``full_blocks``: the hit, had no window or state been missing."""
 
     device_blocks: int
     host_blocks: int
     computing_blocks: int
     tables: tuple[GroupCells, ...]
     storage_blocks: int = 0
+    full_blocks: int = 0
 
 
 class Allocated(NamedTuple):
@@ -75,13 +76,15 @@ class Allocated(NamedTuple):
 
 
 class Published(NamedTuple):
-    """``duplicates`` holds the sealed pages to use at ``duplicate_positions``, ``spares`` the sequence's own there."""
+    """``duplicates`` holds the sealed pages to use at ``duplicate_positions``, ``spares`` the sequence's own there.
+    ``kept``: states that were named and not sealed, whose pages are the sequence's own still."""
 
     sealed_blocks: int
     duplicate_positions: tuple[int, ...]
     duplicates: tuple[GroupCells, ...]
     spares: tuple[GroupCells, ...]
     pending: bool
+    kept: tuple[GroupCells, ...] = ()
 
 
 class Swapped(NamedTuple):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 MAX_OPERATIONS = 4096
 """Most operations of a Step; a daemon may be configured for fewer."""
+
+Positions = Mapping[int, Sequence[int]]
+"""Of some windowed groups, the new blocks that get a page, by their positions, rising."""
+NO_POSITIONS: Positions = MappingProxyType({})
 
 
 class Growth(NamedTuple):

@@ -71,8 +71,9 @@ class PlaneGroup:
 
     ``window_tokens``: None where attention reaches back without bound; otherwise the window counts the query itself.
     ``replicated``: every rank holds the same bytes, so one copy serves all of them on the host. ``pool``: groups that
-    name the same one lie in one slab on the device, over the same planes' bytes and under one numbering of pages, of
-    which each has a range. Empty: a slab of its own.
+    name the same one draw their pages from one free list: a page has a group from its grant on until it is free again.
+    Empty: a pool of its own. ``is_state``: a recurrent state, valid at the end of its block alone, and kept only at
+    the positions that its engine publishes.
     """
 
     name: str
@@ -80,6 +81,12 @@ class PlaneGroup:
     sink_tokens: int = 0
     replicated: bool = False
     pool: str = ""
+    is_state: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """True where a hit needs all of its blocks."""
+        return self.window_tokens is None and not self.is_state
 
 
 MARKER_GROUP = PlaneGroup(MARKER, replicated=True)
@@ -101,13 +108,12 @@ class Layout:
     planes: tuple[Plane, ...]
 
     def __post_init__(self) -> None:
-        if self.groups and all(group.window_tokens is not None for group in self.groups):
+        if self.groups and not any(group.is_full for group in self.groups):
             object.__setattr__(self, "groups", (*self.groups, MARKER_GROUP))
             object.__setattr__(self, "planes", (*self.planes, MARKER_PLANE))
         _check_numbers(self)
         _check_groups(self)
         _check_planes(self)
-        _check_pools(self)
 
     @cached_property
     def group_index(self) -> dict[str, int]:
@@ -133,8 +139,22 @@ class Layout:
 
     @cached_property
     def unit_pages(self) -> tuple[int, ...]:
-        """Device pages of each group where all are to have the same number: 1, and ``MARKER_PAGES`` of markers."""
-        return tuple(1 if index != self.marker else MARKER_PAGES for index in range(len(self.groups)))
+        """Device pages of each group's pool for a block of every group: one a group, and ``MARKER_PAGES`` of markers
+        for each page of the largest pool."""
+        units = self._units(self.pools)
+        most = max(unit for index, unit in enumerate(units) if index != self.marker)
+        return tuple(MARKER_PAGES * most if index == self.marker else unit for index, unit in enumerate(units))
+
+    @cached_property
+    def host_unit_pages(self) -> tuple[int, ...]:
+        """Host pages of each group's pool for a block of every group: one a group, and as many markers as pages of the
+        largest pool."""
+        units = self._units(self.host_pools)
+        return tuple(max(units) if index == self.marker else unit for index, unit in enumerate(units))
+
+    def _units(self, pools: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+        sizes = {group: len(pool) for pool in pools for group in pool}
+        return tuple(sizes[group] for group in range(len(self.groups)))
 
     def fill_pages(self, pages: tuple[int, ...]) -> tuple[int, ...]:
         """Device pages of every group, of counts that may leave the markers out."""
@@ -152,12 +172,25 @@ class Layout:
     @cached_property
     def full_groups(self) -> tuple[int, ...]:
         """Groups without a window: a hit needs all their blocks."""
-        return tuple(i for i, group in enumerate(self.groups) if group.window_tokens is None)
+        return tuple(i for i, group in enumerate(self.groups) if group.is_full)
 
     @cached_property
     def window_groups(self) -> tuple[int, ...]:
-        """Groups with a window: a hit needs only the last window and the sinks."""
-        return tuple(i for i, group in enumerate(self.groups) if group.window_tokens is not None)
+        """Groups with a window: a hit needs only the last window and the sinks. A state is a window of one block."""
+        return tuple(i for i, group in enumerate(self.groups) if not group.is_full)
+
+    @cached_property
+    def state_groups(self) -> tuple[int, ...]:
+        """Those of the windowed groups whose copies are states."""
+        return tuple(i for i, group in enumerate(self.groups) if group.is_state)
+
+    def window_of(self, group: int) -> int:
+        """Tokens of a windowed group's window, the query itself included. Raises ValueError for a full group."""
+        found = self.groups[group]
+        window = self.block_tokens if found.is_state else found.window_tokens
+        if window is None:
+            raise ValueError(f"group {found.name} has no window")
+        return window
 
     @cached_property
     def layers(self) -> int:
@@ -189,21 +222,44 @@ class Layout:
 
     @cached_property
     def pools(self) -> tuple[tuple[int, ...], ...]:
-        """The groups by the slabs that they lie in on the device, those first whose pages have the lowest numbers."""
+        """The groups by the device pools that they draw pages from. The first of a pool stands for it."""
+        return self._by_pool([group.pool for group in self.groups])
+
+    @cached_property
+    def host_pools(self) -> tuple[tuple[int, ...], ...]:
+        """The groups by the host pools that they draw pages from: as on the device, but one for groups that are
+        replicated and one for those that are not, because the host keeps another number of copies of them."""
+        return self._by_pool([group.pool and f"{group.replicated:d}{group.pool}" for group in self.groups])
+
+    def _by_pool(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         found: dict[str, list[int]] = {}
-        for index, group in enumerate(self.groups):
-            found.setdefault(group.pool or f"#{index}", []).append(index)
+        for index, name in enumerate(names):
+            found.setdefault(name or f"#{index}", []).append(index)
         return tuple(tuple(groups) for groups in found.values())
 
-    def slab_pages(self, pages: Sequence[int]) -> tuple[int, ...]:
-        """Pages of the slab of each group; ``pages``: of each group."""
-        sums = {group: sum(pages[each] for each in pool) for pool in self.pools for group in pool}
-        return tuple(sums[group] for group in range(len(self.groups)))
+    @cached_property
+    def pool_leads(self) -> tuple[int, ...]:
+        """The first group of each group's device pool: pages that have no group yet go by it."""
+        leads = {group: pool[0] for pool in self.pools for group in pool}
+        return tuple(leads[group] for group in range(len(self.groups)))
 
-    def first_pages(self, pages: Sequence[int]) -> tuple[int, ...]:
-        """The number of each group's first page in its slab."""
-        firsts = {group: sum(pages[each] for each in pool[:at]) for pool in self.pools for at, group in enumerate(pool)}
-        return tuple(firsts[group] for group in range(len(self.groups)))
+    @cached_property
+    def has_shared_pools(self) -> bool:
+        """True where groups draw from one pool."""
+        return len(self.pools) < len(self.groups)
+
+    def device_page_total(self, pages: Sequence[int]) -> int:
+        """Pages of all device pools; ``pages``: of each group's pool."""
+        return sum(pages[pool[0]] for pool in self.pools)
+
+    def host_page_total(self, pages: Sequence[int]) -> int:
+        """Pages of all host pools; ``pages``: of each group's pool."""
+        return sum(pages[pool[0]] for pool in self.host_pools)
+
+    def host_page_bytes(self, group: int) -> int:
+        """Bytes of a page of a group's host pool: those of its widest group."""
+        pool = next(pool for pool in self.host_pools if group in pool)
+        return max(map(self.page_bytes, pool))
 
     def page_bytes(self, group: int) -> int:
         """Bytes of one block in one group on one rank."""
@@ -215,10 +271,7 @@ class Layout:
 
     def window_blocks(self, group: int) -> int:
         """Most blocks that the keys of a window can touch, the newest one included."""
-        window = self.groups[group].window_tokens
-        if window is None:
-            raise ValueError(f"group {self.groups[group].name} has no window")
-        return -(-(window - 1) // self.block_tokens) + 1
+        return -(-(self.window_of(group) - 1) // self.block_tokens) + 1
 
     def sink_blocks(self, group: int) -> int:
         """Leading blocks that never fall out of reach."""
@@ -238,6 +291,8 @@ class Layout:
             out.append(_prefixed(plane.dtype))
         if any(group.pool for group in self.groups):
             out += [_prefixed(group.pool) for group in self.groups]
+        if self.state_groups:
+            out.append(b"state" + bytes(group.is_state for group in self.groups))
         return b"".join(out)
 
     @cached_property
@@ -292,6 +347,10 @@ def _check_groups(layout: Layout) -> None:
             window is not None or group.sink_tokens == 0,
             f"group {group.name!r}: sink_tokens mean nothing without a window",
         )
+        _require(
+            window is None or not group.is_state,
+            f"group {group.name!r}: a state has no window_tokens; it is valid at the end of its block alone",
+        )
 
 
 def _check_planes(layout: Layout) -> None:
@@ -314,16 +373,10 @@ def _check_planes(layout: Layout) -> None:
     _require(used == names, f"groups without planes: {sorted(names - used)}")
 
 
-def _check_pools(layout: Layout) -> None:
-    for pool in layout.pools:
-        widths = [[plane.page_bytes for plane in layout.planes_of(group)] for group in pool]
-        longest = max(widths, key=len)
-        for group, mine in zip(pool, widths, strict=True):
-            _require(
-                mine == longest[: len(mine)],
-                f"group {layout.groups[group].name!r}: its planes are not as wide as those of pool "
-                f"{layout.groups[group].pool!r}, over which they lie",
-            )
+def widths_match(widths: Sequence[Sequence[int]]) -> bool:
+    """True where the planes of each group are as wide as the first ones of the group with most of them."""
+    longest = max(widths, key=len)
+    return all(list(mine) == list(longest[: len(mine)]) for mine in widths)
 
 
 def _good_shape(shape: Iterable[int]) -> bool:

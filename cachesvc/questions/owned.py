@@ -78,7 +78,7 @@ def private_pages(lease: Lease) -> int:
 def private_pages_of(core: Core, tenant: str) -> int:
     """Pages that a tenant's leases hold for themselves, as its pools count them."""
     return sum(
-        pool.counts[state]
+        pool.own_counts[state]
         for model in core.ledger.models.values()
         if model.tenant == tenant
         for replica in model.replicas

@@ -28,7 +28,9 @@ SILENT_SHARE = 0.5
 
 
 class PoolLine(NamedTuple):
-    """One page-id space: counts by state. ``capacity`` leaves out the ``reserved`` pages, the engines' own."""
+    """Pages of one group on one place, by state. ``capacity`` leaves out the ``reserved`` pages, the engines' own.
+    ``pool``: the name of the pool that it shares with other groups, if it does; ``capacity``, ``reserved`` and free
+    pages are then the pool's."""
 
     model: int
     place: str
@@ -37,6 +39,12 @@ class PoolLine(NamedTuple):
     counts: dict[PageState, int]
     page_bytes: int
     reserved: int = 0
+    pool: str = ""
+
+    @property
+    def title(self) -> str:
+        """What its counts are of."""
+        return f"pool {self.pool}" if self.pool else f"group {self.group}"
 
     @property
     def held(self) -> int:
@@ -162,12 +170,27 @@ def pools(models: Collection[Model]) -> list[PoolLine]:
     out: list[PoolLine] = []
     for model in models:
         for place in model.blocks.index.places:
+            names = place.share_names(model.layout)
             for group, pool in enumerate(place.pools):
-                counts = {state: pool.counts[state] for state in PageState}
+                counts = dict(zip(PageState, pool.own_counts, strict=True))
                 name = model.layout.groups[group].name
                 page_bytes = model.layout.page_bytes(group)
-                out.append(PoolLine(model.id, place.name, name, pool.capacity, counts, page_bytes, pool.withheld))
+                line = PoolLine(model.id, place.name, name, pool.capacity, counts, page_bytes, pool.withheld)
+                out.append(line._replace(pool=names[group]))
     return out
+
+
+def by_pool(lines: Collection[PoolLine]) -> list[PoolLine]:
+    """The lines, of groups that share a pool one for all of them."""
+    out: dict[tuple[int, str, str], PoolLine] = {}
+    for line in lines:
+        name = (line.model, line.place, line.title)
+        before = out.setdefault(name, line)
+        if before is not line:
+            counts = {state: pages + before.counts[state] for state, pages in line.counts.items()}
+            counts[PageState.FREE] = line.counts[PageState.FREE]
+            out[name] = line._replace(counts=counts, page_bytes=max(line.page_bytes, before.page_bytes))
+    return list(out.values())
 
 
 def silent(lines: list[LeaseLine], silence_limit_seconds: float) -> list[LeaseLine]:
@@ -207,7 +230,7 @@ def transfers(running: Collection[Ticket], counters: Mapping[str, int]) -> Trans
 def scraps(models: Collection[Model], full: Collection[PoolLine]) -> list[str]:
     """Sentences about models whose name another one had first, under another layout, and which got next to nothing."""
     sizes: Counter[tuple[int, str]] = Counter()
-    for pool in full:
+    for pool in by_pool(full):
         sizes[pool.model, "host" if pool.place == "host" else "devices"] += pool.capacity * pool.page_bytes
     first: dict[tuple[str, str], Model] = {}
     out = []
@@ -237,18 +260,18 @@ def _attention(
         for model in view.models()
         if model.suspect
     ]
-    for pool in full:
+    for pool in by_pool(full):
         usable = sum(pool.counts.values())
         if usable and pool.held >= HELD_SHARE * usable:
             mine = [line for line in held if line.model_id == pool.model and line.private_pages]
             most = f"; most is held by {mine[0].engine} (lease {mine[0].lease_id[:SHOWN_LETTERS]})" if mine else ""
             out.append(
-                f"model {pool.model}, {pool.place}, group {pool.group}: {pool.held} of {usable} pages are in use and "
+                f"model {pool.model}, {pool.place}, {pool.title}: {pool.held} of {usable} pages are in use and "
                 f"cannot be evicted{most}"
             )
         if quarantined := pool.counts[PageState.QUARANTINED]:
             out.append(
-                f"model {pool.model}, {pool.place}, group {pool.group}: {quarantined} pages wait "
+                f"model {pool.model}, {pool.place}, {pool.title}: {quarantined} pages wait "
                 "in quarantine until the processes of their lost lease are gone"
             )
     out += scraps(view.models(), full)

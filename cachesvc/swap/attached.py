@@ -78,9 +78,9 @@ def attached_model(layout: Layout, host_slabs: Sequence[Sequence[HostPages]], sl
         if len(slabs) != layout.host_ranks(group):
             raise InvalidRequest(f"group {group}: {len(slabs)} host slabs for {layout.host_ranks(group)} host ranks")
         for slab in slabs:
-            if slab.page_bytes != layout.page_bytes(group):
+            if slab.page_bytes != layout.host_page_bytes(group):
                 raise InvalidRequest(
-                    f"group {group}: host pages of {slab.page_bytes} bytes, not {layout.page_bytes(group)}"
+                    f"group {group}: host pages of {slab.page_bytes} bytes, not {layout.host_page_bytes(group)}"
                 )
     geometries = tuple(host_geometry(layout, group, slabs[0].pages) for group, slabs in enumerate(host_slabs))
     return AttachedModel(layout, tuple(tuple(slabs) for slabs in host_slabs), geometries, slots)

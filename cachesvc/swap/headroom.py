@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cachesvc.memory.host.free_ranges import FreeRanges
-from cachesvc.model.geometry import PLANE_ALIGN_BYTES
+from cachesvc.model.geometry import PLANE_ALIGN_BYTES, slab_strides
 from cachesvc.model.layout import Layout
 
 SHARE_PRECISION = 1024
@@ -20,27 +20,26 @@ class PoolSizes:
     """Memory that pools of a layout take, worked out once. A block has one page in every group (and on every rank).
 
     ``device_block_bytes``: on one device; ``host_block_bytes``: on the host.
-    ``host_slabs``: (group, rank, bytes of a page) of each slab on the host, in the order in which they are made.
+    ``host_slabs``: (first group, rank, bytes of a page) of each slab on the host, in the order in which they are made.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        groups = range(len(layout.groups))
-        self.page_bytes = [layout.page_bytes(group) for group in groups]
-        widest = {group: max(pool, key=layout.page_bytes) for pool in layout.pools for group in pool}
-        self._slab_page_bytes = [self.page_bytes[widest[group]] for group in groups]
-        self.device_block_bytes = sum(self._slab_page_bytes)
+        units, host_units = layout.unit_pages, layout.host_unit_pages
+        strides = [(pool[0], slab_strides(layout, pool)) for pool in layout.pools]
+        self._planes = Counter((group, stride) for group, each in strides for stride in each)
+        self.device_block_bytes = sum(
+            sum(each) * (units[group] if group != layout.marker else 1) for group, each in strides
+        )
         self.host_slabs = [
-            (group, rank, self.page_bytes[group]) for group in groups for rank in range(layout.host_ranks(group))
+            (pool[0], rank, layout.host_page_bytes(pool[0]))
+            for pool in layout.host_pools
+            for rank in range(layout.host_ranks(pool[0]))
         ]
-        self.host_block_bytes = sum(page_bytes for _, _, page_bytes in self.host_slabs)
-        alone = set(widest.values())
-        every = ((layout.group_index[plane.group], plane.page_bytes) for plane in layout.planes)
-        self._planes = Counter((group, width) for group, width in every if group in alone)
+        self.host_block_bytes = sum(host_units[group] * page_bytes for group, _, page_bytes in self.host_slabs)
 
     def device_bytes(self, pages: Sequence[int]) -> int:
         """Bytes like ``geometry.device_bytes``, of counts for every group."""
-        pages = self.layout.slab_pages(pages)
         return sum(
             planes * -(-pages[group] * width // PLANE_ALIGN_BYTES) * PLANE_ALIGN_BYTES
             for (group, width), planes in self._planes.items()
@@ -57,7 +56,7 @@ class PoolSizes:
         def pages(blocks: int) -> tuple[int, ...]:
             return tuple(blocks * unit for unit in units)
 
-        block_bytes = sum(size * unit for size, unit in zip(self._slab_page_bytes, units, strict=True))
+        block_bytes = sum(planes * width * units[group] for (group, width), planes in self._planes.items())
         high = max(0, size_bytes) // block_bytes
         if not high or self.device_bytes(pages(high)) <= size_bytes:
             return pages(high)
@@ -67,6 +66,10 @@ class PoolSizes:
             middle = (low + high) // 2
             low, high = (middle, high) if self.device_bytes(pages(middle)) <= size_bytes else (low, middle)
         return pages(low)
+
+    def host_pages(self, blocks: int) -> tuple[int, ...]:
+        """Host pages of each group's pool for ``blocks`` blocks of every group."""
+        return tuple(blocks * unit for unit in self.layout.host_unit_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class Headroom:
         """Blocks that ``share`` of the free host pool holds; ``most`` at most."""
 
         def holds(blocks: int) -> bool:
-            return self.holds(sizes, devices, (blocks,) * len(sizes.page_bytes))
+            return self.holds(sizes, devices, sizes.host_pages(blocks))
 
         high = int(self.host.free_bytes * share) // sizes.host_block_bytes
         high = high if most is None else max(0, min(high, most))

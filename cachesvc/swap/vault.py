@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.headroom import Headroom, PoolSizes
 
 log = logging.getLogger(__name__)
+
+S = TypeVar("S", Slab, HostSlab)
 
 LANDING_SECONDS = 2.0
 """Time limit of waiting for the copies of lost replicas, seconds. Where they take longer, for a GPU hangs, their memory
@@ -72,11 +74,12 @@ class Shared(NamedTuple):
 
 @dataclass(eq=False)
 class _Holding:
-    """Slabs and handles of one model. ``news``: (group, run) pairs that arrived before it was ``announced``, not
-    reported yet. ``lost``: slabs, with their devices, of replicas of which another device lost its memory; some are
-    gone by now."""
+    """Slabs and handles of one model. ``page_bytes``: of a page of each group. ``news``: (group, run) pairs that
+    arrived before it was ``announced``, not reported yet. ``lost``: slabs, with their devices, of replicas of which
+    another device lost its memory; some are gone by now."""
 
     host: list[list[HostSlab]]
+    page_bytes: list[int]
     arrivals: Arrivals
     replicas: dict[int, list[list[Slab]]] = field(default_factory=dict)
     devices: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -100,7 +103,7 @@ class _Holding:
             self.lost[replica] = [(where, slab) for where, rank in ranks for slab in unique(rank)]
 
 
-def unique(slabs: Iterable[Slab]) -> Iterable[Slab]:
+def unique(slabs: Iterable[S]) -> Iterable[S]:
     """Each slab once: several groups may lie in one."""
     return {id(slab): slab for slab in slabs}.values()
 
@@ -152,7 +155,7 @@ class Vault:
         capacity = {device: self._backend.capacity_bytes(device) for device in self.devices()}
         return Headroom(
             {device: max(0, capacity[device] - used[device]) for device in capacity},
-            self._pool.plan(slab for holding in gone for group in holding.host for slab in group),
+            self._pool.plan(unique(slab for holding in gone for group in holding.host for slab in group)),
             device_capacity=min(capacity.values(), default=0),
             host_capacity=self._pool.total_bytes,
             nodes=self._pool.nodes,
@@ -173,7 +176,7 @@ class Vault:
             holding = self._models.get(model)
         if holding is None:
             raise NotFound("model", model)
-        return self._pool.view(holding.host[group][rank], page)
+        return self._pool.view(holding.host[group][rank], page)[: holding.page_bytes[group]]
 
     def shared(self, token: bytes) -> Shared | None:
         """Memory behind a handle's token; None for a token of no handle that travels as a descriptor."""
@@ -223,24 +226,28 @@ class Vault:
 
     def open_host(self, model: int, layout: Layout, pages: tuple[int, ...], devices: tuple[str, ...]) -> None:
         """Reserve host pages, each rank's near its device where there is room. Raises PoolExhausted, Unavailable."""
-        slabs: list[list[HostSlab]] = [[] for _ in pages]
+        made: dict[int, list[HostSlab]] = {pool[0]: [] for pool in layout.host_pools}
         with ExitStack() as undo:
             for group, rank, page_bytes in PoolSizes(layout).host_slabs:
                 slab = self._pool.reserve(page_bytes, pages[group], devices[rank])
                 undo.callback(self._pool.release, slab)
-                slabs[group].append(slab)
+                made[group].append(slab)
+            by_group = {group: made[pool[0]] for pool in layout.host_pools for group in pool}
+            slabs = [by_group[group] for group in range(len(pages))]
             self._engine.attach_model(model, layout, slabs)
             undo.pop_all()
+        page_bytes_of = list(map(layout.page_bytes, range(len(pages))))
         with self._lock:
-            self._models[model] = _Holding(slabs, Arrivals(pages, [len(ranks) for ranks in slabs]))
-        for group, ranks in enumerate(slabs):
+            arrivals = Arrivals(pages, [len(ranks) for ranks in slabs])
+            self._models[model] = _Holding(slabs, page_bytes_of, arrivals)
+        for group, ranks in made.items():
             more = partial(self._more, model, group)
             for slab in ranks:
                 for run in self._pool.ready_pages(slab, more):
                     more(run)
 
     def take_news(self, model: int) -> list[tuple[int, Run]]:
-        """(group, run) of host pages that have arrived on every rank since the last look."""
+        """(first group of a pool, run) of host pages that have arrived on every rank since the last look."""
         with self._lock:
             holding = self._models[model]
             news, holding.news = holding.news, []
@@ -250,7 +257,6 @@ class Vault:
         self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]
     ) -> None:
         """Make the device slabs of a replica, zeroed. Raises PoolExhausted, Unavailable, with nothing made."""
-        counts = layout.slab_pages(pages)
         with self._lock:
             losses = [self._losses[device] for device in devices]
         ranks: list[list[Slab]] = []
@@ -258,11 +264,11 @@ class Vault:
             for device in devices:
                 mine: dict[int, Slab] = {}
                 for pool in layout.pools:
-                    slab = self._backend.create_slab(device, slab_bytes(layout, pool, counts[pool[0]]))
+                    slab = self._backend.create_slab(device, slab_bytes(layout, pool, pages[pool[0]]))
                     undo.callback(slab.close)
                     mine |= dict.fromkeys(pool, slab)
                 ranks.append([mine[group] for group in range(len(pages))])
-            self._engine.attach_replica(model, replica, devices, ranks, counts)
+            self._engine.attach_replica(model, replica, devices, ranks, pages)
             undo.pop_all()
         with self._lock:
             holding = self._models[model]
@@ -299,7 +305,7 @@ class Vault:
                 log.error("memory_kept model=%d", model)
                 continue
             with ExitStack() as every:  # from the last to the first, whatever one of them raises
-                for host_slab in (slab for group in holding.host for slab in group):
+                for host_slab in unique(slab for group in holding.host for slab in group):
                     every.callback(self._pool.release, host_slab)
                 for device, slab in holding.slabs():
                     every.callback(self._close_slab, device, slab)

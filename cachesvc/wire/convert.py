@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2
 
@@ -65,6 +65,7 @@ def layout_to_proto(layout: Layout) -> common_pb2.Layout:
             sink_tokens=group.sink_tokens,
             replicated=group.replicated,
             pool=group.pool,
+            state=group.is_state,
         )
         for group in layout.groups
     ]
@@ -86,6 +87,7 @@ def layout_from_proto(message: common_pb2.Layout) -> Layout:
             group.sink_tokens,
             group.replicated,
             group.pool,
+            group.state,
         )
         for group in message.groups
     )
@@ -118,6 +120,21 @@ def _cells_of(message: common_pb2.GroupPages) -> GroupCells:
     return GroupCells(
         message.group, message.first_block, pages, tuple(unpack_numbers(generations)) if generations else ()
     )
+
+
+def positions_from_proto(messages: Iterable[common_pb2.GroupPositions]) -> dict[int, list[int]]:
+    """Positions by group. Raises InvalidRequest for ragged bytes, and for a group that is named twice."""
+    found: dict[int, list[int]] = {}
+    for message in messages:
+        if message.group in found:
+            raise InvalidRequest(f"positions of group {message.group} are named twice")
+        found[message.group] = list(unpack_numbers(message.positions))
+    return found
+
+
+def positions_to_proto(positions: Mapping[int, Sequence[int]]) -> list[common_pb2.GroupPositions]:
+    """Positions by group as messages."""
+    return [common_pb2.GroupPositions(group=group, positions=pack_numbers(mine)) for group, mine in positions.items()]
 
 
 def ticket_to_proto(ticket: TicketView) -> common_pb2.Ticket:
@@ -160,6 +177,7 @@ def matched_to_proto(answer: Matched) -> cache_pb2.MatchResponse:
         host_blocks=answer.host_blocks,
         storage_blocks=answer.storage_blocks,
         computing_blocks=answer.computing_blocks,
+        full_blocks=answer.full_blocks,
     )
     for cells in answer.tables:  # made where they belong: a table of 128k tokens is 8 KiB, and would be copied there
         message.tables.add(group=cells.group, pages=pack_pages(cells.pages))
@@ -183,6 +201,7 @@ def published_to_proto(answer: Published) -> cache_pb2.PublishResponse:
         duplicates=cells_to_proto(answer.duplicates),
         spares=cells_to_proto(answer.spares),
         pending=answer.pending,
+        kept=cells_to_proto(answer.kept),
     )
 
 

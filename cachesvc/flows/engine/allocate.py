@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cachesvc.flows.context.call import Call, require_on_device
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.transfer.loads import bring, loads_of
 from cachesvc.flows.transfer.low_watermark import look_ahead
 from cachesvc.flows.transfer.make_room import keep_room, make_room
 from cachesvc.flows.transfer.transfers import require_transfer, ticket_view, wait_for
+from cachesvc.ledger.block_tables import Fresh
 from cachesvc.model.answers import Allocated, GroupCells, Wait
+from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.transfer import Urgency
 
 
-def allocate(core: Core, call: Call, sequence_id: int, blocks: int, *, short_suffix: bool = False) -> Allocated | Wait:
+def allocate(
+    core: Core,
+    call: Call,
+    sequence_id: int,
+    blocks: int,
+    *,
+    short_suffix: bool = False,
+    positions: Positions = NO_POSITIONS,
+) -> Allocated | Wait:
     """Make the sequence's tables ``blocks`` long, all or nothing. ``short_suffix``: as of a ``Transfer``.
 
-    Raises InvalidRequest (shorter than the tables or than the hit), LimitExceeded (blocks, transfers), PoolExhausted,
-    LoadFailed, Conflict (swapped out).
+    ``positions[g]``: the new blocks that get a page in a windowed group; not named: all of a window, and the last one
+    of a state. Raises InvalidRequest (shorter than the tables or than the hit, positions), LimitExceeded (blocks,
+    transfers), PoolExhausted, LoadFailed, Conflict (swapped out).
     """
     sequence = call.sequence(sequence_id)
     if sequence.swap_ticket:
@@ -35,17 +48,34 @@ def allocate(core: Core, call: Call, sequence_id: int, blocks: int, *, short_suf
         return wait_for(core, loads.blocked)
     if loads.is_transfer:
         require_transfer(core, call.model, call.replica, call.lease.party)
-    fresh = blocks - first - len(loads.rows)
-    wanted = loads.pages_wanted(fresh - min(fresh, sequence.pages_ahead))
-    wait = make_room(core, call, wanted, loads.keep, sequence)
+    fresh = _fresh(call, first + len(loads.rows), blocks, positions)
+    counts = fresh.counts(len(sequence.tables))
+    wait = make_room(core, call, loads.pages_wanted(sequence.missing(counts)), loads.keep, sequence)
     if wait is not None:
         return wait
-    if not sequence.prepare(blocks, fresh, core.turns.pages):
-        wanted = loads.pages_wanted(fresh - min(fresh, sequence.pages_ahead))
-        return keep_room(core, call, wanted, sequence)
+    if not sequence.prepare(blocks, counts, core.turns.pages):
+        return keep_room(core, call, loads.pages_wanted(sequence.missing(counts)), sequence)
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED, short_suffix=short_suffix) if loads.rows else []
-    sequence.grow(sequence.fresh_pages(fresh))
-    call.lease.grown += fresh
+    sequence.grow(sequence.fresh_pages(counts), fresh)
+    call.lease.grown += fresh.blocks
     look_ahead(core, call.model, call.replica)
     tables = tuple(GroupCells(group, first, table[first:]) for group, table in enumerate(sequence.tables))
     return Allocated(tables, tuple(map(ticket_view, tickets)), len(loads.rows))
+
+
+def _fresh(call: Call, first: int, blocks: int, positions: Positions) -> Fresh:
+    """The new blocks from ``first`` on, with the positions that get a page where not all do. Raises InvalidRequest."""
+    place, states = call.replica.place, call.model.layout.state_groups
+    if not positions and not states:
+        return Fresh(first, blocks - first, NO_POSITIONS)
+    found: dict[int, Sequence[int]] = {group: range(max(first, blocks - 1), blocks) for group in states}
+    for group, named in positions.items():
+        if group not in place.window_groups:
+            raise InvalidRequest(f"group {group} has no window: each of its new blocks gets a page")
+        rising = sorted(set(named))
+        if rising != list(named) or (rising and not first <= rising[0] <= rising[-1] < blocks):
+            raise InvalidRequest(
+                f"positions of group {group} must rise within the new blocks [{first}, {blocks}), got {list(named)[:8]}"
+            )
+        found[group] = rising
+    return Fresh(first, blocks - first, found)

@@ -83,7 +83,7 @@ def match(
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks
     tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
     computing = _computing(model, keys, hit.blocks) if model.computing else 0
-    return Matched(device, host, computing, tuple(tables), stored)
+    return Matched(device, host, computing, tuple(tables), stored, hit.full_blocks)
 
 
 def follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
@@ -154,6 +154,8 @@ def _count_hit(model: Model, hit: Hit, stored: int) -> None:
     model.hit_blocks["device"] += hit.device_blocks
     model.hit_blocks["host"] += hit.blocks - hit.device_blocks - stored
     model.hit_blocks["storage"] += stored
+    for group, blocks in hit.lost:
+        model.lost_blocks["state" if group in model.layout.state_groups else "window"] += blocks
 
 
 def _computing(model: Model, keys: bytes, first: int) -> int:

@@ -38,7 +38,7 @@ def prefetch(core: Core, call: Call, keys: bytes, sharing: Sharing | None = None
             return wait_for(core, loads.blocked)
         if loads.is_transfer:
             require_transfer(core, model, replica, lease.party)
-        wait = make_room(core, call, loads.pages_wanted(0), loads.keep)
+        wait = make_room(core, call, loads.pages_wanted(), loads.keep)
         if wait is not None:
             return wait
         tickets = bring(core, call, held, loads, Urgency.BACKGROUND)

@@ -16,6 +16,7 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import LAST_TURNS
 from cachesvc.flows.engine.match import check_keys
+from cachesvc.flows.states import named_states, seal_states
 from cachesvc.flows.transfer.backup import back_up
 from cachesvc.flows.transfer.transfers import wait_for
 from cachesvc.ledger.block_tables import Sealed
@@ -61,8 +62,9 @@ def publish(
     keys: bytes,
     blocks: int,
     publishing: Publishing | None = None,
+    states: tuple[GroupCells, ...] = (),
 ) -> Published | Wait:
-    """Seal ``blocks`` blocks from ``first_block`` on, which must be the number of sealed blocks.
+    """Seal ``blocks`` blocks from ``first_block`` on, which must be the number of sealed blocks, and then ``states``.
 
     ``keys``: packed keys of these blocks; empty where Match has told them. Of many some are sealed in each turn;
     ``publishing`` is what one turn tells the next. Where another call of its sequence comes between them, it answers
@@ -70,6 +72,8 @@ def publish(
     (no page there), InvalidRequest (keys that contradict those known), KeyMisplaced, LoadFailed.
     """
     count, most = blocks or len(keys) // KEY_BYTES, _most(core, call)
+    if states:
+        return _with_states(core, call, sequence_id, first_block, keys, blocks, publishing, states)
     if publishing is None or (count <= most and not publishing.done):
         return _publish(core, call, sequence_id, first_block, keys, blocks)
     if not publishing.done:
@@ -90,6 +94,36 @@ def publish(
     publishing.done += now
     publishing.parts.append(part)
     return publishing.answer() if part.pending or publishing.done == count else LAST_TURNS
+
+
+def _with_states(
+    core: Core,
+    call: Call,
+    sequence_id: int,
+    first_block: int,
+    keys: bytes,
+    blocks: int,
+    publishing: Publishing | None,
+    states: tuple[GroupCells, ...],
+) -> Published | Wait:
+    """``publish`` of blocks, if there are any, and of states once these are sealed."""
+    sequence = call.sequence(sequence_id)
+    count = blocks or len(keys) // KEY_BYTES
+    if sequence.swap_ticket:
+        return wait_for(core, (sequence.swap_ticket,))
+    require_on_device(sequence)
+    if sequence.loads:
+        return wait_for(core, sequence.loads)
+    if not count and first_block != sequence.sealed:
+        raise Conflict(f"block {sequence.sealed} comes next, not {first_block}; publish in order")
+    named = named_states(call, sequence, states, first_block + count)
+    answer = Published(sequence.sealed, (), (), (), False)
+    if count:
+        told = publish(core, call, sequence_id, first_block, keys, blocks, publishing)
+        if isinstance(told, Wait):
+            return told
+        answer = told
+    return answer._replace(kept=seal_states(sequence, named))
 
 
 def is_tight(core: Core, call: Call) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+
 from cachesvc.flows.context.call import Call, require_on_device
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import LAST_TURNS
@@ -21,7 +23,7 @@ from cachesvc.ledger.sequences import WINDOW_COST, Sequence
 from cachesvc.model.answers import GroupCells, Recycled, Wait
 from cachesvc.model.errors import InvalidRequest, NotOwned
 from cachesvc.model.numbers.int32s import among, column
-from cachesvc.model.words import PageState
+from cachesvc.model.words import NO_PAGE, PageState
 
 
 @dataclass(slots=True)
@@ -39,41 +41,56 @@ def recycle(
     computed_tokens: int,
     pages: tuple[GroupCells, ...],
     recycling: Recycling | None = None,
+    dead_blocks: tuple[int, ...] = (),
 ) -> Recycled | Wait:
-    """Free dead window blocks of the sequence below ``computed_tokens``, and the ``pages`` named.
+    """Free dead window blocks of the sequence below ``computed_tokens``, and the ``pages`` named. ``dead_blocks``: of
+    each windowed group, the number of blocks that are dead at its engine's word, where that is not 0.
 
     Of many window blocks some go in each turn; ``recycling`` is what one turn tells the next, without it all go in one.
     ``sequence_id`` 0 with no such sequence is an error only when ``computed_tokens`` is set; pages alone may be stock.
-    Raises NotOwned (nothing is freed then), InvalidRequest (a page that is still in the table), NotFound.
+    Raises NotOwned (nothing is freed then), InvalidRequest (a page that is still in a full group's table), NotFound.
     """
     lease, model = call.lease, call.model
     progress = recycling or Recycling()
     sequence = lease.sequences.get(sequence_id)
     if progress.has_begun and (sequence is None or sequence.is_away):
         return Recycled(progress.freed, ())  # another call came between the turns
-    if sequence is None and (computed_tokens or not pages):
+    dead_of = dict(zip(call.replica.place.window_groups, dead_blocks, strict=False))
+    is_due = bool(computed_tokens or any(dead_blocks))
+    if sequence is None and (is_due or not pages):
         sequence = call.known_sequence(sequence_id)
     named = [] if progress.has_begun else _owned(call, sequence, pages)
-    if sequence is not None and computed_tokens:
+    if sequence is not None and is_due:
         require_on_device(sequence)
-        _check_computed(model, sequence, computed_tokens)
-    for group, stock, own in named:
-        lease.stock[group] -= stock
-        if sequence is not None:
-            sequence.own[group] -= own
-        call.replica.place.pools[group].move_all(stock | own, PageState.FREE)
-        progress.freed += len(stock) + len(own)
+        _check_computed(model, sequence, computed_tokens, dead_blocks)
+    _free_named(call, sequence, named)
+    progress.freed += sum(len(stock) + len(own) for _, stock, own in named)
     progress.has_begun = True
-    if sequence is not None and computed_tokens:
+    if sequence is not None and is_due:
         left = most_positions(core) if recycling is not None else sys.maxsize
         for group in call.replica.place.window_groups:
-            cursor, dead = sequence.cursors[group], _dead_blocks(model, group, computed_tokens)
+            cursor = sequence.cursors[group]
+            dead = dead_of.get(group) or _dead_blocks(model, group, computed_tokens)
             until = min(dead, cursor + max(left, 0))
             progress.freed += sequence.recycle(group, until)
             left -= max(0, until - cursor)
             if until < dead:
                 return LAST_TURNS
     return Recycled(progress.freed, tuple(sequence.cursors.values()) if sequence is not None else ())
+
+
+def _free_named(call: Call, sequence: Sequence | None, named: list[tuple[int, set[int], set[int]]]) -> None:
+    """Free pages of the stock, and a sequence's own ones, of each group."""
+    place, leads = call.replica.place, call.model.layout.pool_leads
+    for group, stock, own in named:
+        call.lease.stock[leads[group]] -= stock
+        place.pools[leads[group]].move_all(stock, PageState.FREE)
+        if sequence is not None:
+            sequence.own[group] -= own
+            if own and group in place.window_groups:
+                cells = column(sequence.tables[group])
+                cells[np.isin(cells, list(own))] = NO_PAGE
+        place.pools[group].move_all(own, PageState.FREE)
 
 
 def _due(call: Call, sequence: Sequence, tokens: int) -> int:
@@ -117,15 +134,15 @@ def _owned(
 ) -> list[tuple[int, set[int], set[int]]]:
     """Named pages by group: those in the lease's stock, and the sequence's own."""
     out: dict[int, tuple[int, set[int], set[int]]] = {}
-    count = 0
+    leads, count = call.model.layout.pool_leads, 0
     for group, _, group_pages, _ in pages:
         if not 0 <= group < len(call.lease.stock):
             raise InvalidRequest(f"there is no group {group}")
         _, stock, own = out.setdefault(group, (group, set(), set()))
-        stock |= call.lease.stock[group].intersection(group_pages)
+        stock |= call.lease.stock[leads[group]].intersection(group_pages)
         rest = set(group_pages) - stock
         if rest:
-            _check_own(sequence, group, rest)
+            _check_own(sequence, group, rest, is_windowed=group in call.replica.place.window_groups)
         own |= rest
         count += len(group_pages)
     if sum(len(stock) + len(own) for _, stock, own in out.values()) != count:
@@ -133,18 +150,23 @@ def _owned(
     return list(out.values())
 
 
-def _check_own(sequence: Sequence | None, group: int, pages: set[int]) -> None:
+def _check_own(sequence: Sequence | None, group: int, pages: set[int], *, is_windowed: bool) -> None:
     if sequence is None or sequence.pages_ahead or not pages <= sequence.own[group]:
         own = set() if sequence is None or sequence.pages_ahead else sequence.own[group]
         page = min(pages - own)
         raise NotOwned(f"page {page} of group {group} is neither in the lease's stock nor a sequence's own")
     in_table = among(column(array("i", pages)), column(sequence.tables[group]))
-    if sequence.swap_ticket or in_table.any():
+    if sequence.swap_ticket or (in_table.any() and not is_windowed):
         page = min(pages) if sequence.swap_ticket else list(pages)[int(in_table.argmax())]
         raise InvalidRequest(f"page {page} of group {group} is still in the block table; release the sequence instead")
 
 
-def _check_computed(model: Model, sequence: Sequence, computed_tokens: int) -> None:
+def _check_computed(model: Model, sequence: Sequence, computed_tokens: int, dead_blocks: tuple[int, ...]) -> None:
+    if dead_blocks and (len(dead_blocks) != len(model.layout.window_groups) or max(dead_blocks) > sequence.blocks):
+        raise InvalidRequest(
+            f"dead_blocks needs a number up to {sequence.blocks} for each of {len(model.layout.window_groups)} groups "
+            f"with a window or states, got {list(dead_blocks)[:8]}"
+        )
     if computed_tokens > sequence.blocks * model.layout.block_tokens:
         raise InvalidRequest(
             f"computed_tokens {computed_tokens} is beyond the {sequence.blocks} blocks of sequence {sequence.id}"
@@ -153,6 +175,5 @@ def _check_computed(model: Model, sequence: Sequence, computed_tokens: int) -> N
 
 def _dead_blocks(model: Model, group: int, computed_tokens: int) -> int:
     """Number of blocks of a sequence that no query from ``computed_tokens`` on looks back to, but for sinks."""
-    window = model.layout.groups[group].window_tokens
-    assert window is not None
-    return max(0, computed_tokens - window + 1) // model.layout.block_tokens
+    layout = model.layout
+    return max(0, computed_tokens - layout.window_of(group) + 1) // layout.block_tokens

@@ -27,13 +27,16 @@ from cachesvc.flows.context.turns import Chore
 from cachesvc.flows.transfer.low_watermark import look_ahead, pages_ahead
 from cachesvc.flows.transfer.make_room import free_some
 from cachesvc.ledger.growing import grow_by
+from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.pages.reservations import Reservation
 from cachesvc.ledger.sequences import Sequence as OpenSequence
+from cachesvc.ledger.shared_pages import change_group
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, LimitExceeded, NotOwned
+from cachesvc.model.words import NO_PAGE
 
 
 def extend(core: Core, call: Call, sequence_id: int, pages: tuple[GroupCells, ...]) -> int:
@@ -65,11 +68,11 @@ def extend_many(
 ) -> None:
     """``extend`` for ``entries``, in order. ``told`` gets the new length of each; it is short where an entry is left to
     ``extend``, because it may be refused, or its sequence is among ``held``. Those behind it are not looked at."""
-    lease, pools, limit = call.lease, call.replica.place.pools, call.lease.blocks_per_sequence
+    lease, place, limit = call.lease, call.replica.place, call.lease.blocks_per_sequence
     numbers, starts, columns, _ = growth
-    if not _fit(lease, pools, growth, entries):
+    if not _fit(lease, place, growth, entries):
         entries = entries[:1]
-        if not _fit(lease, pools, growth, entries):
+        if not _fit(lease, place, growth, entries):
             return
     named = numbers[entries.start : entries.stop]
     if len(set(named)) < len(named):
@@ -91,8 +94,12 @@ def extend_many(
         lengths.append(blocks)
     bounds = bounds[: len(growing) + 1]
     grow_by(growing, bounds, columns)
-    for stock, pages in zip(lease.stock, columns, strict=True):
-        stock.difference_update(pages[bounds[0] : bounds[-1]])
+    leads = call.model.layout.pool_leads
+    for group, (lead, pages) in enumerate(zip(leads, columns, strict=True)):
+        taken = pages[bounds[0] : bounds[-1]]
+        lease.stock[lead].difference_update(taken)
+        if group != lead:
+            change_group(place.pools[lead], place.pools[group], [page for page in taken if page != NO_PAGE])
     lease.grown += bounds[-1] - bounds[0]
     told += lengths
 
@@ -108,15 +115,27 @@ def _extend_in_turn(
             return
 
 
-def _fit(lease: Lease, pools: Sequence[PagePool], growth: Growth, entries: range) -> bool:
+def _fit(lease: Lease, place: Place, growth: Growth, entries: range) -> bool:
     """True where all pages of the entries are in the stock, each once, and of the generation that was granted."""
     part = slice(growth.starts[entries.start], growth.starts[entries.stop])
-    for stock, pool, pages, generations in zip(lease.stock, pools, growth.pages, growth.generations, strict=True):
-        wanted, granted = pages[part], pool.generations
+    for groups in place.shares:
+        stock, granted = lease.stock[groups[0]], place.pools[groups[0]].generations
+        wanted, generations = growth.pages[groups[0]][part], growth.generations[groups[0]][part]
+        for group in groups[1:]:
+            wanted, generations = (
+                [*wanted, *growth.pages[group][part]],
+                [*generations, *growth.generations[group][part]],
+            )
         named = set(wanted)
+        if NO_PAGE in named:
+            if any(NO_PAGE in growth.pages[group][part] for group in groups if group in place.full_groups):
+                return False
+            pairs = [pair for pair in zip(wanted, generations, strict=True) if pair[0] != NO_PAGE]
+            wanted, generations = [page for page, _ in pairs], [each for _, each in pairs]
+            named.discard(NO_PAGE)
         if not named <= stock or len(named) != len(wanted):
             return False
-        if [granted[page] for page in wanted] != list(generations[part]):
+        if [granted[page] for page in wanted] != list(generations):
             return False
     return True
 
@@ -129,13 +148,25 @@ def _refuse_growth(core: Core, call: Call, sequence_id: int, pages: list[GroupCe
         raise LimitExceeded("blocks of a sequence", sequence.blocks + more, call.lease.blocks_per_sequence)
     if sequence.blocks < sequence.hit_blocks:
         raise InvalidRequest(f"allocate the {sequence.hit_blocks} blocks that were hit before growing")
-    for cells, stock, pool in zip(pages, call.lease.stock, call.replica.place.pools, strict=True):
-        if len(set(cells.pages)) != more or len(cells.generations) != more:
+    place = call.replica.place
+    for groups in place.shares:
+        mine = [cells for cells in pages if cells.group in groups]
+        named = [page for cells in mine for page in cells.pages if page != NO_PAGE]
+        if len(set(named)) != len(named) or any(len(cells.generations) != more for cells in mine):
             raise InvalidRequest("extend needs distinct pages, each with its generation")
-        for page, generation in zip(cells.pages, cells.generations, strict=True):
-            if page not in stock or pool.generations[page] != generation:
-                raise NotOwned(f"page {page} (generation {generation}) of group {cells.group} is not in the stock")
+        for cells in mine:
+            _refuse_cells(call.lease.stock[groups[0]], place, cells)
     raise LedgerBroken(f"sequence {sequence_id} could not grow by {more} blocks, and nothing is in its way")
+
+
+def _refuse_cells(stock: set[int], place: Place, cells: GroupCells) -> None:
+    """Raises InvalidRequest for a cell without a page in a full group, NotOwned for a page that is not in the stock."""
+    granted = place.pools[cells.group].generations
+    for page, generation in zip(cells.pages, cells.generations, strict=True):
+        if page == NO_PAGE and cells.group in place.full_groups:
+            raise InvalidRequest(f"each new block needs a page of group {cells.group}, which has no window")
+        if page != NO_PAGE and (page not in stock or granted[page] != generation):
+            raise NotOwned(f"page {page} (generation {generation}) of group {cells.group} is not in the stock")
 
 
 def check_stock(core: Core, lease: Lease, targets: tuple[int, ...]) -> None:
@@ -154,20 +185,21 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     """
     lease, place = call.lease, call.replica.place
     check_stock(core, lease, targets)
+    targets, widths = _by_pool(place, targets)
     lease.stocked_by = member
     wanted = [max(0, target - len(stock)) for target, stock in zip(targets, lease.stock, strict=True)]
     if lease.room is not None:
         lease.room.give_back()
     pools = place.pools
     free = [pool.unreserved for pool in pools]
-    most = max(wanted)
+    most = max(map(blocks_of, wanted, widths))
     has_enough = lease.room is None and not any(map(gt, wanted, free))
     if has_enough and (most <= lease.grown or min(free) - most >= pages_ahead(core, place)):
         lease.grown, granted = 0, _grant(lease, pools, wanted)
         look_ahead(core, call.model, call.replica)
         return granted
     grown = min(lease.grown, most)
-    needed = [min(count, grown) for count in wanted]
+    needed = [min(count, grown * width) for count, width in zip(wanted, widths, strict=True)]
     going = 0
     if any(map(gt, needed, free)):
         if lease.room is None:
@@ -180,11 +212,26 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     if any(map(gt, wanted, counts)):
         core.count(Count.STOCK_SHORT)
     granted = _grant(lease, pools, counts)
-    lease.grown = max(owed)
+    lease.grown = max(map(blocks_of, owed, widths))
     if lease.room is not None:
         _keep_room(core, call, lease.room, owed, going)
     look_ahead(core, call.model, call.replica)
     return granted
+
+
+def _by_pool(place: Place, targets: tuple[int, ...]) -> tuple[tuple[int, ...], Sequence[int]]:
+    """Targets of the groups that stand for their pools, 0 for the others; and pages of each for a block."""
+    if not place.has_shared_pools:
+        return targets, [1] * len(targets)
+    sums, widths = [0] * len(targets), [1] * len(targets)
+    for groups in place.shares:
+        sums[groups[0]], widths[groups[0]] = sum(targets[group] for group in groups), len(groups)
+    return tuple(sums), widths
+
+
+def blocks_of(pages: int, width: int) -> int:
+    """Blocks that need as many pages of a pool, of which each needs ``width``."""
+    return -(-pages // width)
 
 
 def _grant(lease: Lease, pools: Sequence[PagePool], counts: Sequence[int]) -> tuple[GroupCells, ...]:

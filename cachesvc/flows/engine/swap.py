@@ -16,7 +16,7 @@ from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.make_room import exhausted, make_room
 from cachesvc.flows.transfer.transfers import load_pairs, require_transfer, store_pairs, submit, ticket_view, wait_for
-from cachesvc.ledger.eviction.planner import no_row, start_backup
+from cachesvc.ledger.eviction.planner import drop_idle_copies, no_row, start_backup
 from cachesvc.ledger.index.pins import Keep
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model
@@ -120,10 +120,27 @@ def _make_host_room(core: Core, model: Model, tip: int, wanted: list[int]) -> Wa
     are there. Where it takes several turns, other calls may take the pages freed so far. Raises PoolExhausted, with
     nothing evicted in this turn."""
     host, index = model.blocks.host, model.blocks.index
-    now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]
+    if host.has_shared_pools:
+        drop_idle_copies(model.blocks, host, wanted, core.turns.evicted, cheap=True)
+        now = _within_turn(core, host, wanted)
+    else:
+        now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]
     spares = (lambda row: index.is_above(row, tip)) if tip != NO_ROW else no_row
     plan, short = model.evictor.plan_host_room(now, spares)
     if short is not None:
-        raise exhausted(host.pools[short], wanted[short], plan.freed(short))
+        groups = next(groups for groups in host.shares if short in groups)
+        raise exhausted(host.pools[short], sum(wanted[g] for g in groups), sum(map(plan.freed, groups)))
     carry_out(core, model, plan)
     return None if now == wanted else TURN
+
+
+def _within_turn(core: Core, host: Place, wanted: list[int]) -> list[int]:
+    """Pages of each group that a turn makes room for: of each pool what is free, and as many as are evicted in one."""
+    now = wanted[:]
+    for groups, short in zip(host.shares, host.short_of(wanted), strict=True):
+        beyond = short - core.turns.evicted
+        for group in groups:
+            less = min(now[group], max(0, beyond))
+            now[group] -= less
+            beyond -= less
+    return now

@@ -27,6 +27,7 @@ from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.shared_pages import group_pools
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout
@@ -137,7 +138,8 @@ class Registration:
         new, pools, is_new = self._new, self._plan.pools, self._new.model is None
         where = f"device pool of model {self._model_id}, replica {self._replica_id}"
         self._on_device = _device_pools(where, new.layout, pools.device_pages, new.reserved_pages)
-        for pool in self._on_device:
+        for groups in new.layout.pools:
+            pool = self._on_device[groups[0]]
             pool.add(pool.first, pool.capacity)
         vault.close_retired()
         with ExitStack() as undo:
@@ -297,6 +299,19 @@ def _check(request: RegisterRequest) -> None:
             raise InvalidRequest(f"page counts cannot be negative, got {pool.pages}")
         if not 0 <= pool.share <= 1:
             raise InvalidRequest(f"a pool share must be between 0 and 1, got {pool.share}")
+    _check_shared(layout, layout.pools, request.device_pool.pages)
+    _check_shared(layout, layout.host_pools, request.host_pool.pages)
+
+
+def _check_shared(layout: Layout, pools: tuple[tuple[int, ...], ...], pages: tuple[int, ...]) -> None:
+    """Raises InvalidRequest where groups of one pool are given other numbers of pages."""
+    for groups in pools:
+        given = [pages[group] for group in groups if group < len(pages)]
+        if len(set(given)) > 1:
+            raise InvalidRequest(
+                f"groups {', '.join(layout.groups[group].name for group in groups)} share one pool, and each names the "
+                f"pages of the whole pool: give the same number for all of them, got {given}"
+            )
 
 
 def _devices(vault: Vault, request: RegisterRequest) -> tuple[str, ...]:
@@ -313,14 +328,21 @@ def _devices(vault: Vault, request: RegisterRequest) -> tuple[str, ...]:
 
 
 def _host_pools(where: str, layout: Layout, pages: tuple[int, ...]) -> tuple[PagePool, ...]:
-    groups = zip(layout.groups, pages, strict=True)
-    return tuple(PagePool(f"{where}, group {group.name}", count) for group, count in groups)
+    return _pools_of(where, layout, layout.host_pools, pages, 0)
 
 
 def _device_pools(where: str, layout: Layout, pages: tuple[int, ...], reserved: int) -> tuple[PagePool, ...]:
-    """The reserved pages are the first of each slab, and so of the first group in it."""
-    columns = zip(layout.groups, pages, layout.first_pages(pages), layout.slab_pages(pages), strict=True)
-    return tuple(
-        PagePool(f"{where}, group {group.name}", count, 0 if first else reserved, first=first, pages=slab)
-        for group, count, first, slab in columns
-    )
+    """The reserved pages are the first of each pool."""
+    return _pools_of(where, layout, layout.pools, pages, reserved)
+
+
+def _pools_of(
+    where: str, layout: Layout, pools: tuple[tuple[int, ...], ...], pages: tuple[int, ...], withheld: int
+) -> tuple[PagePool, ...]:
+    """The page pool of each group, of counts for each."""
+    found: dict[int, PagePool] = {}
+    for groups in pools:
+        names = [layout.groups[group].name for group in groups]
+        made = group_pools(where, names, pages[groups[0]], withheld)
+        found |= zip(groups, made, strict=True)
+    return tuple(found[group] for group in range(len(layout.groups)))

@@ -172,8 +172,9 @@ class _Sizing:
         new = self._new
         is_new, pages = new.model is None, new.device_pool.pages or (new.pages_least,) * len(new.layout.groups)
         on_host = self._sizes.host_bytes(new.host_pool.pages) if is_new and new.host_pool.pages else 0
-        host_pages = sum(new.host_pool.pages) if is_new else 0
-        return Memory(self._sizes.device_bytes(pages) * new.layout.ranks, on_host, int(is_new), sum(pages) + host_pages)
+        host_pages = new.layout.host_page_total(new.host_pool.pages) if is_new and new.host_pool.pages else 0
+        on_device = new.layout.device_page_total(pages)
+        return Memory(self._sizes.device_bytes(pages) * new.layout.ranks, on_host, int(is_new), on_device + host_pages)
 
     def _device_pages(self, left: Headroom, used: Memory) -> tuple[int, ...]:
         new = self._new
@@ -191,10 +192,11 @@ class _Sizing:
         """Largest number of pages, in their proportion, that the tenant may have: half of them where the host takes a
         share too."""
         new, units = self._new, self._new.layout.unit_pages
-        left = new.budget.pages - used.pages - sum(new.host_pool.pages)
+        on_host = new.layout.host_page_total(new.host_pool.pages) if new.host_pool.pages else 0
+        left = new.budget.pages - used.pages - on_host
         if new.model is None and not new.host_pool.pages and new.host_pool.share:
             left //= 2
-        blocks = min(pages[0] // units[0], max(0, left) // sum(units))
+        blocks = min(pages[0] // units[0], max(0, left) // new.layout.device_page_total(units))
         return tuple(blocks * unit for unit in units)
 
     def _host_share(self, headroom: Headroom, used: Memory, pages: tuple[int, ...]) -> tuple[int, ...]:
@@ -202,10 +204,12 @@ class _Sizing:
         if new.budget.host_bytes:
             most = (new.budget.host_bytes - used.host_bytes) // self._sizes.host_block_bytes
         if new.budget.pages:
-            left = (new.budget.pages - used.pages - sum(pages)) // len(pages)
+            layout = new.layout
+            left = new.budget.pages - used.pages - layout.device_page_total(pages)
+            left //= layout.host_page_total(layout.host_unit_pages)
             most = left if most is None else min(most, left)
         blocks = headroom.host_blocks(self._sizes, new.devices, new.host_pool.share, most)
-        return (blocks,) * len(new.layout.groups)
+        return self._sizes.host_pages(blocks)
 
     def _without_idle(self) -> Headroom:
         return self._vault.headroom([model.id for model in self._others.idle])

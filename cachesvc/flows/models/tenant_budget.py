@@ -65,4 +65,6 @@ def pool_host_bytes(model: Model) -> int:
 
 def pool_pages(model: Model) -> int:
     """Pages of a model's pools, over replicas, groups and the host."""
-    return sum(sum(replica.device_pages) for replica in model.replicas) + sum(model.host_pages)
+    layout = model.layout
+    on_devices = sum(layout.device_page_total(replica.device_pages) for replica in model.replicas)
+    return on_devices + layout.host_page_total(model.host_pages)

@@ -14,12 +14,13 @@ from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN, begin
 from cachesvc.flows.storage.presence import note_stored, note_unstored
 from cachesvc.flows.transfer.apply_evictions import carry_out
+from cachesvc.flows.transfer.make_room import make_cheap_host_room
 from cachesvc.flows.transfer.pending_writes import came_to_host
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.flows.transfer.transfers import land
 from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.ledger.index.pins import Keep, Pin, kept
-from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.storage_state import Fetch
 from cachesvc.model.answers import Wait
@@ -84,14 +85,14 @@ def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch 
     """Take pages for the next ``blocks`` blocks, or as many as can be had, and ask for them."""
     model, host = call.model, call.model.blocks.host
     assert core.storage is not None
-    most = min(host.pools[group].usable for group in host.full_groups) // HOST_SHARE
+    most = host.usable_blocks // HOST_SHARE
     blocks = min(blocks, most)
     if blocks <= 0 or len(core.ledger.tickets.running) >= core.limits.running_tickets:
         return None
     on_host = hit.row if hit.row != NO_ROW and host.is_hittable(hit.row) else NO_ROW
     if not _has_room(core, model, blocks, on_host):
         return TURN
-    blocks = min(blocks, _free(host))
+    blocks = min(blocks, host.free_blocks)
     if blocks <= 0:
         return None
     ticket = core.ledger.tickets.open(model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=call.lease.party)
@@ -107,14 +108,11 @@ def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch 
     return fetch
 
 
-def _free(host: Place) -> int:
-    return min(host.pools[group].unreserved for group in host.full_groups)
-
-
 def _has_room(core: Core, model: Model, blocks: int, on_host: int) -> bool:
     """True where there is as much room on the host for ``blocks`` blocks as there can be. Else a turn's worth was
     evicted: ask again in another turn."""
-    short = blocks - _free(model.blocks.host)
+    make_cheap_host_room(core, model, blocks)
+    short = blocks - model.blocks.host.free_blocks
     if short <= 0:
         return True
     with kept(model.blocks, model.blocks.host, Keep(on_host)):

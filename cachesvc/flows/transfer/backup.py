@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.transfer.apply_evictions import carry_out
+from cachesvc.flows.transfer.make_room import make_cheap_host_room
 from cachesvc.flows.transfer.transfers import may_submit, store_pairs, submit
 from cachesvc.ledger.eviction.planner import start_backup
 from cachesvc.ledger.ledger import Model, Replica
@@ -31,12 +32,14 @@ def back_up(
     wanted = array_of(column(given)[is_new])
     if not wanted or not may_submit(core, model, replica):
         return None
-    pools = [blocks.host.pools[group] for group in blocks.host.full_groups]
-    free = min(pool.free for pool in pools)
+    free = blocks.host.free_blocks
+    if free < len(wanted):
+        make_cheap_host_room(core, model, len(wanted))
+        free = blocks.host.free_blocks
     if free < len(wanted):
         plan, _ = model.evictor.plan_host(min(len(wanted) - free, core.turns.evicted))
         carry_out(core, model, plan)
-        free = min(pool.free for pool in pools)
+        free = blocks.host.free_blocks
     wanted = wanted[:free]
     if not wanted:
         return None
@@ -51,7 +54,8 @@ def has_backup_room(core: Core, model: Model, blocks: int) -> bool:
     """True where ``back_up`` finds as much room on the host for ``blocks`` blocks as there can be. Else a turn's worth
     was evicted: ask again in another turn."""
     host = model.blocks.host
-    short = blocks - min(host.pools[group].free for group in host.full_groups)
+    make_cheap_host_room(core, model, blocks)
+    short = blocks - host.free_blocks
     if short <= core.turns.evicted:
         return True
     plan, _ = model.evictor.plan_host(core.turns.evicted)

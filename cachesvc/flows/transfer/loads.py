@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,9 +43,10 @@ class Loads(NamedTuple):
         """True where something must come by a transfer of its own."""
         return any(self.missing)
 
-    def pages_wanted(self, fresh: int) -> list[int]:
-        """Pages of each group for the loads and ``fresh`` blocks."""
-        return [fresh + len(rows) for rows in self.missing]
+    def pages_wanted(self, fresh: Sequence[int] = ()) -> list[int]:
+        """Pages of each group for the loads, and ``fresh[g]`` more."""
+        counts = list(map(len, self.missing))
+        return [count + more for count, more in zip(counts, fresh, strict=True)] if fresh else counts
 
 
 def loads_of(core: Core, model: Model, replica: Replica, rows: array[int], base: int, hit_blocks: int) -> Loads:

@@ -33,7 +33,7 @@ def pages_ahead(core: Core, place: Place) -> int:
 def look_ahead(core: Core, model: Model, replica: Replica) -> None:
     """Pages were taken, or blocks can go that could not before: make room once half of it is used up."""
     wanted = pages_ahead(core, replica.place)
-    if replica.is_making_room or replica.gone or not wanted or 2 * _free(replica.place) >= wanted:
+    if replica.is_making_room or replica.gone or not wanted or 2 * replica.place.free_blocks >= wanted:
         return
     replica.is_making_room = True
     core.chores.append(Chore(model.id, partial(_go_on, core, model, replica), gives_back=False))
@@ -42,7 +42,7 @@ def look_ahead(core: Core, model: Model, replica: Replica) -> None:
 def _go_on(core: Core, model: Model, replica: Replica) -> bool:
     """A turn; True when there is room enough, or the next block cannot go."""
     replica.is_making_room = False  # first: a defect in what follows ends it, and not for good
-    short = pages_ahead(core, replica.place) - _free(replica.place)
+    short = pages_ahead(core, replica.place) - replica.place.free_blocks
     found = 0
     if short > 0 and not (model.suspect or replica.gone) and core.ledger.models.get(model.id) is model:
         plan = model.evictor.plan_backed(replica.place, short, max(1, core.turns.evicted // SHARE_OF_TURN))
@@ -51,7 +51,3 @@ def _go_on(core: Core, model: Model, replica: Replica) -> bool:
             carry_out(core, model, plan)
     replica.is_making_room = 0 < found < short
     return not replica.is_making_room
-
-
-def _free(place: Place) -> int:
-    return min(place.pools[group].unreserved for group in place.full_groups)

@@ -14,9 +14,10 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
+from cachesvc.ledger.demand import BlockDemand, demand_of
 from cachesvc.ledger.eviction.planner import (
     EvictionPlan,
-    drop_idle_windows,
+    drop_idle_copies,
     evictable_pages,
     idle_windows,
     transfers_here,
@@ -62,7 +63,7 @@ def make_room(
         room.give_back()
     wait: Wait | None = None
     try:
-        if any(count > pool.unreserved for count, pool in zip(wanted, place.pools, strict=True)):
+        if place.lacks(wanted):
             room = None if waiter is None else waiter.reserve()
             with kept(call.model.blocks, place, keep):
                 wait = _evict(core, call.model, call.replica, wanted, room, call.lease.party)
@@ -86,35 +87,42 @@ def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) 
     most, now or, for ``room``, once they are saved.
     """
     model, replica, place, party = call.model, call.replica, call.replica.place, call.lease.party
-    short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in _draining(core, model, replica, room))
-    going = 0
-    if short > 0:
+    going = drop_idle_copies(model.blocks, place, wanted, core.turns.evicted, cheap=True)
+    demand = demand_of(place, wanted)
+    for ticket in _draining(core, model, replica, room):
+        demand.take([drain.row for drain in ticket.drains])
+    if (short := demand.left) > 0:
         turn = _turn(core, model)
-        plan, _ = _plan(core, model, replica, short, turn, party, LOOKS_FOR_NOTHING + LOOKS_A_PAGE * min(short, turn))
+        looks = LOOKS_FOR_NOTHING + LOOKS_A_PAGE * min(short, turn)
+        plan, _ = _plan(core, model, replica, demand, turn, party, looks)
         if not plan.drains or may_submit(core, model, replica, party):
             _carry_out(core, model, replica, plan, room, party)
-            going = plan.found
-    for group in place.window_groups:
-        before = place.pools[group].unreserved
-        drop_idle_windows(model.blocks, place, group, min(wanted[group] - before, core.turns.evicted))
-        going = max(going, place.pools[group].unreserved - before)
-    return going
+            going = max(going, plan.found)
+    return max(going, drop_idle_copies(model.blocks, place, wanted, core.turns.evicted))
 
 
 def _evict(
     core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None, party: Party
 ) -> Wait | None:
+    """Make room in every pool that is short: first by windowed copies that no hit has used, in a pool that they share
+    with full groups, then by blocks, then by other idle windowed copies."""
     place = replica.place
-    for group in place.window_groups:
-        short = wanted[group] - place.pools[group].unreserved
-        if short > 0 and idle_windows(model.blocks, place, group) < short:
-            return _wait_or_refuse(core, model, replica, group, wanted[group], room)
-    if _shortage(place, wanted) > 0 and (wait := _evict_blocks(core, model, replica, wanted, room, party)) is not None:
-        return wait
-    for group in place.window_groups:
-        short = wanted[group] - place.pools[group].unreserved
-        drop_idle_windows(model.blocks, place, group, min(short, core.turns.evicted))
-        if short > core.turns.evicted:
+    if place.window_groups:
+        for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
+            if short > 0 and full < len(groups) and _evictable(model, place, groups, after_flights=False) < short:
+                return _wait_or_refuse(core, model, replica, groups, wanted, room)
+        if (
+            place.has_shared_pools
+            and drop_idle_copies(model.blocks, place, wanted, core.turns.evicted, cheap=True) >= core.turns.evicted
+        ):
+            return TURN if place.lacks(wanted) else None
+    if demand_of(place, wanted).left > 0:
+        wait = _evict_blocks(core, model, replica, wanted, room, party)
+        if wait is not None:
+            return wait
+    if place.window_groups:
+        drop_idle_copies(model.blocks, place, wanted, core.turns.evicted)
+        if place.lacks(wanted):
             return TURN
     return None
 
@@ -124,25 +132,28 @@ def _evict_blocks(
 ) -> Wait | None:
     place = replica.place
     draining = _draining(core, model, replica, room)
-    short = _shortage(place, wanted) - sum(len(ticket.drains) for ticket in draining)
-    if short > 0 and len(draining) >= DRAINS_AT_ONCE:
+    demand = demand_of(place, wanted)
+    for ticket in draining:
+        demand.take([drain.row for drain in ticket.drains])
+    if (short := demand.left) > 0 and len(draining) >= DRAINS_AT_ONCE:
         return wait_for(core, (ticket.id for ticket in draining))
     if short > 0:
         turn = _turn(core, model)
         has_begun = room is not None and room.is_open
         is_beyond = turn < short and not has_begun and evictable_pages(model.blocks, place) < short
-        plan, met = _plan(core, model, replica, short, turn, party)
+        plan, met = _plan(core, model, replica, demand, turn, party)
         if is_beyond or not met:
-            group = max(place.full_groups, key=lambda g: wanted[g] - place.pools[g].unreserved)
-            return _wait_or_refuse(core, model, replica, group, wanted[group], room)
+            if place.has_shared_pools and drop_idle_copies(model.blocks, place, wanted, core.turns.evicted):
+                return TURN
+            return _wait_or_refuse(core, model, replica, _shortest(place, wanted), wanted, room)
         if plan.drains and draining and not may_submit(core, model, replica, party):
             return wait_for(core, (ticket.id for ticket in draining))
         if plan.drains:
             require_transfer(core, model, replica, party)
         draining += _carry_out(core, model, replica, plan, room, party)
-        if plan.found < short:
+        if demand.left > 0:
             return TURN
-    if _shortage(place, wanted) <= 0:
+    if demand_of(place, wanted).left <= 0:
         return None
     return wait_for(core, (ticket.id for ticket in draining))
 
@@ -156,8 +167,10 @@ def _turn(core: Core, model: Model) -> int:
     return max(1, core.turns.evicted // 2) if is_host_full else core.turns.evicted
 
 
-def _shortage(place: Place, wanted: Sequence[int]) -> int:
-    return max((wanted[group] - place.pools[group].unreserved for group in place.full_groups), default=0)
+def _shortest(place: Place, wanted: Sequence[int]) -> tuple[int, ...]:
+    """The groups of the pool that is shortest, of those that full groups draw from."""
+    rows = zip(place.short_of(wanted), place.full_in, place.shares, strict=True)
+    return max((short, groups) for short, full, groups in rows if full)[1]
 
 
 def _draining(core: Core, model: Model, replica: Replica, room: Reservation | None) -> list[Ticket]:
@@ -170,17 +183,20 @@ def _draining(core: Core, model: Model, replica: Replica, room: Reservation | No
 
 
 def _plan(
-    core: Core, model: Model, replica: Replica, count: int, turn: int, party: Party, looks: int = sys.maxsize
+    core: Core, model: Model, replica: Replica, demand: BlockDemand, turn: int, party: Party, looks: int = sys.maxsize
 ) -> tuple[EvictionPlan, bool]:
-    """A turn's victims; what is evicted is saved where that is the policy, and where it can be."""
+    """A turn's victims towards ``demand``; what is evicted is saved where that is the policy, and where it can be."""
     place = replica.place
     saves = core.writing.copies_when_evicted and _has_host(model)
     saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica, party)
     share = core.writing.share
+    make_cheap_host_room(core, model, min(demand.left, turn) if saves_now else 0)
     plan_device = model.evictor.plan_device
-    plan, met = plan_device(place, count, to_host=saves_now, share=share, most_looks=looks, most_work=turn)
+    before = demand.copy()
+    plan, met = plan_device(place, demand, to_host=saves_now, share=share, most_looks=looks, most_work=turn)
     if not met and saves and not saves_now:
-        plan, met = plan_device(place, count, to_host=True, most_looks=looks, most_work=turn)
+        demand.go_back(before)
+        plan, met = plan_device(place, demand, to_host=True, most_looks=looks, most_work=turn)
     return plan, met
 
 
@@ -199,26 +215,42 @@ def _carry_out(
     return [ticket]
 
 
+def make_cheap_host_room(core: Core, model: Model, blocks: int) -> None:
+    """Where groups share the host's pools, drop windowed copies there that no hit has used before any block goes."""
+    host = model.blocks.host
+    if host.has_shared_pools and blocks > host.free_blocks:
+        wanted = [blocks if group in host.full_groups else 0 for group in range(len(host.pools))]
+        drop_idle_copies(model.blocks, host, wanted, core.turns.evicted, cheap=True)
+
+
 def _wait_or_refuse(
-    core: Core, model: Model, replica: Replica, group: int, wanted: int, room: Reservation | None
+    core: Core,
+    model: Model,
+    replica: Replica,
+    groups: tuple[int, ...],
+    wanted_of: Sequence[int],
+    room: Reservation | None,
 ) -> Wait:
-    """Wait where the end of running transfers can meet the demand. Raises PoolExhausted where it cannot."""
+    """Wait where the end of running transfers can meet the demand of the pool of ``groups``. Raises PoolExhausted where
+    it cannot."""
     place, book = replica.place, core.ledger.tickets
-    pool = place.pools[group]
+    pool, wanted = place.pools[groups[0]], sum(wanted_of[group] for group in groups)
     running = [t for direction in Direction for t in book.of_replica(model.id, replica.id, direction)]
     readers = book.reading(model.id, replica.id)
     running += readers
-    moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group == group)
+    moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group in groups)
     unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
-    coming = moves + _evictable(model, place, group, after_flights=True, unpinned=unpinned)
-    promised = sum(other.wanted[group] - other.held[group] for other in place.reservations if other is not room)
+    coming = moves + _evictable(model, place, groups, after_flights=True, unpinned=unpinned)
+    promised = sum(
+        other.wanted[group] - other.held[group] for other in place.reservations if other is not room for group in groups
+    )
     if pool.unreserved + coming - promised >= wanted:  # what another replica sends to the host is in flight here, too
         awaited = dict.fromkeys([ticket.id for ticket in running] + transfers_here(model.blocks, place))
         if awaited:
             return wait_for(core, awaited)
     if any(chore.model == model.id and chore.gives_back for chore in core.chores):
         return TURN
-    raise exhausted(pool, wanted, _evictable(model, place, group, after_flights=False))
+    raise exhausted(pool, wanted, _evictable(model, place, groups, after_flights=False))
 
 
 def room_left(place: Place) -> tuple[list[int], list[int]]:
@@ -230,6 +262,11 @@ def room_left(place: Place) -> tuple[list[int], list[int]]:
     evictable = [blocks] * len(place.pools)
     for group, idle in place.window_leaves.items():
         evictable[group] = len(idle)
+    if place.has_shared_pools:
+        for groups in place.shares:
+            of_pool = sum(evictable[group] for group in groups)
+            for group in groups:
+                evictable[group] = of_pool
     return [pool.unreserved for pool in place.pools], evictable
 
 
@@ -247,10 +284,17 @@ def exhausted(pool: PagePool, wanted: int, evictable: int) -> PoolExhausted:
     )
 
 
-def _evictable(model: Model, place: Place, group: int, *, after_flights: bool, unpinned: Sequence[int] = ()) -> int:
-    if group in place.full_groups:
-        return evictable_pages(model.blocks, place, after_flights=after_flights, unpinned=unpinned)
-    return idle_windows(model.blocks, place, group, after_flights=after_flights)
+def _evictable(
+    model: Model, place: Place, groups: Sequence[int], *, after_flights: bool, unpinned: Sequence[int] = ()
+) -> int:
+    """Pages that eviction can give of the pool of ``groups``: a block has one in each full group, and windowed copies
+    that are idle go by themselves or with their block."""
+    found = 0
+    full = sum(group in place.full_groups for group in groups)
+    if full:
+        found = full * evictable_pages(model.blocks, place, after_flights=after_flights, unpinned=unpinned)
+    windowed = (group for group in groups if group in place.window_leaves)
+    return found + sum(idle_windows(model.blocks, place, group, after_flights=after_flights) for group in windowed)
 
 
 def _is_worth_saving(replica: Replica) -> bool:

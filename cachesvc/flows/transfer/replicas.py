@@ -113,7 +113,7 @@ def _load(core: Core, call: Call, source: _Source, sharing: Sharing) -> Wait | N
     if sharing.has_begun or not loads.is_transfer or not may_submit(core, model, replica, call.lease.party):
         return None
     try:
-        wait = make_room(core, call, loads.pages_wanted(0), loads.keep)
+        wait = make_room(core, call, loads.pages_wanted(), loads.keep)
     except (PoolExhausted, LimitExceeded):
         return None
     if wait is not None:

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cachesvc.ledger.demand import BlockDemand, demand_of, idle_copies
 from cachesvc.ledger.eviction.drop import drop_all
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.block_ledger import BlockLedger, Filling
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
-from cachesvc.ledger.order.candidates import ROW_MASK
 from cachesvc.ledger.pages.change_log import Cause
 from cachesvc.model.numbers.int32s import Column, array_of, column
 from cachesvc.model.words import ABSENT, READY
@@ -87,7 +87,7 @@ class Evictor:
     def plan_device(
         self,
         place: Place,
-        count: int,
+        demand: BlockDemand | int,
         *,
         to_host: bool,
         share: float = 0.0,
@@ -95,7 +95,8 @@ class Evictor:
         most_work: int = sys.maxsize,
         saves: bool = True,
     ) -> tuple[EvictionPlan, bool]:
-        """Victims that free ``count`` pages in each full group of ``place``; and whether as many can go.
+        """Victims that meet the ``demand`` for pages of ``place``, which counts them, or for a number of blocks; and
+        whether as many can go.
 
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
@@ -103,26 +104,27 @@ class Evictor:
         enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. Nothing is
         changed yet; the caller passes the plan to ``carry_out`` or drops it.
         """
+        demand = BlockDemand(demand) if isinstance(demand, int) else demand
         index, walk = self.ledger.index, walk_of(self.ledger, place)
         host = _HostRoom(self.ledger, walk.taken.__contains__)
         plan = EvictionPlan(place, host_drops=host.victims)
         gone, lingering = Counter[int](), set[int]()
         others = [each.states[each.lead] for each in index.places if each is not place]
-        found, looks, work = 0, 0, 0.0
-        while found < count and looks < most_looks and work < most_work and (row := walk.next()) is not None:
+        looks, work = 0, 0.0
+        while demand.left > 0 and looks < most_looks and work < most_work and (row := walk.next()) is not None:
             looks += 1
             lasting_children = index.children[row] - gone[row]
             is_elsewhere = READY in map(itemgetter(row), others)
             left, run = most_work - int(work), [row]
             if is_elsewhere and row not in lingering:
-                run = walk.backed_run(row, min(count - found, _longest_run(place, left)))
+                run = walk.backed_run(row, min(demand.left, _longest_run(place, left)))
             elif not (to_host or lasting_children or any(map(itemgetter(row), others))):
-                run = walk.run(row, min(count - found, left))
+                run = walk.run(row, min(demand.left, left))
             if len(run) > 1 and host.walk.taken.isdisjoint(run):
                 plan.drops += run
                 walk.take_run(run)
                 gone[index.parent[run[-1]]] += not is_elsewhere
-                found += len(run)
+                demand.take(run)
                 work += _work_of(place, run) if is_elsewhere else len(run)
                 continue
             if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
@@ -142,8 +144,9 @@ class Evictor:
             else:
                 continue
             walk.take(row)
-            found, work = found + 1, work + 1
-        return plan, found >= count or work >= most_work
+            demand.take((row,))
+            work += 1
+        return plan, demand.left <= 0 or work >= most_work
 
     def plan_backed(self, place: Place, count: int, most_work: int) -> EvictionPlan:
         """Next victims of a device place, as far as the host has all of them: up to ``count`` blocks, and as
@@ -179,19 +182,23 @@ class Evictor:
         stays.
         """
         host = self.ledger.host
-        short = [want - pool.free for want, pool in zip(wanted, host.pools, strict=True)]
-        worst = max(host.full_groups, key=short.__getitem__)
-        plan, met = self.plan_host(max(0, short[worst]), spares)
-        if not met:
-            return plan, worst
+        demand, room = demand_of(host, wanted), _HostRoom(self.ledger, spares)
+        plan = EvictionPlan(host)
+        met = True
+        while met and demand.left > 0:
+            met = room.evict_one()
+            demand.take(room.victims[-1:] if met else ())
+        plan.drops = room.victims
+        if not met and not host.has_shared_pools:
+            return plan, max(host.full_groups, key=lambda group: wanted[group] - host.pools[group].free)
         going = set(plan.drops)
-        for group in host.window_groups:
-            need = short[group] - plan.freed(group) if short[group] > 0 else 0
-            rows = (entry & ROW_MASK for entry in host.window_leaves[group])
-            found = list(islice((row for row in rows if row not in going and not spares(row)), max(0, need)))
-            plan.window_drops += [(group, row) for row in found]
+        for groups, short in zip(host.shares, host.short_of(wanted), strict=True):
+            need = short - host.pages_in(groups, plan.drops) if short > 0 else 0
+            left = ((group, row) for group, row in idle_copies(host, groups) if row not in going and not spares(row))
+            found = list(islice(left, max(0, need)))
+            plan.window_drops += found
             if len(found) < need:
-                return plan, group
+                return plan, groups[0]
         return plan, None
 
     def _is_worth_saving(self, row: int, share: float) -> bool:
@@ -259,7 +266,7 @@ class _HostRoom:
         self.walk = walk_of(ledger, ledger.host)
         self.victims: list[int] = []
         host = ledger.host
-        self._free = min(host.pools[group].free for group in host.full_groups)
+        self._free = host.free_blocks
         self._gone: dict[int, int] = {}
 
     def reserve(self) -> bool:
@@ -293,13 +300,14 @@ def start_backup(ledger: BlockLedger, source: Place, rows: array[int], ticket: i
     The caller has made sure that the full groups have room.
     """
     host = ledger.host
-
-    def rows_in(group: int) -> array[int]:
-        if group in source.full_groups:
-            return rows
-        return array_of(column(rows)[source.states_of(group, rows) == READY][: host.pools[group].free])
-
-    return ledger.start_fill(host, [rows_in(group) for group in range(len(host.pools))], ticket)
+    coming = [rows] * len(host.pools)
+    for groups, full in zip(host.shares, host.full_in, strict=True):
+        left = host.pools[groups[0]].free - full * len(rows)
+        for group in groups if full < len(groups) else ():
+            if group in host.window_leaves:
+                coming[group] = array_of(column(rows)[source.states_of(group, rows) == READY][: max(0, left)])
+                left -= len(coming[group])
+    return ledger.start_fill(host, coming, ticket)
 
 
 def evictable_pages(
@@ -385,7 +393,17 @@ def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights
     return count
 
 
-def drop_idle_windows(ledger: BlockLedger, place: Place, group: int, count: int) -> None:
-    """Drop ``count`` windowed copies that no window holds, by their order. The caller knows that there are as many."""
-    for entry in list(islice(place.window_leaves[group], max(0, count))):
-        ledger.drop_window(place, group, entry & ROW_MASK)
+def drop_idle_copies(
+    ledger: BlockLedger, place: Place, wanted: Sequence[int], most: int, *, cheap: bool = False
+) -> int:
+    """Drop windowed copies that no window holds, by their order, towards ``wanted[g]`` pages of group g, ``most`` in
+    each pool; returns how many of a pool. ``cheap``: only in pools that full groups draw from too, and only copies that
+    no hit has used and no sequence has ended on."""
+    found = 0
+    for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
+        if short > 0 and full < len(groups) and (full or not cheap):
+            victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))
+            for group, row in victims:
+                ledger.drop_window(place, group, row)
+            found = max(found, len(victims))
+    return found

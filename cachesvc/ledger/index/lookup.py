@@ -15,12 +15,19 @@ from cachesvc.model.words import READY
 
 
 class Hit(NamedTuple):
-    """Longest prefix found: ``device_blocks`` in place, ``blocks`` in all; rows are NO_ROW where the count is 0."""
+    """Longest prefix found: ``device_blocks`` in place, ``blocks`` in all; rows are NO_ROW where the count is 0.
+    ``lost``: (group, blocks) by which missing copies of windowed groups have shortened it."""
 
     device_blocks: int
     device_row: int
     blocks: int
     row: int
+    lost: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def full_blocks(self) -> int:
+        """Blocks that groups without a window have."""
+        return self.blocks + sum(blocks for _, blocks in self.lost)
 
 
 class Lookup:
@@ -114,4 +121,4 @@ class Lookup:
         blocks = search.longest()
         device = search.in_place(blocks)
         row = prefix.row(blocks - 1) if blocks else NO_ROW
-        return Hit(device, prefix.row(device - 1) if device else NO_ROW, blocks, row)
+        return Hit(device, prefix.row(device - 1) if device else NO_ROW, blocks, row, tuple(search.lost.items()))

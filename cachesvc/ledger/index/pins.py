@@ -75,7 +75,8 @@ class WindowPins:
     def look_back(self, sealed: int, tip: int) -> None:
         """The owner ends at block ``sealed``, in row ``tip``: its next turn will look back to its last window."""
         for group, held in self.rows.items() if tip != NO_ROW else ():
-            last = window_positions(self._blocks.layout, group, sealed)
+            is_state = self._blocks.layout.groups[group].is_state
+            last = sorted(held)[-1:] if is_state else window_positions(self._blocks.layout, group, sealed)
             self._blocks.use_windows([held[position] for position in last if position in held], tip)
 
     def let_go(self) -> None:

@@ -33,6 +33,7 @@ from cachesvc.ledger.pages.page_pool import AT_ONCE, PagePool
 from cachesvc.ledger.pages.pinned_counts import Protected
 from cachesvc.ledger.pages.place_counts import PlaceCounts
 from cachesvc.ledger.pages.reservations import Reservation
+from cachesvc.ledger.place_pools import PlacePools
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.layout import Layout
 from cachesvc.model.numbers.int32s import Column, array_of, column, distinct
@@ -52,7 +53,7 @@ MOVES: dict[tuple[int, int], tuple[PageState, PageState]] = {
 """Each move of a copy with that of its page; there are no others."""
 
 
-class Place:
+class Place(PlacePools):
     """Arrays by row. ``pins`` counts sequences whose deepest shared block here is that row.
 
     ``used[row]`` is 1 once the block was used since it came here: what the deepest block of a hit tells is passed to
@@ -90,8 +91,7 @@ class Place:
         self._places = places
         self._known = told
         self._told = _told(self.number)
-        self.pools = pools
-        self.full_groups = layout.full_groups
+        super().__init__(layout, pools, layout.host_pools if number == HOST_NUMBER else layout.pools)
         self.window_groups = layout.window_groups
         self.lead = layout.full_groups[0]
         self.counts = PlaceCounts()
@@ -99,7 +99,6 @@ class Place:
         self.used = bytearray()
         self.children = array("I")
         self.pages = [array("i") for _ in layout.groups]
-        self.states = [bytearray() for _ in layout.groups]
         self.window_pins = {group: array("I") for group in layout.window_groups}
         self.filling = array("q")
         self.draining: dict[int, int] = {}

@@ -10,19 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.model.errors import KeyMisplaced
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
+from cachesvc.model.numbers.int32s import column
 from cachesvc.model.words import READY
+
+FEW_POSITIONS, MANY_POSITIONS = 64, 4096
+"""Positions in which a state is looked for at first, and at most at a time."""
 
 
 def hit_window_blocks(layout: Layout, group: int) -> int:
     """Blocks before a hit's end that a windowed group must have: enough to compute the hit's last token again."""
-    window = layout.groups[group].window_tokens
-    assert window is not None, f"group {group} has no window"
-    return -(-window // layout.block_tokens)
+    return -(-layout.window_of(group) // layout.block_tokens)
 
 
 def window_positions(layout: Layout, group: int, blocks: int) -> list[int]:
@@ -36,17 +40,20 @@ def _positions(window: int, sinks: int, blocks: int) -> list[int]:
 
 
 class WindowNeed(NamedTuple):
-    """A windowed group, and the blocks of its window and of its sinks that a hit must have."""
+    """A windowed group, and the blocks of its window and of its sinks that a hit must have. ``is_state``: its copies
+    are states, of which most blocks have none."""
 
     group: int
     window: int
     sinks: int
+    is_state: bool = False
 
 
 def window_needs(layout: Layout) -> tuple[WindowNeed, ...]:
     """Needs of each windowed group."""
     return tuple(
-        WindowNeed(group, hit_window_blocks(layout, group), layout.sink_blocks(group)) for group in layout.window_groups
+        WindowNeed(group, hit_window_blocks(layout, group), layout.sink_blocks(group), layout.groups[group].is_state)
+        for group in layout.window_groups
     )
 
 
@@ -61,7 +68,7 @@ class Prefix:
     """The rows of a prompt down to ``tip``, of one of its keys: found by position only where they are asked for."""
 
     def __init__(self, index: BlockIndex, keys: bytes | bytearray, tip: int) -> None:
-        self._index = index
+        self.index = index
         self._keys = keys
         self._tip = tip
         self._known = {index.depth[tip]: tip}
@@ -71,7 +78,7 @@ class Prefix:
         is unknown, or that of a block somewhere else."""
         row = self._known.get(position, NO_ROW)
         if row == NO_ROW:
-            index = self._index
+            index = self.index
             row = index.rows.get(bytes(self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]), NO_ROW)
             is_above = row != NO_ROW and index.is_above(row, self._tip)
             self._known[position] = require_chained(position, row if is_above else NO_ROW, index.depth)
@@ -79,7 +86,7 @@ class Prefix:
 
     def rows_at(self, positions: Sequence[int]) -> list[int]:
         """The rows at rising positions: those that follow one another cost one look-up."""
-        parent, out, row, below = self._index.parent, [], NO_ROW, 0
+        parent, out, row, below = self.index.parent, [], NO_ROW, 0
         for position in reversed(positions):
             row = parent[row] if position + 1 == below else self.row(position)
             below = position
@@ -106,6 +113,7 @@ class WindowSearch:
     ) -> None:
         self._needs = needs
         self._prefix = prefix
+        self._index = prefix.index
         self._place = place
         self._host = host
         self._device_blocks = device_blocks
@@ -114,30 +122,34 @@ class WindowSearch:
         self._loadable = blocks
         self._looked_to = blocks
         self._asked_host = False
+        self.lost: dict[int, int] = {}
 
     def longest(self) -> int:
         """The most blocks, up to the hit's, of which each windowed group has what they need."""
         best = self._blocks
-        for group, _, sinks in self._needs:
+        for group, _, sinks, _ in self._needs:
             if sinks:
-                best = self._first_gap(group, 0, min(best, sinks), best)
+                best = self._shorter(group, best, self._first_gap(group, 0, min(best, sinks), best))
         whole_from = [best] * len(self._needs)
         at = 0
         checked = 0
         while checked < len(self._needs):
-            group, window, _ = self._needs[at]
-            first, last = max(0, best - window), min(whole_from[at], best)
-            gap = self._first_gap(group, first, last, best)
-            whole_from[at] = min(first, last) if gap == best else gap
+            group, window, _, is_state = self._needs[at]
+            if is_state:
+                gap = self._last_state(group, best)
+            else:
+                first, last = max(0, best - window), min(whole_from[at], best)
+                gap = self._first_gap(group, first, last, best)
+                whole_from[at] = min(first, last) if gap == best else gap
             checked = checked + 1 if gap == best else 0
-            best = gap
+            best = self._shorter(group, best, gap)
             at = (at + 1) % len(self._needs)
         return best
 
     def in_place(self, blocks: int) -> int:
         """Number of the first ``blocks`` blocks (``longest``) that need nothing from the host, windowed copies too."""
         least = min(blocks, self._device_blocks)
-        for group, window, sinks in self._needs if self._asked_host else ():
+        for group, window, sinks, _ in self._needs if self._asked_host else ():
             states = self._place.states[group]
             for position in _positions(window, sinks, blocks):
                 if position >= least:
@@ -145,6 +157,34 @@ class WindowSearch:
                 if states[self._prefix.row(position)] != READY:
                     least = position
         return least
+
+    def _shorter(self, group: int, best: int, blocks: int) -> int:
+        """Note that a group shortens the hit to ``blocks`` blocks, if it does."""
+        if blocks < best:
+            self.lost[group] = self.lost.get(group, 0) + best - blocks
+        return blocks
+
+    def _last_state(self, group: int, blocks: int) -> int:
+        """The most blocks, of ``blocks``, at whose end there is a state. Most positions have none, so they are looked
+        at many at a time."""
+        index, here = self._index, np.frombuffer(self._place.states[group], np.uint8)
+        there = None if self._host is None else np.frombuffer(self._host.states[group], np.uint8)
+        count, left = FEW_POSITIONS, blocks
+        while left > 0:
+            rows = column(index.last_rows(self._prefix.row(left - 1), count))
+            found = here[rows] == READY
+            if there is not None:
+                found |= there[rows] == READY
+            position: int
+            for position in (left - len(rows) + np.flatnonzero(found)[::-1]).tolist():
+                row = int(rows[position - left])
+                if position < self._device_blocks and here[row] == READY:
+                    return position + 1
+                if self._is_loadable(group, position, row):
+                    return position + 1
+            left -= len(rows)
+            count = min(2 * count, MANY_POSITIONS)
+        return 0
 
     def _first_gap(self, group: int, first: int, last: int, otherwise: int) -> int:
         """The first position of ``[first, last)`` whose windowed copy is missing; ``otherwise`` if there is none."""

@@ -52,17 +52,16 @@ _MAY_BECOME = np.array([[(source, target) in LEGAL_PAGE_MOVES for source in Page
 
 
 class PagePool:
-    """``count`` pages of one group on one place, from ``first`` on among the ``pages`` of a slab where other groups
-    have the rest. The first ``withheld`` of them are the engines' own and never usable: ``first`` is the one behind
-    them, and ``capacity`` counts those from there on. Pages become usable through ``add``."""
+    """``pages`` pages of one group on one place, or of several groups (``shared_pages.py``). The first ``withheld`` of
+    them are the engines' own and never usable: ``first`` is the one behind them, and ``capacity`` counts those from
+    there on. Pages become usable through ``add``."""
 
-    def __init__(self, name: str, count: int, withheld: int = 0, *, first: int = 0, pages: int = 0) -> None:
-        pages = max(pages, first + count)
+    def __init__(self, name: str, pages: int, withheld: int = 0) -> None:
         self.name = name
         self.pages = pages
-        self.first = first + withheld
+        self.first = withheld
         self.withheld = withheld
-        self.capacity = count - withheld
+        self.capacity = pages - withheld
         self.states = bytearray(pages)
         self.generations = array("I", bytes(4 * pages))
         self.counts = [0] * len(PageState)
@@ -87,6 +86,11 @@ class PagePool:
     def unreserved(self) -> int:
         """Pages that can be taken now."""
         return self.counts[FREE] - self.reserved
+
+    @property
+    def own_counts(self) -> list[int]:
+        """Pages of this group by state."""
+        return self.counts
 
     def add(self, first: int, count: int) -> None:
         """Make pages usable (their memory has arrived). Raises LedgerBroken for a page that is there already."""
@@ -211,8 +215,8 @@ class PagePool:
             )
         if not 0 <= self.reserved <= self.counts[FREE]:
             out.append(f"{self.name}: {self.reserved} pages are reserved, {self.counts[FREE]} are free")
-        if any(self._added[: self.first]) or any(self._added[self.first + self.capacity :]):
-            out.append(f"{self.name}: pages are usable that are others', or the engines' own")
+        if any(self._added[: self.first]):
+            out.append(f"{self.name}: pages are usable that are the engines' own")
         if sum(self.counts) != self.usable:
             out.append(f"{self.name}: counts {self.counts} do not add up to {self.usable}")
         for state in PageState:

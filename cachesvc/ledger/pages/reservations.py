@@ -59,19 +59,22 @@ class Reservation:
                 self.held[group] += more
                 pool.reserved += more
 
-    def take_ahead(self, wanted: int, most: int) -> bool:
-        """Take up to ``most`` pages of each group towards ``wanted``; True when they are there. There are as many."""
-        missing = wanted - len(self.ahead[0])
-        for ahead, own, pool in zip(self.ahead, self._own, self._pools, strict=True):
+    def take_ahead(self, wanted: Sequence[int], most: int) -> bool:
+        """Take up to ``most`` pages of each group towards ``wanted[g]``, for which there is room; True when they are
+        there."""
+        is_whole = True
+        for count, ahead, own, pool in zip(wanted, self.ahead, self._own, self._pools, strict=True):
+            missing = count - len(ahead)
             pages = pool.take(max(0, min(missing, most)), PageState.PRIVATE)
             ahead.extend(pages)
             own.update(pages)
-        return missing <= most
+            is_whole &= missing <= most
+        return is_whole
 
-    def hand_over(self, count: int) -> list[array[int]]:
-        """Take up to ``count`` pages of each group out of those taken ahead; they are no longer kept for a call."""
-        pages = [ahead[:count] for ahead in self.ahead]
-        for ahead in self.ahead:
+    def hand_over(self, counts: Sequence[int]) -> list[array[int]]:
+        """Take up to ``counts[g]`` pages of each group out of those taken ahead; they are no longer kept for a call."""
+        pages = [ahead[:count] for ahead, count in zip(self.ahead, counts, strict=True)]
+        for ahead, count in zip(self.ahead, counts, strict=True):
             del ahead[:count]
         return pages
 

@@ -149,12 +149,10 @@ def _tables(model: Model, sequence: Sequence) -> list[str]:
         pages, own = place.pages[group], sequence.own[group]
         if group in place.full_groups:
             shared: Mapping[int, int] = dict(enumerate(path))
-            first = 0
-        else:
+            if NO_PAGE in table:
+                out.append(f"{where}: no page for block {table.index(NO_PAGE)}")
+        else:  # an engine chooses which of its blocks have a page in a windowed group
             shared = sequence.window_rows.get(group, {})
-            first = sequence.cursors[group]
-        if NO_PAGE in table[first:]:
-            out.append(f"{where}: no page for block {table.index(NO_PAGE, first)}")
         if any(
             page not in own and (position not in shared or pages[shared[position]] != page)
             for position, page in enumerate(table)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.ledger.shared_pages import GroupPool
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
 from cachesvc.questions.audit.recount import MOST_TOLD, Part, captured
 from cachesvc.questions.snapshot import Bytes, Int32s, int32s, place_states, states
@@ -18,12 +19,16 @@ from cachesvc.questions.snapshot import Bytes, Int32s, int32s, place_states, sta
 
 @dataclass
 class PoolColumns:
-    """One pool of one moment. ``kept``: pages that reservations have there."""
+    """One pool of one moment. ``groups``: those that draw from it; ``owners``: the mark of each page's group, where
+    that is more than one, with the ``own_counts`` of each. ``kept``: pages that reservations have there."""
 
     name: str
+    groups: tuple[int, ...]
+    owners: Bytes | None
+    marks: list[int]
+    own_counts: list[list[int]]
     pages: int
     first: int
-    capacity: int
     usable: int
     reserved: int
     kept: int
@@ -71,7 +76,7 @@ def capture_pages(ledger: Ledger, model: Model, place: Place) -> PlacePages:
         place.name,
         place_states(place),
         [int32s(pages) for pages in place.pages],
-        [_pool(place, g) for g in range(len(place.pools))],
+        [_pool(place, groups) for groups in place.shares],
     )
     if place is model.blocks.host:
         _host_holders(ledger, model, seen)
@@ -82,17 +87,21 @@ def capture_pages(ledger: Ledger, model: Model, place: Place) -> PlacePages:
     return seen
 
 
-def _pool(place: Place, group: int) -> PoolColumns:
-    pool = place.pools[group]
+def _pool(place: Place, groups: tuple[int, ...]) -> PoolColumns:
+    pool = place.pools[groups[0]]
     starts, counts = pool.free_runs()
+    shared = [each for group in groups if isinstance(each := place.pools[group], GroupPool)]
     return PoolColumns(
-        pool.name,
+        shared[0].common.name if shared else pool.name,
+        groups,
+        states(shared[0].owners) if shared else None,
+        [each.mark for each in shared],
+        [each.own_counts for each in shared],
         pool.pages,
         pool.first,
-        pool.capacity,
         pool.usable,
         pool.reserved,
-        sum(reservation.held[group] for reservation in place.reservations),
+        sum(reservation.held[group] for reservation in place.reservations for group in groups),
         list(pool.counts),
         states(pool.states),
         states(pool.added),
@@ -130,7 +139,7 @@ def _device_holders(ledger: Ledger, model: Model, replica: int, seen: PlacePages
     for lease in ledger.leases.values():
         if lease.model != model.id or lease.replica != replica:
             continue
-        for group in range(len(seen.pools)):
+        for group in range(len(seen.copies)):
             lost = [page for g, page in lease.quarantine if g == group]
             _hold(seen, group, PageState.QUARANTINED, f"lease {lease.id}", lost)
             _hold(seen, group, PageState.PRIVATE, f"stock of {lease.id}", lease.stock[group])
@@ -143,9 +152,10 @@ def _device_holders(ledger: Ledger, model: Model, replica: int, seen: PlacePages
 def recount_pages(seen: PlacePages) -> list[str]:
     """Inconsistencies."""
     out: list[str] = []
-    for group, pool in enumerate(seen.pools):
-        out += _absent(seen, group)
-        out += _holders(seen, group, pool)
+    for pool in seen.pools:
+        for group in pool.groups:
+            out += _absent(seen, group)
+        out += _holders(seen, pool)
         out += _counts(pool)
         out += _runs(pool)
     return out
@@ -156,36 +166,49 @@ def _absent(seen: PlacePages, group: int) -> list[str]:
     return [f"{seen.name} row {row}: absent, yet it names a page" for row in rows[:MOST_TOLD].tolist()]
 
 
-def _holders(seen: PlacePages, group: int, pool: PoolColumns) -> list[str]:
-    """Compare every page with its holders."""
-    rows = np.flatnonzero(seen.copies[group] != ABSENT)
-    settled = seen.copies[group][rows] == READY
-    pages = [seen.pages[group][rows].astype(np.int64)]
-    expected = [np.where(settled, PageState.SEALED, PageState.IN_FLIGHT).astype(np.uint8)]
-    mine = [held for held in seen.held if held.group == group]
-    for held in mine:
-        pages.append(held.pages)
-        expected.append(np.full(len(held.pages), held.state, np.uint8))
-    every, states_of = np.concatenate(pages), np.concatenate(expected)
+def _holders(seen: PlacePages, pool: PoolColumns) -> list[str]:
+    """Compare every page with its holders, and its group with theirs."""
+    pages, expected, marks = [np.empty(0, np.int64)], [np.empty(0, np.uint8)], [np.empty(0, np.uint8)]
+    for number, group in enumerate(pool.groups):
+        mark = pool.marks[number] if pool.marks else 1
+        rows = np.flatnonzero(seen.copies[group] != ABSENT)
+        settled = seen.copies[group][rows] == READY
+        pages.append(seen.pages[group][rows].astype(np.int64))
+        expected.append(np.where(settled, PageState.SEALED, PageState.IN_FLIGHT).astype(np.uint8))
+        for held in seen.held:
+            if held.group == group:
+                pages.append(held.pages)
+                expected.append(np.full(len(held.pages), held.state, np.uint8))
+        marks.append(np.full(sum(map(len, pages)) - sum(map(len, marks)), mark, np.uint8))
+    every, states_of, mark_of = np.concatenate(pages), np.concatenate(expected), np.concatenate(marks)
     inside = (every >= 0) & (every < pool.pages)
     out = [f"{pool.name}: page {page} is held, but not of this pool" for page in every[~inside][:MOST_TOLD].tolist()]
-    every, states_of = every[inside], states_of[inside]
-    owners = np.bincount(every, minlength=pool.pages)
-    twice = np.flatnonzero(owners > 1)[:MOST_TOLD].tolist()
-    out += [f"{pool.name} page {page}: held by {_names(seen, group, page, mine)}" for page in twice]
-    wanted = np.zeros(pool.pages, np.uint8)
-    wanted[every] = states_of
+    every, states_of, mark_of = every[inside], states_of[inside], mark_of[inside]
+    holders = np.bincount(every, minlength=pool.pages)
+    twice = np.flatnonzero(holders > 1)[:MOST_TOLD].tolist()
+    out += [f"{pool.name} page {page}: held by {_names(seen, pool, page)}" for page in twice]
+    wanted, owners = np.zeros(pool.pages, np.uint8), np.zeros(pool.pages, np.uint8)
+    wanted[every], owners[every] = states_of, mark_of
     wrong = np.flatnonzero(wanted != pool.states)[:MOST_TOLD].tolist()
-    return out + [
-        f"{pool.name} page {page}: {PageState(int(pool.states[page])).name}, but held by "
-        f"{_names(seen, group, page, mine)}"
+    out += [
+        f"{pool.name} page {page}: {PageState(int(pool.states[page])).name}, but held by {_names(seen, pool, page)}"
         for page in wrong
     ]
+    if pool.owners is not None:
+        strange = np.flatnonzero(owners != pool.owners)[:MOST_TOLD].tolist()
+        out += [
+            f"{pool.name} page {page}: of group mark {pool.owners[page]}, but held by {_names(seen, pool, page)}"
+            for page in strange
+        ]
+    return out
 
 
-def _names(seen: PlacePages, group: int, page: int, mine: list[Held]) -> str:
-    rows = np.flatnonzero((seen.pages[group] == page) & (seen.copies[group] != ABSENT)).tolist()
-    names = [f"row {row}" for row in rows] + [held.by for held in mine if page in held.pages]
+def _names(seen: PlacePages, pool: PoolColumns, page: int) -> str:
+    names: list[str] = []
+    for group in pool.groups:
+        rows = np.flatnonzero((seen.pages[group] == page) & (seen.copies[group] != ABSENT)).tolist()
+        names += [f"row {row}" for row in rows]
+        names += [held.by for held in seen.held if held.group == group and page in held.pages]
     return " and by ".join(names) or "no holder"
 
 
@@ -193,8 +216,8 @@ def _counts(pool: PoolColumns) -> list[str]:
     out: list[str] = []
     if sum(pool.counts) != pool.usable or int(pool.added.sum()) != pool.usable:
         out.append(f"{pool.name}: counts {pool.counts} do not add up to {pool.usable}")
-    if pool.added[: pool.first].any() or pool.added[pool.first + pool.capacity :].any():
-        out.append(f"{pool.name}: pages are usable that are others', or the engines' own")
+    if pool.added[: pool.first].any():
+        out.append(f"{pool.name}: pages are usable that are the engines' own")
     if pool.reserved != pool.kept or not 0 <= pool.reserved <= pool.counts[PageState.FREE]:
         out.append(f"{pool.name}: {pool.reserved} pages are counted reserved, {pool.kept} are, of the free ones")
     seen = np.bincount(pool.states, minlength=len(PageState))
@@ -202,6 +225,13 @@ def _counts(pool: PoolColumns) -> list[str]:
         expected = pool.counts[state] + (pool.pages - pool.usable if state is PageState.FREE else 0)
         if seen[state] != expected:
             out.append(f"{pool.name}: {seen[state]} pages are {state.name}, {expected} are counted")
+    for mark, counts in zip(pool.marks, pool.own_counts, strict=True):
+        mine = np.bincount(pool.states[pool.owners == mark], minlength=len(PageState))
+        out += [
+            f"{pool.name}: {mine[state]} pages of group mark {mark} are {state.name}, {counts[state]} are counted"
+            for state in PageState
+            if state is not PageState.FREE and mine[state] != counts[state]
+        ]
     return out
 
 

@@ -46,7 +46,8 @@ def verify(view: View, model_id: int) -> Question[Verified]:
             problems += yield from part.look()
             checks.append(part.name)
         if view.has(model):
-            pages += sum(pool.usable for place in model.blocks.index.places for pool in place.pools)
+            places = model.blocks.index.places
+            pages += sum(place.pools[groups[0]].usable for place in places for groups in place.shares)
             blocks += len(model.blocks.index)
         if len(problems) == before:
             sound.append(model.id)

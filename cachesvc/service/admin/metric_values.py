@@ -181,10 +181,13 @@ def _blocks(reading: Reading, model: Model, sizes: Sizes) -> None:
         reading.put("page_bytes", sizes.pages[group], *labels, named.name)
     for place in model.blocks.index.places:
         tier = (Tier.HOST if place is model.blocks.host else Tier.DEVICE).value
+        shared = place.share_names(layout)
         for group, pool in enumerate(place.pools):
-            for state in PageState:
-                reading.put("pages", pool.counts[state], *labels, tier, layout.groups[group].name, state.name.lower())
-            reading.put("pages", pool.withheld, *labels, tier, layout.groups[group].name, "reserved")
+            name, whole = layout.groups[group].name, shared[group] or layout.groups[group].name
+            for state, pages in zip(PageState, pool.own_counts, strict=True):
+                of = whole if state is PageState.FREE else name
+                reading.put("pages", pages, *labels, tier, of, state.name.lower())
+            reading.put("pages", pool.withheld, *labels, tier, whole, "reserved")
         _place(reading, place, (*labels, tier), sizes.blocks[tier])
     device = Tier.DEVICE.value
     _left(reading, model.blocks.past, (*labels, device), sizes.blocks[device])

@@ -70,6 +70,7 @@ def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
         quarantined=line.counts[PageState.QUARANTINED],
         page_bytes=line.page_bytes,
         reserved=line.reserved,
+        pool=line.pool,
     )
 
 

@@ -47,7 +47,7 @@ class Samples:
         hits, moved = status.hits(models), status.transfers(self._view.running(), self._view.counters)
         device = dict.fromkeys(PageState, 0)
         host = dict.fromkeys(PageState, 0)
-        for pool in status.pools(models):
+        for pool in status.by_pool(status.pools(models)):
             into = host if pool.place == "host" else device
             for state, pages in pool.counts.items():
                 into[state] += pages

@@ -174,6 +174,7 @@ def _pool(line: PoolLine) -> dict[str, Any]:
         "model": line.model,
         "place": line.place,
         "group": line.group,
+        "pool": line.pool,
         "capacity": line.capacity,
         "page_bytes": line.page_bytes,
         "reserved": line.reserved,

@@ -83,7 +83,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             epoch=self._node.epoch,
             existed=made.existed,
             reserved_pages=made.model.reserved_pages,
-            first_pages=made.model.layout.first_pages(made.replica.device_pages),
+            first_pages=[0] * len(made.model.layout.groups),
             weights_version=made.model.weights_version,
         )
 
@@ -98,7 +98,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         slabs = node.vault.slabs(model.id, replica.id, request.rank)
         device = replica.devices[request.rank]
         words = self._backend.timeline(device).sheet(model.id)
-        pages = model.layout.slab_pages(replica.device_pages)
+        pages = replica.device_pages
         return engine_pb2.AttachResponse(
             device=device,
             slabs=[

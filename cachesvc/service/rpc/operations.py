@@ -29,6 +29,7 @@ from cachesvc.wire.convert import (
     allocated_to_proto,
     cells_from_proto,
     matched_to_proto,
+    positions_from_proto,
     prefetched_to_proto,
     published_to_proto,
     recycled_to_proto,
@@ -77,12 +78,15 @@ def _match(m: cache_pb2.MatchRequest) -> Flow[Matched]:
 
 
 def _allocate(m: cache_pb2.AllocateRequest) -> Flow[Allocated]:
-    return lambda core, call: allocate(core, call, m.sequence_id, m.blocks, short_suffix=m.short_suffix)
+    positions = positions_from_proto(m.positions)
+    return lambda core, call: allocate(
+        core, call, m.sequence_id, m.blocks, short_suffix=m.short_suffix, positions=positions
+    )
 
 
 def _publish(m: cache_pb2.PublishRequest) -> Flow[Published]:
-    publishing = Publishing()
-    return lambda core, call: publish(core, call, m.sequence_id, m.first_block, m.keys, m.blocks, publishing)
+    publishing, states = Publishing(), cells_from_proto(m.states)
+    return lambda core, call: publish(core, call, m.sequence_id, m.first_block, m.keys, m.blocks, publishing, states)
 
 
 def _swap(m: cache_pb2.SwapRequest) -> Flow[Swapped]:
@@ -94,8 +98,8 @@ def _swap(m: cache_pb2.SwapRequest) -> Flow[Swapped]:
 
 
 def _recycle(m: cache_pb2.RecycleRequest) -> Flow[Recycled]:
-    recycling, pages = Recycling(), cells_from_proto(m.pages)
-    return lambda core, call: recycle(core, call, m.sequence_id, m.computed_tokens, pages, recycling)
+    recycling, pages, dead = Recycling(), cells_from_proto(m.pages), tuple(m.dead_blocks)
+    return lambda core, call: recycle(core, call, m.sequence_id, m.computed_tokens, pages, recycling, dead)
 
 
 def _release(m: cache_pb2.ReleaseRequest) -> Flow[int]:

@@ -114,7 +114,8 @@ class AsyncLease(LeaseView):
             raise NotSupported("this daemon takes no steps by columns: upgrade it to release 0.2 or later")
         if self.calls.stream is not None:
             raise Conflict("this lease has an open step stream; close it first")
-        self.record.stock = Stock(stock_targets(stock_pages, self.registration.layout))
+        layout = self.registration.layout
+        self.record.stock = Stock(stock_targets(stock_pages, layout), layout.pools)
         stream = self.calls.stream = AsyncStepStream(self.calls)
         return stream
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TypeVar
 
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
+from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.core.errors import DaemonUnavailable, LeaseLost
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.lease_record import LATER
 from cachesvc_client.records.losses import lost_tokens
-from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.sequence_record import NO_DEAD, NO_STATES, SequenceRecord, States
 from cachesvc_client.records.views import SequenceView
 from cachesvc_client.wire.methods import Operation
 from cachesvc_client.wire.port import INTERRUPTS
@@ -35,42 +36,51 @@ class AsyncSequence(SequenceView):
         super().__init__(record)
         self._calls = calls
 
-    async def allocate(self, blocks: int, *, short_suffix: bool = False) -> Allocated:
+    async def allocate(
+        self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
+    ) -> Allocated:
         """Make the block tables ``blocks`` long, all or nothing; blocks of the hit on the host start to load.
 
         ``loading_blocks`` of the answer says how many of the new blocks are loads; the rest is fresh and this
         sequence's alone. ``short_suffix``: what is to be computed takes less time than the load, or nothing waits layer
-        by layer; then the first layer comes by itself and all others together, which takes the link least time. Raises
-        PoolExhausted, LimitExceeded, LoadFailed, InvalidRequest (shorter than now or the hit).
+        by layer; then the first layer comes by itself and all others together, which takes the link least time.
+        ``positions``: by group with a window or states, the new blocks that get a page (left out: all of a window, the
+        last of a state). Raises PoolExhausted, LimitExceeded, LoadFailed, InvalidRequest (shorter than now or the hit).
         """
-        return await self._run(lambda: self.record.allocate(blocks, short_suffix=short_suffix))
+        return await self._run(lambda: self.record.allocate(blocks, short_suffix=short_suffix, positions=positions))
 
-    async def publish(self, upto_blocks: int, keys: PackedKeys = b"") -> Published:
+    async def publish(self, upto_blocks: int, keys: PackedKeys = b"", *, states: States = NO_STATES) -> Published:
         """Seal the computed blocks up to ``upto_blocks``; from then on they are shared and immutable.
 
         ``keys``: packed keys of the sequence from its root on (``BlockHasher.keys``), at least up to there; leave them
         out for blocks whose keys Match got. Where a key was sealed before, the table gets that page, and the sequence's
         own page becomes a spare, which ``recycle`` gives back once no launch under way uses it. ``pending`` in the
-        answer: publish the rest later. Raises Conflict, NotOwned (allocate first), LoadFailed, InvalidRequest.
+        answer: publish the rest later. ``states``: by group and position, this sequence's own page that holds the state
+        at the end of that block; earlier blocks may be named too. Raises Conflict, NotOwned (allocate first),
+        LoadFailed, InvalidRequest.
         """
-        return await self._run(lambda: self.record.publish(upto_blocks, keys))
+        return await self._run(lambda: self.record.publish(upto_blocks, keys, states=states))
 
-    async def recycle(self, computed_tokens: int, *, launch: int | None = None) -> Recycled:
+    async def recycle(
+        self, computed_tokens: int, *, launch: int | None = None, dead: Mapping[int, int] = NO_DEAD
+    ) -> Recycled:
         """Give back spares, and what no window needs once ``computed_tokens`` tokens are computed and verified.
 
         The pages may be another's at once, so launches under way (``lease.launch``) are waited for: a later call gives
         back what this one held. ``launch``: the one whose end makes the tokens computed (left out: the newest). Without
-        launches, call it when no kernel that still uses the pages runs or will. Raises InvalidRequest, NotFound.
+        launches, call it when no kernel that still uses the pages runs or will. ``dead``: by group with a window or
+        states, the first block that is needed still, where the engine knows better. Raises InvalidRequest, NotFound.
         """
-        return await self._run(lambda: self.record.recycle(computed_tokens, launch))
+        return await self._run(lambda: self.record.recycle(computed_tokens, launch, dead))
 
-    def grow_from_stock(self, blocks: int = 1) -> None:
+    def grow_from_stock(self, blocks: int = 1, *, positions: Positions = NO_POSITIONS) -> None:
         """Add ``blocks`` private blocks to the tables without a round trip; the next step tells the daemon.
 
+        ``positions``: as of ``allocate`` (left out: all of a window, none of a state).
         Raises StockEmpty (nothing is taken: allocate instead), Conflict (an allocate is under way), InvalidRequest (no
         step stream with a stock).
         """
-        self.grow(self._calls.record, blocks)
+        self.grow(self._calls.record, blocks, positions)
 
     async def swap_out(self, *, launch: int | None = None) -> Swapped:
         """Start to take the sequence off the device; its pages must stay as they are until the tickets are done.

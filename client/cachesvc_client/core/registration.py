@@ -12,10 +12,9 @@ class Registration:
     """A model's pools on one replica. Plain data: hand it to worker processes.
 
     ``namespace`` (32 bytes) is the root of every block key. ``device_pages[g]`` and ``host_pages[g]`` count the pages
-    of each group, in the layout's order, the first ``reserved_pages`` of which on the device are the engines' own.
-    ``first_pages[g]``: the number of the group's first page in its slab. ``devices`` are UUIDs, one a rank. ``epoch``
-    changes whenever the daemon starts anew: what was registered in another epoch is gone. ``existed``: the pools were
-    there, perhaps with blocks.
+    of each group's pool, in the layout's order, the first ``reserved_pages`` of which on the device are the engines'
+    own. ``devices`` are UUIDs, one a rank. ``epoch`` changes whenever the daemon starts anew: what was registered in
+    another epoch is gone. ``existed``: the pools were there, perhaps with blocks.
     """
 
     model_id: int
@@ -29,7 +28,6 @@ class Registration:
     existed: bool = False
     reserved_pages: int = 0
     weights_version: str = ""
-    first_pages: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[int, int]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.entries import Entry, Publish, Recycle, Release
 from cachesvc_client.records.lease_record import LeaseRecord
-from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.sequence_record import NO_DEAD, NO_STATES, SequenceRecord, States
 from cachesvc_client.wire.methods import HELD, Operation, no_action
 
 
@@ -49,27 +50,39 @@ class StepBatch(Generic[H]):
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)
 
-    def allocate(self, sequence: H, blocks: int, *, short_suffix: bool = False) -> int:
+    def allocate(
+        self, sequence: H, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
+    ) -> int:
         """Add a ``Sequence.allocate``; the result is an Allocated."""
-        return self._add(sequence.record.allocate(blocks, short_suffix=short_suffix))
+        return self._add(sequence.record.allocate(blocks, short_suffix=short_suffix, positions=positions))
 
-    def publish(self, sequence: H, upto_blocks: int, keys: PackedKeys = b"", *, first_key: int = 0) -> int:
+    def publish(
+        self,
+        sequence: H,
+        upto_blocks: int,
+        keys: PackedKeys = b"",
+        *,
+        first_key: int = 0,
+        states: States = NO_STATES,
+    ) -> int:
         """Add a ``Sequence.publish``; the result is a Published. ``keys`` may begin at block ``first_key``, from where
         on none was published yet."""
         record = sequence.record
         self._sealed.add(record.id)
         sends_keys = upto_blocks > record.known_keys or bool(keys)
         fits = self.sends_keys in (None, sends_keys)  # a column has the keys of all its entries, or of none
-        if not fits or upto_blocks <= record.asked_blocks or not self._fits(record, PUBLISH):
-            return self._add(record.publish(upto_blocks, keys, first_key=first_key))
+        if states or not fits or upto_blocks <= record.asked_blocks or not self._fits(record, PUBLISH):
+            return self._add(record.publish(upto_blocks, keys, first_key=first_key, states=states))
         first, wanted = record.begin_publish(upto_blocks, keys, first_key=first_key)
         self.sends_keys = sends_keys
         return self._enter(Publish(record, first, upto_blocks, wanted))
 
-    def recycle(self, sequence: H, computed_tokens: int, *, launch: int | None = None) -> int:
+    def recycle(
+        self, sequence: H, computed_tokens: int, *, launch: int | None = None, dead: Mapping[int, int] = NO_DEAD
+    ) -> int:
         """Add a ``Sequence.recycle``; the result is a Recycled."""
         record = sequence.record
-        due = record.due(computed_tokens, launch)
+        due = record.due(computed_tokens, launch, dead)
         if due.pages or record.layout.window_groups or not self._fits(record, RECYCLE):
             return self._add(record.give_back(due))
         return self._enter(Recycle(record, due.computed_tokens))

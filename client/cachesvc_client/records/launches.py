@@ -50,10 +50,11 @@ class Launches:
 
 class Due(NamedTuple):
     """Pages and windows to give back now: spare ``pages`` as ``(group, page)``, and windows behind
-    ``computed_tokens``."""
+    ``computed_tokens``, or in some groups what lies before the ``dead_blocks`` that their engine names."""
 
     pages: list[tuple[int, int]]
     computed_tokens: int
+    dead_blocks: tuple[int, ...] = ()
 
 
 class GiveBacks:
@@ -62,18 +63,19 @@ class GiveBacks:
     def __init__(self, launches: Launches) -> None:
         self._launches = launches
         self._spares: list[tuple[int, tuple[int, int]]] = []
-        self._windows: list[tuple[int, int]] = []
+        self._windows: list[tuple[int, int, tuple[int, ...]]] = []
 
     def add_spares(self, pages: Iterable[tuple[int, int]]) -> None:
         """Pages ``(group, page)`` that have just left the tables."""
         newest = self._launches.newest
         self._spares += [(newest, page) for page in pages]
 
-    def hold_windows(self, computed_tokens: int, launch: int | None) -> None:
-        """Windows may move up to ``computed_tokens`` once ``launch`` (None: the newest) is complete."""
+    def hold_windows(self, computed_tokens: int, launch: int | None, dead_blocks: tuple[int, ...] = ()) -> None:
+        """Windows may move up to ``computed_tokens``, or by ``dead_blocks``, once ``launch`` (None: the newest) is
+        complete."""
         launch = self._launches.check(launch)
-        if computed_tokens:
-            self._windows.append((launch, computed_tokens))
+        if computed_tokens or dead_blocks:
+            self._windows.append((launch, computed_tokens, dead_blocks))
 
     @property
     def has_spares(self) -> bool:
@@ -84,12 +86,14 @@ class GiveBacks:
         """Remove and return what waits for no launch any more."""
         completed = self._launches.completed
         pages = [page for launch, page in self._spares if launch <= completed]
-        tokens = max((tokens for launch, tokens in self._windows if launch <= completed), default=0)
+        due = [(tokens, dead) for launch, tokens, dead in self._windows if launch <= completed]
         if pages:
             self._spares = [held for held in self._spares if held[0] > completed]
-        if tokens:
-            self._windows = [held for held in self._windows if held[0] > completed]
-        return Due(pages, tokens)
+        if not due:
+            return Due(pages, 0)
+        self._windows = [held for held in self._windows if held[0] > completed]
+        dead_blocks = tuple(map(max, *filled)) if len(filled := [dead for _, dead in due if dead]) > 1 else ()
+        return Due(pages, max(tokens for tokens, _ in due), dead_blocks or (filled[0] if filled else ()))
 
     def put_back(self, pages: list[tuple[int, int]]) -> None:
         """Pages that were due and could not be given back; the next ``take_due`` has them again."""

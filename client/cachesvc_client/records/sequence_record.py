@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc_client.core.errors import (
@@ -55,6 +57,10 @@ from cachesvc_client.wire.methods import (
 )
 
 T = TypeVar("T")
+States = Mapping[int, Mapping[int, int]]
+"""Pages to publish as states, by group and position."""
+NO_STATES: States = MappingProxyType({})
+NO_DEAD: Mapping[int, int] = MappingProxyType({})
 
 
 class SequenceRecord:
@@ -95,6 +101,7 @@ class SequenceRecord:
         self.unanswered: Operation[Any] | None = None
         self.allocations = 0
         self.steps = 0
+        self._cursors: dict[int, int] = {}
 
     @property
     def blocks(self) -> int:
@@ -116,8 +123,10 @@ class SequenceRecord:
             MATCH, build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds), apply, self._end
         )
 
-    def allocate(self, blocks: int, *, short_suffix: bool = False) -> Operation[Allocated]:
-        """Make the tables ``blocks`` long."""
+    def allocate(
+        self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
+    ) -> Operation[Allocated]:
+        """Make the tables ``blocks`` long. ``positions``: by windowed group, the new blocks that get a page."""
         self._require_usable()
 
         self.allocations += 1
@@ -137,16 +146,24 @@ class SequenceRecord:
         def fail(_: CacheClientError) -> None:
             self.allocations -= 1
 
-        return self._operation(ALLOCATE, build_allocate(self.id, blocks, short_suffix), apply, fail)
+        return self._operation(ALLOCATE, build_allocate(self.id, blocks, short_suffix, positions), apply, fail)
 
-    def publish(self, upto_blocks: int, keys: PackedKeys, *, first_key: int = 0) -> Operation[Published]:
-        """Seal blocks up to ``upto_blocks``. ``keys``: from block ``first_key`` on, or empty where known."""
+    def publish(
+        self, upto_blocks: int, keys: PackedKeys, *, first_key: int = 0, states: States = NO_STATES
+    ) -> Operation[Published]:
+        """Seal blocks up to ``upto_blocks``, and ``states``. ``keys``: from block ``first_key`` on, or empty where
+        known."""
         first, wanted = self.begin_publish(upto_blocks, keys, first_key=first_key)
+        named = [
+            GroupCells(group, position, (page,)) for group, mine in states.items() for position, page in mine.items()
+        ]
 
         def apply(response: cache_pb2.PublishResponse) -> Published:
-            return self.published(upto_blocks, parse_publish(response))
+            answer = self.published(upto_blocks, parse_publish(response))
+            self._put_states(named, answer.kept)
+            return answer
 
-        request = build_publish(self.id, first, upto_blocks - first, wanted)
+        request = build_publish(self.id, first, upto_blocks - first, wanted, named)
         return self._operation(PUBLISH, request, apply, self.refuse_publish)
 
     def begin_publish(self, upto_blocks: int, keys: PackedKeys, *, first_key: int = 0) -> tuple[int, bytes]:
@@ -189,15 +206,29 @@ class SequenceRecord:
         self.has_failed_load |= isinstance(error, LoadFailed)
         self.asked_blocks = self.sealed_blocks
 
-    def recycle(self, computed_tokens: int, launch: int | None = None) -> Operation[Recycled]:
+    def recycle(
+        self, computed_tokens: int, launch: int | None = None, dead: Mapping[int, int] = NO_DEAD
+    ) -> Operation[Recycled]:
         """Give back the spares, and what fell out of every window, as far as no launch under way may use them."""
-        return self.give_back(self.due(computed_tokens, launch))
+        return self.give_back(self.due(computed_tokens, launch, dead))
 
-    def due(self, computed_tokens: int, launch: int | None) -> Due:
-        """Pages and windows to give back now that ``computed_tokens`` are computed."""
+    def due(self, computed_tokens: int, launch: int | None, dead: Mapping[int, int] = NO_DEAD) -> Due:
+        """Pages and windows to give back now that ``computed_tokens`` are computed. ``dead``: by windowed group, the
+        first block that is needed still, where the engine knows better."""
         self._require_usable()
-        self.give_backs.hold_windows(computed_tokens, launch)
+        if unknown := dead.keys() - set(self.layout.window_groups):
+            raise InvalidRequest(f"group {min(unknown)} has no window: its blocks are never dead")
+        dead_blocks = tuple([dead.get(group, 0) for group in self.layout.window_groups]) if dead else ()
+        self.give_backs.hold_windows(computed_tokens, launch, dead_blocks)
         return self.give_backs.take_due()
+
+    def drop_pages(self, group: int, pages: Sequence[int]) -> None:
+        """Take own pages of a windowed group out of the table; the next recycle gives them back."""
+        self._require_usable()
+        if group not in self.layout.window_groups:
+            raise InvalidRequest(f"group {group} has no window: its pages stay in the table until the end")
+        self.tables[group].forget(pages)
+        self.give_backs.add_spares((group, page) for page in pages)
 
     def give_back(self, due: Due) -> Operation[Recycled]:
         """Give back what is due."""
@@ -206,12 +237,13 @@ class SequenceRecord:
             answer = parse_recycle(response)
             for group, cursor in zip(self.layout.window_groups, answer.cursors, strict=True):
                 self.tables[group].clear(self.layout.sink_blocks(group), cursor)
+                self._cursors[group] = cursor
             return answer
 
         def fail(_: CacheClientError) -> None:
             self.give_backs.put_back(due.pages)
 
-        request = build_recycle(self.id, due.computed_tokens, _as_cells(due.pages))
+        request = build_recycle(self.id, due.computed_tokens, _as_cells(due.pages), due.dead_blocks)
         return self._operation(RECYCLE, request, apply, fail)
 
     def swap_out(self, launch: int | None = None) -> Operation[Swapped]:
@@ -286,12 +318,17 @@ class SequenceRecord:
         self.ends_after = self.launches.pending(launch)
         return self.ends_after > 0
 
-    def grow(self, stock: Stock, blocks: int) -> None:
-        """Take stock pages as the next cells; the next step tells the daemon. Raises StockEmpty."""
+    def grow(self, stock: Stock, blocks: int, positions: Positions = NO_POSITIONS) -> None:
+        """Take stock pages as the next cells; the next step tells the daemon. ``positions``: by windowed group, the new
+        blocks that get a page; left out: all of a window, and none of a state. Raises StockEmpty."""
         self._require_usable()
         if self.allocations:
             raise Conflict(f"sequence {self.id} has an allocate without an answer; collect it, then grow")
-        cells = stock.take(blocks, self.blocks)
+        if positions or self.layout.state_groups:
+            if full := positions.keys() & set(self.layout.full_groups):
+                raise InvalidRequest(f"group {min(full)} has no window: each of its new blocks gets a page")
+            positions = {**dict.fromkeys(self.layout.state_groups, ()), **positions}
+        cells = stock.take(blocks, self.blocks, positions)
         self._put(cells)
         self.growth += cells
 
@@ -363,6 +400,16 @@ class SequenceRecord:
     def _put(self, tables: tuple[GroupCells, ...]) -> None:
         for cells in tables:
             self.tables[cells.group].put(cells.first_block, cells.pages)
+
+    def _put_states(self, named: list[GroupCells], kept: tuple[GroupCells, ...]) -> None:
+        """Put the states that were sealed where they are in the tables now."""
+        own = {(cells.group, page) for cells in kept for page in cells.pages}
+        for group, position, pages, _ in named:
+            if (group, pages[0]) in own:
+                continue
+            self.tables[group].forget(pages)
+            if position >= self._cursors.get(group, 0):
+                self.tables[group].put_at((position,), pages)
 
     def _take_sealed(self, answer: Published) -> None:
         for cells in answer.duplicates:

@@ -6,78 +6,124 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from cachesvc.model.answers import GroupCells
+from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.layout import Layout
+from cachesvc.model.words import NO_PAGE
 from cachesvc_client.core.errors import InvalidRequest, StockEmpty
 
 
 class Stock:
-    """Granted pages of each group, oldest first. ``targets[g]``: how many the daemon is to keep it filled up to.
+    """Granted pages of each pool, oldest first. ``targets[g]``: how many the daemon is to keep it filled up to, for
+    each group; those of groups that share a pool count together, and its pages serve any of them. ``pools``: the groups
+    by pool; left out: each has one of its own.
 
     Used from one thread, like the step stream that fills it.
     """
 
-    def __init__(self, targets: Sequence[int]) -> None:
+    def __init__(self, targets: Sequence[int], pools: Sequence[Sequence[int]] = ()) -> None:
         if any(target < 0 for target in targets):
             raise InvalidRequest(f"a stock's targets cannot be negative, got {list(targets)}")
         self.targets = tuple(targets)
-        self._pages = [array("i") for _ in targets]
-        self._generations = [array("I") for _ in targets]
+        self._pools = tuple(map(tuple, pools)) or tuple((group,) for group in range(len(targets)))
+        self._at = {group: at for at, groups in enumerate(self._pools) for group in groups}
+        self._pages = [array("i") for _ in self._pools]
+        self._generations = [array("I") for _ in self._pools]
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that could be taken now: the least of all groups."""
+        """Number of blocks with a page in every group that could be taken now: the least of all pools."""
         pages = self._pages
-        return len(pages[0]) if len(pages) == 1 else min(map(len, pages), default=0)
+        if len(pages) == len(self.targets):
+            return len(pages[0]) if len(pages) == 1 else min(map(len, pages), default=0)
+        return min(len(mine) // len(groups) for mine, groups in zip(pages, self._pools, strict=True))
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Number of pages of each group in the stock."""
-        return tuple(map(len, self._pages))
+        """Number of pages in the stock of each group's pool."""
+        return tuple(len(self._pages[self._at[group]]) for group in range(len(self.targets)))
 
     def add(self, granted: Iterable[GroupCells]) -> None:
         """Take in pages that the daemon granted, or that came back unused."""
         for cells in granted:
-            self._pages[cells.group].extend(cells.pages)
-            self._generations[cells.group].extend(cells.generations)
+            at = self._at[cells.group]
+            if NO_PAGE in cells.pages:
+                pairs = [pair for pair in zip(cells.pages, cells.generations, strict=True) if pair[0] != NO_PAGE]
+                self._pages[at].extend([page for page, _ in pairs])
+                self._generations[at].extend([generation for _, generation in pairs])
+            else:
+                self._pages[at].extend(cells.pages)
+                self._generations[at].extend(cells.generations)
 
     def add_packed(self, group: int, pages: bytes, generations: bytes) -> None:
         """``add`` for packed int32 page ids and uint32 generations."""
-        self._pages[group].frombytes(pages)
-        self._generations[group].frombytes(generations)
+        at = self._at[group]
+        self._pages[at].frombytes(pages)
+        self._generations[at].frombytes(generations)
 
-    def take(self, blocks: int, first_block: int) -> tuple[GroupCells, ...]:
-        """Pages of every group for ``blocks`` blocks. Raises StockEmpty, and takes nothing, if a group is short."""
+    def take(self, blocks: int, first_block: int, positions: Positions = NO_POSITIONS) -> tuple[GroupCells, ...]:
+        """Pages for ``blocks`` blocks from ``first_block`` on: of every group, or in some at ``positions`` alone.
+        Raises StockEmpty, and takes nothing, if a pool is short; InvalidRequest."""
         if blocks < 1:
             raise InvalidRequest(f"take at least 1 block, got {blocks}")
-        taken = self.take_packed(blocks)
-        cells = [GroupCells(group, first_block, tuple(its[0]), tuple(its[1])) for group, its in enumerate(taken)]
+        last = first_block + blocks
+        for group, named in positions.items():
+            if any(not first_block <= position < last for position in named) or len(set(named)) < len(named):
+                raise InvalidRequest(
+                    f"positions of group {group} must be of the new blocks [{first_block}, {last}), each once; got "
+                    f"{list(named)[:8]}"
+                )
+        self.require(blocks, positions)
+        cells = []
+        for group in range(len(self.targets)):
+            mine = positions.get(group)
+            pages, generations = self._take(group, blocks if mine is None else len(mine))
+            if mine is not None:
+                pages, generations = _spread(pages, generations, blocks, first_block, mine)
+            cells.append(GroupCells(group, first_block, tuple(pages), tuple(generations)))
         return tuple(cells)
 
     def take_packed(self, blocks: int) -> list[tuple[array[int], array[int]]]:
         """Take page ids (int32) and generations (uint32) of ``blocks`` blocks for each group. Raises as ``take``."""
         self.require(blocks)
-        taken = []
-        for pages, generations in zip(self._pages, self._generations, strict=True):
-            taken.append((pages[:blocks], generations[:blocks]))
-            del pages[:blocks], generations[:blocks]
-        return taken
+        return [self._take(group, blocks) for group in range(len(self.targets))]
 
-    def require(self, blocks: int) -> None:
-        """Raises StockEmpty where a group has fewer than ``blocks`` pages."""
-        if self.blocks < blocks:
-            raise StockEmpty.from_message(
-                f"wanted {blocks} blocks of the stock, which has {list(self.pages)} pages by group (targets "
-                f"{list(self.targets)}); allocate, or go on after the next step"
-            )
+    def require(self, blocks: int, positions: Positions = NO_POSITIONS) -> None:
+        """Raises StockEmpty where a pool has fewer pages than ``blocks`` blocks need."""
+        for groups, pages in zip(self._pools, self._pages, strict=True):
+            needed = blocks * len(groups)
+            if positions:
+                needed = sum(len(positions[group]) if group in positions else blocks for group in groups)
+            if len(pages) < needed:
+                raise StockEmpty.from_message(
+                    f"wanted {blocks} blocks of the stock, which has {list(self.pages)} pages by group (targets "
+                    f"{list(self.targets)}); allocate, or go on after the next step"
+                )
 
     def drain(self) -> tuple[GroupCells, ...]:
         """Take all pages; the stock is empty then."""
         drained = []
-        for group, (pages, generations) in enumerate(zip(self._pages, self._generations, strict=True)):
+        for groups, pages, generations in zip(self._pools, self._pages, self._generations, strict=True):
             if pages:
-                drained.append(GroupCells(group, 0, tuple(pages), tuple(generations)))
+                drained.append(GroupCells(groups[0], 0, tuple(pages), tuple(generations)))
                 del pages[:], generations[:]
         return tuple(drained)
+
+    def _take(self, group: int, count: int) -> tuple[array[int], array[int]]:
+        at = self._at[group]
+        pages, generations = self._pages[at], self._generations[at]
+        taken = pages[:count], generations[:count]
+        del pages[:count], generations[:count]
+        return taken
+
+
+def _spread(
+    pages: array[int], generations: array[int], blocks: int, first_block: int, positions: Sequence[int]
+) -> tuple[array[int], array[int]]:
+    """Cells of ``blocks`` blocks, of which those at ``positions`` have the pages."""
+    cells, told = array("i", [NO_PAGE]) * blocks, array("I", bytes(4 * blocks))
+    for position, page, generation in zip(positions, pages, generations, strict=True):
+        cells[position - first_block], told[position - first_block] = page, generation
+    return cells, told
 
 
 def stock_targets(stock_pages: int | Sequence[int], layout: Layout) -> list[int]:

@@ -47,6 +47,11 @@ class BlockTable:
         """Forget the pages of ``[first_block, end_block)``."""
         self._cells[first_block : min(end_block, self.blocks)] = NO_PAGE
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Forget some pages, wherever they are."""
+        mine = self._cells[: self.blocks]
+        mine[np.isin(mine, pages)] = NO_PAGE
+
     def _reserve(self, blocks: int) -> None:
         if blocks <= len(self._cells):
             return

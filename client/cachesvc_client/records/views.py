@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cachesvc.model.answers import TicketView
+from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.core.errors import CacheClientError, Conflict, InvalidRequest
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
@@ -107,6 +108,12 @@ class SequenceView:
         return self.device_blocks + self.host_blocks
 
     @property
+    def full_blocks(self) -> int:
+        """Blocks that the groups without a window have: more than ``hit_blocks`` where a missing window page or state has
+        shortened the hit."""
+        return self.record.matched.full_blocks
+
+    @property
     def computing_blocks(self) -> int:
         """Blocks after the hit that another engine was computing at Match: waiting and matching again may pay."""
         return self.record.matched.computing_blocks
@@ -148,11 +155,11 @@ class SequenceView:
         """True once ``release`` was called: nothing else can be done with the sequence."""
         return self.record.is_released or self.record.ends_after > 0
 
-    def grow(self, lease: LeaseRecord, blocks: int) -> None:
+    def grow(self, lease: LeaseRecord, blocks: int, positions: Positions = NO_POSITIONS) -> None:
         """Take ``blocks`` blocks of the lease's stock as the next cells. Raises StockEmpty, InvalidRequest."""
         if lease.stock is None:
             raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")
-        self.record.grow(lease.stock, blocks)
+        self.record.grow(lease.stock, blocks, positions)
         lease.growing[self.id] = self.record
 
     def require_no_steps(self) -> None:

@@ -7,9 +7,17 @@ from collections.abc import Iterable, Sequence
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Prefetched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import TimelineSlot
-from cachesvc.wire.convert import TICKET_STATES, cells_from_proto, cells_to_proto, layout_to_proto, unpack_numbers
+from cachesvc.wire.convert import (
+    TICKET_STATES,
+    cells_from_proto,
+    cells_to_proto,
+    layout_to_proto,
+    positions_to_proto,
+    unpack_numbers,
+)
 from cachesvc_client.core.errors import InvalidRequest, NotSupported
 from cachesvc_client.core.registration import Registration
 
@@ -59,8 +67,8 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, re
     """Grant of the daemon. Raises NotSupported by one that reserves no pages, and would grant them."""
     if response.reserved_pages != reserved_pages:
         raise NotSupported(f"the daemon reserves {response.reserved_pages} pages, not {reserved_pages}: update it")
-    if not response.first_pages and any(group.pool for group in layout.groups):
-        raise NotSupported("the daemon gives each group a slab of its own, whatever pool it names: update it")
+    if layout.has_shared_pools and (not response.first_pages or any(response.first_pages)):
+        raise NotSupported("the daemon gives each group pages of its own, whatever pool it names: update it")
     return Registration(
         model_id=response.model_id,
         replica=response.replica,
@@ -73,7 +81,6 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, re
         existed=response.existed,
         reserved_pages=response.reserved_pages,
         weights_version=response.weights_version,
-        first_pages=tuple(response.first_pages),
     )
 
 
@@ -110,12 +117,17 @@ def parse_match(response: cache_pb2.MatchResponse) -> Matched:
         response.computing_blocks,
         cells_from_proto(response.tables),
         response.storage_blocks,
+        response.full_blocks,
     )
 
 
-def build_allocate(sequence_id: int, blocks: int, short_suffix: bool) -> cache_pb2.AllocateRequest:
-    """``blocks``: length of the table that is wanted."""
-    return cache_pb2.AllocateRequest(sequence_id=sequence_id, blocks=blocks, short_suffix=short_suffix)
+def build_allocate(
+    sequence_id: int, blocks: int, short_suffix: bool, positions: Positions = NO_POSITIONS
+) -> cache_pb2.AllocateRequest:
+    """``blocks``: length of the table that is wanted. ``positions``: by windowed group, the new blocks with a page."""
+    return cache_pb2.AllocateRequest(
+        sequence_id=sequence_id, blocks=blocks, short_suffix=short_suffix, positions=positions_to_proto(positions)
+    )
 
 
 def parse_allocate(response: cache_pb2.AllocateResponse) -> Allocated:
@@ -123,9 +135,13 @@ def parse_allocate(response: cache_pb2.AllocateResponse) -> Allocated:
     return Allocated(cells_from_proto(response.tables), parse_tickets(response.tickets), response.loading_blocks)
 
 
-def build_publish(sequence_id: int, first_block: int, blocks: int, keys: bytes) -> cache_pb2.PublishRequest:
-    """``keys`` of exactly ``blocks`` blocks, or empty where Match had them."""
-    return cache_pb2.PublishRequest(sequence_id=sequence_id, first_block=first_block, blocks=blocks, keys=keys)
+def build_publish(
+    sequence_id: int, first_block: int, blocks: int, keys: bytes, states: Sequence[GroupCells] = ()
+) -> cache_pb2.PublishRequest:
+    """``keys`` of exactly ``blocks`` blocks, or empty where Match had them. ``states``: pages to seal as states."""
+    return cache_pb2.PublishRequest(
+        sequence_id=sequence_id, first_block=first_block, blocks=blocks, keys=keys, states=cells_to_proto(states)
+    )
 
 
 def parse_publish(response: cache_pb2.PublishResponse) -> Published:
@@ -136,6 +152,7 @@ def parse_publish(response: cache_pb2.PublishResponse) -> Published:
         cells_from_proto(response.duplicates),
         cells_from_proto(response.spares),
         response.pending,
+        cells_from_proto(response.kept),
     )
 
 
@@ -151,10 +168,13 @@ def parse_swap(response: cache_pb2.SwapResponse) -> Swapped:
     return Swapped(parse_tickets(response.tickets), cells_from_proto(response.tables))
 
 
-def build_recycle(sequence_id: int, computed_tokens: int, pages: Sequence[GroupCells] = ()) -> cache_pb2.RecycleRequest:
-    """``pages``: spare or stock pages to give back; a sequence_id of 0 gives back stock alone."""
+def build_recycle(
+    sequence_id: int, computed_tokens: int, pages: Sequence[GroupCells] = (), dead_blocks: Sequence[int] = ()
+) -> cache_pb2.RecycleRequest:
+    """``pages``: spare or stock pages to give back; a sequence_id of 0 gives back stock alone. ``dead_blocks``: of each
+    windowed group, how many blocks are dead at the engine's word."""
     return cache_pb2.RecycleRequest(
-        sequence_id=sequence_id, computed_tokens=computed_tokens, pages=cells_to_proto(pages)
+        sequence_id=sequence_id, computed_tokens=computed_tokens, pages=cells_to_proto(pages), dead_blocks=dead_blocks
     )
 
 

@@ -113,14 +113,16 @@ def test_groups_of_one_pool_lie_over_one_another_at_pages_of_their_own() -> None
     )
     layout = Layout(4, 1, groups, planes)
     assert layout.pools == ((0, 2), (1,))
-    assert (layout.slab_pages((100, 7, 28)), layout.first_pages((100, 7, 28))) == ((128, 7, 128), (0, 0, 100))
-    assert device_bytes(layout, (100, 7, 28)) == 128 * 20 + 256
+    assert (layout.unit_pages, layout.pool_leads) == ((2, 1, 2), (0, 1, 0))
+    assert device_bytes(layout, (128, 7, 128)) == 128 * 20 + 256
     offsets = [[span.offset for span in device_geometry(layout, group, 128).spans] for group in (0, 2)]
     assert offsets == [[0, 1024, 2048], [0, 1024]]
     assert layout.fingerprint != replace(layout, groups=tuple(replace(each, pool="") for each in groups)).fingerprint
-    for wrong in (replace(planes[-1], page_shape=(9,)), replace(planes[-1], page_shape=(4,))):
-        with pytest.raises(LayoutRejected, match="group 'window': its planes are not as wide"):
-            Layout(4, 1, groups, (*planes[:-1], wrong))
+    other = Layout(4, 1, groups, (*planes[:-1], replace(planes[-1], page_shape=(9,))))
+    spans = [device_geometry(other, group, 128).spans for group in (0, 2)]
+    assert [[span.offset for span in each] for each in spans] == [[0, 16, 32], [0, 16]], "a page lies in a row"
+    assert {span.page_stride for each in spans for span in each} == {256}
+    assert device_bytes(other, (128, 7, 128)) == 128 * 256 + 256
     with pytest.raises(LayoutRejected, match="pool name"):
         Layout(4, 1, (PlaneGroup("full", pool="a b"),), planes[:3])
 

@@ -88,6 +88,7 @@ class PoolStatus(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     place: _builtins.str
     """"host", or the replica's number."""
@@ -106,6 +107,8 @@ class PoolStatus(_message.Message):
     page_bytes: _builtins.int
     """Of one rank."""
     reserved: _builtins.int
+    pool: _builtins.str
+    """The pool that the group shares with others: capacity, free and reserved are then of all of it. Empty: its own."""
     def __init__(
         self,
         *,
@@ -120,10 +123,11 @@ class PoolStatus(_message.Message):
         quarantined: _builtins.int = ...,
         page_bytes: _builtins.int = ...,
         reserved: _builtins.int = ...,
+        pool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "free", b"free", "group", b"group", "in_flight", b"in_flight", "model_id", b"model_id", "page_bytes", b"page_bytes", "place", b"place", "private", b"private", "quarantined", b"quarantined", "reserved", b"reserved", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "free", b"free", "group", b"group", "in_flight", b"in_flight", "model_id", b"model_id", "page_bytes", b"page_bytes", "place", b"place", "pool", b"pool", "private", b"private", "quarantined", b"quarantined", "reserved", b"reserved", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

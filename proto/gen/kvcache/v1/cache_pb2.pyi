@@ -117,12 +117,17 @@ class MatchResponse(_message.Message):
     STORAGE_BLOCKS_FIELD_NUMBER: _builtins.int
     COMPUTING_BLOCKS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
+    FULL_BLOCKS_FIELD_NUMBER: _builtins.int
     device_blocks: _builtins.int
     """Blocks [0, device_blocks) are in place; [device_blocks, device_blocks + host_blocks) must be loaded."""
     host_blocks: _builtins.int
     storage_blocks: _builtins.int
     computing_blocks: _builtins.int
     """How many blocks after the hit another engine is computing right now."""
+    full_blocks: _builtins.int
+    """Blocks that the groups without a window have: more than device_blocks + host_blocks where a missing window page or
+    state has shortened the hit.
+    """
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
         """Pages of the blocks in place."""
@@ -135,10 +140,11 @@ class MatchResponse(_message.Message):
         storage_blocks: _builtins.int = ...,
         computing_blocks: _builtins.int = ...,
         tables: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
+        full_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_blocks", b"computing_blocks", "device_blocks", b"device_blocks", "host_blocks", b"host_blocks", "storage_blocks", b"storage_blocks", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_blocks", b"computing_blocks", "device_blocks", b"device_blocks", "full_blocks", b"full_blocks", "host_blocks", b"host_blocks", "storage_blocks", b"storage_blocks", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,6 +159,7 @@ class AllocateRequest(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     SHORT_SUFFIX_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
@@ -162,6 +169,10 @@ class AllocateRequest(_message.Message):
     """What is left to compute takes less time than the load: the first layer comes by itself and then all others together,
     which takes the link least time. A load that runs already goes on as it was begun.
     """
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPositions]:
+        """The new blocks that get a page in a windowed group. Not named: all new blocks of a window, the last one of a state."""
+
     def __init__(
         self,
         *,
@@ -170,10 +181,11 @@ class AllocateRequest(_message.Message):
         sequence_id: _builtins.int = ...,
         blocks: _builtins.int = ...,
         short_suffix: _builtins.bool = ...,
+        positions: _abc.Iterable[_common_pb2.GroupPositions] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id", "request_id", b"request_id", "sequence_id", b"sequence_id", "short_suffix", b"short_suffix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_id", b"lease_id", "positions", b"positions", "request_id", b"request_id", "sequence_id", b"sequence_id", "short_suffix", b"short_suffix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -221,6 +233,7 @@ class PublishRequest(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
@@ -229,6 +242,12 @@ class PublishRequest(_message.Message):
     keys: _builtins.bytes
     """Keys of the blocks to seal, packed; or empty when the daemon has them from Match, with `blocks` set."""
     blocks: _builtins.int
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
+        """States to seal: pages of the sequence's own at positions below what is sealed with this call, also earlier ones; then
+        `blocks` may be 0. A cell of -1 names none. Other pages of a group of states stay private.
+        """
+
     def __init__(
         self,
         *,
@@ -238,10 +257,11 @@ class PublishRequest(_message.Message):
         first_block: _builtins.int = ...,
         keys: _builtins.bytes = ...,
         blocks: _builtins.int = ...,
+        states: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "keys", b"keys", "lease_id", b"lease_id", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "keys", b"keys", "lease_id", b"lease_id", "request_id", b"request_id", "sequence_id", b"sequence_id", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,6 +276,7 @@ class PublishResponse(_message.Message):
     DUPLICATES_FIELD_NUMBER: _builtins.int
     SPARES_FIELD_NUMBER: _builtins.int
     PENDING_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     sealed_blocks: _builtins.int
     """Sealed blocks of the sequence now, duplicates included."""
     duplicate_positions: _builtins.bytes
@@ -274,6 +295,12 @@ class PublishResponse(_message.Message):
     def spares(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
         """The sequence's own pages at those positions."""
 
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
+        """States that were named and not sealed, because there is another copy or their block is not sealed yet: these pages
+        are the sequence's own still.
+        """
+
     def __init__(
         self,
         *,
@@ -282,10 +309,11 @@ class PublishResponse(_message.Message):
         duplicates: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
         spares: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
         pending: _builtins.bool = ...,
+        kept: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate_positions", b"duplicate_positions", "duplicates", b"duplicates", "pending", b"pending", "sealed_blocks", b"sealed_blocks", "spares", b"spares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicate_positions", b"duplicate_positions", "duplicates", b"duplicates", "kept", b"kept", "pending", b"pending", "sealed_blocks", b"sealed_blocks", "spares", b"spares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,6 +386,7 @@ class RecycleRequest(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
+    DEAD_BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
@@ -365,7 +394,13 @@ class RecycleRequest(_message.Message):
     """Tokens whose KV is computed and verified; drafted tokens do not count."""
     @_builtins.property
     def pages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
-        """Spare or stock pages to give back."""
+        """Spare or stock pages to give back; of a windowed group also own pages in the table, whose cells are -1 from then on."""
+
+    @_builtins.property
+    def dead_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each windowed group, in order, the first position behind the sinks that is needed still, where the engine knows
+        better than its computed tokens say; 0: go by these.
+        """
 
     def __init__(
         self,
@@ -375,10 +410,11 @@ class RecycleRequest(_message.Message):
         sequence_id: _builtins.int = ...,
         computed_tokens: _builtins.int = ...,
         pages: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
+        dead_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "lease_id", b"lease_id", "pages", b"pages", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "dead_blocks", b"dead_blocks", "lease_id", b"lease_id", "pages", b"pages", "request_id", b"request_id", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -571,7 +607,9 @@ Global___WaitTicketsResponse: _TypeAlias = WaitTicketsResponse  # noqa: Y015
 
 @_typing.final
 class ExtendRequest(_message.Message):
-    """Takes pages of the lease's stock as the sequence's next cells: growth without a round trip."""
+    """Takes pages of the lease's stock as the sequence's next cells: growth without a round trip. A cell of -1 gets no page,
+    in windowed groups alone. A page of a pool that groups share may go into a cell of any of them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -979,7 +1017,9 @@ class StepResponse(_message.Message):
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationResult]: ...
     @_builtins.property
     def stock(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
-        """Pages added to the stock; may be fewer than wanted, never an error."""
+        """Pages added to the stock; may be fewer than wanted, never an error. Those of a pool that groups share come under the
+        first of them, and its target is the sum of theirs.
+        """
 
     @_builtins.property
     def error(self) -> Global___OperationError:

@@ -24,27 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvcache/v1/common.proto\x12\nkvcache.v1\"V\n\x05Plane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x12\n\npage_shape\x18\x04 \x03(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\x7f\n\nPlaneGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\rwindow_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bsink_tokens\x18\x03 \x01(\r\x12\x12\n\nreplicated\x18\x04 \x01(\x08\x12\x0c\n\x04pool\x18\x05 \x01(\tB\x10\n\x0e_window_tokens\"x\n\x06Layout\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x01(\r\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.kvcache.v1.PlaneGroup\x12!\n\x06planes\x18\x04 \x03(\x0b\x32\x11.kvcache.v1.Plane\"T\n\nGroupPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\"O\n\x0cTimelineSlot\x12\x0c\n\x04word\x18\x01 \x01(\r\x12\x13\n\x0b\x66\x61iled_word\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\"\xab\x01\n\x06Ticket\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvcache.v1.TicketState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12&\n\x04slot\x18\x04 \x01(\x0b\x32\x18.kvcache.v1.TimelineSlot\x12\x11\n\tdirection\x18\x05 \x01(\t\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\"?\n\x0cMemoryHandle\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04*u\n\x0bTicketState\x12\x1c\n\x18TICKET_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14TICKET_STATE_RUNNING\x10\x01\x12\x15\n\x11TICKET_STATE_DONE\x10\x02\x12\x17\n\x13TICKET_STATE_FAILED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvcache/v1/common.proto\x12\nkvcache.v1\"V\n\x05Plane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x12\n\npage_shape\x18\x04 \x03(\x04\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\x8e\x01\n\nPlaneGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\rwindow_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bsink_tokens\x18\x03 \x01(\r\x12\x12\n\nreplicated\x18\x04 \x01(\x08\x12\x0c\n\x04pool\x18\x05 \x01(\t\x12\r\n\x05state\x18\x06 \x01(\x08\x42\x10\n\x0e_window_tokens\"x\n\x06Layout\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x01(\r\x12&\n\x06groups\x18\x03 \x03(\x0b\x32\x16.kvcache.v1.PlaneGroup\x12!\n\x06planes\x18\x04 \x03(\x0b\x32\x11.kvcache.v1.Plane\"T\n\nGroupPages\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\"2\n\x0eGroupPositions\x12\r\n\x05group\x18\x01 \x01(\r\x12\x11\n\tpositions\x18\x02 \x01(\x0c\"O\n\x0cTimelineSlot\x12\x0c\n\x04word\x18\x01 \x01(\r\x12\x13\n\x0b\x66\x61iled_word\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\"\xab\x01\n\x06Ticket\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvcache.v1.TicketState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12&\n\x04slot\x18\x04 \x01(\x0b\x32\x18.kvcache.v1.TimelineSlot\x12\x11\n\tdirection\x18\x05 \x01(\t\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\"?\n\x0cMemoryHandle\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04*u\n\x0bTicketState\x12\x1c\n\x18TICKET_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14TICKET_STATE_RUNNING\x10\x01\x12\x15\n\x11TICKET_STATE_DONE\x10\x02\x12\x17\n\x13TICKET_STATE_FAILED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcache.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TICKETSTATE']._serialized_start=784
-  _globals['_TICKETSTATE']._serialized_end=901
+  _globals['_TICKETSTATE']._serialized_start=852
+  _globals['_TICKETSTATE']._serialized_end=969
   _globals['_PLANE']._serialized_start=39
   _globals['_PLANE']._serialized_end=125
-  _globals['_PLANEGROUP']._serialized_start=127
-  _globals['_PLANEGROUP']._serialized_end=254
-  _globals['_LAYOUT']._serialized_start=256
-  _globals['_LAYOUT']._serialized_end=376
-  _globals['_GROUPPAGES']._serialized_start=378
-  _globals['_GROUPPAGES']._serialized_end=462
-  _globals['_TIMELINESLOT']._serialized_start=464
-  _globals['_TIMELINESLOT']._serialized_end=543
-  _globals['_TICKET']._serialized_start=546
-  _globals['_TICKET']._serialized_end=717
-  _globals['_MEMORYHANDLE']._serialized_start=719
-  _globals['_MEMORYHANDLE']._serialized_end=782
+  _globals['_PLANEGROUP']._serialized_start=128
+  _globals['_PLANEGROUP']._serialized_end=270
+  _globals['_LAYOUT']._serialized_start=272
+  _globals['_LAYOUT']._serialized_end=392
+  _globals['_GROUPPAGES']._serialized_start=394
+  _globals['_GROUPPAGES']._serialized_end=478
+  _globals['_GROUPPOSITIONS']._serialized_start=480
+  _globals['_GROUPPOSITIONS']._serialized_end=530
+  _globals['_TIMELINESLOT']._serialized_start=532
+  _globals['_TIMELINESLOT']._serialized_end=611
+  _globals['_TICKET']._serialized_start=614
+  _globals['_TICKET']._serialized_end=785
+  _globals['_MEMORYHANDLE']._serialized_start=787
+  _globals['_MEMORYHANDLE']._serialized_end=850
 # @@protoc_insertion_point(module_scope)

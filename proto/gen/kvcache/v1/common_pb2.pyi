@@ -87,6 +87,7 @@ class PlaneGroup(_message.Message):
     SINK_TOKENS_FIELD_NUMBER: _builtins.int
     REPLICATED_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     window_tokens: _builtins.int
     """Absent: attention reaches back without bound. The window counts the query itself."""
@@ -95,8 +96,12 @@ class PlaneGroup(_message.Message):
     replicated: _builtins.bool
     """Every rank holds the same bytes: the host keeps one copy for all."""
     pool: _builtins.str
-    """Groups that name one pool lie in one slab on the device, over the same planes' bytes: the planes of each are as wide
-    as those of the others, in copy order. Their pages are numbered through; each group has a range. Empty: none.
+    """Groups that name one pool draw their pages from one free list: a page has a group from its grant until it is free
+    again. Their planes lie over the same bytes. Empty: a pool of its own.
+    """
+    state: _builtins.bool
+    """A recurrent state: valid at the end of its block alone, and kept at the positions that Publish names. It has no
+    window_tokens and no sink_tokens.
     """
     def __init__(
         self,
@@ -106,10 +111,11 @@ class PlaneGroup(_message.Message):
         sink_tokens: _builtins.int = ...,
         replicated: _builtins.bool = ...,
         pool: _builtins.str = ...,
+        state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_window_tokens", b"_window_tokens", "window_tokens", b"window_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_tokens", b"_window_tokens", "name", b"name", "pool", b"pool", "replicated", b"replicated", "sink_tokens", b"sink_tokens", "window_tokens", b"window_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window_tokens", b"_window_tokens", "name", b"name", "pool", b"pool", "replicated", b"replicated", "sink_tokens", b"sink_tokens", "state", b"state", "window_tokens", b"window_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__window_tokens: _TypeAlias = _typing.Literal["window_tokens"]  # noqa: Y015
     _WhichOneofArgType__window_tokens: _TypeAlias = _typing.Literal["_window_tokens", b"_window_tokens"]  # noqa: Y015
@@ -179,6 +185,31 @@ class GroupPages(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupPages: _TypeAlias = GroupPages  # noqa: Y015
+
+@_typing.final
+class GroupPositions(_message.Message):
+    """Positions of one group's table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    positions: _builtins.bytes
+    """Little-endian uint32, rising."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        positions: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupPositions: _TypeAlias = GroupPositions  # noqa: Y015
 
 @_typing.final
 class TimelineSlot(_message.Message):

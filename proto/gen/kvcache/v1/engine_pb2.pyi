@@ -53,7 +53,9 @@ class PageCounts(_message.Message):
 
     PAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Groups of one pool name the same number: the pages of the whole pool."""
+
     def __init__(
         self,
         *,
@@ -161,7 +163,7 @@ class RegisterResponse(_message.Message):
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def first_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The number of each group's first page in its slab: not 0 behind other groups of its pool."""
+        """0 for each group: its pages are any of its pool."""
 
     def __init__(
         self,
