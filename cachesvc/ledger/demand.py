@@ -87,4 +87,18 @@ def idle_copies(place: Place, groups: Sequence[int], *, cheap: bool = False) -> 
         return ((entry, group) for entry in found)
 
     windowed = [group for group in groups if group in place.window_leaves]
+    if place.kin and not cheap:
+        return _by_kin(place, windowed)
     return ((group, entry & ROW_MASK) for entry, group in merge(*map(entries, windowed)))
+
+
+def _by_kin(place: Place, groups: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Copies that are needed together go together, the oldest positions first."""
+    for kin in place.kin:
+        leaves = [(group, place.window_leaves[group]) for group in kin.groups if group in groups]
+        for entry in place.window_leaves[kin.lead] if leaves else ():
+            row = entry & ROW_MASK
+            yield from ((group, row) for group, order in leaves if order.filed[row])
+        is_led = place.window_leaves[kin.lead].filed
+        for group, order in leaves:
+            yield from ((group, entry & ROW_MASK) for entry in order if not is_led[entry & ROW_MASK])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cachesvc.ledger.order.copy_queues import Kin
 from cachesvc.ledger.pages.page_pool import AT_ONCE, PagePool
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT
@@ -14,7 +15,7 @@ from cachesvc.model.words import ABSENT
 class PlacePools:
     """``pools[g]``: of each group. ``shares``: the groups by pool, ``full_in`` how many of these have no window.
 
-    ``states[g]``: the state of each row's copy in a group.
+    ``states[g]``: the state of each row's copy in a group. ``kin``: the windowed groups whose copies a policy values.
     """
 
     def __init__(self, layout: Layout, pools: tuple[PagePool, ...], shares: tuple[tuple[int, ...], ...]) -> None:
@@ -25,6 +26,11 @@ class PlacePools:
         self.full_groups = layout.full_groups
         self.state_groups = layout.state_groups
         self.states = [bytearray() for _ in layout.groups]
+        self.kin: tuple[Kin, ...] = ()
+
+    def is_spent(self, row: int) -> bool:
+        """True where a prompt cannot go on behind the row: a windowed group has no copy of it."""
+        return any(self.states[kin.lead][row] == ABSENT for kin in self.kin)
 
     def share_names(self, layout: Layout) -> list[str]:
         """The name of each group's pool where it shares that with other groups, else an empty one."""

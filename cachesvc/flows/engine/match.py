@@ -78,6 +78,8 @@ def match(
         replica.shadow.matched(keys, asked, hit.device_blocks)
     if model.blocks.chooser is not None:
         follow(core, call, sequence, hit.blocks, waited)
+    if model.blocks.retention is not None:
+        _value_positions(core, model, keys, hit.full_blocks)
     if core.writing.counts_reuse and hit.row != NO_ROW:
         _count_reuse(core, model, replica, hit.row)
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks
@@ -98,6 +100,18 @@ def follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: 
             core.chores.append(Chore(NO_MODEL, blocks.index.take_over))
         if (lesson := blocks.chooser.lesson()) is not None:
             core.chores.append(Chore(NO_MODEL, lesson))
+
+
+def _value_positions(core: Core, model: Model, keys: bytes, full_blocks: int) -> None:
+    """The eviction policy learns where requests continue: of this one the full groups have ``full_blocks`` blocks."""
+    blocks = model.blocks
+    retention, tip = blocks.retention, NO_ROW
+    assert retention is not None
+    if full_blocks:
+        tip = blocks.index.rows.get(keys[(full_blocks - 1) * KEY_BYTES : full_blocks * KEY_BYTES], NO_ROW)
+    retention.arrived(tip, len(keys) // KEY_BYTES)
+    if (lesson := retention.rule.lesson()) is not None:
+        core.chores.append(Chore(NO_MODEL, lesson))
 
 
 def _tell_time(model: Model, clock: float | None) -> None:

@@ -170,7 +170,7 @@ class Registration:
         ledger, request, keep = core.ledger, self.request, core.limits.events_per_model
         policy, layout = core.eviction, request.layout
         history = policy.new_history(layout.block_tokens)
-        blocks = BlockLedger(layout, self._on_host, policy.rank, ledger.ages, ledger.moment, keep, history)
+        blocks = BlockLedger(layout, self._on_host, policy.rank, ledger.ages, ledger.moment, keep, history, policy.new_positions)
         model = ledger.models[self._model_id] = Model(
             self._model_id,
             request.name,

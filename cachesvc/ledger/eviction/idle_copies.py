@@ -11,28 +11,30 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.retention import Kin, Retention
+from cachesvc.ledger.index.retention import Retention
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK
 from cachesvc.ledger.order.class_queues import QueuedLeaves
-from cachesvc.ledger.order.copy_queues import OCTAVES, CopyQueues, least_distance, queue_number
+from cachesvc.ledger.order.copy_queues import OCTAVES, CopyQueues, Kin, least_distance, queue_number
 
 LOOKS, LOOKS_A_PAGE = 256, 4
 """Copies that a search for cheap ones looks at, in all and for each page: others are left to the next."""
 LEAVES_LOOKED = 64
 
 
-def cheap_copies(
-    ledger: BlockLedger, place: Place, groups: Sequence[int], most: int
-) -> list[tuple[int, int]]:
-    """``(group, row)`` of up to ``most`` idle copies of some groups that are worth less than the next block to go."""
+def cheap_copies(ledger: BlockLedger, place: Place, groups: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """``(group, row)`` of ``most`` idle copies of some groups that are worth less than the next block to go, or of less;
+    of as many more as are needed together with these."""
     found: list[tuple[int, int]] = []
     retention = ledger.retention
     for kin in place.kin if retention is not None else ():
         if kin.lead in groups and len(found) < most:
             assert retention is not None
             walk = _CheapCopies(ledger, retention, place, kin, worth_of_next_block(ledger, place, kin))
-            found += islice(walk.victims(LOOKS + LOOKS_A_PAGE * most), most - len(found))
+            for row in walk.victims(LOOKS + LOOKS_A_PAGE * most):
+                found += ((group, row) for group in kin.groups if place.window_leaves[group].filed[row])
+                if len(found) >= most:
+                    break
             walk.settle()
     return found
 
@@ -75,8 +77,8 @@ class _CheapCopies:
         assert isinstance(order, CopyQueues)
         self._order = order
 
-    def victims(self, looks: int) -> Iterator[tuple[int, int]]:
-        """``(group, row)``, those of the least worth first."""
+    def victims(self, looks: int) -> Iterator[int]:
+        """Rows, those of the least worth first."""
         rule, now, kin = self._retention.rule, self._retention.now, self._kin
         heads: list[tuple[float, int, int]] = []  # worth, entry, queue (-1: the entry was looked at)
         fronts: dict[int, Iterator[int]] = {}
@@ -109,7 +111,7 @@ class _CheapCopies:
                 heapq.heappush(heads, (worth_of(entry, number, saved), entry, -1))
             elif not self._is_kept(row):
                 self._taken.add(row)
-                yield from self._copies(row)
+                yield row
 
     def settle(self) -> None:
         """Note how far the copies that were looked at are from others."""
@@ -127,8 +129,3 @@ class _CheapCopies:
         capacity = place.pools[kin.lead].capacity // kin.full
         saved = retention.saved(place, kin, row, self._taken)
         return retention.rule.fallback(saved, below, kin.cost, capacity) >= 1
-
-    def _copies(self, row: int) -> Iterator[tuple[int, int]]:
-        for group in self._kin.groups:
-            if self._place.window_leaves[group].filed[row]:
-                yield group, row

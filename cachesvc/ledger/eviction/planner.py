@@ -24,6 +24,7 @@ import numpy as np
 
 from cachesvc.ledger.demand import BlockDemand, demand_of, idle_copies
 from cachesvc.ledger.eviction.drop import drop_all
+from cachesvc.ledger.eviction.idle_copies import cheap_copies
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.block_ledger import BlockLedger, Filling
@@ -94,6 +95,7 @@ class Evictor:
         most_looks: int = sys.maxsize,
         most_work: int = sys.maxsize,
         saves: bool = True,
+        spent_only: bool = False,
     ) -> tuple[EvictionPlan, bool]:
         """Victims that meet the ``demand`` for pages of ``place``, which counts them, or for a number of blocks; and
         whether as many can go.
@@ -101,7 +103,8 @@ class Evictor:
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
         which the search is given up. ``most_work``: this number of blocks, or many more in runs that the host has, is
-        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. Nothing is
+        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. ``spent_only``: only
+        blocks behind which no prompt can go on. Nothing is
         changed yet; the caller passes the plan to ``carry_out`` or drops it.
         """
         demand = BlockDemand(demand) if isinstance(demand, int) else demand
@@ -111,7 +114,8 @@ class Evictor:
         gone, lingering = Counter[int](), set[int]()
         others = [each.states[each.lead] for each in index.places if each is not place]
         looks, work = 0, 0.0
-        while demand.left > 0 and looks < most_looks and work < most_work and (row := walk.next()) is not None:
+        next_row = walk.next_spent if spent_only else walk.next
+        while demand.left > 0 and looks < most_looks and work < most_work and (row := next_row()) is not None:
             looks += 1
             lasting_children = index.children[row] - gone[row]
             is_elsewhere = READY in map(itemgetter(row), others)
@@ -398,11 +402,14 @@ def drop_idle_copies(
 ) -> int:
     """Drop windowed copies that no window holds, by their order, towards ``wanted[g]`` pages of group g, ``most`` in
     each pool; returns how many of a pool. ``cheap``: only in pools that full groups draw from too, and only copies that
-    no hit has used and no sequence has ended on."""
+    no hit has used and no sequence has ended on, or that a policy finds worth less than the next block to go."""
     found = 0
     for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
         if short > 0 and full < len(groups) and (full or not cheap):
-            victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))
+            if cheap and place.kin:
+                victims = cheap_copies(ledger, place, groups, min(short, most))
+            else:
+                victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))
             for group, row in victims:
                 ledger.drop_window(place, group, row)
             found = max(found, len(victims))

@@ -9,6 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.ledger.index.orders import SPENT
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK
 from cachesvc.ledger.order.class_queues import NO_SEGMENT, QueuedLeaves
@@ -59,12 +60,19 @@ class Walk:
         self._front = Front(place.leaves)
         self._children: dict[int, int] = {}
         self._stamps: dict[int, int] = {}
+        self.spent_only = False
         self._goes_by_use = ledger.rank(1, 0, 0) == ledger.rank(1, 1, 1)
 
     def next(self) -> int | None:
         """The next candidate, or None."""
         entry = self._front.pop()
         return None if entry is None else entry & ROW_MASK
+
+    def next_spent(self) -> int | None:
+        """The next candidate where no prompt can go on behind it, or None; ends the walk. Runs end likewise."""
+        self.spent_only = True
+        row = self.next()
+        return row if row is not None and self.place.is_spent(row) else None
 
     def take(self, row: int) -> None:
         """Count ``row`` as gone from the place; its parent may become a candidate."""
@@ -79,6 +87,8 @@ class Walk:
         self._stamps[parent] = stamp
         if left == 0 and self._is_free(parent):
             rank = self.ledger.rank(stamp, index.hits[parent], index.depth[parent])
+            if place.kin and place.is_spent(parent):
+                rank -= SPENT
             self._expose(rank << ROW_BITS | parent)
 
     def run(self, row: int, most: int) -> list[int]:
@@ -116,6 +126,8 @@ class Walk:
         while len(run) < most:
             row = parent[row]
             if row == NO_ROW or children[row] != 1 or pins[row] or flights[row] or states[row] != READY:
+                break
+            if self.spent_only and not place.is_spent(row):
                 break
             if not least <= column[row] <= most_there or max(map(itemgetter(row), others), default=0) != elsewhere:
                 break

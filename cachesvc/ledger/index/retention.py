@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.ledger.index.windows import hit_window_blocks
 from cachesvc.ledger.order.clock import Clock
-from cachesvc.ledger.order.copy_queues import CopyQueues, PositionRule
+from cachesvc.ledger.order.copy_queues import CopyQueues, Kin, PositionRule
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, READY
 
@@ -24,34 +24,14 @@ TICKS = 1000
 """Order of positions in a queue, to the millisecond."""
 
 
-class Kin(NamedTuple):
-    """Windowed groups of one shared pool whose copies a hit needs at the same rows. ``window``, ``sinks``: in blocks.
-    ``cost``: memory that one position takes, in blocks of the pool's full groups, each of ``full`` pages."""
-
-    groups: tuple[int, ...]
-    window: int
-    sinks: int
-    full: int
-
-    @property
-    def lead(self) -> int:
-        """The group that tells where there are copies."""
-        return self.groups[0]
-
-    @property
-    def cost(self) -> float:
-        """See the class."""
-        return self.window * len(self.groups) / self.full
-
-
-def kin_of(layout: Layout, shares: Sequence[Sequence[int]], window_blocks: Callable[[int], int]) -> tuple[Kin, ...]:
+def kin_of(layout: Layout, shares: Sequence[Sequence[int]]) -> tuple[Kin, ...]:
     """The windowed groups that draw from pools of full groups, those with the same needs together."""
     found: dict[tuple[int, int, int], list[int]] = {}
     for at, groups in enumerate(shares):
         full = sum(group in layout.full_groups for group in groups)
         for group in groups if full else ():
             if group in layout.window_groups:
-                found.setdefault((at, window_blocks(group), layout.sink_blocks(group)), []).append(group)
+                found.setdefault((at, hit_window_blocks(layout, group), layout.sink_blocks(group)), []).append(group)
     return tuple(
         Kin(tuple(groups), window, sinks, sum(group in layout.full_groups for group in shares[at]))
         for (at, window, sinks), groups in found.items()
@@ -73,9 +53,9 @@ class Retention:
         """Seconds by which positions age."""
         return self._clock.seconds
 
-    def queues(self, place: Place, group: int, kin: Kin) -> CopyQueues:
-        """The order of a group's idle copies on a place."""
-        index, rule = self._index, self.rule
+    def queues(self, place: Place, kin: Kin) -> CopyQueues:
+        """The order of the idle copies of a kin's lead on a place."""
+        index, rule, group = self._index, self.rule, kin.lead
         states, pins, places = place.states[group], place.window_pins[group], index.told
         depth, serves = index.depth, array("i")
 

@@ -7,14 +7,35 @@ copies above are dropped it only grows, so that the queue tells the least that a
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, LeafOrder, Rank, SortedEntries
 
 OCTAVES = 16
 """Queues of a class: distances to the copies above of 1, 2 to 3, 4 to 7 blocks and so on."""
+
+
+class Kin(NamedTuple):
+    """Windowed groups of one shared pool whose copies a hit needs at the same rows. ``window``, ``sinks``: in blocks.
+    ``cost``: memory that one position takes, in blocks of the pool's full groups, each of ``full`` pages."""
+
+    groups: tuple[int, ...]
+    window: int
+    sinks: int
+    full: int
+
+    @property
+    def lead(self) -> int:
+        """The group that tells where there are copies."""
+        return self.groups[0]
+
+    @property
+    def cost(self) -> float:
+        """See the class."""
+        return self.window * len(self.groups) / self.full
 
 
 class PositionRule(Protocol):
@@ -95,9 +116,8 @@ class CopyQueues(LeafOrder):
             self._serves[row] = position
 
     def __iter__(self) -> Iterator[int]:
-        """Entries in no order. Nothing may be changed meanwhile."""
-        for queue in self.queues.values():
-            yield from queue
+        """Entries, the oldest position first. Nothing may be changed meanwhile."""
+        return heapq.merge(*self.queues.values())
 
     @property
     def buckets(self) -> list[list[int]]:

@@ -17,7 +17,8 @@ from enum import IntEnum
 import numpy as np
 
 from cachesvc.policy.hazard.ages import bin_of
-from cachesvc.policy.hazard.rates import LANDMARKS_A_STEP, Floats, Ints, Open, Rates
+from cachesvc.policy.hazard.rates import LANDMARKS_A_STEP, Floats, Ints
+from cachesvc.policy.positions.rates import PositionRates, Waiting
 from cachesvc.policy.positions.worth import copy_worth, end_worth, fallback
 
 NO_CLASS = 0
@@ -46,14 +47,14 @@ class Positions:
     def __init__(self) -> None:
         self.classes = array("H")
         self.since = array("d")
-        self.rates = Rates()
+        self.rates = PositionRates()
         self.requests = 0
         self._kinds: list[Kind] = []
         self._numbers: dict[tuple[Kind, int], int] = {}
         self._next_fit = FIRST_FIT
         self._refit: Iterator[None] | None = None
         self._has_lesson = False
-        self.rates.add_row(1, (len(Kind),))  # number 0 is no class
+        self.rates.add_class(Kind.MIDDLE)  # number 0 is no class
         self._kinds.append(Kind.MIDDLE)
 
     def grow(self, rows: int) -> None:
@@ -78,7 +79,7 @@ class Positions:
     def continued(self, row: int, depth: int, now: float, *, goes_on: bool) -> None:
         """A request continues at a position; ``goes_on``: it has blocks behind it."""
         number = self.classes[row]
-        self.rates.touched(number, now - self.since[row], 1.0)
+        self.rates.continued(number, now - self.since[row])
         kind = self._kinds[number]
         if goes_on:
             kind = Kind.PASSED if kind is Kind.END else Kind.BRANCH
@@ -88,7 +89,7 @@ class Positions:
         """A request has ended, and this is its last position."""
         if not self.classes[row]:
             self._begin(row, Kind.END, depth, now)
-        elif self._kinds[self.classes[row]] is Kind.MIDDLE:
+        elif self._kinds[self.classes[row]] in (Kind.MIDDLE, Kind.PASSED):
             self.left(row, now)
             self._begin(row, Kind.END, depth, now)
 
@@ -96,7 +97,7 @@ class Positions:
         """The row is no longer known. No-op where it is no position."""
         number = self.classes[row]
         if number:
-            self.rates.forgotten(number, now - self.since[row], 1.0)
+            self.rates.left(number, now - self.since[row])
             self.classes[row] = NO_CLASS
 
     def _begin(self, row: int, kind: Kind, depth: int, now: float) -> None:
@@ -107,7 +108,7 @@ class Positions:
         name = (kind, min((depth + 1).bit_length(), DEPTH_OCTAVES))
         number = self._numbers.get(name)
         if number is None:
-            number = self._numbers[name] = self.rates.add_row(0, (int(kind),))
+            number = self._numbers[name] = self.rates.add_class(kind)
             self._kinds.append(kind)
         return number
 
@@ -118,7 +119,7 @@ class Positions:
         self.requests += 1
         if self._refit is None and self.requests >= self._next_fit:
             self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
-            self._refit = self.rates.refit(self._open(now))
+            self._refit = self.rates.refit(self._waiting(now))
             self._has_lesson = True
 
     def lesson(self) -> Callable[[], bool] | None:
@@ -133,13 +134,13 @@ class Positions:
             self._refit = None
         return self._refit is None
 
-    def _open(self, now: float) -> Iterator[Open]:
+    def _waiting(self, now: float) -> Iterator[Waiting]:
         """Positions that wait for a request, some at a time."""
         for first in range(0, len(self.classes), LANDMARKS_A_STEP):
-            rows: Ints = np.array(self.classes[first : first + LANDMARKS_A_STEP], np.int64)
+            classes: Ints = np.array(self.classes[first : first + LANDMARKS_A_STEP], np.int64)
             ages: Floats = now - np.array(self.since[first : first + LANDMARKS_A_STEP])
-            known = rows > NO_CLASS
-            yield Open(rows[known], np.maximum(ages[known], 0.0), np.ones(int(known.sum())))
+            known = classes > NO_CLASS
+            yield Waiting(classes[known], np.maximum(ages[known], 0.0))
 
     # -- what is known -----------------------------------------------------------------------------------------
 
