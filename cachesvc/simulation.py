@@ -139,7 +139,8 @@ class Simulation:
         answer = self._run(publish, core, call, sequence, first, sealed, blocks - first, states=states)
         if layout.window_groups:
             dead = tuple(ends[-1] if ends and group in layout.state_groups else 0 for group in layout.window_groups)
-            self._run(recycle, core, call, sequence, blocks * layout.block_tokens, (*answer.kept, *answer.spares), dead_blocks=dead)
+            idle = (*answer.kept, *answer.spares)
+            self._run(recycle, core, call, sequence, blocks * layout.block_tokens, idle, dead_blocks=dead)
 
     def _run(self, flow: Callable[..., Answer | Wait], *arguments: object, **named: object) -> Answer:
         while isinstance(answer := flow(*arguments, **named), Wait):

@@ -23,8 +23,8 @@ LEAVES_LOOKED = 64
 
 
 def cheap_copies(ledger: BlockLedger, place: Place, groups: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """``(group, row)`` of ``most`` idle copies of some groups that are worth less than the next block to go, or of less;
-    of as many more as are needed together with these."""
+    """``(group, row)`` of ``most`` idle copies of some groups that are worth less than the next block to go, or of
+    fewer; copies that are needed together go together."""
     found: list[tuple[int, int]] = []
     retention = ledger.retention
     for kin in place.kin if retention is not None else ():

@@ -103,9 +103,9 @@ class Evictor:
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
         which the search is given up. ``most_work``: this number of blocks, or many more in runs that the host has, is
-        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same. ``spent_only``: only
-        blocks behind which no prompt can go on. Nothing is
-        changed yet; the caller passes the plan to ``carry_out`` or drops it.
+        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same.
+        ``spent_only``: only blocks behind which no prompt can go on. Nothing is changed yet; the caller passes the plan
+        to ``carry_out`` or drops it.
         """
         demand = BlockDemand(demand) if isinstance(demand, int) else demand
         index, walk = self.ledger.index, walk_of(self.ledger, place)

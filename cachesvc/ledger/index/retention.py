@@ -120,7 +120,7 @@ class Retention:
         for place in self._index.places:
             for kin in place.kin:
                 order = place.window_leaves[kin.lead]
-                at, rows = row, []
+                at, rows = row, list[int]()
                 while at != NO_ROW and len(rows) < kin.window:
                     rows.append(at)
                     at = parent[at]

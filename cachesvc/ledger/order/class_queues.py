@@ -39,7 +39,8 @@ class Path(Protocol):
 
 
 class Heads:
-    """The first candidate of each queue: its rank (``NO_RANK``: none; -1: it goes before all others), segment, depth, and since when it ages."""
+    """The first candidate of each queue: its rank (``NO_RANK``: none; -1: before all others), segment, depth, and since
+    when it ages."""
 
     def __init__(self, queues: int) -> None:
         self.ranks: Ints = np.full(queues, NO_RANK, np.int64)

@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from cachesvc.model.requests import LINEAR_TOKENS, Ended
 from cachesvc.model.text.nearest import did_you_mean
+from cachesvc_ctl.lab.simulation.hybrid import NO_COPIES, Copies
 from cachesvc_ctl.lab.simulation.optimum import optimal_hits
+from cachesvc_ctl.lab.simulation.references import ENDS, EVERY, reference_hits
 from cachesvc_ctl.lab.traces.prompts import Prompts
 from cachesvc_ctl.lab.traces.trace import SECONDS_A_TOKEN
 
@@ -29,12 +31,13 @@ class SimulationFailed(Exception):
 
 
 class Cell(NamedTuple):
-    """Parameters of one simulation; pools in blocks."""
+    """Parameters of one simulation; pools in blocks. ``copies``: what a hybrid model keeps in the same pools."""
 
     policy: str
     write_policy: str
     device_blocks: int
     host_blocks: int
+    copies: Copies = NO_COPIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,15 @@ def grid(
     return [Cell(policy, writes, device, host) for device, host, writes, policy in combinations]
 
 
+def hybrid_grid(policies: Sequence[str], device_blocks: Sequence[int], copies: Copies) -> list[Cell]:
+    """For each size the reference rules, then each policy with the copies of a hybrid model, and without any."""
+    cells = []
+    for blocks in device_blocks:
+        cells += [Cell(rule, "write_back", blocks, 0, copies) for rule in (EVERY, ENDS)]
+        cells += [Cell(policy, "write_back", blocks, 0, kept) for policy in policies for kept in (copies, NO_COPIES)]
+    return cells
+
+
 def run_grid(prompts: Prompts, cells: Sequence[Cell], processes: int, tell: Callable[[int, int], None]) -> list[Row]:
     """A row for each cell, in their order. Cells that cannot differ are run once. ``tell``: runs that are done, of all.
 
@@ -99,6 +111,8 @@ def run_cell(prompts: Prompts, cell: Cell) -> Row:
         hits = device = optimal_hits(prompts, cell.device_blocks)
         if cell.host_blocks:
             hits = optimal_hits(prompts, cell.device_blocks, cell.host_blocks)
+    elif cell.policy in (EVERY, ENDS):
+        hits = device = reference_hits(prompts, cell.device_blocks, cell.copies, keeps_every=cell.policy == EVERY)
     else:
         device, hits = _serve_all(prompts, cell)
     seconds = time.perf_counter() - began
@@ -119,9 +133,9 @@ def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
 
 def _serve_all(prompts: Prompts, cell: Cell) -> tuple[list[int], list[int]]:
     """Serve all prompts; of each prompt the hits on the device, and all hits."""
-    from cachesvc.simulation import Pools, Simulation
+    from cachesvc.simulation import Copies, Pools, Simulation
 
-    simulation = Simulation(Pools(*cell), prompts.block_tokens)
+    simulation = Simulation(Pools(*cell[:-1], Copies(*cell.copies)), prompts.block_tokens)
     device, both = [], []
     for number, (now, output) in enumerate(zip(prompts.seconds.tolist(), prompts.output_tokens.tolist(), strict=True)):
         keys = prompts.keys(number)
