@@ -121,9 +121,8 @@ def build(
     facts = _facts(config, base, health, calls, keyring)
     following = EventService(node, config.event_subscribers)
     reloader = _reloader(config, base, calls, administration, facts, reread)
-    inspection = Inspection(node, checksums)
-    storage, quotas = base.storages.answers, calls.all_quotas
-    admin = AdminService(calls.edge, inspection, administration, facts, quotas, reloader.reload, storage)
+    storage, quotas, reload = base.storages.answers, calls.all_quotas, reloader.reload
+    admin = AdminService(calls.edge, Inspection(node, checksums), administration, facts, quotas, reload, storage)
     services = Services(calls.engine, calls.lease, calls.cache, following, admin)
     dispatcher = calls.edge.dispatcher
     return Parts(
@@ -198,7 +197,7 @@ async def run(parts: Parts) -> None:
         loop.add_signal_handler(signal.SIGHUP, _reload, parts)
         await parts.stopping.wait()
         await parts.administration.drain()
-        await parts.administration.wait_for_engines()
+        await parts.administration.wait_for_engines(parts.base.storages.flush)
     events.event("stopped")
 
 
@@ -304,7 +303,7 @@ def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
     admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
     dispatcher = Dispatcher(node, admission, base.telemetry.watch if base.telemetry.is_on else None)
     edge = Edge(dispatcher, base.telemetry.tracer)
-    cache = CacheService(edge, config.operations_per_step, quotas)
+    cache = CacheService(edge, config.operations_per_step)
     return Calls(
         edge,
         quotas or Quotas(node.core, lambda _: NO_QUOTA),
@@ -343,8 +342,9 @@ def _facts(config: Config, base: Base, health: DeviceHealth, calls: Calls, keyri
         host_pool=base.host_pool,
         health=health,
         transports=calls.transports,
+        loop=base.node.loop_watch,
         keyring=keyring,
-        peers_attention=base.storages.nodes.attention,
+        other_attention=base.storages.attention,
     )
 
 

@@ -24,7 +24,7 @@ from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.pages.page_pool import PagePool
-from cachesvc.ledger.shared_pages import group_pools
+from cachesvc.ledger.pages.shared_pool import group_pools
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

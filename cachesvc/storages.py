@@ -6,9 +6,11 @@ import asyncio
 import time
 
 from cachesvc.config import Config
+from cachesvc.flows.storage.flush import begin_flush, go_on
 from cachesvc.memory.host.pool import HostPool
 from cachesvc.nodes import Nodes
 from cachesvc.peer.sources import Nowhere, Sources
+from cachesvc.policy.eviction import eviction_policy
 from cachesvc.service.admin.storage_answers import StorageAnswers
 from cachesvc.service.calls.storage_events import StorageFlows
 from cachesvc.service.calls.storage_metrics import read_storage
@@ -18,14 +20,16 @@ from cachesvc.storage.file.options import file_options
 from cachesvc.storage.mooncake.engine import MooncakeStorage
 from cachesvc.storage.mooncake.options import mooncake_options
 from cachesvc.storage.objects import ObjectStore
-from cachesvc.storage.seam import StorageBackend
-from cachesvc.storage.spec import StorageSpec, parse_storage
+from cachesvc.storage.seam import Rank, StorageBackend, oldest_first
+from cachesvc.storage.spec import StorageSpec, WriteWhen, parse_storage
 from cachesvc.storage.tier import Tier
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.telemetry.metric_reader import Reading
 
 KINDS = ("file", "mooncake")
+FLUSH_LOOK_SECONDS, FLUSH_TELL_SECONDS = 0.02, 1.0
+"""Intervals of the flush at a stop: between two looks at what is left, and between two log lines, seconds."""
 TICK_SECONDS = 0.2
 """Interval at which expired waits are reported, and canaries sent, seconds."""
 
@@ -42,11 +46,27 @@ def check_storage(text: str) -> StorageSpec | None:
     return spec
 
 
-def make_backend(spec: StorageSpec) -> StorageBackend:
-    """The engine that was named. Raises InvalidRequest."""
+def make_backend(spec: StorageSpec, rank: Rank = oldest_first) -> StorageBackend:
+    """The engine that was named; ``rank``: in which order it evicts. Raises InvalidRequest."""
     if spec.kind == "mooncake":
         return MooncakeStorage(mooncake_options(spec))
-    return FileStorage(file_options(spec))
+    return FileStorage(file_options(spec), rank=rank)
+
+
+def flags_that_keep_nothing(config: Config, spec: StorageSpec) -> list[tuple[str, str]]:
+    """Flags that keep blocks from storage whatever is served, each with the reason."""
+    out = []
+    if not config.host_pool:
+        out.append(
+            ("--host-pool", "what is written, and what is read, passes through the host pool, which has 0 bytes")
+        )
+    if spec.tier.write is WriteWhen.NEVER:
+        out.append(("--storage ...&write=never", "nothing is written: only what other daemons keep there is read"))
+    elif not spec.tier.write_rate:
+        out.append(("--storage ...&write_rate=0", "no byte may be written; leave it out, or give a size"))
+    if not spec.tier.wait:
+        out.append(("--storage ...&wait=0", "no Match waits for what is read: only Prefetch brings blocks"))
+    return out
 
 
 class Storages:
@@ -55,6 +75,8 @@ class Storages:
 
     def __init__(self, config: Config) -> None:
         self._spec = check_storage(config.storage)
+        self._idle_flags = [] if self._spec is None else flags_that_keep_nothing(config, self._spec)
+        self._eviction = eviction_policy(config.eviction)
         self.nodes = Nodes(config)
         self.tier: Tier | None = None
         self._flows: StorageFlows | None = None
@@ -86,7 +108,7 @@ class Storages:
         options = peers.tier if spec is None and peers is not None else spec.tier if spec is not None else None
         if options is None:
             return
-        backend: StorageBackend = Nowhere() if spec is None else make_backend(spec)
+        backend: StorageBackend = Nowhere() if spec is None else make_backend(spec, self._eviction.rank)
         if self.nodes.peers is not None:
             backend = Sources(self.nodes.peers, backend)
         store = ObjectStore(backend, time.monotonic)
@@ -103,9 +125,44 @@ class Storages:
         if self.tier is not None:
             self.tier.start()
             events.event("storage_ready", storage=self.text)
+            for flag, reason in self._idle_flags:
+                events.warning("storage_keeps_nothing", flag=flag, reason=reason)
         await self.nodes.start()
         if self.tier is not None or self.nodes.desk is not None:
             self._tick()
+
+    async def flush(self, seconds: float) -> None:
+        """Write what is worth keeping before the daemon ends, the best first, for so long at most."""
+        tier, node = self.tier, self._node
+        if tier is None or node is None or not seconds:
+            return
+        tier.budget.lift()
+        began = told = time.monotonic()
+        left = blocks = node.run(begin_flush, node.core, tier.backend.totals().capacity_bytes)
+        if blocks:
+            events.event("storage_flush_began", blocks=blocks, seconds=seconds)
+        while left and tier.breaker.is_closed and time.monotonic() < began + seconds:
+            await asyncio.sleep(FLUSH_LOOK_SECONDS)
+            left = node.run(go_on, node.core)
+            if left and time.monotonic() >= told + FLUSH_TELL_SECONDS:
+                told = time.monotonic()
+                events.event("storage_flush_progress", blocks=blocks, left=left)
+        if blocks:
+            events.event("storage_flushed", blocks=blocks, left=left, seconds=round(time.monotonic() - began, 3))
+
+    def attention(self) -> list[str]:
+        """Sentences about what is wrong with storage, or with other nodes."""
+        out = self.nodes.attention()
+        if self.tier is None:
+            return out
+        totals, breaker = self.tier.backend.totals(), self.tier.breaker
+        if not breaker.is_closed:
+            out.append(f"storage is not used: {breaker.reason}; it is tried again by itself")
+        if totals.problem and totals.is_usable:
+            out.append(f"storage: {totals.problem}; what is there is served, nothing is written")
+        if totals.stuck_objects:
+            out.append(f"storage: {totals.stuck_objects} files cannot be removed, and take room; the log says why")
+        return out
 
     async def close(self) -> None:
         """Take nothing more. Idempotent."""

@@ -14,16 +14,13 @@ from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.ledger.shared_pages import GroupPool
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 from tests.candidates import candidates, lost, segments
+from tests.page_audit import Holding, page_problems
 
 Claim = Callable[[int, int, PageState, str], None]
-NO_GROUP = -1
-Holding = dict[tuple[int, int], tuple[PageState, str]]
 
 
 class Audit(NamedTuple):
@@ -270,28 +267,7 @@ def _pages(ledger: Ledger, model: Model, place: Place) -> Iterator[str]:
     for group, page in ((group, page) for group, pool in enumerate(place.pools) for page in pool.stuck):
         claim(group, page, PageState.QUARANTINED, "copies that never ended")
     yield from out
-    for groups in place.shares:
-        pools = [place.pools[group] for group in groups]
-        for pool in pools:
-            yield from pool.problems()
-        for page, state in enumerate(pools[0].states):
-            mine = [(group, held[group, page]) for group in groups if (group, page) in held]
-            if len(mine) > 1:
-                yield f"{pools[0].name} page {page}: held by {mine}"
-            group, expected = mine[0] if mine else (NO_GROUP, (PageState.FREE, "no holder"))
-            if state != expected[0]:
-                yield f"{pools[0].name} page {page}: {PageState(state).name}, but held by {expected[1]}"
-            if len(groups) > 1 and group != _group_of(pools, groups, page):
-                yield f"{pools[0].name} page {page}: not of group {group}, which holds it"
-
-
-def _group_of(pools: list[PagePool], groups: tuple[int, ...], page: int) -> int:
-    """The group that a shared pool says a page is of."""
-    for pool, group in zip(pools, groups, strict=True):
-        assert isinstance(pool, GroupPool)
-        if pool.owners[page] == pool.mark:
-            return group
-    return NO_GROUP
+    yield from page_problems(place, held)
 
 
 def _tables(ledger: Ledger, model: Model) -> Iterator[str]:

@@ -362,6 +362,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpus": tables_running.gpus,
     "gpus-peers": tables_running.gpus_peers,
     "gpus-beside": tables_running.gpus_beside,
+    "gpus-4": lambda: tables_running.gpus("gpus-4.json"),
+    "gpus-8": lambda: tables_running.gpus("gpus-8.json"),
+    "gpus-8-beside": lambda: tables_running.gpus_beside("gpus-8.json"),
+    "vllm-ranks": tables_vllm.ranks,
     "vllm-models": tables_vllm.models,
     "vllm-features": tables_vllm.features,
 }

@@ -9,6 +9,7 @@ from tools.results import load, rows
 MIB = 1 << 20
 WHEN = ("alone", "attacked")
 MEMORY = ("before", "most", "after")
+HANG_PHASES = ("before", "during", "after")
 PHASES = ("idle", "beside")
 
 
@@ -149,9 +150,9 @@ def inspection() -> str:
     return rows(["asked meanwhile", "answered in, s", "Step of 32, p50 / p99 ms"], body, found["machine"])
 
 
-def gpus() -> str:
+def gpus(name: str = "gpus.json") -> str:
     """Copies on several GPUs at once beside plain copies on all of them."""
-    found = load("gpus.json")
+    found = load(name)
     cells: dict[str, dict[int, str]] = {}
     for row in found["copies"]["rows"]:
         label = f"{row['kind']}, {row['way']}, {row['steps']}, {row['gpu_mib']:,} MiB a GPU"
@@ -178,9 +179,9 @@ def gpus_peers() -> str:
     return rows(head, body, found["machine"])
 
 
-def gpus_beside() -> str:
-    """Calls beside swaps on several GPUs, and a mover that is killed."""
-    found = load("gpus.json")
+def gpus_beside(name: str = "gpus.json") -> str:
+    """Calls beside swaps on several GPUs, a mover that is killed, and one that hangs."""
+    found = load(name)
     budgets, calls, killed = found["budgets"], found["calls"], found["kill"]
     body = []
     for name, label in (("step", "Step, 32 grow and publish"), ("match", "Match of 2,048 blocks")):
@@ -190,6 +191,12 @@ def gpus_beside() -> str:
     for at, other in enumerate(killed["others"]):
         during = f"{other['during']:.1f}, then {other['after']:.1f}; longest ticket {other['longest_ms']:.0f} ms"
         body.append([f"GPU {at} beside a mover that is killed, GB/s", f"{other['before']:.1f}", during, ""])
+    if hang := found.get("hang"):
+        before, during, after = (f"{sum(hang[phase][: len(hang['during'])]):.0f}" for phase in HANG_PHASES)
+        body.append(["other GPUs beside a mover that hangs, GB/s", before, f"{during}, then {after}", ""])
+        body.append(["until a new engine on that GPU has swapped", "", f"{hang['served_again_s']:.1f} s", ""])
+        started = f"{hang['start_beside_hung_s']:.2f} s"
+        body.append(["daemon ready; beside a mover that hangs", f"{hang['ready_s']:.2f} s", started, ""])
     again = f"{killed['again_s']:.2f} s (its ticket failed after {killed['told_s']:.2f} s)"
     body.append(["until that GPU is served again", "", again, f"budget {budgets['again_s']:g} s"])
     return rows([f"{found['gpus']} GPUs", "before or idle", "beside", ""], body, found["machine"])

@@ -9,6 +9,7 @@ from tools.results import ROOT, load, rows
 
 PAGE = ROOT / "docs" / "vllm.md"
 SUPPORT = ROOT / "docs" / "data" / "vllm-support.toml"
+RANKS = ("vllm-tp4.json", "vllm-tp8.json", "vllm-mla-tp4.json")
 NOT_TRIED = "not tried"
 
 
@@ -25,6 +26,29 @@ def models() -> str:
 def features() -> str:
     """A row for each feature."""
     return _table("feature", support()["features"])
+
+
+def ranks() -> str:
+    """First tokens under tensor parallelism: computed, found by the same engine and by another one, and alone."""
+    body, machines = list[list[str]](), list[dict[str, Any]]()
+    for name in RANKS:
+        found = load(name)
+        shape, machine = found["shape"], found["machine"]
+        machines += [machine] if machine not in machines else []
+        for ours, plain in zip(found["a"]["ours"], found["a"]["plain"], strict=True):
+            times = [ours["computed_ms"], ours["again_ms"], ours["other_ms"], plain["again_ms"]]
+            label = f"{shape['model']}, {shape['ranks']} GPUs, {ours['tokens']:,} tokens"
+            same = max(ours["other_apart"], ours["again_apart"])
+            body.append([label, *(f"{each:.0f}" for each in times), f"{same:g}"])
+    head = [
+        "ms to the first token",
+        "computed",
+        "its own hit",
+        "another engine's hit",
+        "vLLM alone, its own hit",
+        "apart",
+    ]
+    return rows(head, body, *machines)
 
 
 def ran(run: str) -> tuple[str, str]:

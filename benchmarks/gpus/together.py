@@ -1,7 +1,7 @@
 """Several GPUs at once, through the real swap engine and a mover process for each.
 
-    python -m benchmarks.gpus [--backend shm|cuda] [--gpus N] [--parts copies peers calls kill] [--json OUT] [--quick]
-                              [--mib 512 2048] [--repeats 5]
+    python -m benchmarks.gpus [--backend shm|cuda] [--gpus N] [--parts copies peers calls kill hang] [--json OUT]
+                              [--mib 512 2048] [--repeats 5] [--quick]
 
 ``copies``: single pages, scattered on both sides, in one ticket whose ranks are the GPUs (``ranks``), or in a ticket
 for each GPU's own model, all at once (``replicas``). ``MiB`` is what each GPU moves each way. ``steps``: ``whole``: all
@@ -26,6 +26,10 @@ of the sizes above out and in without a pause (``beside``). Budget: 1.2 times th
 ticket failed and a new replica there had loaded its first pages, which are checked (budget 3 s); and the other GPUs'
 GB/s in the half second before the kill, from it on, and from when the GPU is served again, and their longest ticket.
 
+``hang``: an engine on each GPU swaps without a pause, and the last GPU's mover is stopped (SIGSTOP). Reported are each
+other engine's GB/s before, meanwhile and after, when a new engine on that GPU had swapped, and how long a daemon takes
+to start, and to serve another GPU, beside a mover that hangs.
+
 On two H100s each part is made to take a minute and a half at most; ``--quick`` (planes of 128 KiB, the first size,
 fewer calls) is a small part of that. Where a part fails the others are measured, and the exit code is 1.
 """
@@ -34,15 +38,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import signal
 import statistics
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,16 +50,17 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpus.fleet import Fleet, Moved
 from benchmarks.gpus.gpu_calls import Swap, measure_calls
+from benchmarks.gpus.gpu_hang import measure_hang
+from benchmarks.gpus.gpu_kill import measure_kill
 from benchmarks.gpus.gpu_peers import measure_peers
 from benchmarks.support.machine import describe_gpu, describe_machine, fail, require_gpu
-from benchmarks.support.mover import WAIT_SECONDS, Mover, two_plane_layout
+from benchmarks.support.mover import Mover, two_plane_layout
 from benchmarks.support.recording import write_result
 from benchmarks.swap.plain import MOST_BYTES, PlainCopies, seconds_at_once
 from benchmarks.swap.swaps import FEWEST_REPEATS, ROW_SECONDS, WAYS, Way
 from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.config import DEVICE_MEMORY
 from cachesvc.memory.interface import Slab
-from cachesvc.model.errors import Unavailable
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import Transfer
 from gpu_ops.gpu import find_gpus
@@ -67,13 +68,9 @@ from gpu_ops.gpu import find_gpus
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BUDGETS = {"time": 1.1, "p99": 1.2, "again_s": 3.0}
 MEASURED_WAYS = WAYS[:4]
-BOTH_WAYS = WAYS[2]
 MOVED_PART = 4
 """One of this number of pages moves each way: two ways, and a gap behind each page."""
 BUSY_SECONDS = 0.5
-WINDOW_SECONDS, SETTLE_SECONDS = 0.5, 1.5
-Log = list[tuple[float, float]]
-"""Start and end of each ticket."""
 
 
 class Sizes(NamedTuple):
@@ -247,6 +244,13 @@ def calls(ground: Ground, found: dict[str, Any]) -> None:
     measure_calls(ground.backend, ground.devices, swap, ground.sizes.calls, found)
 
 
+def hang(ground: Ground, found: dict[str, Any]) -> None:
+    """Stop the last device's mover. Raises DaemonFailed, NeighbourLost."""
+    layout, _ = ground.sizes.layouts(ground.sizes.widths[-1], len(ground.devices))
+    swap = Swap(layout, ground.sizes.mib[0] * MIB // layout.page_bytes(0))
+    measure_hang(ground.backend, ground.devices, swap, found)
+
+
 def kill(ground: Ground, found: dict[str, Any]) -> None:
     """Kill the last device's mover while all swap. Raises CacheError, AssertionError for wrong bytes, and what breaks
     swaps elsewhere."""
@@ -256,76 +260,7 @@ def kill(ground: Ground, found: dict[str, Any]) -> None:
         layouts = ground.sizes.layouts(ground.sizes.widths[-1], len(ground.devices))
         fleet = Fleet(mover, ground.devices, slabs, layouts, pool_bytes // layouts[0].page_bytes(0))
         fleet.start(itertools.count())
-        blocks = ground.sizes.mib[0] * MIB // fleet.page_bytes
-        logs, killed, told, again = swap_and_kill(fleet, blocks)
-        for at in range(len(ground.devices)):
-            load(fleet, at, blocks)
-    moved = 2 * blocks * fleet.page_bytes
-    windows = {"before": killed - WINDOW_SECONDS, "during": killed, "after": again}
-    others = [
-        {name: rate_in(log, first, moved) for name, first in windows.items()}
-        | {"longest_ms": max((ended - began for began, ended in log if ended > killed), default=0.0) * 1e3}
-        for log in logs[:-1]
-    ]
-    found |= {"told_s": told - killed, "again_s": again - killed, "others": others}
-    print(
-        f"the mover of GPU {len(others)} killed: its ticket failed after {found['told_s']:.3f} s, a new replica had "
-        f"its first pages after {found['again_s']:.2f} s (budget {BUDGETS['again_s']:g}); GB/s of the others:",
-        flush=True,
-    )
-    for at, other in enumerate(others):
-        print(f"  GPU {at}: " + ", ".join(f"{name} {value:.2f}" for name, value in other.items()), flush=True)
-
-
-def swap_and_kill(fleet: Fleet, blocks: int) -> tuple[list[Log], float, float, float]:
-    """The tickets of each device, and when the last one's mover was killed, its ticket failed, and pages came again."""
-    victim, stop = len(fleet.devices) - 1, threading.Event()
-    logs: list[Log] = [[] for _ in fleet.devices]
-    todo = [fleet.transfers([model], BOTH_WAYS, blocks) for model in fleet.replicas]
-    with ThreadPoolExecutor(len(todo)) as threads:
-        try:
-            runs = [threads.submit(swap_until, stop, fleet, mine, log) for mine, log in zip(todo, logs, strict=True)]
-            time.sleep(SETTLE_SECONDS)  # the undisturbed rate of all devices is reported too
-            killed = time.perf_counter()
-            os.kill(fleet.pid(victim), signal.SIGKILL)
-            broken = runs[victim].exception(WAIT_SECONDS)
-            told = time.perf_counter()
-            if not isinstance(broken, Unavailable):
-                raise AssertionError(f"swaps on the GPU whose mover was killed ended with {broken!r}")
-            fleet.renew(victim)
-            again = load(fleet, victim, blocks)
-            runs[victim] = threads.submit(swap_until, stop, fleet, todo[victim], logs[victim])
-            time.sleep(SETTLE_SECONDS)  # and what they do once the killed one is back
-        finally:
-            stop.set()
-        for run in runs:
-            run.result(WAIT_SECONDS)
-    return logs, killed, told, again
-
-
-def swap_until(stop: threading.Event, fleet: Fleet, moves: list[Transfer], log: Log) -> None:
-    """Swap without a pause, and note when each began and ended. Raises what breaks a ticket."""
-    while not stop.is_set():
-        began = time.perf_counter()
-        fleet.move(fleet.again(moves))
-        log.append((began, time.perf_counter()))
-
-
-def load(fleet: Fleet, at: int, blocks: int) -> float:
-    """Load pages of a device's model, and look at them; when they came. Raises AssertionError."""
-    ready = fleet.transfers([fleet.replicas[at]], WAYS[0], blocks)
-    fleet.mark(ready)
-    fleet.move(ready)
-    came = time.perf_counter()
-    fleet.check(ready)
-    return came
-
-
-def rate_in(log: Log, first: float, moved: int) -> float:
-    """GB/s of tickets of ``moved`` bytes in ``WINDOW_SECONDS`` from ``first`` on; overlapping tickets count in part."""
-    last = first + WINDOW_SECONDS
-    shares = (max(0.0, min(ended, last) - max(began, first)) / (ended - began) for began, ended in log)
-    return moved * sum(shares) / WINDOW_SECONDS / 1e9
+        measure_kill(fleet, ground.sizes.mib[0] * MIB // fleet.page_bytes, BUDGETS["again_s"], found)
 
 
 PARTS: dict[str, Callable[[Ground, dict[str, Any]], None]] = {
@@ -333,6 +268,7 @@ PARTS: dict[str, Callable[[Ground, dict[str, Any]], None]] = {
     "peers": peers,
     "calls": calls,
     "kill": kill,
+    "hang": hang,
 }
 
 

@@ -30,6 +30,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.questions.audit.verify import verify
 from cachesvc.questions.dump import dump
 from cachesvc.questions.status import status
+from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.service.loop.time_slices import TimeSlices
 from cachesvc.telemetry.metric_reader import Reading
 
@@ -195,7 +196,7 @@ async def windows(daemon: Daemon) -> None:
 async def questions(daemon: Daemon) -> None:
     """Ask the questions of operators and their dashboards."""
     view = daemon.node.view()
-    slices = TimeSlices()
+    slices = TimeSlices(LoopWatch())
     await daemon.measured("status", slices.answer(status(view, 30.0)))
     await daemon.measured("metrics", _call(lambda: daemon.parts.metrics(Reading())))
     await daemon.measured("verify", slices.answer(verify(view, daemon.model)))

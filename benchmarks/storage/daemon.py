@@ -14,6 +14,7 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
@@ -24,6 +25,7 @@ from cachesvc.storage.seam import (
     StorageBackend,
     StoreStatus,
     Totals,
+    Use,
 )
 from cachesvc.storage.spec import StorageSpec
 
@@ -48,6 +50,9 @@ class FrozenStorage:
 
     def watch(self, gone: Gone) -> None:
         """Nothing goes."""
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """It evicts nothing."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         return len(keys) // KEY_BYTES

@@ -188,11 +188,11 @@ class BlockTables(Hold):
 
     # -- sealing -----------------------------------------------------------------------------------------------
 
-    def seal(self, keys: bytes, rows: Sequence[int], stamp: Callable[[], int], reuses: Mapping[int, int]) -> Sealed:
+    def seal(self, keys: bytes, rows: Sequence[int], stamp: Callable[[], int], reuses: Mapping[bytes, int]) -> Sealed:
         """Publish the next computed blocks; ``rows`` are those of their packed ``keys``, NO_ROW for a key that is new.
 
         None of them is being filled here. ``stamp()`` gives access numbers, ``reuses`` the remembered reuse counts by
-        position. Its end moves to the last of them, and the windows keep what they still need. Where there are more
+        key. Its end moves to the last of them, and the windows keep what they still need. Where there are more
         keys than rows, the rest is known from now on.
         """
         place, index = self.place, self.ledger.index
@@ -209,7 +209,8 @@ class BlockTables(Hold):
             else:
                 if row == NO_ROW:
                     at = (position - first) * KEY_BYTES
-                    row = index.insert(keys[at : at + KEY_BYTES], tip, stamp(), reuses.get(position, 0))
+                    key = keys[at : at + KEY_BYTES]
+                    row = index.insert(key, tip, stamp(), reuses.get(key, 0))
                 self._seal_own(position, row)
                 out.rows.append(row)
             path.append(row)

@@ -18,12 +18,14 @@ import numpy as np
 from cachesvc.ledger.index.block_ledger import BlockLedger, Hit, window_positions
 from cachesvc.ledger.index.pins import Pin, WindowPins
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.ledger.sequence_state import ACTIVE, ENDED, FAILED, LOADING, SequenceState, move
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.words import READY
 
 
 class Hold:
-    """``loads``: tickets that it relies on. ``failed``: why it cannot go on, once one of them has failed."""
+    """``loads``: tickets that it relies on. ``failed``: why it cannot go on, once one of them has failed. ``state``: of
+    a sequence; a prefetch uses those of its loads alone."""
 
     __slots__ = (
         "_device",
@@ -35,6 +37,7 @@ class Hold:
         "loads",
         "place",
         "sealed",
+        "state",
         "windows",
     )
 
@@ -52,6 +55,7 @@ class Hold:
         self.hit_blocks = 0
         self.loads: list[int] = []
         self.failed = ""
+        self.state = ACTIVE
 
     @property
     def anchor(self) -> int:
@@ -136,6 +140,8 @@ class Hold:
         for ticket in tickets:
             ticket.waiters.append(self)
             self.loads.append(ticket.id)
+        if tickets:
+            self.state = move(self.state, LOADING)
         if rows and not tickets:
             self._settle()
 
@@ -151,9 +157,16 @@ class Hold:
         self.loads.remove(ticket)
         if reason and not self.failed:
             self.failed = f"load {ticket} failed: {reason}"
+            self._reach(FAILED)
             self.windows.leave(self.sealed, self.anchor)  # what they held may be gone; it can only be released now
         if not self.loads and not self.failed:
+            self._reach(ACTIVE)
             self._settle()
+
+    def _reach(self, state: SequenceState) -> None:
+        """Move on when its loads have ended, unless it has begun to end before them."""
+        if self.state is not ENDED:
+            self.state = move(self.state, state)
 
     def _settle(self) -> None:
         """Hold the hit on the device, where all of it is now, and nothing on the host."""

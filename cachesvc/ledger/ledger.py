@@ -223,6 +223,16 @@ class Ledger:
             raise LeaseLost(lease_id, lease.why)
         return lease
 
+    def hear(self, lease_id: str, tenant: str, now: float) -> Lease | None:
+        """A lease of the tenant, live or lost, marked as heard from at ``now``; None for one that is not known, or is
+        another tenant's."""
+        lease = self.leases.get(lease_id)
+        if lease is None or self.models[lease.model].tenant != tenant:
+            return None
+        if now > lease.last_heard:
+            lease.last_heard = now
+        return lease
+
     def remember_lost(self, lease_id: str, why: str, keep: int = 4096) -> None:
         """Keep a lost lease's name so that a late caller gets its cause."""
         self.lost[lease_id] = why

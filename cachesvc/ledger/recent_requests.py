@@ -45,9 +45,9 @@ class RecentRequests:
         """A prompt of packed ``keys`` came: what is older goes until all take the memory of ``most_blocks`` ids."""
         words = np.frombuffer(keys, np.uint64)[:: KEY_BYTES // ID_BYTES]
         request = RecentRequest(seconds, words.tobytes())
-        if request.blocks:
+        if len(words):
             self._kept.append(request)
-            self._ids += REQUEST_BLOCKS + request.blocks
+            self._ids += REQUEST_BLOCKS + len(words)
         while self._ids > most_blocks:
             self._ids -= REQUEST_BLOCKS + self._kept.popleft().blocks
         return request

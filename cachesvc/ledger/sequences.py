@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.pages.reservations import Reservation
 from cachesvc.ledger.recent_requests import RecentRequest
+from cachesvc.ledger.sequence_state import ACTIVE, AWAY, ENDED, LEAVING, RETURNING, SequenceState, move
 from cachesvc.ledger.tickets import MovedPages, Ticket
 from cachesvc.model.numbers.int32s import array_of, column
 from cachesvc.model.numbers.sharing import Party
@@ -40,14 +41,14 @@ class SwappedPages(NamedTuple):
 
 
 class Sequence(BlockTables):
-    """While it is swapped out, ``swapped`` has its own pages by group, and ``host_anchor`` keeps its shared blocks.
-    ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are kept for a call that waits, once one has
-    waited. ``recent``: its request among the model's last ones.
+    """While it is AWAY or RETURNING, ``swapped`` has its own pages by group, and ``host_anchor`` keeps its shared
+    blocks. ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are kept for a call that waits, once
+    one has waited. ``recent``: its request among the model's last ones.
     """
 
     __slots__ = (
-        *("freed", "id", "is_open", "lease", "model", "recent", "replica"),
-        *("charged", "room", "swap_ticket", "swapped", "swapped_out"),
+        *("freed", "id", "lease", "model", "recent", "replica"),
+        *("charged", "room", "swap_ticket", "swapped"),
     )
 
     def __init__(
@@ -61,9 +62,7 @@ class Sequence(BlockTables):
         self.recent: RecentRequest | None = None
         self.room: Reservation | None = None
         self.swap_ticket = 0
-        self.swapped_out = False
         self.swapped: list[SwappedPages] = []
-        self.is_open = True
         self.freed = 0
         self.charged: tuple[dict[Party, int], Party, int] | None = None
 
@@ -85,9 +84,19 @@ class Sequence(BlockTables):
             self.recent.output_tokens = ended.output_tokens
 
     @property
-    def is_away(self) -> bool:
-        """True while it is swapped out, or on its way."""
-        return self.swapped_out or self.swap_ticket != 0
+    def is_open(self) -> bool:
+        """True until it begins to end."""
+        return self.state is not ENDED
+
+    @property
+    def swapped_out(self) -> bool:
+        """True while the host alone has it whole."""
+        return self.state is AWAY or self.state is RETURNING
+
+    @property
+    def awaited(self) -> Seq[int]:
+        """Tickets that must end before its blocks can be published."""
+        return (self.swap_ticket,) if self.swap_ticket else self.loads
 
     def reserve(self) -> Reservation:
         """Reservation of pages for its waiting calls."""
@@ -101,12 +110,12 @@ class Sequence(BlockTables):
         ahead = [] if self.room is None else list(map(len, self.room.ahead))
         return ahead if any(ahead) else []
 
-    def missing(self, fresh: Sequence_[int]) -> list[int]:
+    def missing(self, fresh: Seq[int]) -> list[int]:
         """Pages of each group that ``fresh[g]`` are more than those taken ahead."""
         ahead = self.pages_ahead
         return [max(0, count - had) for count, had in zip(fresh, ahead, strict=True)] if ahead else list(fresh)
 
-    def prepare(self, blocks: int, fresh: Sequence_[int], most: int) -> bool:
+    def prepare(self, blocks: int, fresh: Seq[int], most: int) -> bool:
         """Take ``fresh[g]`` pages, and declare keys, of blocks with which it will have ``blocks``: some of them now,
         where they are more than ``most``. True when ``fresh_pages`` is due. There are as many pages."""
         is_declared = self.declare(blocks, most)
@@ -114,7 +123,7 @@ class Sequence(BlockTables):
             return is_declared
         return self.reserve().take_ahead(fresh, most) and is_declared
 
-    def fresh_pages(self, counts: Sequence_[int]) -> list[array[int]]:
+    def fresh_pages(self, counts: Seq[int]) -> list[array[int]]:
         """``counts[g]`` pages of each group, its own from now on: those first that were taken ahead."""
         ahead = [array("i") for _ in self.tables] if self.room is None else self.room.hand_over(counts)
         for pages, own, pool, count in zip(ahead, self.own, self.place.pools, counts, strict=True):
@@ -161,7 +170,7 @@ class Sequence(BlockTables):
         for moved in moves:
             moved.host_pages = host.pools[moved.group].take(len(moved.positions), PageState.IN_FLIGHT)
             self.place.pools[moved.group].move_all(moved.own, PageState.IN_FLIGHT)
-        self._begin_swap(ticket, moves)
+        self._begin_swap(ticket, moves, LEAVING)
 
     def free_spares(self) -> None:
         """Own pages beside the tables: of keys that others sealed first, of a swap in that failed, of a call that was
@@ -191,13 +200,14 @@ class Sequence(BlockTables):
         for group in place.full_groups:
             self.tables[group][: len(path)] = place.pages_of(group, path)
         self._device.move(self.host_anchor)
-        self._begin_swap(ticket, moves)
+        self._begin_swap(ticket, moves, RETURNING)
 
     def keep_on_host(self) -> None:
         """The host has its shared blocks, or they are coming there: they stay."""
         self._host.move(self.anchor)
 
-    def _begin_swap(self, ticket: Ticket, moves: list[MovedPages]) -> None:
+    def _begin_swap(self, ticket: Ticket, moves: list[MovedPages], state: SequenceState) -> None:
+        self.state = move(self.state, state)
         ticket.moves = moves
         ticket.traveller = self
         self.swap_ticket = ticket.id
@@ -242,7 +252,7 @@ class Sequence(BlockTables):
         return rest
 
     def _is_out(self, ticket: Ticket) -> None:
-        self.swapped_out = True
+        self.state = move(self.state, AWAY)
         self.swapped = [SwappedPages(moved.positions, moved.host_pages) for moved in ticket.moves]
         self.windows.leave(self.sealed, self.anchor)
         self._device.let_go()
@@ -253,7 +263,7 @@ class Sequence(BlockTables):
 
     def _is_in(self) -> None:
         """Note that the sequence is on the device: it came back, or never went."""
-        self.swapped_out = False
+        self.state = move(self.state, ACTIVE)
         self.swapped = []
         self._host.let_go()
         if self.anchor != NO_ROW:
@@ -277,7 +287,7 @@ class Sequence(BlockTables):
         if self.is_open:
             if self.request is not None and not self.ledger.index.take_over():
                 return False  # what it takes over is pinned until then
-            self.is_open = False
+            self.state = move(self.state, ENDED)
             if self.charged is not None:
                 _give_back(*self.charged)
             self.windows.look_back(self.sealed, self.anchor)

@@ -27,6 +27,7 @@ from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
 
 MOST_WRITTEN = 1 << 18
 """Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""
+MOST_LANDED = 4096
 
 
 def key_at(keys: bytes, position: int) -> bytes:
@@ -48,6 +49,7 @@ class Fetch:
     ``keys``: theirs; the first comes under ``pin``'s row, whose key is ``parent``. ``out``: of each block, how many of
     its objects may still write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed
     groups that do not come with a block, as (block, group). ``lent``: blocks of which another node lent some.
+    ``is_piece``: its blocks leave the host once a device has them.
     """
 
     def __init__(self, blocks: BlockLedger, ticket: int, first: int, keys: tuple[bytes, ...], pin: Pin) -> None:
@@ -61,6 +63,7 @@ class Fetch:
         self.end = len(keys)
         self.admitted = 0
         self.lent: set[int] = set()
+        self.is_piece = False
         self.has_begun = False
         self.is_over = False
         self._blocks = blocks
@@ -228,21 +231,39 @@ class Keep:
 @dataclass(slots=True)
 class Stored:
     """State of one model. ``fetching``: the fetch of a key; ``wanted``: keys to write, in their order, once the loop is
-    idle; ``coming``: those that are on their way to the host for that. ``written``: keys that were, newest last, and
-    when."""
+    idle; ``ready``: those that have come to the host for it, which go first; ``coming``: those to write once they come
+    there. ``written``: keys that were, newest last, and when. ``used``: deepest keys of paths that were used, with how
+    many hits, still to be passed down; ``reused``: keys that were used again once and are not written. ``staged``: keys
+    of copies that came to the host to be written alone; ``landed``: of those that leave it once a device has them."""
 
     fetches: dict[int, Fetch] = field(default_factory=dict)
     fetching: dict[bytes, Fetch] = field(default_factory=dict)
     keeping: dict[bytes, Keep] = field(default_factory=dict)
     wanted: dict[bytes, None] = field(default_factory=dict)
+    ready: dict[bytes, None] = field(default_factory=dict)
     written: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     coming: set[bytes] = field(default_factory=set)
+    used: dict[bytes, int] = field(default_factory=dict)
+    is_spreading: bool = False
+    reused: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    staged: set[bytes] = field(default_factory=set)
+    landed: set[bytes] = field(default_factory=set)
     most_written: int = MOST_WRITTEN
 
     @property
     def is_idle(self) -> bool:
         """True where nothing reads or writes host pages of the model."""
         return not self.fetches and not self.keeping
+
+    @property
+    def waiting(self) -> int:
+        """Number of blocks that wait to be written."""
+        return len(self.wanted) + len(self.ready)
+
+    def take_wanted(self, key: bytes) -> None:
+        """A wanted block's turn has come."""
+        self.wanted.pop(key, None)
+        self.ready.pop(key, None)
 
     def pins(self) -> Iterator[tuple[int, int | None, int]]:
         """Place, group (None: the block's own) and row of each pin that is held. For audits."""
@@ -255,8 +276,27 @@ class Stored:
     def wrote(self, key: bytes, seconds: float) -> None:
         """Storage has the block: it was written, or came from there."""
         self.written[key] = seconds
+        self.reused.pop(key, None)
         while len(self.written) > self.most_written:
             self.written.popitem(last=False)
+
+    def note_reuse(self, key: bytes) -> None:
+        """A block was used again, once."""
+        self.reused[key] = None
+        while len(self.reused) > self.most_written:
+            self.reused.popitem(last=False)
+
+    def written_staged(self, key: bytes) -> None:
+        """A staged copy was written, or will not be: it may leave the host. No-op for others."""
+        if key in self.staged:
+            self.staged.discard(key)
+            self.land(key)
+
+    def land(self, key: bytes) -> None:
+        """A block's host copy may go as soon as a device has the block."""
+        if len(self.landed) >= MOST_LANDED:
+            self.landed.clear()  # these leave the host by its own evictions
+        self.landed.add(key)
 
     def begin(self, fetch: Fetch) -> None:
         """Register the keys of a fetch: other calls wait for it."""

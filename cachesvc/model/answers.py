@@ -45,6 +45,8 @@ class Wait(NamedTuple):
     Where it ``goes_on`` a part is done for good, and the daemon carries the call through without its caller.
 
     Without tickets its turn is over: call again as soon as other calls have had theirs.
+    ``turns``: about how many turns a long call takes; it has done nothing yet, and begins once the long calls of its
+    process before it have ended.
     ``seconds``: after this time call again all the same, because the flow can do without; None where it cannot.
     ``reserved``: what is kept for the call meanwhile; the node releases it once the call has ended.
     """
@@ -53,6 +55,7 @@ class Wait(NamedTuple):
     seconds: float | None = None
     reserved: Reserved | None = None
     goes_on: bool = False
+    turns: int = 0
 
 
 class Matched(NamedTuple):

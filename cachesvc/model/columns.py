@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ MAX_OPERATIONS = 4096
 """Most operations of a Step; a daemon may be configured for fewer."""
 
 Positions = Mapping[int, Sequence[int]]
-"""Of some windowed groups, the new blocks that get a page, by their positions, rising."""
+"""New blocks that get a page, by windowed group: their positions, rising."""
 NO_POSITIONS: Positions = MappingProxyType({})
 
 
@@ -40,3 +40,15 @@ class Releases(NamedTuple):
 
     sequences: Sequence[int]
     output_tokens: Sequence[int | None]
+
+
+def before_repeated(numbers: Sequence[int], held: Collection[int]) -> Sequence[int]:
+    """The first of ``numbers``, up to one that is among ``held`` or was named before."""
+    if not held and len(set(numbers)) == len(numbers):
+        return numbers
+    seen = set(held)
+    for at, number in enumerate(numbers):
+        if number in seen:
+            return numbers[:at]
+        seen.add(number)
+    return numbers

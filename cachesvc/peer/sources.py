@@ -15,6 +15,7 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
@@ -26,6 +27,7 @@ from cachesvc.storage.seam import (
     StorageBackend,
     StoreStatus,
     Totals,
+    Use,
 )
 
 
@@ -54,6 +56,10 @@ class Sources:
     def watch(self, gone: Gone) -> None:
         """Watch the store's evictions."""
         self.store.watch(gone)
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """Report uses to the store."""
+        self.store.used(scope, uses, chooser)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Return None while a peer can be asked, else the store's hint."""
@@ -158,6 +164,9 @@ class Nowhere:
 
     def watch(self, gone: Gone) -> None:
         """No-op: nothing is evicted."""
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """No-op: it keeps nothing."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
         """Expect nothing."""

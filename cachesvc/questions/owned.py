@@ -13,16 +13,8 @@ from cachesvc.model.errors import NotFound
 from cachesvc.model.words import PageState
 
 
-def own_lease(core: Core, tenant: str, lease_id: str) -> Lease | None:
-    """A lease of the tenant, live or lost; None for one that is not known, or is another tenant's."""
-    lease = core.ledger.leases.get(lease_id)
-    if lease is None or core.ledger.models[lease.model].tenant != tenant:
-        return None
-    return lease
-
-
 def require_no_others(core: Core, own: Lease | None, lease_id: str) -> None:
-    """Raises NotFound for a lease of another tenant, where ``own_lease`` found ``own``. One that is not known, or is
+    """Raises NotFound for a lease of another tenant, where ``Ledger.hear`` found ``own``. One that is not known, or is
     lost, passes."""
     if own is None and lease_id in core.ledger.leases:
         raise NotFound("lease", lease_id, "open one first")

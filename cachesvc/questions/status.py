@@ -43,7 +43,7 @@ class PoolLine(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What its counts are of."""
+        """Name of the group, or of the pool that it shares."""
         return f"pool {self.pool}" if self.pool else f"group {self.group}"
 
     @property

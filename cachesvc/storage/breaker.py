@@ -50,6 +50,10 @@ class Breaker:
             self.opened += 1
             self._until = now + self._pause
 
+    def hurry(self, now: float) -> None:
+        """Send the next canary now: what kept the engine from working has passed."""
+        self._until, self._pause = now, FIRST_PAUSE_SECONDS
+
     def wants_probe(self, now: float) -> bool:
         """True once a canary is due; it is on its way then."""
         if self.state is State.OPEN and now >= self._until:

@@ -29,6 +29,10 @@ class WriteBudget:
             return max(self._most, ANY_BLOCK_BYTES)
         return max(0, min(int(self._tokens), self._most - self.under_way))
 
+    def lift(self) -> None:
+        """Drop the rate's limit, and keep the window's: the daemon ends, and no engine competes."""
+        self._rate = ANY_BLOCK_BYTES
+
     def begin(self, size_bytes: int) -> None:
         """Count bytes in flight."""
         self._tokens -= size_bytes

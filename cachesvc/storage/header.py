@@ -25,7 +25,7 @@ from cachesvc.storage.seam import Item, ObjectName, Outcome
 HEADER_BYTES = 256
 MAGIC = b"cskvobj\x02"
 _FIELDS = struct.Struct("<8s4H32s8s32s32sQ16x")
-_PARENT = slice(88, 120)
+_KEY, _PARENT = slice(56, 88), slice(88, 120)
 _DIGEST_AT, _END = _FIELDS.size + 16, _FIELDS.size + 32
 ANY_PARENT = None
 """Parent of a reader that knows of none: any will do."""
@@ -67,6 +67,15 @@ def write_header(digest: Digest, item: Item) -> None:
     first = identity(item.name, item.parent, item.payload_bytes) + digest(item.pages)
     item.head[:_END] = first + digest((first,))
     item.head[_END:] = bytes(len(item.head) - _END)
+
+
+def parent_in(header: bytes, key: bytes) -> bytes | None:
+    """The parent that the header of the block ``key`` names, empty for none; None where it is no header of that block.
+    A hint: no checksum is compared."""
+    if header[:8] != MAGIC or header[_KEY] != key or len(header) < _PARENT.stop:
+        return None
+    parent = header[_PARENT]
+    return b"" if parent == bytes(KEY_BYTES) else parent
 
 
 def check_content(digest: Digest, head_bytes: int, name: ObjectName, content: memoryview) -> bool:

@@ -38,6 +38,30 @@ CAME = frozenset((Outcome.OK, Outcome.LENT))
 """The item is what it was asked for."""
 
 
+Rank = Callable[[int, int, int], int]
+"""``(last use in ms, uses, depth)``: an eviction policy; the lowest rank goes first. It never falls with further uses.
+"""
+
+
+def oldest_first(used: int, uses: int, depth: int) -> int:  # noqa: ARG001 - as of any rank
+    """Rank by the last use."""
+    return used
+
+
+class Chooser(Protocol):
+    """Eviction policy that knows classes of blocks. Called from threads of an engine; it only reads."""
+
+    def choose(self, queues: Sequence[int], ages: Sequence[float]) -> int:
+        """Index of the class whose oldest block goes next. ``ages``: of the oldest block of each class, seconds."""
+
+
+class Use(NamedTuple):
+    """A use of a block in memory: the copy below is as recently used. ``queue``: its class in the eviction policy."""
+
+    key: bytes
+    queue: int = 0
+
+
 class Part(NamedTuple):
     """Part of a block in an object: the bytes of ``group`` on host rank ``rank`` of ``ranks``."""
 
@@ -112,7 +136,7 @@ class Caps:
 
     ``head_bytes``: of an item's header, which lies on a border of as many bytes, rounded up to 256. ``max_bytes``: of
     an object with its header; 0: any. ``evicts_itself``: objects may go without our doing. ``needs_registration``:
-    pages must lie in chunks that were registered.
+    pages must lie in chunks that were registered. ``follows_use``: it evicts by the uses that ``used`` reports.
     """
 
     is_shared: bool
@@ -121,6 +145,7 @@ class Caps:
     max_bytes: int = 0
     evicts_itself: bool = False
     needs_registration: bool = False
+    follows_use: bool = False
 
 
 @dataclass(slots=True)
@@ -137,7 +162,8 @@ class Kept:
 @dataclass(slots=True)
 class StoreStatus:
     """Status that an engine reports; it is never trusted where bytes are at stake. ``capacity_bytes``: 0 where it has
-    none of its own. ``is_complete``: what was there at the start has been counted."""
+    none of its own. ``is_complete``: what was there at the start has been counted. ``stuck_objects``: files that cannot
+    be removed; they count."""
 
     objects: int = 0
     size_bytes: int = 0
@@ -145,6 +171,9 @@ class StoreStatus:
     evicted_objects: int = 0
     is_complete: bool = True
     scopes: dict[Scope, Kept] = field(default_factory=dict)
+    stuck_objects: int = 0
+    stuck_bytes: int = 0
+    problem: str = ""
 
 
 Check = Callable[[ObjectName, memoryview], bool]
@@ -163,12 +192,20 @@ class Checked:
 
 
 class Totals(NamedTuple):
-    """Size of an engine's contents, without looking; ``capacity_bytes`` 0: none of its own."""
+    """Size of an engine's contents, without looking; ``capacity_bytes`` 0: none of its own.
+
+    ``problem``: what keeps it from writing, or (not ``is_usable``) from anything; empty where nothing does. ``losses``:
+    how often all that it had was lost to it. ``stuck_objects``: files that cannot be removed.
+    """
 
     objects: int
     size_bytes: int
     capacity_bytes: int
     evicted_objects: int
+    problem: str = ""
+    is_usable: bool = True
+    losses: int = 0
+    stuck_objects: int = 0
 
 
 class StorageBackend(Protocol):
@@ -189,6 +226,10 @@ class StorageBackend(Protocol):
 
     def watch(self, gone: Gone) -> None:
         """Have ``gone`` told from ``start`` on, as far as the engine knows what it lets go of."""
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """Blocks were used in memory: note it for the order of eviction. Only where ``Caps.follows_use``; not on the
+        loop. ``chooser``: of the scope's eviction policy; None where it knows no classes."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Number of leading packed ``keys`` of which it expects to have all ``parts``, from memory alone: some 0.1 us a

@@ -22,7 +22,8 @@ from cachesvc.storage.budget import WriteBudget
 from cachesvc.storage.canary import Canary
 from cachesvc.storage.courier import Carrier, Courier
 from cachesvc.storage.objects import ObjectStore, Way
-from cachesvc.storage.seam import ObjectName, Outcome, Scope, StorageBackend, key_at
+from cachesvc.storage.presence import Presence
+from cachesvc.storage.seam import Chooser, ObjectName, Outcome, Scope, StorageBackend, Use, key_at
 from cachesvc.storage.shapes import ModelFacts, Shape, Shapes, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
 
@@ -95,7 +96,8 @@ TellGone = Callable[[int, list[bytes]], None]
 
 
 class Tier:
-    """``tell`` gets the news of each request. ``clock``: monotonic seconds."""
+    """``tell`` gets the news of each request; ``tell_lost``: called when the engine has lost all that it had.
+    ``clock``: monotonic seconds."""
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class Tier:
         self.budget = WriteBudget(options.write_rate, UNDER_WAY_BYTES, clock())
         self.tell: Tell | None = None
         self.tell_gone: TellGone | None = None
+        self.tell_lost: Callable[[], None] | None = None
         self._view = view
         self._post = post
         self._clock = clock
@@ -125,6 +128,7 @@ class Tier:
         self._asked: deque[Asked] = deque()
         self._shapes: dict[int, Shapes] = {}
         self._passed_over = 0
+        self._presence = Presence(self.backend, self.breaker)
         self._last_news = float("-inf")
         self._news: deque[News] = deque()
         self._gone: dict[tuple[Scope, bytes], None] = {}
@@ -165,6 +169,12 @@ class Tier:
         if not self._is_fast_enough(model, shapes):
             return 0
         return self.store.expects(shapes.scope, keys, shapes.parts)
+
+    def used(self, model: ModelFacts, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """Blocks were used in memory: their objects are as recently used, as far as the engine evicts by that."""
+        if self.backend.caps.follows_use:
+            scope = self.shapes(model).scope
+            self._getting.add(partial(self.backend.used, scope, uses, chooser), lambda: None)
 
     def has(self, model: ModelFacts, key: bytes) -> bool:
         """True where the engine believes to have all of a block, as far as it knows without asking."""
@@ -229,6 +239,8 @@ class Tier:
     def tick(self) -> None:
         """Do periodic work: end waits, and send a canary where one is due."""
         now = self._clock()
+        if self._presence.look(now) and self.tell_lost is not None:
+            self.tell_lost()
         while self._asked and (self._asked[0].is_settled or self._asked[0].deadline <= now):
             self._asked.popleft().expire()
         self.store.expire()

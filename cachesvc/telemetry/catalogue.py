@@ -193,8 +193,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "loop_longest_seconds",
             ("flow",),
             "Longest time of the last one to two minutes that a flow held the event loop, while other calls waited. "
-            "Flows are methods, `landing` (of transfers), `chore` (the rest of long flows), `sweep` and `collector`.",
+            "Flows are methods, `landing` (of transfers), `chore` (the rest of long flows), `question` (slices of "
+            "operators' questions), `sweep` and `collector`.",
         ),
+        _gauge(
+            "loop_longest_round_seconds",
+            (),
+            "Longest time of the last one to two minutes between two looks of the event loop at its sockets, with "
+            "parsing, questions and events.",
+        ),
+        _counter("loop_long_rounds", (), "Rounds of the event loop that took more than 2 ms."),
     ),
     "The daemon itself": (
         _gauge("info", ("version", "backend"), "Always 1."),

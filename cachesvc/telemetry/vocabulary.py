@@ -253,13 +253,47 @@ VOCABULARY: dict[str, Event] = {
         "before. At most one line in 10 s.",
         ("reason", "objects"),
     ),
-    "storage_write_failed": Event("info", "An object could not be written.", ("reason",)),
-    "storage_not_removed": Event(
+    "storage_write_failed": Event(
+        "info",
+        "Objects could not be written, the last for this reason. `objects`: since the line before. At most one line in "
+        "10 s.",
+        ("reason", "objects"),
+    ),
+    "storage_keeps_nothing": Event(
+        "warning", "A flag keeps all blocks from the storage; change it, or leave the storage out.", ("flag", "reason")
+    ),
+    "storage_flush_began": Event(
+        "info",
+        "The daemon ends, and writes blocks that were used again, the best first, for `seconds` at most.",
+        ("blocks", "seconds"),
+    ),
+    "storage_flush_progress": Event("info", "Blocks that are still to be written before the end.", ("blocks", "left")),
+    "storage_flushed": Event(
+        "info",
+        "The flush is over. `left`: blocks that were not written in the time that `--drain-seconds` gives.",
+        ("blocks", "left", "seconds"),
+    ),
+    "storage_disk_refuses": Event(
         "warning",
-        "A file that was to be evicted cannot be removed: it still counts, and is still read. Logged once a minute.",
+        "The disk takes no writes: it is full, or mounted for reading. What is there is served, and writes are tried "
+        "again.",
         ("reason",),
     ),
-    "storage_not_touched": Event("info", "The time of an object's last use could not be kept.", ("reason",)),
+    "storage_disk_takes_writes": Event("info", "The disk takes writes again.", ("folder",)),
+    "storage_folder_gone": Event(
+        "warning",
+        "The folder of the storage, or its disk, is gone. Storage is not used until it is back.",
+        ("folder", "reason"),
+    ),
+    "storage_folder_unread": Event(
+        "warning", "A folder of objects could not be listed: these are not found.", ("folder", "reason")
+    ),
+    "storage_not_removed": Event(
+        "warning",
+        "Files that were to go cannot be removed, the last for this reason: they still count, and are tried again. "
+        "`files`, `size_bytes`: all of them. Logged once a minute.",
+        ("reason", "files", "size_bytes"),
+    ),
     "storage_label_not_kept": Event("warning", "A model's name could not be kept beside its objects.", ("reason",)),
     "storage_scan_broke": Event("error", "A defect: the scan of the folder failed; the daemon tries again."),
     "storage_job_broke": Event("error", "A defect: an object was not read or written, and its pages are held."),

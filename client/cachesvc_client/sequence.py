@@ -9,7 +9,7 @@ from cachesvc.model.answers import Allocated, Published, Recycled, Swapped
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.core.keys import PackedKeys
-from cachesvc_client.records.sequence_record import NO_DEAD, NO_STATES, States
+from cachesvc_client.records.tables import NO_DEAD, NO_STATES, States
 from cachesvc_client.records.views import SequenceView
 from cachesvc_client.wire.transports.blocking import drive
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,11 +13,14 @@ from pathlib import Path
 import pytest
 
 from cachesvc.storage.file.catalogue import Catalogue, Entry
-from cachesvc.storage.file.paths import object_path
+from cachesvc.storage.file.disk import REFUSED_SECONDS, Disk
+from cachesvc.storage.file.folder import Folder
+from cachesvc.storage.file.paths import FORMAT_TEXT, object_path
 from cachesvc.storage.file.space import FLOOR_EVERY, Space
-from cachesvc.storage.seam import Outcome
-from tests.contracts.storage_rig import name_of
-from tests.contracts.test_storage_file import BUSY, MIB, OK, opened
+from cachesvc.storage.seam import ObjectName, Outcome
+from tests.contracts.storage_rig import SCOPE, name_of
+from tests.contracts.test_storage_file import BUSY, MIB, OK, opened, scanned
+from tests.contracts.test_storage_file_order import until
 
 OBJECTS = 8
 
@@ -35,6 +39,10 @@ def small_filesystem(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def remount(folder: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
 def test_a_filesystem_that_is_full_at_the_start_is_read_and_costs_no_start(tmp_path: Path) -> None:
     with small_filesystem(tmp_path / "small") as folder:
         names = [name_of("a"), name_of("b")]
@@ -46,15 +54,121 @@ def test_a_filesystem_that_is_full_at_the_start_is_read_and_costs_no_start(tmp_p
         with opened(folder / "cache") as bench:
             assert bench.fetch(names) == [OK] * 2
             assert bench.keep([name_of("c")]) == [BUSY]
+            assert "is full" in bench.turning.backend.totals().problem
             (folder / "of another program").unlink()
 
 
-def test_a_folder_that_was_removed_is_a_failure_and_no_lack_of_room(tmp_path: Path) -> None:
-    with opened(tmp_path / "cache") as bench:
+@pytest.mark.parametrize("remade", ["by the operator", "moved back"])
+def test_a_folder_that_goes_while_the_daemon_runs_is_gone_and_taken_again(remade: str, tmp_path: Path) -> None:
+    folder, aside = tmp_path / "cache", tmp_path / "aside"
+    gone: list[ObjectName] = []
+    with opened(folder, rescan=0.05) as bench:
+        backend = bench.turning.backend
+        backend.watch(gone.extend)
+        backend.describe(SCOPE, "a model")
         assert bench.keep([name_of("a")]) == [OK]
-        shutil.rmtree(tmp_path / "cache")
-        told = [bench.keep([name_of(f"{at}")])[0] for at in range(3 * FLOOR_EVERY)]
-        assert set(told) == {Outcome.FAILED}
+        folder.rename(aside)
+        assert {bench.keep([name_of(f"{at}")])[0] for at in range(3 * FLOOR_EVERY)} == {Outcome.FAILED}
+        until(lambda: not backend.totals().is_usable)
+        assert bench.fetch([name_of("a")]) == [Outcome.FAILED], "no miss: nothing can be said of it"
+        assert str(folder) in backend.totals().problem
+        assert backend.totals().losses == 1
+        assert not folder.exists(), "it may be a mount point: nothing is made there"
+        if remade == "moved back":
+            aside.rename(folder)
+        else:
+            folder.mkdir()
+        until(lambda: backend.totals().is_usable)
+        scanned(bench)
+        assert bench.fetch([name_of("a")]) == [OK if remade == "moved back" else Outcome.MISS]
+        assert bench.keep([name_of("b")]) == [OK]
+        assert backend.totals().problem == ""
+        assert backend.status().scopes[SCOPE].label == "a model"
+    with opened(folder) as bench:
+        assert bench.turning.backend.status().scopes[SCOPE].label == "a model"
+
+
+def test_a_disk_that_is_unmounted_is_gone_and_its_mount_point_is_left_alone(tmp_path: Path) -> None:
+    with small_filesystem(tmp_path / "small") as folder:
+        with opened(folder, rescan=0.05) as bench:
+            assert bench.keep([name_of("a")]) == [OK]
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+            until(lambda: not bench.turning.backend.totals().is_usable)
+            assert bench.keep([name_of("b")]) == [Outcome.FAILED]
+            assert list(folder.iterdir()) == [], "on the disk below it nothing was written"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+
+
+def test_a_disk_that_is_mounted_for_reading_is_read_and_written_again_when_it_can_be(tmp_path: Path) -> None:
+    with small_filesystem(tmp_path / "small") as folder:
+        names = [name_of("a"), name_of("b")]
+        with opened(folder / "cache") as bench:
+            assert bench.keep(names) == [OK] * 2
+        remount(folder, "ro")
+        with opened(folder / "cache", rescan=0.05) as bench:
+            scanned(bench)
+            assert bench.fetch(names) == [OK] * 2
+            assert bench.keep([name_of("c")]) == [BUSY]
+            assert bench.turning.backend.totals().is_usable
+            assert "takes no writes" in bench.turning.backend.totals().problem
+            remount(folder, "rw")
+            until(lambda: not bench.turning.backend.totals().problem)
+            scanned(bench)
+            assert bench.keep([name_of("c")]) == [OK]
+            assert bench.fetch(names) == [OK] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "is_refused"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, True), (errno.EIO, False)]
+)
+def test_a_disk_that_takes_no_writes_is_tried_again_and_one_that_errs_has_failed(
+    number: int, is_refused: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    now, folder = [100.0], Folder(str(tmp_path / "cache"))
+    disk = Disk(folder, lambda: now[0], wants_direct=False)
+    disk.start()
+    for _ in range(50):
+        assert disk.refuse(OSError(number, "as the kernel says"), 4096) is is_refused
+    assert disk.takes_writes is not is_refused
+    assert bool(disk.problem) is is_refused
+    now[0] += REFUSED_SECONDS
+    assert disk.takes_writes
+    assert not disk.look()
+    assert disk.problem == "", "it was tried without a write of an engine's"
+    lines = ["storage_disk_refuses", "storage_disk_takes_writes"] if is_refused else []
+    assert [line for line in caplog.messages if "direct" not in line] == lines
+    folder.release()
+
+
+def test_a_disk_that_is_away_at_the_start_costs_no_start(tmp_path: Path) -> None:
+    with small_filesystem(tmp_path / "small") as folder:
+        remount(folder, "ro")
+        with opened(folder / "cache", rescan=0.05) as bench:
+            assert not bench.turning.backend.totals().is_usable
+            assert bench.keep([name_of("a")]) == [Outcome.FAILED]
+            remount(folder, "rw")
+            until(lambda: bench.turning.backend.totals().is_usable)
+            scanned(bench)
+            assert bench.keep([name_of("a")]) == [OK]
+
+
+def test_less_than_the_floor_is_told(tmp_path: Path) -> None:
+    with opened(tmp_path / "cache", floor=1 << 60) as bench:
+        assert bench.keep([name_of("a")]) == [BUSY]
+        assert "floor" in bench.turning.backend.totals().problem
+
+
+def test_what_a_daemon_left_that_died_in_its_claim_is_removed(tmp_path: Path) -> None:
+    for name in ("claim.dead", "daemons/dead"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "17").write_bytes(bytes(4096))
+    (tmp_path / "claim.dead" / "lock").touch()
+    (tmp_path / "format.1234").write_text("cachesvc", encoding="utf-8")
+    (tmp_path / "format").write_text(FORMAT_TEXT, encoding="utf-8")
+    with opened(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["clock", "daemons", "format", "objects"]
+        assert len(list((tmp_path / "daemons").iterdir())) == 1
 
 
 def test_a_fresh_filesystem_is_taken_with_what_it_came_with(tmp_path: Path) -> None:

@@ -60,8 +60,9 @@ class Node:
         return list(self.admin.Verify(admin_pb2.VerifyRequest()).problems)
 
     def log(self) -> str:
-        """The daemon's log so far."""
-        return self.daemon.log.read_text(encoding="utf-8")
+        """Whole lines of the daemon's log so far: the last one may be half written."""
+        whole, end, _ = self.daemon.log.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+        return whole + end
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -167,6 +167,7 @@ class Target:
             host_pool=self.host_pool,
             health=health,
             transports=lambda: Transports(0, 0, edge.calls),
+            loop=node.loop_watch,
             keyring=None,
         )
         quotas = Quotas(self.core, lambda _: NO_QUOTA)

@@ -252,7 +252,7 @@ def test_a_second_thread_that_cannot_be_started_breaks_that_submission_alone(
     with sides(gpu, given.size, given.size) as (host, device), queue_of(gpu) as queue:
         host.put(given)
         copies = rows_in_order(host, device, rows, width)
-        usual = threading.stack_size(1 << 46)  # more than there are addresses
+        usual = threading.stack_size(1 << 48)  # more than a process has addresses
         try:
             with pytest.raises(RuntimeError, match="new thread"):
                 queue.submit(copies, [])

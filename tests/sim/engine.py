@@ -34,15 +34,15 @@ from cachesvc.model.errors import (
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency, has_reached
 from cachesvc.model.words import NO_PAGE
-from tests.sim.calls import SimCalls
 from tests.sim.node import content_of
 from tests.sim.processes import Request
+from tests.sim.states import SimStates
 
 STARVED = {"swap_out": 5.0, "release": 2.0, "begin": 0.2, "prefetch": 0.2, "grow": 0.2}
 """Factors of an engine's actions after it was refused pages a moment ago."""
 
 
-class SimEngine(SimCalls):
+class SimEngine(SimStates):
     """One engine with a scheduler process and perhaps a worker, and one lease at a time."""
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class SimEngine(SimCalls):
             ("publish", 4 if can_publish else 0.2, self._publish),
             ("release", 0.3 if can_write or can_publish else 1.5, self._release),
             ("recycle", 1, self._recycle),
-            ("extend", 0.7 * all(self.stock), self._extend),
+            ("extend", 0.7 * self._has_stock(), self._extend),
             ("grow", 0.7, self._grow),
             ("swap_out", 1, self._swap_out),
             ("check_tables", 0.2, self._check_tables),
@@ -159,6 +159,11 @@ class SimEngine(SimCalls):
             self.requests[request.id] = request
             for cells in answer.tables:
                 request.tables[cells.group] = list(cells.pages)
+            if self.model is not None and answer.device_blocks and not answer.host_blocks:
+                ends = [request.tables[group][-1] for group in self.model.layout.state_groups]
+                assert NO_PAGE not in ends, "a hit without the state at its end"
+                self.node.events["state_hits"] += bool(ends)
+            self.node.events["lost_to_windows"] += answer.full_blocks > request.hit
             self.node.events["host_hits"] += answer.host_blocks > 0
             self.node.events["device_hits"] += answer.device_blocks > 0
             if not answer.host_blocks:
@@ -174,12 +179,14 @@ class SimEngine(SimCalls):
         self._grow_to(request, request.total + 1)
 
     def _grow_to(self, request: Request, total: int) -> None:
-        flow = self._flow(allocate, request.id, total)
+        call = partial(allocate, positions=self._positions(max(request.total, request.hit), total))
+        flow = self._flow(call, request.id, total)
 
         def allocated(answer: Allocated) -> None:
             for cells in answer.tables:
                 assert cells.first_block == len(request.tables[cells.group])
                 request.tables[cells.group] += cells.pages
+            self._note_states(request, max(request.total, request.hit))
             was_hit = request.total == 0
             request.total = total
             request.tickets = list(answer.tickets)
@@ -256,10 +263,12 @@ class SimEngine(SimCalls):
             return
         keys = request.keys[first * KEY_BYTES : last * KEY_BYTES]
         request.told = last
-        flow = self._flow(publish, request.id, first, keys, last - first, Publishing())
+        states = self._named_states(request, last)
+        flow = self._flow(publish, request.id, first, keys, last - first, Publishing(), states)
 
         def published(answer: Published) -> None:
             request.told = 0
+            self._states_published(request, states, answer.kept)
             if request.tickets:
                 request.tickets.clear()
                 self._loaded(request)
@@ -274,7 +283,7 @@ class SimEngine(SimCalls):
             assert answer.pending == (answer.sealed_blocks < last)
             self._check_tables(request)
 
-        self._call(request, ("publish", request.id, first, keys), flow, published)
+        self._call(request, ("publish", request.id, first, keys, states), flow, published)
 
     def _misuse(self, request: Request) -> None:
         """Break a rule: out of turn, twice, another engine's page, keys below another prefix."""
@@ -304,10 +313,10 @@ class SimEngine(SimCalls):
         def recycled(_: object) -> None:
             request.spares.clear()
             for group in layout.window_groups:
-                window = layout.groups[group].window_tokens or 0
-                dead = max(0, tokens - window + 1) // layout.block_tokens
+                dead = max(0, tokens - layout.window_of(group) + 1) // layout.block_tokens
                 for position in range(layout.sink_blocks(group), dead):
                     request.tables[group][position] = NO_PAGE
+                    request.private_states.pop((group, position), None)
 
         if tokens or pages:
             self._call(request, ("recycle", request.id, tokens, tuple(pages)), flow, recycled)
@@ -322,9 +331,14 @@ class SimEngine(SimCalls):
             self.grants.update((cells.group, *each) for each in granted)
 
     def _extend(self, request: Request) -> None:
-        if not all(self.stock) or request.tickets:
+        if not self._has_stock() or request.tickets:
             return
-        taken = [held.pop() for held in self.stock]
+        assert self.model is not None
+        layout = self.model.layout
+        taken = [
+            (NO_PAGE, 0) if group in layout.state_groups and self.rng.random() < 0.5 else self.stock[lead].pop()
+            for group, lead in enumerate(layout.pool_leads)
+        ]
         pages = tuple(GroupCells(g, 0, (page,), (generation,)) for g, (page, generation) in enumerate(taken))
         flow = self._flow(extend, request.id, pages)
 
@@ -332,6 +346,7 @@ class SimEngine(SimCalls):
             request.total = blocks
             for table, (page, _) in zip(request.tables, taken, strict=True):
                 table.append(page)
+            self._note_states(request, blocks - 1)
 
         self._call(None, ("extend", request.id, pages), flow, extended)
 
@@ -362,6 +377,8 @@ class SimEngine(SimCalls):
             request.swapped, request.returning = False, True
             request.tables = [list(cells.pages) for cells in answer.tables]
             request.tickets = list(answer.tickets)
+            request.private_states.clear()
+            self._note_states(request, 0)
 
         self._call(request, ("in", request.id, self._ids), flow, coming)
 

@@ -212,9 +212,7 @@ class SimNode:
         """Write a device page on every rank, plane by plane, as kernels of an engine would; what is lost is no page."""
         if all(each.id != replica for each in model.replicas):
             return
-        geometry = device_geometry(
-            model.layout, group, model.layout.slab_pages(model.any_replica(replica).device_pages)[group]
-        )
+        geometry = device_geometry(model.layout, group, model.any_replica(replica).device_pages[group])
         for rank, mine in enumerate(content):
             slab = self.vault.slabs(model.id, replica, rank)[group]
             at = 0

@@ -21,7 +21,8 @@ from tests.sim.node import SimNode, content_of
 @dataclass
 class Request:
     """One sequence as its engine sees it. ``written``: blocks that hold their bytes; ``computed_tokens`` so far.
-    ``told``: blocks up to which a publish under way has told them, some of which may be sealed by now."""
+    ``told``: blocks up to which a publish under way has told them, some of which may be sealed by now.
+    ``private_states``: by group and position, pages of states that it has not published."""
 
     id: int
     keys: bytes
@@ -36,6 +37,7 @@ class Request:
     returning: bool = False
     spares: list[tuple[int, int]] = field(default_factory=list)
     cursors: dict[int, int] = field(default_factory=dict)
+    private_states: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 @dataclass
@@ -217,9 +219,10 @@ class SimProcesses:
     def _required(self, group: int, last: int) -> Iterable[int]:
         assert self.model is not None
         layout = self.model.layout
-        window = layout.groups[group].window_tokens
-        if window is None:
+        if group in layout.full_groups:
             return range(last)
+        if group in layout.state_groups:
+            return ()
         tokens = last * layout.block_tokens
-        start = max(0, tokens - window + 1) // layout.block_tokens
+        start = max(0, tokens - layout.window_of(group) + 1) // layout.block_tokens
         return {*range(min(layout.sink_blocks(group), last)), *range(start, last)}

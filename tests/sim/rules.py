@@ -50,6 +50,8 @@ def _hittable_below_hittable(model: Model) -> list[str]:
 
 
 def _sequence(model: Model, sequence: Sequence) -> list[str]:
+    if not sequence.is_open:
+        return []
     where = f"sequence {sequence.id} of lease {sequence.lease}"
     if sequence.swapped_out or sequence.swap_ticket:
         host = model.blocks.host

@@ -16,6 +16,7 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
@@ -27,6 +28,7 @@ from cachesvc.storage.seam import (
     Scope,
     StoreStatus,
     Totals,
+    Use,
     key_at,
 )
 
@@ -61,11 +63,14 @@ class SimStorage:
         self._rng = random.Random(self.seed)
         self.objects: dict[ObjectName, bytes] = {}
         self.labels: dict[Scope, str] = {}
+        self.uses: list[tuple[Scope, Use]] = []
         self.waiting: list[Pending] = []
         self.faults: Counter[str] = Counter()
         self.chunks: list[memoryview] = []
         self.gone: Gone | None = None
         self.frozen = False
+        self.away = ""
+        self.losses = 0
         self.is_open = False
 
     def start(self) -> None:
@@ -79,6 +84,9 @@ class SimStorage:
 
     def watch(self, gone: Gone) -> None:
         self.gone = gone
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        self.uses += [(scope, use) for use in uses]
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         if not self.knows:
@@ -135,7 +143,8 @@ class SimStorage:
         return out
 
     def totals(self) -> Totals:
-        return Totals(len(self.objects), sum(map(len, self.objects.values())), 0, 0)
+        size_bytes = sum(map(len, self.objects.values()))
+        return Totals(len(self.objects), size_bytes, 0, 0, self.away, not self.away, self.losses)
 
     def check_all(self, check: Check) -> Checked:
         found = Checked(len(self.objects), sum(map(len, self.objects.values())))
@@ -171,6 +180,12 @@ class SimStorage:
         while self.step(now):
             pass
 
+    def lose(self, why: str) -> None:
+        """Be away, with all that it had."""
+        self.objects.clear()
+        self.away = why
+        self.losses += 1
+
     def evict(self, names: Sequence[ObjectName]) -> None:
         """Let go of objects, and say so."""
         self.remove(names)
@@ -205,7 +220,7 @@ class SimStorage:
 
     def _read(self, index: int, item: Item, each: Each) -> None:
         content = self.objects.get(item.name)
-        if self._draws("fail"):
+        if self.away or self._draws("fail"):
             self._answer(each, index, Outcome.FAILED)
             return
         if content is not None and self._draws("vanish"):
@@ -230,7 +245,7 @@ class SimStorage:
 
     def _write(self, index: int, item: Item, each: Each) -> None:
         content = b"".join((item.head, *item.pages))
-        if self._draws("fail"):
+        if self.away or self._draws("fail"):
             self._answer(each, index, Outcome.FAILED)
             return
         if self._draws("tear"):

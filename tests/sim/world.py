@@ -60,14 +60,18 @@ def gqa_layout() -> Layout:
     return Layout(4, 1, (PlaneGroup("full"),), tuple(planes))
 
 
-def windowed_layout(window_tokens: int, sink_tokens: int, pool: str) -> Layout:
-    """Two ranks: a replicated full group, and a window whose bytes differ by rank; of one ``pool``, if it is named."""
+def windowed_layout(window_tokens: int, sink_tokens: int, pool: str, state_bytes: int = 37) -> Layout:
+    """Two ranks: a replicated full group, and a window whose bytes differ by rank; of one ``pool``, if it is named, and
+    then a third group, of states."""
     planes = [Plane("latent", layer, "full", (37,), "uint8") for layer in range(2)]
     planes += [Plane(name, 1, "window", (37,) if pool else (3, 7), "uint8") for name in ("k", "v")]
-    groups = (
+    groups: tuple[PlaneGroup, ...] = (
         PlaneGroup("full", replicated=True, pool=pool),
         PlaneGroup("window", window_tokens, sink_tokens, pool=pool),
     )
+    if pool:
+        planes.append(Plane("ssm", 2, "state", (state_bytes,), "uint8"))
+        groups = (*groups, PlaneGroup("state", pool=pool, is_state=True))
     return Layout(4, 2, groups, tuple(planes))
 
 
@@ -103,13 +107,18 @@ class World:
 
         device, both = (bias.device,), (bias.device, bias.device_windows)
         gqa = gqa_layout()
-        windowed = windowed_layout(rng.choice((6, 8)), rng.choice((0, 0, 4)), rng.choice(("", "kv")))
+        pool = rng.choice(("", "kv"))
+        windowed = windowed_layout(rng.choice((6, 8)), rng.choice((0, 0, 4)), pool, rng.choice((37, 50)))
         gqa_host, windowed_host = pages(bias.host), pages(bias.host, bias.host_windows)
+        on_devices = [pages(*both), pages(*both)]
+        if pool:
+            on_devices = [PoolRequest((sum(each.pages),) * 3) for each in on_devices]
+            windowed_host = PoolRequest((windowed_host.pages[0], *(windowed_host.pages[1],) * 2))
         return [
             RegisterRequest("model", gqa, b"tenant 1", ("step-0",), pages(*device), gqa_host, reserved_pages=1),
             RegisterRequest("model", gqa, b"tenant 1", ("step-1",), pages(*device), gqa_host, reserved_pages=1),
-            RegisterRequest("model", windowed, b"tenant 2", ("step-0", "step-1"), pages(*both), windowed_host),
-            RegisterRequest("model", windowed, b"tenant 2", ("step-1", "step-0"), pages(*both), windowed_host),
+            RegisterRequest("model", windowed, b"tenant 2", ("step-0", "step-1"), on_devices[0], windowed_host),
+            RegisterRequest("model", windowed, b"tenant 2", ("step-1", "step-0"), on_devices[1], windowed_host),
         ]
 
     def _register(self, request: RegisterRequest) -> Registered:

@@ -33,6 +33,7 @@ UNDRAWN = {
     "dropped_unused_blocks",
     "dropped_windows",
     "events",
+    "loop_long_rounds",
     "remembered_keys",
     "resident_blocks",
     "storage_evicted_objects",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.ledger import Ledger, Model, Replica
+from cachesvc.ledger.sequence_state import AWAY, ENDED, FAILED, LEAVING, ON_DEVICE, RETURNING
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.model.errors import Conflict, LoadFailed, NotFound
+from cachesvc.model.errors import CacheError, Conflict, LoadFailed, NotFound
 
 
 class Call(NamedTuple):
-    """Made by ``resolve`` for each run of a flow; flows look nothing up again. ``now``: seconds, monotonic."""
+    """Made once when a call comes, and anew for each further run of its flow: its lease may be lost by then. Flows look
+    nothing up again. ``now``: seconds, monotonic."""
 
     lease: Lease
     model: Model
@@ -21,41 +23,62 @@ class Call(NamedTuple):
     def known_sequence(self, sequence_id: int) -> Sequence:
         """A sequence of the lease, failed or not. Raises NotFound."""
         sequence = self.lease.sequences.get(sequence_id)
-        if sequence is None or not sequence.is_open:
-            raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
+        if sequence is None or sequence.state is ENDED:
+            raise no_sequence(sequence_id)
         return sequence
 
     def sequence(self, sequence_id: int) -> Sequence:
         """A sequence of the lease that may go on. Raises NotFound, LoadFailed."""
         sequence = self.known_sequence(sequence_id)
-        if sequence.failed:
-            raise LoadFailed(f"sequence {sequence_id}: {sequence.failed}; release it, match again and recompute")
+        if sequence.state is FAILED:
+            raise refusal_of(sequence)
         return sequence
 
 
-def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
-    """Look a call up; it is a sign of life. Raises LeaseLost for a lease that ended, NotFound for one that never was,
-    Unavailable for a model that is out of service.
-
-    A flow that waited is run with a new Call: its lease may be lost by then.
-    """
-    lease = ledger.lease(lease_id)
-    lease.heard(now)
+def call_of(ledger: Ledger, lease: Lease, now: float) -> Call:
+    """The call of a lease. Raises LeaseLost for a lease that ended, Unavailable for a model that is out of service,
+    NotFound for a replica whose memory is gone."""
+    if lease.state is not LeaseState.LIVE:
+        lease = ledger.lease(lease.id)
     model = ledger.models[lease.model]
     if model.suspect:
         model.require_trusted()
+    for replica in model.replicas:
+        if replica.id == lease.replica:
+            return Call(lease, model, replica, now)
     return Call(lease, model, model.replica(lease.replica), now)
 
 
-def require_still(sequence: Sequence) -> None:
-    """Raises Conflict while a sequence is on its way out or in."""
-    if sequence.swap_ticket:
-        raise Conflict(f"sequence {sequence.id} is being swapped by ticket {sequence.swap_ticket}; wait for it")
+def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
+    """The call of a lease by its id, which is a sign of life: for callers without a dispatcher, as simulations are.
+
+    Raises as ``call_of``, and NotFound for a lease that never was."""
+    lease = ledger.lease(lease_id)
+    lease.heard(now)
+    return call_of(ledger, lease, now)
 
 
-def require_on_device(sequence: Sequence) -> None:
-    """Raises Conflict while a sequence is swapped out or on its way."""
-    if sequence.swap_ticket:
-        require_still(sequence)
-    if sequence.swapped_out:
-        raise Conflict(f"sequence {sequence.id} is swapped out; swap it in first")
+def require_active(sequence: Sequence) -> None:
+    """Raises Conflict for a sequence that is swapped out or on its way, LoadFailed for one that can only be released.
+    One whose hit is being loaded passes: it may grow."""
+    if sequence.state not in ON_DEVICE:
+        raise refusal_of(sequence)
+
+
+def no_sequence(number: int) -> NotFound:
+    """Error for a sequence that the lease does not have."""
+    return NotFound("sequence", number, "it was released, or never matched under this lease")
+
+
+def refusal_of(sequence: Sequence) -> CacheError:
+    """Error for what cannot be done with a sequence in its state."""
+    number, state = sequence.id, sequence.state
+    if state is FAILED:
+        return LoadFailed(f"sequence {number}: {sequence.failed}; release it, match again and recompute")
+    if state is LEAVING or state is RETURNING:
+        return Conflict(f"sequence {number} is being swapped by ticket {sequence.swap_ticket}; wait for it")
+    if state is AWAY:
+        return Conflict(f"sequence {number} is swapped out; swap it in first")
+    if state is ENDED:
+        return no_sequence(number)
+    return Conflict(f"sequence {number} is on the device already")

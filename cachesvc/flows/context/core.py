@@ -76,6 +76,13 @@ class KeepRequest(NamedTuple):
     parent: bytes
 
 
+class StoredUse(NamedTuple):
+    """A use of a block in memory, for the copy below. ``queue``: its class in the eviction policy; 0: none."""
+
+    key: bytes
+    queue: int
+
+
 class Storage(Protocol):
     """Moves host pages to storage and back; answers later and from elsewhere, through ``fetch.fetched`` and
     ``keep.kept``. ``wait_seconds``: how long a call waits for it at most. ``keeps_all``: whatever comes to the host is
@@ -91,6 +98,9 @@ class Storage(Protocol):
 
     def has(self, model: Model, key: bytes) -> bool:
         """True where it believes to have a block, as far as it knows without asking anybody."""
+
+    def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
+        """Note uses of blocks in memory: their copies below are as recently used."""
 
     def fetch(self, request: FetchRequest) -> list[int]:
         """Begin a fetch; returns of each block how many objects come. Each is reported once, or LATE and then BACK."""

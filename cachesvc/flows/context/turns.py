@@ -18,6 +18,8 @@ from cachesvc.model.answers import Wait
 TURN = Wait(())
 LAST_TURNS = Wait((), goes_on=True)
 """A part is done for good: from here on the flow waits for its turns alone, raises nothing, and ends."""
+LONG_TURNS = 4
+"""Turns above which a call that cannot be undone half-way lines up behind the long calls of its process."""
 
 
 class Turns(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cachesvc.flows.context.call import Call, require_on_device
+from cachesvc.flows.context.call import Call, require_active
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.transfer.loads import bring, loads_of
 from cachesvc.flows.transfer.low_watermark import look_ahead
@@ -35,7 +35,7 @@ def allocate(
     sequence = call.sequence(sequence_id)
     if sequence.swap_ticket:
         return wait_for(core, (sequence.swap_ticket,))
-    require_on_device(sequence)
+    require_active(sequence)
     first = sequence.blocks
     if blocks > call.lease.blocks_per_sequence:
         raise LimitExceeded("blocks of a sequence", blocks, call.lease.blocks_per_sequence)

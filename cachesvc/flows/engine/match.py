@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from cachesvc.flows.context import observers
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
-from cachesvc.flows.context.turns import NO_MODEL, TURN, Chore
+from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.storage.fetch import fetched_blocks, reach
-from cachesvc.flows.transfer.backup import back_up
+from cachesvc.flows.storage.uses import note_hit
+from cachesvc.flows.transfer.backup import back_up_reused
 from cachesvc.flows.transfer.replicas import Sharing, share
 from cachesvc.ledger.index.block_ledger import Hit
-from cachesvc.ledger.index.requests import PromptPath, Request
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.leases import Lease, member_of
-from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, KeyMisplaced, LimitExceeded
@@ -43,75 +44,41 @@ def match(
     With ``sharing`` it may first wait for what other replicas and storage have. Raises InvalidRequest (ragged keys, an
     id of no process), LimitExceeded, Conflict (the sequence is open), DaemonDraining.
     """
-    lease, model, replica = call.lease, call.model, call.replica
-    if sequence_id in lease.sequences:
-        raise Conflict(f"sequence {sequence_id} is open already; release it first or use another id")
-    if lease.instance and member_of(sequence_id) not in lease.members.values():
-        raise InvalidRequest(f"sequence {sequence_id} is of no process of this lease: ids follow on what Open answered")
-    if len(lease.sequences) >= core.limits.sequences_per_lease:
-        raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, core.limits.sequences_per_lease)
-    held, most = core.ledger.key_bytes.get(lease.party, 0) + len(keys), core.limits.key_bytes_per_process
-    if held > most:
-        raise LimitExceeded("bytes of keys of this process's open sequences", held, most)
+    check_request(core, call, sequence_id, keys)
+    lease, model, place, index = call.lease, call.model, call.replica.place, call.model.blocks.index
     _tell_time(model, clock)
-    if not model.blocks.index.take_over():
+    if index.taking is not None and not index.take_over():
         return TURN
     hit = find_hit(core, call, keys, max_blocks, sharing)
     if isinstance(hit, Wait):
         return hit
-    sequence = Sequence(sequence_id, lease.id, model.id, replica.id, model.blocks, replica.place, keys)
+    sequence = Sequence(sequence_id, lease.id, model.id, call.replica.id, model.blocks, place, keys)
     sequence.hold(hit, core.ledger.stamp())
     lease.sequences[sequence_id] = sequence
     sequence.charge(core.ledger.key_bytes, lease.party)
     stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)
-    _count_hit(model, hit, stored)
-    waited = min(waited, MOST_WAITED_SECONDS)
-    came = call.now - waited if clock is None else clock
-    sequence.remember(model.recent.add(came, keys, core.limits.recent_blocks // len(core.ledger.models)))
-    core.count(Count.MATCH_REQUESTS)
-    asked = len(keys) // KEY_BYTES
-    core.count(Count.MATCH_BLOCKS, asked)
-    asked = min(asked, max_blocks) if max_blocks else asked
-    has_windows = bool(replica.place.window_groups)
-    model.reuse.matched(model.blocks.index, keys, asked, hit.blocks, has_windows=has_windows)
-    if core.eviction.learns and replica.shadow is not None:
-        replica.shadow.matched(keys, asked, hit.device_blocks)
-    if model.blocks.chooser is not None:
-        follow(core, call, sequence, hit.blocks, waited)
-    if model.blocks.retention is not None:
-        _value_positions(core, model, keys, hit.full_blocks)
+    observers.matched(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
+    note_hit(core, model, hit.row)
     if core.writing.counts_reuse and hit.row != NO_ROW:
-        _count_reuse(core, model, replica, hit.row)
+        back_up_reused(core, model, call.replica, hit.row)
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks
     tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
-    computing = _computing(model, keys, hit.blocks) if model.computing else 0
-    return Matched(device, host, computing, tuple(tables), stored, hit.full_blocks)
+    computing = _computing(model, keys, hit.blocks) if model.blocks.computing else 0
+    return Matched(device, host, computing, tuple(tables), min(stored, host), hit.full_blocks)
 
 
-def follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
-    """The eviction policy follows the request from now on: what it uses is its own."""
-    model, keys = call.model, bytes(sequence.keys)
-    blocks = model.blocks
-    if blocks.chooser is not None:
-        resident, known = model.reuse.known(blocks.index, keys, hit_blocks, len(keys) // KEY_BYTES)
-        path = PromptPath(blocks.index, keys, known, resident)
-        sequence.follow(Request(blocks.chooser, blocks.index, path, blocks.clock.seconds, waited))
-        if blocks.index.taking is not None:
-            core.chores.append(Chore(NO_MODEL, blocks.index.take_over))
-        if (lesson := blocks.chooser.lesson()) is not None:
-            core.chores.append(Chore(NO_MODEL, lesson))
-
-
-def _value_positions(core: Core, model: Model, keys: bytes, full_blocks: int) -> None:
-    """The eviction policy learns where requests continue: of this one the full groups have ``full_blocks`` blocks."""
-    blocks = model.blocks
-    retention, tip = blocks.retention, NO_ROW
-    assert retention is not None
-    if full_blocks:
-        tip = blocks.index.rows.get(keys[(full_blocks - 1) * KEY_BYTES : full_blocks * KEY_BYTES], NO_ROW)
-    retention.arrived(tip, len(keys) // KEY_BYTES)
-    if (lesson := retention.rule.lesson()) is not None:
-        core.chores.append(Chore(NO_MODEL, lesson))
+def check_request(core: Core, call: Call, sequence_id: int, keys: bytes) -> None:
+    """Check that a sequence may be opened on these keys. Raises Conflict, InvalidRequest, LimitExceeded."""
+    lease, limits = call.lease, core.limits
+    if sequence_id in lease.sequences:
+        raise Conflict(f"sequence {sequence_id} is open already; release it first or use another id")
+    if lease.instance and member_of(sequence_id) not in lease.members.values():
+        raise InvalidRequest(f"sequence {sequence_id} is of no process of this lease: ids follow on what Open answered")
+    if len(lease.sequences) >= limits.sequences_per_lease:
+        raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, limits.sequences_per_lease)
+    held, most = core.ledger.key_bytes.get(lease.party, 0) + len(keys), limits.key_bytes_per_process
+    if held > most:
+        raise LimitExceeded("bytes of keys of this process's open sequences", held, most)
 
 
 def _tell_time(model: Model, clock: float | None) -> None:
@@ -147,7 +114,8 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
     except KeyMisplaced:
         core.count(Count.KEYS_MISPLACED)
         raise
-    core.count(Count.KEYS_MISPLACED, blocks.misplaced - before)
+    if blocks.misplaced != before:
+        core.count(Count.KEYS_MISPLACED, blocks.misplaced - before)
     if sharing is None:
         return hit
     wait = share(core, call, keys, max_blocks, hit, sharing) if len(call.model.replicas) > 1 else None
@@ -164,42 +132,15 @@ def check_keys(lease: Lease, keys: bytes) -> None:
         raise LimitExceeded("block keys", len(keys) // KEY_BYTES, lease.blocks_per_sequence)
 
 
-def _count_hit(model: Model, hit: Hit, stored: int) -> None:
-    model.hit_blocks["device"] += hit.device_blocks
-    model.hit_blocks["host"] += hit.blocks - hit.device_blocks - stored
-    model.hit_blocks["storage"] += stored
-    for group, blocks in hit.lost:
-        model.lost_blocks["state" if group in model.layout.state_groups else "window"] += blocks
-
-
 def _computing(model: Model, keys: bytes, first: int) -> int:
     """Number of blocks after the hit that other requests are computing now. They declare keys root first, so these are
     a run, whose end is found by bisection."""
     low = first
     middle = high = len(keys) // KEY_BYTES
     while low < high:
-        if keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES] in model.computing:
+        if keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES] in model.blocks.computing:
             low = middle
         else:
             high = middle - 1
         middle = (low + high + 1) >> 1
     return low - first
-
-
-def _count_reuse(core: Core, model: Model, replica: Replica, row: int) -> None:
-    """Count a reuse for every block of the path that has no host copy yet, and back up those that are due.
-
-    The walk ends at the first block with a host copy, so each block pays for it ``threshold`` times at most.
-    """
-    blocks = model.blocks
-    index = blocks.index
-    due: list[int] = []
-    if not any(pool.capacity for pool in blocks.host.pools):
-        return
-    while row != NO_ROW and not blocks.host.is_present(row):
-        index.reuses[row] = min(index.reuses[row] + 1, 0xFFFF)
-        if core.writing.is_due(index.reuses[row]):
-            due.append(row)
-        row = index.parent[row]
-    due.reverse()
-    back_up(core, model, replica, due)

@@ -1,8 +1,8 @@
 """Publish: seal a sequence's next computed blocks under their keys; the first to publish a key wins.
 
-Everything is checked before anything changes: which blocks the keys stand for is looked up once, and what is found then
-is what is sealed. Most publishes are straight, those of many sequences at a time, and go through plain loops; one by
-one goes only what is a duplicate, on its way here, refused, or has to wait.
+``classify`` holds a batch to the rules before anything changes, and looks each key up once. The first entries whose
+keys are all new are sealed together, by columns; a single call is a batch of one. An entry with keys that the index has
+is sealed by itself: they are duplicates of what others sealed first, or blocks on their way here.
 """
 
 from __future__ import annotations
@@ -10,27 +10,48 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
-from cachesvc.flows.context.call import Call, require_on_device
+from cachesvc.flows.context import observers
+from cachesvc.flows.context.call import Call, no_sequence, refusal_of
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
-from cachesvc.flows.context.turns import LAST_TURNS
+from cachesvc.flows.context.turns import LAST_TURNS, LONG_TURNS
 from cachesvc.flows.engine.match import check_keys
-from cachesvc.flows.states import named_states, seal_states
+from cachesvc.flows.engine.states import named_states, seal_states
 from cachesvc.flows.transfer.backup import back_up
 from cachesvc.flows.transfer.transfers import wait_for
 from cachesvc.ledger.block_tables import Sealed
-from cachesvc.ledger.index.reuse_stats import Miss
+from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
-from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sealing import NewBlocks, seal_new
+from cachesvc.ledger.sequence_state import ACTIVE, PASSING
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Published, Wait
-from cachesvc.model.columns import Publishes
-from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, NotOwned
+from cachesvc.model.columns import Publishes, before_repeated
+from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, LedgerBroken, NotOwned
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import FILLING, READY, Tier
+from cachesvc.model.words import FILLING
+
+
+class Blocked(NamedTuple):
+    """An entry that can be looked at when one of these tickets has ended."""
+
+    tickets: tuple[int, ...]
+
+
+class Known(NamedTuple):
+    """An entry with keys that the index has: ``rows`` of its packed ``keys``, NO_ROW for one that is new."""
+
+    sequence: Sequence
+    keys: bytes
+    rows: list[int]
+
+
+Stop = Known | Blocked | CacheError | None
+"""Reason why an entry is not sealed with those before it. None: it comes behind one of its own sequence or with the
+same key, or a call of its sequence waits."""
 
 
 @dataclass(slots=True)
@@ -38,6 +59,7 @@ class Publishing:
     """Progress of a publish that takes several turns: made for the call, handed to each of its runs."""
 
     done: int = 0
+    has_lined_up: bool = False
     parts: list[Published] = field(default_factory=list)
 
     def answer(self) -> Published:
@@ -74,17 +96,24 @@ def publish(
     count, most = blocks or len(keys) // KEY_BYTES, _most(core, call)
     if states:
         return _with_states(core, call, sequence_id, first_block, keys, blocks, publishing, states)
-    if publishing is None or (count <= most and not publishing.done):
-        return _publish(core, call, sequence_id, first_block, keys, blocks)
-    if not publishing.done:
-        sequence = call.sequence(sequence_id)
-        if not (sequence.swap_ticket or sequence.swapped_out or sequence.loads):
-            _check(call.lease, sequence, first_block, keys, blocks)
-    done = publishing.done
+    if keys:
+        check_keys(call.lease, keys)
+        if len(keys) != count * KEY_BYTES:
+            raise InvalidRequest(f"{len(keys) // KEY_BYTES} keys were sent for {count} blocks")
+    done = 0 if publishing is None else publishing.done
+    whole = Publishes((sequence_id,), (first_block,), (0, count), keys)
+    if publishing is None or (count <= most and not done):
+        return _publish(core, call, whole)
+    if not done:  # a rule that a later part breaks refuses the call while nothing is sealed
+        _, stop = classify(call, whole, range(1), looks_up=False)
+        if isinstance(stop, CacheError):
+            raise stop
+        if stop is None and count > LONG_TURNS * most and not publishing.has_lined_up:
+            publishing.has_lined_up = True
+            return Wait((), turns=-(-count // most))
     now = min(most, count - done)
-    some = keys[done * KEY_BYTES : (done + now) * KEY_BYTES]
     try:
-        part = _publish(core, call, sequence_id, first_block + done, some, now)
+        part = _publish(core, call, Publishes((sequence_id,), (first_block + done,), (done, done + now), keys))
     except CacheError:
         if not done:
             raise
@@ -107,13 +136,13 @@ def _with_states(
     states: tuple[GroupCells, ...],
 ) -> Published | Wait:
     """``publish`` of blocks, if there are any, and of states once these are sealed."""
-    sequence = call.sequence(sequence_id)
+    sequence = call.lease.sequences.get(sequence_id)
+    if sequence is None or sequence.state is not ACTIVE:
+        stop = _inactive(sequence_id, sequence)
+        if isinstance(stop, Blocked):
+            return wait_for(core, stop.tickets)
+        raise stop
     count = blocks or len(keys) // KEY_BYTES
-    if sequence.swap_ticket:
-        return wait_for(core, (sequence.swap_ticket,))
-    require_on_device(sequence)
-    if sequence.loads:
-        return wait_for(core, sequence.loads)
     if not count and first_block != sequence.sealed:
         raise Conflict(f"block {sequence.sealed} comes next, not {first_block}; publish in order")
     named = named_states(call, sequence, states, first_block + count)
@@ -124,6 +153,41 @@ def _with_states(
             return told
         answer = told
     return answer._replace(kept=seal_states(sequence, named))
+
+
+def publish_many(
+    core: Core,
+    call: Call,
+    publishes: Publishes,
+    entries: range,
+    told: list[int],
+    held: Collection[int] = (),
+) -> None:
+    """Seal the first of ``entries``, in order, as long as all their keys are new. ``told`` gets the sealed blocks of
+    each; it is short where an entry is left to ``publish``, or its sequence is among ``held``, or it takes more turns
+    than one; those behind it are not looked at."""
+    starts, most = publishes.starts, _most(core, call)
+    if starts[entries.stop] - starts[entries.start] > most:
+        long = next((entry for entry in entries if starts[entry + 1] - starts[entry] > most), entries.stop)
+        entries = range(entries.start, long)
+    fresh, _ = classify(call, publishes, entries, held)
+    if fresh.keys:
+        told += _commit_new(core, call, fresh)
+
+
+def _publish(core: Core, call: Call, one: Publishes) -> Published | Wait:
+    """Seal a batch of one entry in one turn."""
+    fresh, stop = classify(call, one, range(1))
+    if fresh.keys:
+        return Published(_commit_new(core, call, fresh)[0], (), (), (), False)
+    if isinstance(stop, Known):
+        return _commit_known(core, call, stop)
+    if isinstance(stop, Blocked):
+        return wait_for(core, stop.tickets)
+    if isinstance(stop, KeyMisplaced):
+        core.count(Count.KEYS_MISPLACED)
+    assert stop is not None, "the only entry comes behind no other"
+    raise stop
 
 
 def is_tight(core: Core, call: Call) -> bool:
@@ -147,182 +211,89 @@ def _join_cells(parts: Iterable[tuple[GroupCells, ...]]) -> tuple[GroupCells, ..
     )
 
 
-def _publish(core: Core, call: Call, sequence_id: int, first_block: int, keys: bytes, blocks: int) -> Published | Wait:
-    """``publish`` in one turn."""
-    count = blocks or len(keys) // KEY_BYTES
-    if not keys or len(keys) == count * KEY_BYTES:
-        told: list[int] = []
-        _publish_straight(core, call, Publishes((sequence_id,), (first_block,), (0, count), keys), range(1), told, ())
-        if told:
-            return Published(told[0], (), (), (), False)
-    sequence = call.sequence(sequence_id)
-    if sequence.swap_ticket:
-        return wait_for(core, (sequence.swap_ticket,))
-    require_on_device(sequence)
-    model, replica = call.model, call.replica
-    model.last_used = call.now
-    if sequence.loads:
-        return wait_for(core, sequence.loads)
-    count = _check(call.lease, sequence, first_block, keys, blocks)
-    keys = keys or bytes(sequence.keys[first_block * KEY_BYTES : (first_block + count) * KEY_BYTES])
-    rows = _rows(core, model, sequence, keys)
-    ready, pending = _until_filling(replica.place, rows)
-    reuses = _count(model, replica.place, keys, ready, first_block)
-    sealed = sequence.seal(keys, ready, core.ledger.stamp, reuses)
-    if sealed.rows and core.writing.copies_when_sealed:
-        back_up(core, model, replica, sealed.rows)
-    if core.on_sealed is not None and sequence.anchor != NO_ROW:
-        core.on_sealed(model.id, replica.id, sequence.anchor, len(ready))
-    core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
-    core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
-    return _answer(sequence, sealed, pending)
-
-
-def publish_many(
-    core: Core,
-    call: Call,
-    publishes: Publishes,
-    entries: range,
-    told: list[int],
-    held: Collection[int] = (),
-) -> None:
-    """``publish`` for ``entries``, in order, as long as each is straight: in turn, with pages, under unpublished keys.
-    ``told`` gets the sealed blocks of each; it is short where an entry is left to ``publish``, or its sequence is among
-    ``held``, or it takes more turns than one; those behind it are not looked at."""
-    starts, most = publishes.starts, _most(core, call)
-    if starts[entries.stop] - starts[entries.start] > most:
-        long = next((entry for entry in entries if starts[entry + 1] - starts[entry] > most), entries.stop)
-        entries = range(entries.start, long)
-    _publish_straight(core, call, publishes, entries, told, held)
-
-
-def _publish_straight(
-    core: Core, call: Call, publishes: Publishes, entries: range, told: list[int], held: Collection[int]
-) -> None:
-    model, replica = call.model, call.replica
-    blocks = _all_straight(call, publishes, entries, held) or _find_straight(call, publishes, entries, held)
-    if not blocks.keys:
-        return
-    model.last_used = call.now
-    remembered, reuse = model.remembered, model.reuse
-    sequences, keys, _ = blocks
-    reuse.computed_all(keys)
-    reuse.published += len(keys)
-    reuses = {key: remembered.pop(key) for key in keys if key in remembered} if remembered else {}
-    paths = seal_new(replica.place, blocks, core.ledger.stamps(len(keys) + len(sequences)), reuses)
-    if core.writing.copies_when_sealed:  # by one transfer: each costs more than its block
-        back_up(core, model, replica, list(chain.from_iterable(paths)))
-    if core.on_sealed is not None:
-        for path in paths:
-            core.on_sealed(model.id, replica.id, path[-1], len(path))
-    core.count(Count.PUBLISHED_BLOCKS, len(keys))
-    told.extend([sequence.sealed for sequence in sequences])
-
-
-def _all_straight(call: Call, publishes: Publishes, entries: range, held: Collection[int]) -> NewBlocks | None:
-    """The blocks of ``entries`` where all are straight, and of one block each; else None, and each is to be looked at.
-
-    Most steps are so, and what is asked of all at once costs half of what it costs one by one.
-    """
-    if held or not isinstance(publishes.starts, range):
-        return None
-    part = slice(entries.start, entries.stop)
-    numbers, first_blocks, packed = publishes.sequences[part], publishes.first[part], publishes.keys
-    by_number, known_parts = call.lease.sequences, call.model.blocks.index.rows.parts
-    named = set(numbers)
-    if len(named) < len(numbers) or not by_number.keys() >= named:
-        return None
-    sequences = [by_number[number] for number in numbers]
-    known: list[bytes | bytearray] = []
+def classify(
+    call: Call, batch: Publishes, entries: range, held: Collection[int] = (), *, looks_up: bool = True
+) -> tuple[NewBlocks, Stop]:
+    """Hold entries to the rules, in order, up to the first that does not seal new blocks alone. Returns the new blocks
+    of those before it, and why it stopped. Without ``looks_up`` no key is looked up, and nothing is new."""
+    # One loop with every rule in it, for a Step publishes a block of each of its sequences: a call a rule would cost
+    # more than the rule. The state comes first: it decides whether tables and keys mean anything. The position is next:
+    # a retry of what is sealed must hear that, whatever its keys. A key is looked up only where all else holds, and an
+    # entry whose keys another entry of the batch has sealed meanwhile is looked at anew behind that one.
+    by_number, parts = call.lease.sequences, call.model.blocks.index.rows.parts
     has_groups = len(call.replica.place.pools) > 1
-    for sequence, first in zip(sequences, first_blocks, strict=True):
-        table, own = sequence.tables[0], sequence.own[0]
-        if sequence.sealed != first or first >= len(table) or sequence.loads or sequence.failed:
-            return None
-        if sequence.swap_ticket or sequence.swapped_out:
-            return None
-        if not (sequence.owns(first, first + 1) if has_groups else table[first] in own):
-            return None
-        known.append(sequence.keys[first * KEY_BYTES : (first + 1) * KEY_BYTES])
-    keys = list(map(bytes, known))
-    if packed:
-        keys = [packed[at : at + KEY_BYTES] for at in range(part.start * KEY_BYTES, part.stop * KEY_BYTES, KEY_BYTES)]
-        if any(told and told != key for told, key in zip(known, keys, strict=True)):
-            return None
-    if not all(keys) or len(set(keys)) < len(keys):
-        return None
-    for key in keys:
-        if key in known_parts[key[-1]]:
-            return None
-    return NewBlocks(sequences, keys, range(len(keys) + 1))
-
-
-def _find_straight(call: Call, publishes: Publishes, entries: range, held: Collection[int]) -> NewBlocks:
-    """The blocks of the first entries that are straight."""
-    by_number, known_parts = call.lease.sequences, call.model.blocks.index.rows.parts
-    packed, part = publishes.keys, slice(entries.start, entries.stop)
-    starts = publishes.starts[entries.start : entries.stop + 1]
+    starts, packed = batch.starts[entries.start : entries.stop + 1], batch.keys
+    numbers = before_repeated(batch.sequences[entries.start : entries.stop], held)
     sequences: list[Sequence] = []
     fresh: dict[bytes, None] = {}
-    bounds = [0]
-    seen: set[int] = set()
+    stop: Stop = None
     for number, first, start, end in zip(
-        publishes.sequences[part], publishes.first[part], starts, starts[1:], strict=False
+        numbers, batch.first[entries.start : entries.stop], starts, starts[1:], strict=False
     ):
         sequence = by_number.get(number)
-        if sequence is None or number in seen or number in held:
-            break
-        if sequence.loads or sequence.swap_ticket or sequence.swapped_out or sequence.failed:
+        if sequence is None or sequence.state is not ACTIVE:
+            stop = _inactive(number, sequence)
             break
         count = end - start
-        last = first + count
-        if first != sequence.sealed or not first < last <= len(sequence.tables[0]):
+        last, table = first + count, sequence.tables[0]
+        if first != sequence.sealed or last > len(table):
+            stop = _misplaced(sequence, first, last)
             break
-        known = sequence.keys[first * KEY_BYTES : last * KEY_BYTES]
-        raw = packed[start * KEY_BYTES : end * KEY_BYTES] if packed else bytes(known)
-        if len(raw) != count * KEY_BYTES or (packed and known and not raw.startswith(bytes(known))):
+        keys = known = bytes(sequence.keys[first * KEY_BYTES : last * KEY_BYTES])
+        if packed:
+            keys = packed[start * KEY_BYTES : end * KEY_BYTES]
+            if known and not keys.startswith(known):
+                stop = InvalidRequest(f"keys from block {first} on contradict those of Match")
+                break
+        elif len(known) < count * KEY_BYTES:
+            stop = InvalidRequest(f"the keys of {count} blocks from {first} on are not known; send them")
             break
-        if not sequence.owns(first, last):
-            break
-        keys = dict.fromkeys([raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)])
-        if len(keys) < count or any(key in known_parts[key[-1]] or key in fresh for key in keys):
-            break
-        fresh |= keys
-        bounds.append(len(fresh))
-        seen.add(number)
+        if not (sequence.owns(first, last) if has_groups or count != 1 else table[first] in sequence.own[0]):
+            raise LedgerBroken(f"sequence {number} has others' pages for blocks {first} to {last}")
+        if not looks_up:
+            continue
+        if count == 1:
+            if keys in fresh:
+                break
+            if keys in parts[keys[-1]]:
+                stop = _known(call.model.blocks.index, sequence, keys)
+                break
+            fresh[keys] = None
+        else:
+            each = dict.fromkeys([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
+            if not fresh.keys().isdisjoint(each):
+                break
+            if len(each) < count or not each or any(key in parts[key[-1]] for key in each):
+                stop = _known(call.model.blocks.index, sequence, keys)
+                break
+            fresh |= each
         sequences.append(sequence)
-    return NewBlocks(sequences, list(fresh), bounds)
+    is_one_each = len(fresh) == len(sequences)
+    bounds = range(len(fresh) + 1) if is_one_each else [at - starts[0] for at in starts[: len(sequences) + 1]]
+    return NewBlocks(sequences, list(fresh), bounds), stop
 
 
-def _check(lease: Lease, sequence: Sequence, first_block: int, keys: bytes, blocks: int) -> int:
-    check_keys(lease, keys)
-    count = blocks or len(keys) // KEY_BYTES
-    if keys and len(keys) // KEY_BYTES != count:
-        raise InvalidRequest(f"{len(keys) // KEY_BYTES} keys were sent for {count} blocks")
-    if first_block < sequence.sealed:
-        raise Conflict(
-            f"blocks from {first_block} on are sealed already (the sequence has {sequence.sealed}); publish the next"
-        )
-    if first_block > sequence.sealed:
-        raise Conflict(f"block {sequence.sealed} comes next, not {first_block}; publish in order")
-    if first_block + count > sequence.blocks:
-        raise NotOwned(
-            f"sequence {sequence.id} has pages for {sequence.blocks} blocks, not for {first_block + count}; "
-            "allocate first"
-        )
-    known = sequence.keys[first_block * KEY_BYTES : (first_block + count) * KEY_BYTES]
-    if keys:
-        if not keys.startswith(bytes(known)):
-            raise InvalidRequest(f"keys from block {first_block} on contradict those of Match")
-    elif len(known) < count * KEY_BYTES:
-        raise InvalidRequest(f"the keys of {count} blocks from {first_block} on are not known; send them")
-    return count
+def _inactive(number: int, sequence: Sequence | None) -> Blocked | CacheError:
+    """Reason why nothing can be published of a sequence now, or any more."""
+    if sequence is None:
+        return no_sequence(number)
+    if sequence.state in PASSING:
+        return Blocked(tuple(sequence.awaited))
+    return refusal_of(sequence)
 
 
-def _rows(core: Core, model: Model, sequence: Sequence, keys: bytes) -> list[int]:
-    """The rows of the keys, NO_ROW for what is new. Raises KeyMisplaced where a key is known below another prefix, or
-    named twice."""
-    index = model.blocks.index
+def _misplaced(sequence: Sequence, first: int, last: int) -> CacheError:
+    """Reason why ``[first, last)`` are not its next blocks."""
+    sealed = sequence.sealed
+    if first < sealed:
+        return Conflict(f"blocks from {first} on are sealed already (the sequence has {sealed}); publish the next")
+    if first > sealed:
+        return Conflict(f"block {sealed} comes next, not {first}; publish in order")
+    return NotOwned(f"sequence {sequence.id} has pages for {sequence.blocks} blocks, not for {last}; allocate first")
+
+
+def _known(index: BlockIndex, sequence: Sequence, keys: bytes) -> Known | KeyMisplaced:
+    """The rows of an entry's keys; KeyMisplaced where a key is known below another prefix, or named twice."""
     rows: list[int] = []
     above = sequence.anchor
     fresh: set[bytes] = set()
@@ -335,11 +306,44 @@ def _rows(core: Core, model: Model, sequence: Sequence, keys: bytes) -> list[int
         else:
             is_chained = not fresh and index.parent[row] == above
         if not is_chained:
-            core.count(Count.KEYS_MISPLACED)
-            raise KeyMisplaced(sequence.sealed + at // KEY_BYTES)
+            return KeyMisplaced(sequence.sealed + at // KEY_BYTES)
         rows.append(row)
         above = row
-    return rows
+    return Known(sequence, keys, rows)
+
+
+def _commit_new(core: Core, call: Call, fresh: NewBlocks) -> list[int]:
+    """Seal blocks whose keys are new. Returns how many are sealed of each of their sequences."""
+    model, replica = call.model, call.replica
+    model.last_used = call.now
+    sequences, keys, _ = fresh
+    reuses = _take_reuses(model, keys)
+    paths = seal_new(replica.place, fresh, core.ledger.stamps(len(keys) + len(sequences)), reuses)
+    if core.writing.copies_when_sealed:  # by one transfer: each costs more than its block
+        back_up(core, model, replica, list(chain.from_iterable(paths)))
+    observers.sealed_new(core, call, keys, paths)
+    return [sequence.sealed for sequence in sequences]
+
+
+def _commit_known(core: Core, call: Call, known: Known) -> Published:
+    """Seal blocks of one sequence some of which the index has, up to one that is on its way here."""
+    model, replica = call.model, call.replica
+    model.last_used = call.now
+    sequence, keys, rows = known
+    ready, pending = _until_filling(replica.place, rows)
+    new = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, row in enumerate(ready) if row == NO_ROW]
+    observers.sealing(core, call, keys, ready)
+    sealed = sequence.seal(keys, ready, core.ledger.stamp, _take_reuses(model, new))
+    if sealed.rows and core.writing.copies_when_sealed:
+        back_up(core, model, replica, sealed.rows)
+    observers.sealed_known(core, call, sequence, len(ready), sealed)
+    return _answer(sequence, sealed, pending)
+
+
+def _take_reuses(model: Model, keys: Iterable[bytes]) -> dict[bytes, int]:
+    """Remembered reuse counts of blocks that were dropped and are new again."""
+    remembered = model.remembered
+    return {key: remembered.pop(key) for key in keys if key in remembered} if remembered else {}
 
 
 def _until_filling(place: Place, rows: list[int]) -> tuple[list[int], bool]:
@@ -349,27 +353,6 @@ def _until_filling(place: Place, rows: list[int]) -> tuple[list[int], bool]:
         if row != NO_ROW and states[row] == FILLING:
             return rows[:at], True
     return rows, False
-
-
-def _count(model: Model, place: Place, keys: bytes, rows: list[int], first_block: int) -> dict[int, int]:
-    """Count what was computed, and what for the second time. Returns reuse counts of new blocks that are remembered, by
-    position."""
-    reuse, host, states = model.reuse, model.blocks.host, place.states[place.lead]
-    index = model.blocks.index
-    reuses: dict[int, int] = {}
-    for at, row in enumerate(rows):
-        if row == NO_ROW or (index.losses and not index.has_copy(row)):
-            key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-            reuse.computed(key)
-            if model.remembered and (remembered := model.remembered.pop(key, 0)):
-                reuses[first_block + at] = remembered
-        elif states[row] >= READY:
-            reuse.computed_again(Tier.DEVICE.value, Miss.DUPLICATE)
-        else:
-            tier = Tier.HOST if host.is_present(row) else Tier.DEVICE
-            reuse.computed_again(tier.value, Miss.ELSEWHERE)
-    reuse.published += len(rows)
-    return reuses
 
 
 def _answer(sequence: Sequence, sealed: Sealed, pending: bool) -> Published:

@@ -15,15 +15,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cachesvc.flows.context.call import Call, require_on_device
+from cachesvc.flows.context.call import Call, refusal_of
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import LAST_TURNS
 from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.sequence_state import FAILED, ON_DEVICE
 from cachesvc.ledger.sequences import WINDOW_COST, Sequence
 from cachesvc.model.answers import GroupCells, Recycled, Wait
-from cachesvc.model.errors import InvalidRequest, NotOwned
+from cachesvc.model.errors import CacheError, InvalidRequest, NotOwned
 from cachesvc.model.numbers.int32s import among, column
 from cachesvc.model.words import NO_PAGE, PageState
+
+RECYCLES = ON_DEVICE | {FAILED}
+"""States in which a sequence gives back window blocks: what it can do without goes even where a load has failed."""
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ def recycle(
     lease, model = call.lease, call.model
     progress = recycling or Recycling()
     sequence = lease.sequences.get(sequence_id)
-    if progress.has_begun and (sequence is None or sequence.is_away):
+    if progress.has_begun and (sequence is None or sequence.state not in RECYCLES):
         return Recycled(progress.freed, ())  # another call came between the turns
     dead_of = dict(zip(call.replica.place.window_groups, dead_blocks, strict=False))
     is_due = bool(computed_tokens or any(dead_blocks))
@@ -61,7 +65,8 @@ def recycle(
         sequence = call.known_sequence(sequence_id)
     named = [] if progress.has_begun else _owned(call, sequence, pages)
     if sequence is not None and is_due:
-        require_on_device(sequence)
+        if sequence.state not in RECYCLES:
+            raise refusal_of(sequence)
         _check_computed(model, sequence, computed_tokens, dead_blocks)
     _free_named(call, sequence, named)
     progress.freed += sum(len(stock) + len(own) for _, stock, own in named)
@@ -118,13 +123,12 @@ def recycle_many(
     for entry in entries:
         number, tokens = recycles[0][entry], recycles[1][entry]
         sequence = call.lease.sequences.get(number)
-        if sequence is None or number in held:
+        if number in held or (sequence is not None and tokens and _due(call, sequence, tokens) > most_positions(core)):
             return
-        if tokens and (sequence.is_away or tokens > sequence.blocks * call.model.layout.block_tokens):
+        try:
+            recycled = recycle(core, call, number, tokens, ())
+        except CacheError:
             return
-        if tokens and _due(call, sequence, tokens) > most_positions(core):
-            return
-        recycled = recycle(core, call, number, tokens, ())
         assert isinstance(recycled, Recycled), "without turns it is done at once"
         told.append(recycled.pages)
 

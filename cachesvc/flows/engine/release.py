@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.call import Call, no_sequence
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.storage.uses import note_end
 from cachesvc.flows.transfer.low_watermark import look_ahead
 from cachesvc.model.answers import Wait
 from cachesvc.model.columns import Releases
-from cachesvc.model.errors import NotFound
 from cachesvc.model.requests import Ended
 
 
@@ -44,9 +44,10 @@ def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) 
     """
     sequence = call.lease.sequences.get(sequence_id)
     if sequence is None:
-        raise NotFound("sequence", sequence_id, "it was released, or never matched under this lease")
+        raise no_sequence(sequence_id)
     if end is not None:
         sequence.tell_end(end)
+    note_end(core, call.model, sequence.anchor)
     if not sequence.end_part(core.turns.pages):
         return TURN
     del call.lease.sequences[sequence_id]

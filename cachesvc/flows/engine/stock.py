@@ -15,12 +15,11 @@ the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import gt
-from typing import NoReturn
 
-from cachesvc.flows.context.call import Call, require_on_device
+from cachesvc.flows.context.call import Call, no_sequence, refusal_of
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import Chore
@@ -31,11 +30,12 @@ from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.pages.reservations import Reservation
+from cachesvc.ledger.pages.shared_pool import change_group
+from cachesvc.ledger.sequence_state import ON_DEVICE
 from cachesvc.ledger.sequences import Sequence as OpenSequence
-from cachesvc.ledger.shared_pages import change_group
 from cachesvc.model.answers import GroupCells
-from cachesvc.model.columns import Growth
-from cachesvc.model.errors import InvalidRequest, LedgerBroken, LimitExceeded, NotOwned
+from cachesvc.model.columns import Growth, before_repeated
+from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, NotOwned
 from cachesvc.model.words import NO_PAGE
 
 
@@ -48,13 +48,13 @@ def extend(core: Core, call: Call, sequence_id: int, pages: tuple[GroupCells, ..
     if sorted(cells.group for cells in pages) != list(range(len(call.replica.place.pools))) or len(counts) != 1:
         raise InvalidRequest("extend takes the same number of pages for every group")
     more = counts.pop()
+    if any(len(cells.generations) != more for cells in pages):
+        raise InvalidRequest("extend needs a generation for each page")
     in_order = sorted(pages, key=lambda cells: cells.group)
-    grown: list[int] = []
-    if all(len(cells.generations) == more for cells in pages):
-        columns = [cells.pages for cells in in_order], [cells.generations for cells in in_order]
-        extend_many(core, call, Growth((sequence_id,), (0, more), *columns), range(1), grown)
-    if not grown:
-        _refuse_growth(core, call, sequence_id, in_order, more)
+    columns = [cells.pages for cells in in_order], [cells.generations for cells in in_order]
+    grown, stop = _grow(call, Growth((sequence_id,), (0, more), *columns), range(1), ())
+    if stop is not None:
+        raise stop
     return grown[0]
 
 
@@ -64,35 +64,47 @@ def extend_many(
     growth: Growth,
     entries: range,
     told: list[int],
-    held: Container[int] = (),
+    held: Collection[int] = (),
 ) -> None:
-    """``extend`` for ``entries``, in order. ``told`` gets the new length of each; it is short where an entry is left to
-    ``extend``, because it may be refused, or its sequence is among ``held``. Those behind it are not looked at."""
+    """``extend`` for ``entries``, in order. ``told`` gets the new length of each; it is short where an entry is
+    refused, or its sequence was named before or is among ``held``. Those behind it are not looked at."""
+    told += _grow(call, growth, entries, held)[0]
+
+
+def _grow(call: Call, growth: Growth, entries: range, held: Collection[int]) -> tuple[list[int], CacheError | None]:
+    """Grow the first of ``entries`` that may. Returns the new length of each, and why the next one is refused, where
+    it is."""
     lease, place, limit = call.lease, call.replica.place, call.lease.blocks_per_sequence
-    numbers, starts, columns, _ = growth
-    if not _fit(lease, place, growth, entries):
+    # The pages of all entries are compared with the stock at once, which is what most Steps pass. Where they do not,
+    # a page may be named by two entries: the second must find it gone, so then one entry is looked at.
+    unfit = _unfit(lease, place, growth, entries)
+    if unfit is not None and len(entries) > 1:
         entries = entries[:1]
-        if not _fit(lease, place, growth, entries):
-            return
-    named = numbers[entries.start : entries.stop]
-    if len(set(named)) < len(named):
-        _extend_in_turn(core, call, growth, entries, told, held)
-        return
-    sequences = lease.sequences
-    bounds = starts[entries.start : entries.stop + 1]
+        unfit = _unfit(lease, place, growth, entries)
+    starts, columns = growth.starts[entries.start : entries.stop + 1], growth.pages
+    numbers = before_repeated(growth.sequences[entries.start : entries.stop], held)
     growing: list[OpenSequence] = []
     lengths: list[int] = []
-    for number, first, last in zip(named, bounds, bounds[1:], strict=False):
-        sequence = sequences.get(number)
-        if sequence is None or number in held or sequence.failed or sequence.swap_ticket or sequence.swapped_out:
+    stop: CacheError | None = None
+    for number, first, last in zip(numbers, starts, starts[1:], strict=False):
+        sequence = lease.sequences.get(number)
+        if sequence is None or sequence.state not in ON_DEVICE:
+            stop = no_sequence(number) if sequence is None else refusal_of(sequence)
             break
         before = len(sequence.tables[0])
         blocks = before + last - first
-        if blocks > limit or before < sequence.hit_blocks:
+        if blocks > limit:
+            stop = LimitExceeded("blocks of a sequence", blocks, limit)
+            break
+        if before < sequence.hit_blocks:
+            stop = InvalidRequest(f"allocate the {sequence.hit_blocks} blocks that were hit before growing")
+            break
+        if unfit is not None:
+            stop = unfit
             break
         growing.append(sequence)
         lengths.append(blocks)
-    bounds = bounds[: len(growing) + 1]
+    bounds = starts[: len(growing) + 1]
     grow_by(growing, bounds, columns)
     leads = call.model.layout.pool_leads
     for group, (lead, pages) in enumerate(zip(leads, columns, strict=True)):
@@ -101,62 +113,32 @@ def extend_many(
         if group != lead:
             change_group(place.pools[lead], place.pools[group], [page for page in taken if page != NO_PAGE])
     lease.grown += bounds[-1] - bounds[0]
-    told += lengths
+    return lengths, stop
 
 
-def _extend_in_turn(
-    core: Core, call: Call, growth: Growth, entries: range, told: list[int], held: Container[int]
-) -> None:
-    """``extend_many`` where a sequence is named twice: one entry after another."""
-    for entry in entries:
-        done = len(told)
-        extend_many(core, call, growth, range(entry, entry + 1), told, held)
-        if len(told) == done:
-            return
-
-
-def _fit(lease: Lease, place: Place, growth: Growth, entries: range) -> bool:
-    """True where all pages of the entries are in the stock, each once, and of the generation that was granted."""
+def _unfit(lease: Lease, place: Place, growth: Growth, entries: range) -> CacheError | None:
+    """Reason why the pages of the entries cannot be taken: each is in the stock, once, of the granted generation."""
     part = slice(growth.starts[entries.start], growth.starts[entries.stop])
     for groups in place.shares:
         stock, granted = lease.stock[groups[0]], place.pools[groups[0]].generations
-        wanted, generations = growth.pages[groups[0]][part], growth.generations[groups[0]][part]
+        wanted, asked = growth.pages[groups[0]][part], growth.generations[groups[0]][part]
         for group in groups[1:]:
-            wanted, generations = (
-                [*wanted, *growth.pages[group][part]],
-                [*generations, *growth.generations[group][part]],
-            )
+            wanted, asked = [*wanted, *growth.pages[group][part]], [*asked, *growth.generations[group][part]]
         named = set(wanted)
         if NO_PAGE in named:
-            if any(NO_PAGE in growth.pages[group][part] for group in groups if group in place.full_groups):
-                return False
-            pairs = [pair for pair in zip(wanted, generations, strict=True) if pair[0] != NO_PAGE]
-            wanted, generations = [page for page, _ in pairs], [each for _, each in pairs]
+            full = [group for group in groups if group in place.full_groups and NO_PAGE in growth.pages[group][part]]
+            if full:
+                return InvalidRequest(f"each new block needs a page of group {full[0]}, which has no window")
+            pairs = [pair for pair in zip(wanted, asked, strict=True) if pair[0] != NO_PAGE]
+            wanted, asked = [page for page, _ in pairs], [generation for _, generation in pairs]
             named.discard(NO_PAGE)
-        if not named <= stock or len(named) != len(wanted):
-            return False
-        if [granted[page] for page in wanted] != list(generations):
-            return False
-    return True
-
-
-def _refuse_growth(core: Core, call: Call, sequence_id: int, pages: list[GroupCells], more: int) -> NoReturn:
-    """Say why a sequence cannot grow by these pages, in the order of their groups."""
-    sequence = call.sequence(sequence_id)
-    require_on_device(sequence)
-    if sequence.blocks + more > call.lease.blocks_per_sequence:
-        raise LimitExceeded("blocks of a sequence", sequence.blocks + more, call.lease.blocks_per_sequence)
-    if sequence.blocks < sequence.hit_blocks:
-        raise InvalidRequest(f"allocate the {sequence.hit_blocks} blocks that were hit before growing")
-    place = call.replica.place
-    for groups in place.shares:
-        mine = [cells for cells in pages if cells.group in groups]
-        named = [page for cells in mine for page in cells.pages if page != NO_PAGE]
-        if len(set(named)) != len(named) or any(len(cells.generations) != more for cells in mine):
-            raise InvalidRequest("extend needs distinct pages, each with its generation")
-        for cells in mine:
-            _refuse_cells(call.lease.stock[groups[0]], place, cells)
-    raise LedgerBroken(f"sequence {sequence_id} could not grow by {more} blocks, and nothing is in its way")
+        if len(named) != len(wanted):
+            return InvalidRequest("extend needs distinct pages, each with its generation")
+        if not named <= stock or [granted[page] for page in wanted] != list(asked):
+            both = zip(wanted, asked, strict=True)
+            page, generation = next(one for one in both if one[0] not in stock or granted[one[0]] != one[1])
+            return NotOwned(f"page {page} (generation {generation}) of group {groups[0]} is not in the stock")
+    return None
 
 
 def _refuse_cells(stock: set[int], place: Place, cells: GroupCells) -> None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from cachesvc.flows.context.call import Call, require_still
+from cachesvc.flows.context.call import Call, refusal_of, require_active
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.make_room import exhausted, make_room
 from cachesvc.flows.transfer.transfers import load_pairs, require_transfer, store_pairs, submit, ticket_view, wait_for
-from cachesvc.ledger.eviction.planner import drop_idle_copies, no_row, start_backup
+from cachesvc.ledger.eviction.idle_copies import drop_idle_copies
+from cachesvc.ledger.eviction.planner import no_row, start_backup
 from cachesvc.ledger.index.pins import Keep
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.sequence_state import AWAY
 from cachesvc.ledger.tickets import MovedPages
 from cachesvc.model.answers import GroupCells, Swapped, Wait
 from cachesvc.model.errors import Conflict
@@ -35,9 +37,7 @@ def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:
     """
     sequence = call.sequence(sequence_id)
     model, place = call.model, call.replica.place
-    require_still(sequence)
-    if sequence.swapped_out:
-        raise Conflict(f"sequence {sequence_id} is swapped out already")
+    require_active(sequence)
     if sequence.blocks < sequence.hit_blocks:
         raise Conflict(f"sequence {sequence_id} has not allocated its hit yet; release it instead")
     path = model.blocks.index.path(sequence.anchor)
@@ -70,9 +70,8 @@ def swap_in(core: Core, call: Call, sequence_id: int, *, short_suffix: bool = Fa
     """
     sequence = call.sequence(sequence_id)
     model, replica, place = call.model, call.replica, call.replica.place
-    require_still(sequence)
-    if not sequence.swapped_out:
-        raise Conflict(f"sequence {sequence_id} is on the device already")
+    if sequence.state is not AWAY:
+        raise refusal_of(sequence)
     path = model.blocks.index.path(sequence.host_anchor)
     filling = place.fillers(path)
     if filling:

@@ -8,11 +8,13 @@ that leaves ends with it (``teardown.py``).
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from itertools import islice
 
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
-from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.context.turns import NO_MODEL, TURN, Chore
 from cachesvc.flows.leases.teardown import end_member, free_quarantine, free_unwritten, lose, unbind
 from cachesvc.flows.models.idle import has_opened
 from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process
@@ -22,6 +24,9 @@ from cachesvc.model.numbers.sharing import most_of
 
 MOST_MEMBERS = 256
 """Processes that share a lease: ranks and schedulers of one engine."""
+
+LEASES_A_TURN = 64
+"""Leases that are lost in one turn, some 3 us each beside what they hold."""
 
 LONGEST_PAUSE_MS = 1000
 """An engine that forgets to take its word back holds up the others' backups no longer."""
@@ -58,23 +63,38 @@ def may_map(core: Core, token: bytes, device: str, model: int, replica: int | No
 
 def process_gone(core: Core, token: bytes) -> None:
     """The kernel says that a process has ended: its leases are lost, but for those that others share, and pages come
-    back where it was the last."""
-    process = core.ledger.processes.pop(token, None)
-    if process is None:
-        return
-    for nth, lease_id in enumerate(sorted(process.leases)):
-        lease = core.ledger.leases.get(lease_id)
+    back where it was the last. Of many leases some end in each turn."""
+    process = core.ledger.processes.get(token)
+    if process is not None:
+        leave = partial(_leave_some, core, process, sorted(process.leases, reverse=True))
+        if not leave(at_once=True):
+            core.chores.append(Chore(NO_MODEL, leave))
+
+
+def _leave_some(core: Core, process: Process, leases: list[str], *, at_once: bool = False) -> bool:
+    """A turn of ending what a process had of ``leases``, from the last on; True when that is done, and the process
+    forgotten. The first of them has a turn ``at_once``."""
+    token = process.token
+    for _ in range(min(LEASES_A_TURN, len(leases))):
+        process.leases.discard(leases[-1])
+        lease = core.ledger.leases.get(leases.pop())
         if lease is None:
             continue
         lease.processes.discard(token)
         lease.attached.pop(token, None)
         number = lease.members.pop(token, None)
         if lease.state is LeaseState.LIVE and not (lease.instance and lease.members):
-            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED, at_once=nth == 0)
+            lose(core, lease, "its process ended", LeaseEnd.PROCESS_ENDED, at_once=at_once)
         elif lease.state is LeaseState.LIVE:
-            _go_on_without(core, lease, number, at_once=nth == 0)
+            _go_on_without(core, lease, number, at_once=at_once)
         elif not lease.processes:
-            free_quarantine(core, lease, at_once=nth == 0)
+            free_quarantine(core, lease, at_once=at_once)
+        at_once = False
+    if not leases:
+        leases += sorted(process.leases, reverse=True)  # one that it opened before its end was known here
+    if not leases:
+        core.ledger.processes.pop(token, None)
+    return not leases
 
 
 def find_lease(
@@ -245,15 +265,17 @@ def _go_on_without(core: Core, lease: Lease, number: int | None, *, at_once: boo
 
 
 def lose_silent(core: Core, silence_limit_seconds: float, now: float) -> list[str]:
-    """Take from every lease that was silent too long what it holds; its private pages wait in quarantine."""
-    silent = [
+    """Take from every lease that was silent too long what it holds; its private pages wait in quarantine. Where there
+    are many, ``LEASES_A_TURN`` of them are lost, and a caller asks again."""
+    silent = (
         lease
         for lease in core.ledger.leases.values()
         if lease.state is LeaseState.LIVE and now - lease.last_heard > silence_limit_seconds
-    ]
-    for nth, lease in enumerate(silent):
+    )
+    some = list(islice(silent, LEASES_A_TURN))
+    for nth, lease in enumerate(some):
         lose(core, lease, f"silent for more than {silence_limit_seconds:g} s", LeaseEnd.SILENT, at_once=nth == 0)
-    return [lease.id for lease in silent]
+    return [lease.id for lease in some]
 
 
 def _process(core: Core, token: bytes) -> Process:

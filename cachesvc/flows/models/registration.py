@@ -27,7 +27,7 @@ from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages.page_pool import PagePool
-from cachesvc.ledger.shared_pages import group_pools
+from cachesvc.ledger.pages.shared_pool import group_pools
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout

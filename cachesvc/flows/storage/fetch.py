@@ -12,6 +12,7 @@ from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core, Fetched, FetchedObject, FetchRequest
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN, begin
+from cachesvc.flows.storage.pieces import pass_on
 from cachesvc.flows.storage.presence import note_stored, note_unstored
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.make_room import make_cheap_host_room
@@ -39,7 +40,8 @@ def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharin
     """Begin (or join) a fetch of what storage has beyond ``hit``; None: the hit is all that there will be.
 
     Where its contents are unknown, a few blocks are asked for, and all others when these have come: most prompts are
-    not there, and pages of the host are taken, and evicted for, before anything comes.
+    not there, and pages of the host are taken, and evicted for, before anything comes. What the host cannot hold at a
+    time comes in pieces, which go on to the device.
     """
     storage = core.storage
     wanted = len(keys) // KEY_BYTES
@@ -53,20 +55,25 @@ def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharin
         is_running = core.ledger.tickets.is_running(fetch.ticket)
         if is_running and not fetch.has_begun and left <= 0:  # a call that does not wait shows nothing
             storage.lagged()
-        if is_running or sharing.goes_on or not fetch.is_whole or left <= 0:
+        is_over = sharing.goes_on and not sharing.in_pieces
+        if is_running or is_over or not fetch.is_whole or left <= 0:
             return None
+        if sharing.in_pieces and (wait := pass_on(core, call, hit, sharing, left)) is not None:
+            return wait
     joined = model.stored.fetching.get(keys[hit.blocks * KEY_BYTES : (hit.blocks + 1) * KEY_BYTES])
     if joined is None or not joined.brings(keys, hit.blocks):
         ahead = keys[hit.blocks * KEY_BYTES : (hit.blocks + MOST_BLOCKS) * KEY_BYTES]
         expected = storage.expects(model, ahead)
-        if expected == 0 or (fetch is not None and expected is not None):
+        if expected == 0 or (fetch is not None and expected is not None and not sharing.in_pieces):
             return None
         if expected is None:
             expected = PEEKED_BLOCKS if fetch is None else len(ahead) // KEY_BYTES
-        begun = _begin(core, call, keys, hit, min(wanted - hit.blocks, expected))
+        asked = min(wanted - hit.blocks, expected)
+        begun = _begin(core, call, keys, hit, asked)
         if begun is None or isinstance(begun, Wait):
             return begun
         joined = begun
+        joined.is_piece = sharing.in_pieces = len(joined.keys) < asked or sharing.in_pieces
     if fetch is None:
         sharing.fetch_since, sharing.fetched_first = call.now, joined.first
     sharing.fetch, sharing.goes_on = joined, fetch is not None
@@ -74,11 +81,12 @@ def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharin
 
 
 def fetched_blocks(hit: Hit, sharing: Sharing) -> int:
-    """Number of blocks of a hit, behind what is in place, that came with the fetches its call waited for."""
+    """Number of blocks of a hit that came with the fetches its call waited for, and were not in place before."""
     last = sharing.fetch
     if last is None:
         return 0
-    return max(0, min(hit.blocks, last.first + last.admitted) - max(hit.device_blocks, sharing.fetched_first))
+    first = sharing.fetched_first if sharing.passed_on else max(hit.device_blocks, sharing.fetched_first)
+    return max(0, min(hit.blocks, last.first + last.admitted) - first)
 
 
 def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch | Wait | None:
@@ -89,7 +97,8 @@ def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch 
     blocks = min(blocks, most)
     if blocks <= 0 or len(core.ledger.tickets.running) >= core.limits.running_tickets:
         return None
-    on_host = hit.row if hit.row != NO_ROW and host.is_hittable(hit.row) else NO_ROW
+    is_needed = hit.blocks > hit.device_blocks and host.is_hittable(hit.row)
+    on_host = hit.row if is_needed else NO_ROW
     if not _has_room(core, model, blocks, on_host):
         return TURN
     blocks = min(blocks, host.free_blocks)
@@ -98,7 +107,8 @@ def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch 
     ticket = core.ledger.tickets.open(model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=call.lease.party)
     ticket.moved_blocks = blocks
     ticket.size_bytes = blocks * sum(model.layout.page_bytes(g) * model.layout.host_ranks(g) for g in host.full_groups)
-    place = next((each for each in model.blocks.index.places if hit.row != NO_ROW and each.is_hittable(hit.row)), host)
+    places = (call.replica.place, *model.blocks.index.places)  # a pin on the host keeps its copies of the path there
+    place = next((each for each in places if hit.row != NO_ROW and each.is_hittable(hit.row)), host)
     first, last = hit.blocks * KEY_BYTES, (hit.blocks + blocks) * KEY_BYTES
     names = tuple(keys[at : at + KEY_BYTES] for at in range(first, last, KEY_BYTES))
     fetch = Fetch(model.blocks, ticket.id, hit.blocks, names, Pin(model.blocks, place, hit.row))
@@ -183,6 +193,8 @@ def _admit(core: Core, model: Model, fetch: Fetch) -> bool:
 def _note_admitted(core: Core, model: Model, fetch: Fetch) -> None:
     """The block that a fetch brought last: the storage has it, unless another node lent it."""
     at = fetch.admitted - 1
+    if fetch.is_piece:
+        model.stored.land(fetch.keys[at])
     if at not in fetch.lent:
         note_stored(model, fetch.keys[at])
         return

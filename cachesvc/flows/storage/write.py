@@ -15,6 +15,7 @@ from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import Chore
 from cachesvc.flows.storage.presence import note_stored
 from cachesvc.flows.transfer.backup import back_up
+from cachesvc.flows.transfer.unstage import unstage
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.storage_state import Keep
@@ -22,6 +23,10 @@ from cachesvc.model.words import READY
 
 KEPT_A_TURN = 8
 """Blocks whose writing begins in one turn, some 15 us each."""
+STAGED_AT_ONCE = 64
+"""Blocks that are on the host only to be written: what else lies there gives room for no more."""
+MOST_COMING = 1 << 16
+"""Keys that are written once they come to the host; more are passed over."""
 
 
 def pump(core: Core, model: Model) -> bool:
@@ -29,26 +34,25 @@ def pump(core: Core, model: Model) -> bool:
     storage, stored, host = core.storage, model.stored, model.blocks.host
     if storage is None:  # the daemon ends
         return True
-    room = storage.room()
+    room, size_bytes = storage.room(), _block_bytes(model)
     unsaved = array("i")
-    for key in list(islice(stored.wanted, KEPT_A_TURN)):
+    for key in [*islice(stored.ready, KEPT_A_TURN), *islice(stored.wanted, KEPT_A_TURN)]:
         row = model.blocks.index.rows.get(key, NO_ROW)
-        if row == NO_ROW:
-            del stored.wanted[key]  # evicted before its turn came
-            core.count(Count.STORAGE_NOT_KEPT_BLOCKS)
-            continue
-        if host.states[host.lead][row] != READY:
-            del stored.wanted[key]  # with ``keeps_all``, or as an ancestor of another, it is wanted when it comes
-            unsaved.append(row)
-            continue
-        size_bytes = _block_bytes(model)
-        if size_bytes > room:
+        is_here = row != NO_ROW and host.states[host.lead][row] == READY
+        if row != NO_ROW and (size_bytes > room or not (is_here or len(stored.staged) + len(unsaved) < STAGED_AT_ONCE)):
+            _save(core, model, unsaved)
             return True
-        room -= size_bytes
-        del stored.wanted[key]
-        _begin(core, model, key, row)
+        stored.take_wanted(key)
+        if row == NO_ROW:  # evicted before its turn came
+            stored.staged.discard(key)
+            core.count(Count.STORAGE_NOT_KEPT_BLOCKS)
+        elif is_here:
+            _begin(core, model, key, row)
+            room -= size_bytes
+        else:
+            unsaved.append(row)
     _save(core, model, unsaved)
-    return not stored.wanted
+    return not stored.waiting
 
 
 def _begin(core: Core, model: Model, key: bytes, row: int) -> None:
@@ -61,11 +65,16 @@ def _begin(core: Core, model: Model, key: bytes, row: int) -> None:
 
 
 def _save(core: Core, model: Model, rows: array[int]) -> None:
-    """Back up what is to be written and is on a device alone; it is written when it has come to the host."""
+    """Back up what is to be written and is on a device alone. It is written when it has come to the host: by this, or
+    in time by its eviction from the device."""
+    if not rows:
+        return
+    stored, keys = model.stored, model.blocks.index.keys
+    if len(stored.coming) < MOST_COMING:
+        stored.coming.update(key for row in rows if (key := keys[row]) is not None)
     for replica in model.replicas:
-        if rows and (ticket := back_up(core, model, replica, rows)) is not None:
-            keys = model.blocks.index.keys
-            model.stored.coming.update(key for row in ticket.rows if (key := keys[row]) is not None)
+        if (ticket := back_up(core, model, replica, rows)) is not None:
+            stored.staged.update(key for row in ticket.rows if (key := keys[row]) is not None)
 
 
 def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Fetched]) -> bool:
@@ -81,7 +90,7 @@ def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Fetched]) -> 
     if keep.out:
         return False
     _end(core, model, key, keep)
-    if model.stored.wanted:
+    if model.stored.waiting:
         begin_soon(core, model)
     return True
 
@@ -93,12 +102,14 @@ def _end(core: Core, model: Model, key: bytes, keep: Keep) -> None:
     core.count(Count.STORAGE_KEPT_BLOCKS if keep.is_good else Count.STORAGE_NOT_KEPT_BLOCKS)
     if keep.is_good:
         note_stored(model, key)
+    stored.written_staged(key)
+    unstage(model, key)
 
 
 def pump_all(core: Core) -> None:
     """Time has passed: what waits for its share of the budget may be written."""
     for model in core.ledger.models.values():
-        if model.stored.wanted:
+        if model.stored.waiting:
             begin_soon(core, model)
 
 

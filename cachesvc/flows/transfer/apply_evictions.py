@@ -60,6 +60,8 @@ def remember_dropped(core: Core, model: Model, cause: Miss = Miss.EVICTED) -> No
     dropped = model.blocks.dropped
     if not dropped:
         return
+    if model.stored.coming:
+        model.stored.coming.difference_update(key for key, _, _ in dropped)
     limit = core.limits.remembered_blocks // len(core.ledger.models)
     model.reuse.dropped(((key, tier) for key, _, tier in dropped), cause, limit)
     if core.writing.counts_reuse:

@@ -10,6 +10,7 @@ from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.make_room import make_cheap_host_room
 from cachesvc.flows.transfer.transfers import may_submit, store_pairs, submit
 from cachesvc.ledger.eviction.planner import start_backup
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.numbers.int32s import array_of, column
@@ -48,6 +49,25 @@ def back_up(
     coming = start_backup(blocks, place, wanted, ticket.id)
     submit(core, model, ticket, store_pairs(place, coming), layered=False)
     return ticket
+
+
+def back_up_reused(core: Core, model: Model, replica: Replica, row: int) -> None:
+    """Count a reuse for every block of the path down to ``row`` that has no host copy yet, and back up those due.
+
+    The walk ends at the first block with a host copy, so each block is counted ``threshold`` times at most.
+    """
+    blocks = model.blocks
+    index = blocks.index
+    due: list[int] = []
+    if not any(pool.capacity for pool in blocks.host.pools):
+        return
+    while row != NO_ROW and not blocks.host.is_present(row):
+        index.reuses[row] = min(index.reuses[row] + 1, 0xFFFF)
+        if core.writing.is_due(index.reuses[row]):
+            due.append(row)
+        row = index.parent[row]
+    due.reverse()
+    back_up(core, model, replica, due)
 
 
 def has_backup_room(core: Core, model: Model, blocks: int) -> bool:

@@ -14,12 +14,11 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
-from cachesvc.ledger.demand import BlockDemand, demand_of
+from cachesvc.ledger.eviction.demand import BlockDemand, demand_of
+from cachesvc.ledger.eviction.idle_copies import drop_idle_copies, idle_windows
 from cachesvc.ledger.eviction.planner import (
     EvictionPlan,
-    drop_idle_copies,
     evictable_pages,
-    idle_windows,
     transfers_here,
 )
 from cachesvc.ledger.index.pins import Keep, kept
@@ -231,7 +230,7 @@ def _carry_out(
 
 
 def make_cheap_host_room(core: Core, model: Model, blocks: int) -> None:
-    """Where groups share the host's pools, drop windowed copies there that no hit has used before any block goes."""
+    """Drop windowed copies that no hit has used, of host pools that groups share, before any block goes there."""
     host = model.blocks.host
     if host.has_shared_pools and blocks > host.free_blocks:
         wanted = [blocks if group in host.full_groups else 0 for group in range(len(host.pools))]

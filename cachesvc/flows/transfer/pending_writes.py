@@ -5,6 +5,7 @@ After a restart a block is of use only with all above it, so a wanted block make
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from cachesvc.flows.context.core import Core
@@ -17,34 +18,46 @@ MOST_WANTED = 1 << 16
 """Blocks of a model that wait to be written; more are passed over."""
 ABOVE_AT_ONCE = 256
 """Number of ancestors to look at for one block."""
-LAST_LOOK = 16
-"""Candidates for eviction that are looked at when the host evicts."""
+LAST_LOOK = 24
+"""Candidates for eviction that are looked at when the host evicts, or is about to."""
+NEARLY_FULL = 8
+"""The host is about to evict when less than this part of it is free."""
 
 
 def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
     """Note host copies that have come, and are whole."""
     if core.storage is None:
         return
-    awaited = _awaited(model, rows)
+    host, stored = model.blocks.host, model.stored
+    index = model.blocks.index  # evictions bring a path's end first; a block is written after those above it
+    names = map(index.key_of, sorted(_awaited(model, rows), key=index.depth.__getitem__))
+    stored.ready |= dict.fromkeys(name for name in names if not is_under_way(model, name))
+    if stored.ready and core.on_wanted is not None:
+        core.on_wanted(model)
     if core.storage.keeps_all:
         want(core, model, rows)
-    elif awaited:
-        want(core, model, awaited)
+    elif host.pools[host.lead].free * NEARLY_FULL < host.pools[host.lead].capacity:
+        is_about_to_leave(core, model)
 
 
 def did_not_come(core: Core, model: Model, rows: Iterable[int]) -> None:
     """Forget wanted writes of host copies that do not come."""
-    if given_up := len(_awaited(model, rows)):
-        core.count(Count.STORAGE_NOT_KEPT_BLOCKS, given_up)
+    given_up = _awaited(model, rows)
+    model.stored.staged.difference_update(model.blocks.index.key_of(row) for row in given_up)
+    core.count(Count.STORAGE_NOT_KEPT_BLOCKS, len(given_up))
 
 
 def _awaited(model: Model, rows: Iterable[int]) -> list[int]:
     """Rows that came to the host to be written; the write no longer waits for them."""
-    coming, keys = model.stored.coming, model.blocks.index.keys
-    if not coming:
+    coming, staged, keys = model.stored.coming, model.stored.staged, model.blocks.index.keys
+    if not coming and not staged:
         return []
-    awaited = [row for row in rows if keys[row] in coming]
-    coming.difference_update(key for row in awaited if (key := keys[row]) is not None)
+    awaited = [row for row in rows if keys[row] in coming or keys[row] in staged]
+    for row in awaited:
+        key = keys[row] or b""
+        coming.discard(key)
+        if key in model.stored.written:
+            model.stored.written_staged(key)
     return awaited
 
 
@@ -58,28 +71,48 @@ def is_about_to_leave(core: Core, model: Model) -> None:
     """The host evicts: of those that go next, what was used again is wanted."""
     if core.storage is None or not core.storage.keeps_used:
         return
-    host, hits = model.blocks.host, model.blocks.index.hits
-    walk = walk_of(model.blocks, host)
+    walk = walk_of(model.blocks, model.blocks.host)
     rows = [row for _ in range(LAST_LOOK) if (row := walk.next()) is not None]
-    want(core, model, [row for row in rows if core.storage.keeps_all or host.used[row] or hits[row] > 1])
+    want(core, model, [row for row in rows if core.storage.keeps_all or was_used_again(model, row)])
+
+
+def was_used_again(model: Model, row: int) -> bool:
+    """True where a block was used after it was computed: a hit ended at it, went through it, or loaded it."""
+    index = model.blocks.index
+    return bool(model.blocks.host.used[row]) or index.hits[row] > 1 or index.keys[row] in model.stored.reused
 
 
 def want(core: Core, model: Model, rows: Iterable[int]) -> None:
     """Have blocks written, with those above them, once there is time."""
-    stored, index = model.stored, model.blocks.index
+    stored = model.stored
     had = bool(stored.wanted)
     for tip in rows:
         if len(stored.wanted) >= MOST_WANTED:  # before the walk: of storage that is slow this is the rule
             break
-        path: list[bytes] = []
-        row = tip
-        while row != NO_ROW and len(path) < ABOVE_AT_ONCE:
-            key = index.keys[row]
-            assert key is not None, "rows are of blocks"
-            if key in stored.written or key in stored.wanted or key in stored.keeping:
-                break
-            path.append(key)
-            row = index.parent[row]
-        stored.wanted |= dict.fromkeys(reversed(path))
+        stored.wanted |= dict.fromkeys(_lacking(model, tip))
     if stored.wanted and not had and core.on_wanted is not None:
         core.on_wanted(model)
+
+
+def _lacking(model: Model, tip: int) -> list[bytes]:
+    """Keys from the first block above ``tip`` on that is neither written nor wanted, root first. Of a long path the
+    beginning: its end alone is of no use."""
+    index, path, row = model.blocks.index, list[bytes](), tip
+    while row != NO_ROW and len(path) < ABOVE_AT_ONCE:
+        key = index.key_of(row)
+        if is_under_way(model, key):
+            break
+        path.append(key)
+        row = index.parent[row]
+    else:
+        if row != NO_ROW:
+            rows = index.path(tip)
+            first = bisect_left(rows, True, key=lambda each: not is_under_way(model, index.key_of(each)))
+            return [index.key_of(each) for each in rows[first : first + ABOVE_AT_ONCE]]
+    return path[::-1]
+
+
+def is_under_way(model: Model, key: bytes) -> bool:
+    """True where a block is written, or is to be."""
+    stored = model.stored
+    return key in stored.written or key in stored.wanted or key in stored.keeping or key in stored.ready

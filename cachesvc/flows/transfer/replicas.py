@@ -40,7 +40,8 @@ class Sharing:
 
     ``ticket``: the load from another replica that the call began; with it the replica has ``blocks`` blocks in place.
     ``fetch``: what it waits for from storage, since ``fetch_since``; the first one was from block ``fetched_first`` on.
-    ``goes_on``: it waits for what lies behind that one.
+    ``goes_on``: it waits for what lies behind that one. ``in_pieces``: the host cannot hold all that storage has; the
+    device has ``passed_on`` blocks of it by then.
     """
 
     urgency: Urgency = Urgency.AWAITED
@@ -53,6 +54,8 @@ class Sharing:
     fetch_since: float = 0.0
     fetched_first: int = 0
     goes_on: bool = False
+    in_pieces: bool = False
+    passed_on: int = 0
 
 
 class _Source(NamedTuple):

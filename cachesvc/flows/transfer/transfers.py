@@ -17,6 +17,7 @@ from cachesvc.flows.context.turns import Chore, begin
 from cachesvc.flows.transfer.apply_evictions import remember_dropped
 from cachesvc.flows.transfer.low_watermark import look_ahead
 from cachesvc.flows.transfer.pending_writes import came_to_host, did_not_come, was_used
+from cachesvc.flows.transfer.unstage import unstage_all
 from cachesvc.ledger.index.block_ledger import Filling
 from cachesvc.ledger.index.reuse_stats import Miss
 from cachesvc.ledger.index.tier_copies import Place
@@ -278,6 +279,8 @@ def _settle_rest(core: Core, ticket: Ticket) -> None:
         ticket.room.top_up()
     ticket.forget_parts()
     remember_dropped(core, model)
+    if ticket.direction is Direction.LOAD:
+        unstage_all(core, model)
     look_ahead(core, model, replica)
 
 

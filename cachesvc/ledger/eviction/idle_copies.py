@@ -1,131 +1,78 @@
-"""Idle copies of windows and recurrent states that go by themselves, by what they are worth beside blocks.
-
-The copies of a position that are worth less than the next block to go are cheap: they go first. The end of a prompt is
-never cheap: without its copies its blocks are of no use, so they go together, in the order of the blocks.
-"""
+"""Windowed copies that no window holds: they may go by themselves, in their order, while their blocks stay."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from heapq import merge
+from itertools import islice, takewhile
 
+import numpy as np
+
+from cachesvc.ledger.eviction.copy_choice import cheap_copies
 from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.retention import Retention
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK
-from cachesvc.ledger.order.class_queues import QueuedLeaves
-from cachesvc.ledger.order.copy_queues import OCTAVES, CopyQueues, Kin, least_distance, queue_number
+from cachesvc.model.numbers.int32s import column
+from cachesvc.model.words import ABSENT, STAMP_BITS
 
-LOOKS, LOOKS_A_PAGE = 256, 4
-"""Copies that a search for cheap ones looks at, in all and for each page: others are left to the next."""
-LEAVES_LOOKED = 64
-
-
-def cheap_copies(ledger: BlockLedger, place: Place, groups: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """``(group, row)`` of ``most`` idle copies of some groups that are worth less than the next block to go, or of
-    fewer; copies that are needed together go together."""
-    found: list[tuple[int, int]] = []
-    retention = ledger.retention
-    for kin in place.kin if retention is not None else ():
-        if kin.lead in groups and len(found) < most:
-            assert retention is not None
-            walk = _CheapCopies(ledger, retention, place, kin, worth_of_next_block(ledger, place, kin))
-            for row in walk.victims(LOOKS + LOOKS_A_PAGE * most):
-                found += ((group, row) for group in kin.groups if place.window_leaves[group].filed[row])
-                if len(found) >= most:
-                    break
-            walk.settle()
-    return found
+DEPTH_BITS = 32
+CHEAP = 1 << (STAMP_BITS + DEPTH_BITS + ROW_BITS)
+"""Entries of windowed copies, but for sinks, that no hit looked back to and no sequence ended on, are below this."""
 
 
-def worth_of_next_block(ledger: BlockLedger, place: Place, kin: Kin) -> float:
-    """Worth of the prompt whose end is the next block to go, of those that have copies; 0 where there is none."""
-    retention, leaves, index = ledger.retention, place.leaves, ledger.index
-    assert retention is not None
-    if isinstance(leaves, QueuedLeaves):
-        number = leaves.chooser.pick(leaves.heads, ledger.clock.seconds)
-        entries = [entry] if number >= 0 and (entry := leaves.queues[number].first) is not None else []
-    else:
-        entries = list(islice(leaves, LEAVES_LOOKED))
-    row = next((entry & ROW_MASK for entry in entries if entry >= 0), -1)
-    if row < 0:
-        return 0.0
-    rule, now = retention.rule, retention.now
-    known = ledger.chooser.worth(index.segments[row], now) if ledger.chooser is not None else None
-    if known is not None:
-        density = known.density
-    else:
-        here = rule.density(rule.classes[row], now - rule.since[row])
-        density = max(here, rule.end_density(index.depth[row], ledger.ages.age(index.stamp[row])))
-    saved, freed = retention.of_end(place, kin, row)
-    return rule.end_worth(density, saved, freed, kin.cost)
+def idle_copies(place: Place, groups: Sequence[int], *, cheap: bool = False) -> Iterator[tuple[int, int]]:
+    """``(group, row)`` of windowed copies of some groups that may go by themselves, in their order. ``cheap``: only
+    those that no hit has looked back to and on which no sequence has ended."""
+
+    def entries(group: int) -> Iterator[tuple[int, int]]:
+        found = iter(place.window_leaves[group])
+        if cheap:
+            found = takewhile(lambda entry: entry < CHEAP, found)
+        return ((entry, group) for entry in found)
+
+    windowed = [group for group in groups if group in place.window_leaves]
+    if place.kin and not cheap:
+        return _by_kin(place, windowed)
+    return ((group, entry & ROW_MASK) for entry, group in merge(*map(entries, windowed)))
 
 
-class _CheapCopies:
-    """One search, of copies worth less than ``least``. Changes nothing before ``settle``."""
-
-    def __init__(self, ledger: BlockLedger, retention: Retention, place: Place, kin: Kin, least: float) -> None:
-        self._ledger = ledger
-        self._retention = retention
-        self._place = place
-        self._kin = kin
-        self._least = least
-        self._taken: set[int] = set()
-        self._farther: list[tuple[int, int]] = []
-        order = place.window_leaves[kin.lead]
-        assert isinstance(order, CopyQueues)
-        self._order = order
-
-    def victims(self, looks: int) -> Iterator[int]:
-        """Rows, those of the least worth first."""
-        rule, now, kin = self._retention.rule, self._retention.now, self._kin
-        heads: list[tuple[float, int, int]] = []  # worth, entry, queue (-1: the entry was looked at)
-        fronts: dict[int, Iterator[int]] = {}
-
-        def worth_of(entry: int, number: int, saved: int) -> float:
-            age = now - rule.since[entry & ROW_MASK] if kin.window == 1 else now - (entry >> ROW_BITS) / 1000
-            return rule.copy_worth(rule.density(number, age), saved, kin.cost)
-
-        def advance(queue: int) -> None:
-            entry = next(fronts[queue], None)
-            if entry is not None:
-                heapq.heappush(heads, (worth_of(entry, queue // OCTAVES, least_distance(queue)), entry, queue))
-
-        for queue, entries in self._order.queues.items():
-            if not rule.is_end(queue // OCTAVES):
-                fronts[queue] = iter(entries)
-                advance(queue)
-        while heads and looks > 0:
-            worth, entry, queue = heapq.heappop(heads)
-            if worth >= self._least:
-                return
-            looks -= 1
+def _by_kin(place: Place, groups: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Copies that are needed together go together, the oldest positions first."""
+    for kin in place.kin:
+        leaves = [(group, place.window_leaves[group]) for group in kin.groups if group in groups]
+        for entry in place.window_leaves[kin.lead] if leaves else ():
             row = entry & ROW_MASK
-            if queue >= 0:
-                advance(queue)
-                saved = self._retention.saved(self._place, kin, row, self._taken)
-                number = queue // OCTAVES
-                if queue_number(number, saved) != queue:
-                    self._farther.append((row, saved))
-                heapq.heappush(heads, (worth_of(entry, number, saved), entry, -1))
-            elif not self._is_kept(row):
-                self._taken.add(row)
-                yield row
+            yield from ((group, row) for group, order in leaves if order.filed[row])
+        is_led = place.window_leaves[kin.lead].filed
+        for group, order in leaves:
+            yield from ((group, entry & ROW_MASK) for entry in order if not is_led[entry & ROW_MASK])
 
-    def settle(self) -> None:
-        """Note how far the copies that were looked at are from others."""
-        for row, distance in self._farther:
-            self._order.put_farther(row, distance)
 
-    def _is_kept(self, row: int) -> bool:
-        """True for sinks, ends, and where the copies are what will be left of a prompt whose end goes."""
-        place, kin, retention = self._place, self._kin, self._retention
-        if not place.children[row] or self._ledger.index.depth[row] < kin.sinks:
-            return True
-        below = retention.saved_below(place, kin, row)
-        if not below:
-            return False
-        capacity = place.pools[kin.lead].capacity // kin.full
-        saved = retention.saved(place, kin, row, self._taken)
-        return retention.rule.fallback(saved, below, kin.cost, capacity) >= 1
+def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
+    """Number of windowed copies that no window holds; ``after_flights``: once all transfers are over."""
+    count = len(place.window_leaves[group])
+    if after_flights:
+        flying = ledger.index.flying.column()
+        here = np.frombuffer(place.states[group], np.uint8)[flying] != ABSENT
+        filed = np.frombuffer(place.window_leaves[group].filed, np.bool_)[flying]
+        count += int((here & ~filed & (column(place.window_pins[group])[flying] == 0)).sum())
+    return count
+
+
+def drop_idle_copies(
+    ledger: BlockLedger, place: Place, wanted: Sequence[int], most: int, *, cheap: bool = False
+) -> int:
+    """Drop windowed copies that no window holds, by their order, towards ``wanted[g]`` pages of group g, ``most`` in
+    each pool; returns how many of a pool. ``cheap``: only in pools that full groups draw from too, and only copies that
+    no hit has used and no sequence has ended on, or that a policy finds worth less than the next block to go."""
+    found = 0
+    for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
+        if short > 0 and full < len(groups) and (full or not cheap):
+            if cheap and place.kin:
+                victims = cheap_copies(ledger, place, groups, min(short, most))
+            else:
+                victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))
+            for group, row in victims:
+                ledger.drop_window(place, group, row)
+            found = max(found, len(victims))
+    return found

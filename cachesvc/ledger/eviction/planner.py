@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cachesvc.ledger.demand import BlockDemand, demand_of, idle_copies
+from cachesvc.ledger.eviction.demand import BlockDemand, demand_of
 from cachesvc.ledger.eviction.drop import drop_all
-from cachesvc.ledger.eviction.idle_copies import cheap_copies
+from cachesvc.ledger.eviction.idle_copies import idle_copies
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.block_ledger import BlockLedger, Filling
@@ -97,8 +97,7 @@ class Evictor:
         saves: bool = True,
         spent_only: bool = False,
     ) -> tuple[EvictionPlan, bool]:
-        """Victims that meet the ``demand`` for pages of ``place``, which counts them, or for a number of blocks; and
-        whether as many can go.
+        """Victims that meet the ``demand``, which counts them, or a number of blocks; and whether as many can go.
 
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
@@ -107,7 +106,7 @@ class Evictor:
         ``spent_only``: only blocks behind which no prompt can go on. Nothing is changed yet; the caller passes the plan
         to ``carry_out`` or drops it.
         """
-        demand = BlockDemand(demand) if isinstance(demand, int) else demand
+        demand = demand if isinstance(demand, BlockDemand) else BlockDemand(demand)
         index, walk = self.ledger.index, walk_of(self.ledger, place)
         host = _HostRoom(self.ledger, walk.taken.__contains__)
         plan = EvictionPlan(place, host_drops=host.victims)
@@ -134,11 +133,11 @@ class Evictor:
             if not saves and (row in lingering or (lasting_children and not is_elsewhere)):
                 lingering.add(index.parent[row])  # it counts, and stays
             elif is_elsewhere and row not in host.walk.taken:
-                if row not in lingering:
-                    plan.drops.append(row)
-                else:
+                if row in lingering:
                     plan.drains.append(Drain(row, copied=False))
                     lingering.add(index.parent[row])
+                else:
+                    plan.drops.append(row)
             elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
                 plan.drains.append(Drain(row, copied=True))
                 lingering.add(index.parent[row])
@@ -384,33 +383,3 @@ def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[in
                 break
             row = index.parent[head]
     return count
-
-
-def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
-    """Number of windowed copies that no window holds; ``after_flights``: once all transfers are over."""
-    count = len(place.window_leaves[group])
-    if after_flights:
-        flying = ledger.index.flying.column()
-        here = np.frombuffer(place.states[group], np.uint8)[flying] != ABSENT
-        filed = np.frombuffer(place.window_leaves[group].filed, np.bool_)[flying]
-        count += int((here & ~filed & (column(place.window_pins[group])[flying] == 0)).sum())
-    return count
-
-
-def drop_idle_copies(
-    ledger: BlockLedger, place: Place, wanted: Sequence[int], most: int, *, cheap: bool = False
-) -> int:
-    """Drop windowed copies that no window holds, by their order, towards ``wanted[g]`` pages of group g, ``most`` in
-    each pool; returns how many of a pool. ``cheap``: only in pools that full groups draw from too, and only copies that
-    no hit has used and no sequence has ended on, or that a policy finds worth less than the next block to go."""
-    found = 0
-    for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
-        if short > 0 and full < len(groups) and (full or not cheap):
-            if cheap and place.kin:
-                victims = cheap_copies(ledger, place, groups, min(short, most))
-            else:
-                victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))
-            for group, row in victims:
-                ledger.drop_window(place, group, row)
-            found = max(found, len(victims))
-    return found

@@ -8,8 +8,9 @@ forgotten counts as new, so the ceiling is a lower bound where more was dropped 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
+from typing import Any
 
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.pages.sharded_dict import PartedDict
@@ -69,21 +70,25 @@ class Reuse:
     def known(self, index: BlockIndex, keys: bytes, hit: int, blocks: int) -> tuple[int, int]:
         """Number of a prompt's blocks that the index has, and number known or remembered; its hit has ``hit``
         blocks."""
-        resident = self._bisect(keys, hit, blocks, (index.rows,))
+        resident = self._bisect(keys, hit, blocks, index.rows)
         if (
             resident > hit
             and index.depth[index.rows[keys[(resident - 1) * KEY_BYTES : resident * KEY_BYTES]]] != resident - 1
         ):
             resident = hit  # the caller's keys are not chained
-        return resident, self._bisect(keys, resident, blocks, (index.rows, self._young, self._old))
+        return resident, self._bisect(keys, resident, blocks, index.rows, self._young, self._old)
 
     @staticmethod
-    def _bisect(keys: bytes, low: int, high: int, known: tuple[Mapping[bytes, object], ...]) -> int:
+    def _bisect(keys: bytes, low: int, high: int, *known: PartedDict[Any]) -> int:
+        parts = [each.parts for each in known]
         while low < high:
             middle = (low + high + 1) >> 1
             key = keys[(middle - 1) * KEY_BYTES : middle * KEY_BYTES]
-            if any(key in keys_known for keys_known in known):
-                low = middle
+            last = key[-1]
+            for each in parts:
+                if key in each[last]:
+                    low = middle
+                    break
             else:
                 high = middle - 1
         return low

@@ -32,8 +32,8 @@ from cachesvc.ledger.pages.change_log import HOST_NUMBER, NO_ROW, Cause, Journal
 from cachesvc.ledger.pages.page_pool import AT_ONCE, PagePool
 from cachesvc.ledger.pages.pinned_counts import Protected
 from cachesvc.ledger.pages.place_counts import PlaceCounts
+from cachesvc.ledger.pages.place_pools import PlacePools
 from cachesvc.ledger.pages.reservations import Reservation
-from cachesvc.ledger.place_pools import PlacePools
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.layout import Layout
 from cachesvc.model.numbers.int32s import Column, array_of, column, distinct

@@ -114,6 +114,10 @@ class Chooser(Protocol):
     def pick(self, heads: Heads, now: float) -> int:
         """The queue whose head goes next; -1 where there is none."""
 
+    def choose(self, queues: Sequence[int], ages: Sequence[float]) -> int:
+        """Index of the queue whose oldest block goes next from storage. ``ages``: of the oldest block of each,
+        seconds. From any thread."""
+
 
 class QueuedLeaves(LeafOrder):
     """See ``LeafOrder``; ``heads`` are those of its queues. ``segments`` and ``depth`` are the index's columns."""

@@ -68,7 +68,7 @@ class _End(NamedTuple):
 
 class History:
     """History of one model. ``on_moved``: called for a segment whose class has changed. ``weighs_cost``: a hit is worth
-    more the later in a prompt it is."""
+    more the later in a prompt it is. ``remembered_seconds``: age of the oldest request whose landmarks are followed."""
 
     def __init__(self, block_tokens: int, *, weighs_cost: bool = False) -> None:
         self.segments = Segments()
@@ -79,6 +79,7 @@ class History:
         self.weighs_cost = weighs_cost
         self.requests = 0
         self.uses = HostUses()
+        self.remembered_seconds = float("inf")
         self._block_tokens = block_tokens
         self._lines = Lines(REMEMBERED)
         self._remembered: deque[Parts] = deque()
@@ -141,6 +142,7 @@ class History:
         self._settle(parts, now)
         if len(self._remembered) > REMEMBERED:
             self._forget(self._remembered.popleft(), now)
+            self.remembered_seconds = now - self.segments.arrived[self._remembered[0].own]
         return parts
 
     def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
@@ -253,6 +255,17 @@ class History:
         if segments.request[segment] < self.requests - REMEMBERED:
             return oldest
         margin = 1 - MARGIN * self.rates.reused_before[bin_of(now - segments.arrived[segment])]
+        return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
+
+    def choose(self, queues: Sequence[int], ages: Sequence[float]) -> int:
+        """Index of the queue whose oldest block goes next from storage, where blocks have no segments. ``ages``: of the
+        oldest block of each, seconds. Any thread: it only reads."""
+        oldest = max(range(len(ages)), key=ages.__getitem__)
+        if not self.decides or ages[oldest] > self.remembered_seconds:
+            return oldest
+        density, margin = self.rates.density, 1 - MARGIN * self.rates.reused_before[bin_of(ages[oldest])]
+        worth = [float(density[queue, bin_of(age)]) for queue, age in zip(queues, ages, strict=True)]
+        least = min(range(len(worth)), key=worth.__getitem__)
         return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
 
     def worth(self, segment: int, now: float) -> Worth | None:

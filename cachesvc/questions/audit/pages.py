@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.shared_pages import GroupPool
+from cachesvc.ledger.pages.shared_pool import GroupPool
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
 from cachesvc.questions.audit.recount import MOST_TOLD, Part, captured
 from cachesvc.questions.snapshot import Bytes, Int32s, int32s, place_states, states

@@ -137,16 +137,16 @@ class Admission:
         self.work = Places("calls in flight", calls)
         self.waits = Places("waiting calls", waiting, waiting_each)
         self.streams = Places("open streams", MOST_STREAMS)
-        self._quotas = quotas
+        self.quotas = quotas
 
     def holder(self, process: CallerKey, tenant: str) -> Holder:
         """Holder for a call of this process and tenant."""
-        return Holder(process, None if self._quotas is None else self._quotas.meter(tenant))
+        return Holder(process, None if self.quotas is None else self.quotas.meter(tenant))
 
     def charge_bytes(self, tenant: str, size_bytes: int, now: float) -> None:
         """A message that is not parsed yet. Raises QuotaExceeded."""
-        if self._quotas is not None:
-            self._quotas.meter(tenant).admit_bytes(size_bytes, now)
+        if self.quotas is not None:
+            self.quotas.meter(tenant).admit_bytes(size_bytes, now)
 
     def admit(self, kind: Kind, holder: Holder, now: float) -> None:
         """Admit one call more: charged to its tenant before any work is done. ``now``: seconds, monotonic.

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -54,11 +54,11 @@ class Caller:
     digest: str = ""
     grace_ends: float | None = None
     calls: int = 0
+    acts_for: str = field(init=False)
+    """The tenant whose models it registers and opens; the shared one where it has none of its own."""
 
-    @property
-    def acts_for(self) -> str:
-        """The tenant whose models it registers and opens; the shared one where it has none of its own."""
-        return self.tenant or ""
+    def __post_init__(self) -> None:
+        self.acts_for = self.tenant or ""
 
     def may(self, scopes: Iterable[Scope]) -> bool:
         """True when it has one of the scopes."""

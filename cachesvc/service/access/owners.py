@@ -25,7 +25,7 @@ def shown_id(lease_id: str) -> str:
 
 
 def no_lease(core: Core, lease_id: str, epoch: int) -> NotFound | LeaseLost:
-    """Error for a lease that ``own_lease`` does not find."""
+    """Error for a lease that ``Ledger.hear`` does not find."""
     if (why := why_lost(core, lease_id)) is not None:
         return LeaseLost(lease_id, why)
     if is_of_another_epoch(lease_id, epoch):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.models.tenant_budget import Budget
+from cachesvc.ledger.sequence_state import AWAY
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
 from cachesvc.model.text.sizes import parse_size
 from cachesvc.questions.owned import leases_of, private_pages, private_pages_of, usage
@@ -204,7 +205,7 @@ class Quotas:
     def require_swapped(self, call: Call, sequence_id: int) -> None:
         """Check the quota before a sequence that is swapped out gets its pages back. Raises QuotaExceeded."""
         sequence = call.lease.sequences.get(sequence_id)
-        if sequence is not None and sequence.swapped_out:
+        if sequence is not None and sequence.state is AWAY:
             self._require_pages(call, sequence.swapped_pages)
 
     def cap_stock(self, call: Call, targets: tuple[int, ...]) -> tuple[int, ...]:

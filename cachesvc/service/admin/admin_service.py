@@ -27,7 +27,6 @@ from cachesvc.service.admin.operations import Administration
 from cachesvc.service.admin.storage_answers import StorageAnswers
 from cachesvc.service.host.facts import Facts
 from cachesvc.service.host.reload import Change
-from cachesvc.service.loop.time_slices import TimeSlices
 from cachesvc.service.rpc.edge import Context, Edge, refuse
 
 Answer = TypeVar("Answer")
@@ -186,7 +185,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Answer a question in slices, so that calls go on meanwhile."""
 
         async def call() -> Reply:
-            return convert(await TimeSlices().answer(question(self._inspection.view())))
+            return convert(await self._inspection.slices().answer(question(self._inspection.view())))
 
         return await self._serve(context, request, call)
 

@@ -36,13 +36,17 @@ class Inspection:
         """The ledger as the caller of the running RPC may see it."""
         return self._node.view(sight())
 
+    def slices(self) -> TimeSlices:
+        """Share of the loop for one long call."""
+        return TimeSlices(self._node.loop_watch)
+
     async def verify(self, request: admin_pb2.VerifyRequest) -> admin_pb2.VerifyResponse:
         """Recount; then, if asked for, compare checksums; what was out of service and is sound is served again.
 
         One call at a time. Raises NotFound for an unknown model.
         """
         async with self._verifying:
-            slices, began, view = TimeSlices(), time.monotonic(), self.view()
+            slices, began, view = self.slices(), time.monotonic(), self.view()
             defects = {model.id: model.defects for model in view.models()}
             found = await slices.answer(verify(view, request.model_id))
             response = admin_pb2.VerifyResponse(
@@ -69,6 +73,6 @@ class Inspection:
             raise LimitExceeded("dumps at a time", self._dumps + 1, DUMPS_MAX)
         self._dumps += 1
         try:
-            yield await TimeSlices().answer(dump(self.view(), model_id))
+            yield await self.slices().answer(dump(self.view(), model_id))
         finally:
             self._dumps -= 1

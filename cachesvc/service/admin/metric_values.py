@@ -54,6 +54,7 @@ class MetricValues:
     _sizes: dict[int, Sizes] = field(default_factory=dict)
 
     def __call__(self, reading: Reading) -> None:
+        self.node.loop_watch.begin()
         view = self.node.view()
         self._daemon(reading, view)
         self._memory(reading)
@@ -125,8 +126,11 @@ class MetricValues:
             reading.put("oldest_transfer_seconds", now.oldest_seconds if now else 0.0, *labels)
 
     def _calls(self, reading: Reading) -> None:
-        for flow, seconds in self.node.loop_watch.longest().items():
+        watch = self.node.loop_watch
+        for flow, seconds in watch.longest().items():
             reading.put("loop_longest_seconds", seconds, flow)
+        reading.put("loop_longest_round_seconds", watch.longest_round())
+        reading.put("loop_long_rounds", watch.long_rounds)
         for method, histogram in self.watch.seconds.items():
             reading.put_histogram("rpc_seconds", histogram, method)
         for (method, code), count in self.watch.codes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from kvcache.v1 import admin_pb2
@@ -40,8 +41,11 @@ class Administration:
         events.event("draining", live_leases=live)
         return live
 
-    async def wait_for_engines(self) -> None:
-        """Wait until no lease is live, at most ``drain_seconds``."""
+    async def wait_for_engines(self, flush: Callable[[float], Awaitable[None]]) -> None:
+        """Wait until no lease is live, at most ``drain_seconds``, and meanwhile ``flush`` for as long at most."""
+        await asyncio.gather(self._wait_for_engines(), flush(self.drain_seconds))
+
+    async def _wait_for_engines(self) -> None:
         view = self._node.view()
         for _ in range(round(self.drain_seconds / DRAIN_LOOK_SECONDS)):
             if not view.live_leases:

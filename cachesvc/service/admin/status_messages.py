@@ -53,6 +53,7 @@ def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetSt
         holders=[_lease(line) for line in found.holders],
         silent=[_lease(line) for line in found.silent],
         transports=status_pb2.TransportStatus(**facts.transports()._asdict()),
+        loop=status_pb2.LoopStatus(**facts.loop.line()._asdict()),
     )
 
 

@@ -88,7 +88,7 @@ class StorageAnswers:
             fetched_blocks=counters.get(Count.STORAGE_FETCHED_BLOCKS, 0),
             kept_blocks=counters.get(Count.STORAGE_KEPT_BLOCKS, 0),
             not_kept_blocks=counters.get(Count.STORAGE_NOT_KEPT_BLOCKS, 0),
-            waiting_blocks=sum(len(model.stored.wanted) for model in view.models()),
+            waiting_blocks=sum(model.stored.waiting for model in view.models()),
         )
 
     async def check(self) -> storage_pb2.CheckStorageResponse:

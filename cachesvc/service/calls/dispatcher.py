@@ -1,9 +1,11 @@
 """The dispatcher: carries out every call, by whichever transport it came, in one order. Nothing here knows gRPC.
 
     caller and lease    the token still holds; the lease that is named is the caller's own. It counts as alive, whatever
-    becomes of the call admission           room among calls of its kind, the tenant's rates, limits of fields repeats
-    a request_id that was answered gets the same answer the call itself     resolved, held to the tenant's quotas, and
-    run: ``Method.carry`` telemetry           one observation a call
+                        becomes of the call
+    admission           room among calls of its kind, the tenant's rates, limits of fields
+    the call            its lease, model, replica and time, looked up once
+    the operation       a request_id that was answered gets the same answer; any other is carried out by its row
+    telemetry           one observation a call
 
 ``serve`` answers at once where the call does not wait, without a task or a future; else with a future. A refusal is a
 value either way, an OperationError, which the transport turns into what it has for refusals. So is a defect of the
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +27,10 @@ from typing import Any, Generic, TypeAlias, TypeVar, Union
 from google.protobuf.message import Message
 from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.flows.context.call import Call, resolve
+from cachesvc.flows.context.call import Call, call_of
 from cachesvc.flows.context.counters import Count
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.questions.owned import own_lease
 from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.owners import no_lease
@@ -55,12 +57,15 @@ Served: TypeAlias = Union[R, OperationError, asyncio.Future[Any]]  # noqa: UP007
 
 @dataclass(slots=True)
 class Ask:
-    """One call of a known caller. ``lease``: one of the caller's own, by the id that the call names.
+    """One call of a known caller. ``lease``: one of the caller's own, by the id that the call names. ``call``: what a
+    flow of that lease works on; None for an operation that is no such flow.
 
-    ``began``: when it came, ``deadline``: when its caller gives it up; monotonic seconds. ``goes_on``: a part of it is
-    done for good, so it is carried through whatever becomes of its caller, and its answer is kept for a retry.
+    ``began``: when it came, ``deadline``: when its caller gives it up; monotonic seconds. ``repeats``: the answers
+    among which its own is kept, where it has a ``request_id``. ``goes_on``: a part of it is done for good, so it is
+    carried through whatever becomes of its caller, and its answer is kept for a retry.
     """
 
+    dispatcher: Dispatcher
     who: Caller
     method: str
     holder: Holder
@@ -68,7 +73,21 @@ class Ask:
     deadline: float
     lease_id: str
     lease: Lease | None
+    request_id: int = 0
+    repeats: Repeats | None = None
+    is_retry: bool = False
+    call: Call | None = None
     goes_on: bool = False
+
+    def renewed(self) -> Call:
+        """The call as of now: its lease or replica may be lost since it came, or its model out of service.
+
+        Raises NotFound, LeaseLost, Unavailable.
+        """
+        node = self.dispatcher.node
+        if self.lease is None:
+            raise no_lease(node.core, self.lease_id, node.epoch)
+        return call_of(node.core.ledger, self.lease, node.now())
 
 
 class CallTask(asyncio.Task[Any]):
@@ -83,19 +102,32 @@ class CallTask(asyncio.Task[Any]):
         return not self._ask.goes_on and super().cancel(msg)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Method(Generic[Q, R]):
-    """One call as data. ``lease_of`` and ``request_id_of`` read the message; None where it names no such thing.
-
-    ``carry`` does the call: it answers, or has ``Dispatcher.later`` go on with it. It may raise a CacheError as long as
-    nothing was changed.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Operation(ABC, Generic[Q, R]):
+    """One row of the table of calls. ``names_lease`` and ``is_repeatable``: its message has a ``lease_id``, and a
+    ``request_id`` under which its answer is kept. ``is_of_lease``: it needs ``Ask.call``.
     """
 
     name: str
-    carry: Callable[[Ask, Q], R | asyncio.Future[Any]]
     kind: Kind = Kind.WORK
-    lease_of: Callable[[Q], str] | None = None
-    request_id_of: Callable[[Q], int] | None = None
+    names_lease: bool = True
+    is_repeatable: bool = False
+    is_of_lease: bool = False
+
+    @abstractmethod
+    def carry(self, ask: Ask, message: Q) -> R | asyncio.Future[Any]:
+        """Answer, or have ``Dispatcher.later`` go on. May raise a CacheError as long as nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ServiceCall(Operation[Q, R]):
+    """An operation that a service carries out by a function of its own."""
+
+    handle: Callable[[Ask, Q], R | asyncio.Future[Any]]
+
+    def carry(self, ask: Ask, message: Q) -> R | asyncio.Future[Any]:
+        """Have it handled."""
+        return self.handle(ask, message)
 
 
 class Dispatcher:
@@ -118,7 +150,7 @@ class Dispatcher:
     def serve(
         self,
         who: Caller,
-        method: Method[Q, R],
+        operation: Operation[Q, R],
         request: Q,
         *,
         process: Callable[[], CallerKey],
@@ -131,22 +163,33 @@ class Dispatcher:
 
         A future goes on where the caller is gone, unless it is cancelled.
         """
-        began, watch = time.perf_counter(), self._watch
-        span = None if watch is None or parent is None else watch.begin(method.name, parent)
+        began, watch, name = self.node.loop_watch.begin(), self._watch, operation.name
+        span = None if watch is None or parent is None else watch.begin(name, parent)
         came = request.SerializeToString() if contents is None else contents
-        served = self._serve(who, method, request, came, process, seconds)
-        held = self.node.loop_watch.note(method.name, began)
+        served: Served[R]
+        ask: Ask | None = None
+        try:
+            ask = self._admit(who, operation, request, len(came), process, seconds)
+            served = self._again(ask, request, came) if ask.is_retry else operation.carry(ask, request)
+        except CacheError as error:
+            served = refusal(error)
+        except Exception:  # noqa: BLE001 - the root of a call
+            served = self.broke(name, None if ask is None else ask.lease)
+        if ask is not None and ask.repeats is not None and not ask.is_retry:
+            _remember(ask.repeats, ask.request_id, mark_of(name, request, came), served)
+        held = self.node.loop_watch.note(name, began)
         if watch is not None:
             if isinstance(served, asyncio.Future):
-                served.add_done_callback(partial(_end_watching, watch, method.name, began, span))
+                served.add_done_callback(partial(_end_watching, watch, name, began, span))
             else:
-                watch.end(method.name, held, served.code if isinstance(served, OperationError) else OK, span)
+                watch.end(name, held, served.code if isinstance(served, OperationError) else OK, span)
             if span is not None:
                 watch.leave()
         return served
 
     def charge(self, who: Caller, size_bytes: int) -> None:
         """The bytes of a message, before it is parsed. Raises QuotaExceeded."""
+        self.node.loop_watch.begin()
         if size_bytes > FREE_BYTES:
             self.admission.charge_bytes(who.acts_for, size_bytes - FREE_BYTES, self.node.now())
 
@@ -162,7 +205,7 @@ class Dispatcher:
         """Go on with a call beside others, in a task of its own that holds a place. Raises LimitExceeded, unless it
         ``is_admitted``: something was done already, or a call with a place does it.
 
-        The future's result is an Outcome: ``work`` may raise as ``Method.carry`` may.
+        The future's result is an Outcome: ``work`` may raise as ``Operation.carry`` may.
         """
         place = self.admission.take(kind, ask.holder, is_admitted=is_admitted)
         task = CallTask(ask, self._guarded(ask, work, place))
@@ -177,16 +220,6 @@ class Dispatcher:
             raise no_lease(core, ask.lease_id, self.node.epoch)
         return core.ledger.lease(ask.lease_id)
 
-    def resolve(self, ask: Ask) -> Call:
-        """The call with everything looked up, anew for each run of a flow: a lease may be lost while it waits.
-
-        Raises NotFound, LeaseLost, Unavailable (a model that is out of service).
-        """
-        node = self.node
-        if ask.lease is None:
-            raise no_lease(node.core, ask.lease_id, node.epoch)
-        return resolve(node.core.ledger, ask.lease_id, node.now())
-
     def until(self, ask: Ask) -> float:
         """Deadline of the call's waits for transfers, monotonic seconds."""
         return min(ask.deadline, ask.began + self.node.wait_seconds)
@@ -199,72 +232,51 @@ class Dispatcher:
 
     # -- one call, step by step --------------------------------------------------------------------------------
 
-    def _serve(
+    def _admit(
         self,
         who: Caller,
-        method: Method[Q, R],
-        request: Q,
-        came: bytes,
+        operation: Operation[Q, R],
+        request: Any,
+        size_bytes: int,
         process: Callable[[], CallerKey],
         seconds: float | None,
-    ) -> Served[R]:
-        lease: Lease | None = None
-        try:
-            now, tenant = self.node.now(), who.acts_for
-            lease_id = "" if method.lease_of is None else method.lease_of(request)
-            who.check()
-            if lease_id and (lease := own_lease(self.node.core, tenant, lease_id)) is not None:
-                lease.heard(now)
-            if self._is_stopping:
-                raise Unavailable("the daemon stops; go on without the cache")
-            holder = self.admission.holder(process() if lease is None else lease.opened_by[0] or lease_id, tenant)
-            request_id = 0 if method.request_id_of is None else method.request_id_of(request)
-            repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
-            is_retry = repeats is not None and repeats.knows(request_id)
-            self.admission.admit(Kind.LIFE if is_retry else method.kind, holder, now)
-            check_fields(request, len(came))
-            deadline = math.inf if seconds is None else now + seconds
-            ask = Ask(who, method.name, holder, now, deadline, lease_id, lease)
-            if request_id:
-                if repeats is None or (lease is not None and lease.state is not LeaseState.LIVE):
-                    repeats = self._repeats_of(ask)
-                mark = mark_of(method.name, request, came)
-                if is_retry:
-                    return self._again(ask, repeats, request_id, mark)
-                return self._once(ask, method, request, repeats, request_id, mark)
-        except CacheError as error:
-            return refusal(error)
-        except Exception:  # noqa: BLE001 - the root of a call
-            return self.broke(method.name, lease)
-        return self._carry(ask, method, request)
+    ) -> Ask:
+        """Everything that is asked before an operation is carried out. Raises what refuses it."""
+        node, now, tenant = self.node, self.node.now(), who.acts_for
+        lease_id: str = request.lease_id if operation.names_lease else ""
+        request_id: int = request.request_id if operation.is_repeatable else 0
+        who.check()
+        # A sign of life even where the call is refused below: its process is there, and a lease must not end because
+        # the daemon is short of places.
+        lease = node.core.ledger.hear(lease_id, tenant, now) if lease_id else None
+        if self._is_stopping:
+            raise Unavailable("the daemon stops; go on without the cache")
+        caller, quotas = process() if lease is None else lease.opened_by[0] or lease_id, self.admission.quotas
+        holder = Holder(caller, None if quotas is None else quotas.meter(tenant))
+        repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
+        is_retry = repeats is not None and (request_id in repeats.given or request_id in repeats.under_way)
+        # A retry takes no further place: its first call has one, or has been answered.
+        self.admission.admit(Kind.LIFE if is_retry else operation.kind, holder, now)
+        check_fields(request, size_bytes)
+        deadline = math.inf if seconds is None else now + seconds
+        ask = Ask(self, who, operation.name, holder, now, deadline, lease_id, lease, request_id, repeats, is_retry)
+        if request_id and (repeats is None or (lease is not None and lease.state is not LeaseState.LIVE)):
+            ask.repeats = self._repeats_of(ask)
+        if operation.is_of_lease and not is_retry:
+            if lease is None:
+                raise no_lease(node.core, lease_id, node.epoch)
+            ask.call = call_of(node.core.ledger, lease, now)
+        return ask
 
-    def _again(self, ask: Ask, repeats: Repeats, request_id: int, mark: Mark) -> Served[Any]:
-        """Answer of the method under this id. Raises KeyReused, LimitExceeded."""
-        known = repeats.find(request_id, mark)
+    def _again(self, ask: Ask, request: Message, came: bytes) -> Served[Any]:
+        """Answer of the operation under this id. Raises KeyReused, LimitExceeded."""
+        repeats, request_id = ask.repeats, ask.request_id
+        assert repeats is not None
+        known = repeats.find(request_id, mark_of(ask.method, request, came))
         if isinstance(known, asyncio.Future):
             repeats.retry(request_id)
             return self.later(ask, Kind.WAITS, lambda _: _first_answer(known), is_admitted=True)
         return known
-
-    def _once(
-        self, ask: Ask, method: Method[Q, R], request: Q, repeats: Repeats, request_id: int, mark: Mark
-    ) -> Served[R]:
-        """Carry out a call whose request_id is new, and remember what it is answered."""
-        served = self._carry(ask, method, request)
-        if isinstance(served, asyncio.Future):
-            repeats.begin(request_id, mark, served)
-            served.add_done_callback(partial(_end_first, repeats, request_id, mark))
-        elif is_final(served):
-            repeats.keep(request_id, mark, served)
-        return served
-
-    def _carry(self, ask: Ask, method: Method[Q, R], request: Q) -> Served[R]:
-        try:
-            return method.carry(ask, request)
-        except CacheError as error:
-            return refusal(error)
-        except Exception:  # noqa: BLE001 - the root of a call
-            return self.broke(ask.method, ask.lease)
 
     async def _guarded(self, ask: Ask, work: Callable[[Place], Awaitable[R]], place: Place) -> Outcome[R]:
         try:
@@ -293,6 +305,15 @@ class Dispatcher:
 def is_final(outcome: Message) -> bool:
     """False for a refusal, which changed nothing: a retry starts anew. A defect is final."""
     return not isinstance(outcome, OperationError) or outcome.code == INTERNAL
+
+
+def _remember(repeats: Repeats, request_id: int, mark: Mark, served: Served[Any]) -> None:
+    """Keep the answer to a request_id that is new, or the future of it."""
+    if isinstance(served, asyncio.Future):
+        repeats.begin(request_id, mark, served)
+        served.add_done_callback(partial(_end_first, repeats, request_id, mark))
+    elif is_final(served):
+        repeats.keep(request_id, mark, served)
 
 
 async def _first_answer(first: asyncio.Future[Any]) -> Any:

@@ -64,7 +64,8 @@ class Purse:
 
 
 class Repeats:
-    """The last answers of one lease by request_id (never 0), and the calls that are under way. ``purse``: its tenant's.
+    """The last answers of one lease by request_id (never 0), in ``given``, and the calls that are ``under_way``.
+    ``purse``: its tenant's.
 
     Those under way are not pushed out by answers: there are at most as many as a process may have waiting.
     """
@@ -73,20 +74,16 @@ class Repeats:
         self._bytes = 0
         self._purse = purse
         purse.leases += 1
-        self._given: OrderedDict[int, tuple[Mark, Message, int]] = OrderedDict()
-        self._under_way: dict[int, tuple[Mark, asyncio.Future[Any]]] = {}
+        self.given: OrderedDict[int, tuple[Mark, Message, int]] = OrderedDict()
+        self.under_way: dict[int, tuple[Mark, asyncio.Future[Any]]] = {}
         self._retries: dict[int, int] = {}
-
-    def knows(self, request_id: int) -> bool:
-        """True for an id that ``find`` finds: the call is a retry."""
-        return request_id in self._given or request_id in self._under_way
 
     def find(self, request_id: int, mark: Mark) -> Any:
         """The answer to this id, or the future of a call that is under way; None for a new id.
 
         Raises KeyReused for an id with other contents.
         """
-        given = self._given.get(request_id) or self._under_way.get(request_id)
+        given = self.given.get(request_id) or self.under_way.get(request_id)
         if given is None:
             return None
         if not are_same(given[0], mark):
@@ -95,11 +92,11 @@ class Repeats:
 
     def begin(self, request_id: int, mark: Mark, future: asyncio.Future[Any]) -> None:
         """The first call under this id is under way, until ``end``."""
-        self._under_way[request_id] = mark, future
+        self.under_way[request_id] = mark, future
 
     def end(self, request_id: int) -> None:
         """End the first call. Unless its answer is kept, a retry starts anew."""
-        del self._under_way[request_id]
+        del self.under_way[request_id]
         self._retries.pop(request_id, None)
 
     def retry(self, request_id: int) -> None:
@@ -114,11 +111,11 @@ class Repeats:
         """Remember an answer; the oldest go where all are too many or too large."""
         contents = mark[2]
         size_bytes = answer.ByteSize() + (len(contents) if isinstance(contents, bytes) else 0)
-        self._given[request_id] = mark, answer, size_bytes
+        self.given[request_id] = mark, answer, size_bytes
         self._bytes += size_bytes
         self._purse.held += size_bytes
         while self._is_too_much():
-            _, (_, _, size_bytes) = self._given.popitem(last=False)
+            _, (_, _, size_bytes) = self.given.popitem(last=False)
             self._bytes -= size_bytes
             self._purse.held -= size_bytes
 
@@ -128,7 +125,7 @@ class Repeats:
         self._purse.leases -= 1
 
     def _is_too_much(self) -> bool:
-        count, purse = len(self._given), self._purse
+        count, purse = len(self.given), self._purse
         if purse.held > TENANT_BYTES and self._bytes > TENANT_BYTES // purse.leases:
             return count > 1 or (count == 1 and purse.held > 2 * TENANT_BYTES)
         if count <= 1:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from cachesvc.flows.context.core import Core, Fetched, FetchedObject, FetchRequest, KeepRequest
+from cachesvc.flows.context.core import Core, Fetched, FetchedObject, FetchRequest, KeepRequest, StoredUse
 from cachesvc.flows.storage.fetch import fetched
-from cachesvc.flows.storage.presence import forget
+from cachesvc.flows.storage.presence import forget, forget_all
+from cachesvc.flows.storage.uses import spread_all
 from cachesvc.flows.storage.write import begin_soon, kept, pump_all
 from cachesvc.ledger.ledger import Model
-from cachesvc.storage.seam import Outcome
+from cachesvc.storage.seam import Outcome, Use
 from cachesvc.storage.tier import News, Tier
 
 Run = Callable[[int, Callable[[], None]], None]
@@ -34,6 +35,7 @@ class StorageFlows:
         self.forget = tier.forget
         tier.tell = self._told
         tier.tell_gone = self._gone
+        tier.tell_lost = self._lost
         core.storage = self
         core.on_wanted = partial(begin_soon, core)
 
@@ -45,10 +47,19 @@ class StorageFlows:
         """See ``flows.core.Storage``."""
         return self.tier.keep(request.model, request.key, request.pages, request.parent)
 
+    def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
+        """See ``flows.core.Storage``."""
+        self.tier.used(model, [Use(*each) for each in uses], model.blocks.chooser)
+
     def tick(self) -> None:
         """Do periodic work, on the ledger thread."""
         self.tier.tick()
+        spread_all(self._core)
         pump_all(self._core)
+
+    def _lost(self) -> None:
+        for model in self._core.ledger.models.values():
+            forget_all(self._core, model)
 
     def _gone(self, model: int, keys: list[bytes]) -> None:
         self._run(model, partial(forget, self._core, model, keys))

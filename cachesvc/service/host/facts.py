@@ -12,6 +12,7 @@ from cachesvc.service.access.keyring import Keyring
 from cachesvc.service.access.retired import Shown
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.device_line import DeviceLine
+from cachesvc.service.loop.latency import LoopWatch
 
 
 class Transports(NamedTuple):
@@ -27,7 +28,7 @@ class Facts:
     """Sizes in bytes, of one device and of the host pool. ``started``: monotonic seconds. ``lease_seconds``: silence
     after which a lease is lost. ``settings``: as operators see them, kept up to date. ``devices``: those that were
     measured. ``keyring``: of the tokens' file; None: there is none.
-    ``peers_attention``: sentences about other nodes."""
+    ``other_attention``: sentences about storage and other nodes."""
 
     version: str
     backend: str
@@ -43,8 +44,9 @@ class Facts:
     host_pool: HostPool
     health: DeviceHealth
     transports: Callable[[], Transports]
+    loop: LoopWatch
     keyring: Keyring | None = None
-    peers_attention: Callable[[], list[str]] = list
+    other_attention: Callable[[], list[str]] = list
 
     @property
     def uptime_seconds(self) -> float:
@@ -74,7 +76,7 @@ class Facts:
             out.append(
                 f"the tokens' file has not been readable for {stale:.0f} s: nothing that was taken out is revoked"
             )
-        out += self.peers_attention()
+        out += self.other_attention()
         return out + [_describe_retired(each) for each in self.retired_shown() if sees(each.tenant)]
 
 

@@ -43,6 +43,7 @@ class WebPage:
         host, _, port = listen.rpartition(":")
         self._host, self._wanted_port = host.strip("[]"), port
         self._facts = facts
+        self._loop_watch = node.loop_watch
         self.port = 0
         self._samples = Samples(self._view)
         self._server: Any = None
@@ -139,7 +140,7 @@ class WebPage:
     async def status(self, since: int) -> dict[str, Any]:
         """Contents of the page; samples only after the one numbered ``since``."""
         facts = self._facts
-        found = await TimeSlices().answer(status(self._view, facts.lease_seconds))
+        found = await TimeSlices(self._loop_watch).answer(status(self._view, facts.lease_seconds))
         models = self._view.models()
         leases = found.leases[:MOST_LISTED]
         return {

@@ -26,7 +26,7 @@ from cachesvc.model.errors import CacheError, ErrorCode, InvalidRequest, LimitEx
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.quota import FREE_BYTES
-from cachesvc.service.calls.dispatcher import Dispatcher, Method
+from cachesvc.service.calls.dispatcher import Dispatcher, Operation
 from cachesvc.service.lane.outbox import Outbox
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Tracer
@@ -57,7 +57,7 @@ TURN_SECONDS = 0.25e-3
 class Row(NamedTuple):
     """A call that the lane carries. ``is_step``: those of a lease keep their order, and go on without their caller."""
 
-    method: Method[Any, Any]
+    operation: Operation[Any, Any]
     request: type[Message]
     is_step: bool = False
     may_be_silent: bool = False
@@ -161,7 +161,7 @@ class Lane:
 
     def _take(self) -> None:
         """Carry out the frames that have come, for one turn."""
-        until = time.perf_counter() + TURN_SECONDS
+        until = self._desk.dispatcher.node.loop_watch.begin() + TURN_SECONDS
         try:
             while self._has_room():
                 frame = self._reader.next() if self._reader.end else None
@@ -249,7 +249,7 @@ class Lane:
                 dispatcher.charge(who, len(frame.body))
             request: Any = parse(row.request, frame.body)
         except CacheError as unread:
-            self._answer(frame, dispatcher.refuse(row.method.name, unread))
+            self._answer(frame, dispatcher.refuse(row.operation.name, unread))
             return
         if row.is_step and (behind := self._steps.get(request.lease_id)) is not None:
             self._wait(frame, _Call(len(frame.body), is_step=True))
@@ -264,7 +264,7 @@ class Lane:
             parent = tracer.parent_of((("traceparent", frame.traceparent),) if frame.traceparent else ())
         served = self._desk.dispatcher.serve(
             who,
-            row.method,
+            row.operation,
             request,
             process=self._key,
             contents=frame.body,

@@ -115,6 +115,6 @@ class Collector:
 def collector_between_calls(node: Node, admission: Admission, rows: Callable[[], int]) -> Collector:
     """Make a collector that the node's sweep runs while no call is being served and no flow has turns left."""
     collector = Collector(lambda: not (admission.work.held or node.has_turns), rows)
-    node.on_sweep = collector.rest
+    node.sweeper.on_sweep = collector.rest
     node.on_work = partial(collector.glance, node.core.chores)
     return collector

@@ -2,8 +2,8 @@
 
 A flow of more than one turn, a call that wakes up, a landing and a chore each take one turn. One turn is taken in each
 round of the loop, round robin by party: a process as admission knows it (``CallerKey``), or the daemon's own background
-work. Within a party the first comes first. So a short call waits for one turn at most, and a long one for one turn of
-each other party between its own.
+work. Within a party the first comes first, and all of its long calls are one (``long_calls.py``). So a short call waits
+for one turn at most, and a long one for one turn of each other party between its own.
 """
 
 from __future__ import annotations
@@ -72,24 +72,24 @@ class Line:
 class Sleeper:
     """A call that waits: ``future`` is done once it has its turn. It has one turn, however many things rouse it."""
 
-    __slots__ = ("_is_due", "_line", "_party", "future")
+    __slots__ = ("_is_due", "_line", "future", "party")
 
     def __init__(self, line: Line, party: CallerKey) -> None:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line = line
-        self._party = party
+        self.party = party
         self._is_due = False
 
     def rouse(self) -> None:
         """Take a turn: what the call waits for is there."""
         if not self._is_due:
             self._is_due = True
-            self._line.take(self._party, self.wake)
+            self._line.take(self.party, self.wake)
 
     def yield_turn(self) -> None:
         """Wait for the next turn alone."""
         self._is_due = True
-        self._line.add(self._party, self.wake)
+        self._line.add(self.party, self.wake)
 
     def wake(self) -> None:
         """Wake it up at once. Idempotent."""

@@ -13,8 +13,8 @@ from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.leases.device_loss import empty_lost, lose_device
-from cachesvc.flows.leases.leases import lose_silent, may_map, process_gone
+from cachesvc.flows.leases.device_loss import lose_device
+from cachesvc.flows.leases.leases import may_map, process_gone
 from cachesvc.flows.models.admin import distrust, trust
 from cachesvc.flows.models.registration import host_pages_arrived
 from cachesvc.flows.transfer.transfers import land
@@ -24,9 +24,10 @@ from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.admission import CallerKey
-from cachesvc.service.access.owners import shown_id
 from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.service.loop.line import BACKGROUND, Line, Sleeper
+from cachesvc.service.loop.long_calls import LongCall, LongCalls
+from cachesvc.service.loop.sweeper import Sweeper
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
@@ -35,6 +36,7 @@ P = ParamSpec("P")
 LANDINGS = 8
 """Transfers that land in a turn: each costs as much as some blocks, however few it has."""
 NEEDS = "the transfers that this call needs"
+TOO_LATE = "the turn of this call came after its deadline, and nothing was changed; send fewer calls at a time"
 Flow = Callable[[Core, Call], Answer | Wait]
 """Answers, or says what to wait for and is run again with a new Call."""
 
@@ -49,7 +51,7 @@ class Node:
     """Owns the Core on one event loop. Everything but ``on_transfer_done`` and ``on_host_pages`` is called there.
 
     ``on_change`` is called after every flow: blocks may have come or gone. So is ``on_work``, which may add chores.
-    Both must be quick. ``on_sweep`` is called now and then, with the time: for what has to be done sometime.
+    Both must be quick.
     """
 
     def __init__(self, core: Core, *, epoch: int, wait_seconds: float, lease_seconds: float) -> None:
@@ -60,17 +62,18 @@ class Node:
         """Clock of the flows, monotonic seconds."""
         self.started = self.now()
         self.on_change: Callable[[], None] | None = None
-        self.on_sweep: Callable[[float], None] | None = None
         self.on_work: Callable[[], None] | None = None
         self.wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[Sleeper]] = {}
         self._landings: deque[tuple[int, Outcome]] = deque()
-        self._sweeper: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._vault: Vault | None = None
         self.loop_watch = LoopWatch()
         self._line = Line()
+        self._long_calls = LongCalls(self._line, self._time)
+        self.sweeper = Sweeper(core, lease_seconds, self._time, self.run, self.loop_watch)
         self._is_tidying = False
         core.on_refused = _log_failure
         core.on_ended = self._wake
@@ -85,7 +88,8 @@ class Node:
         """Begin on the running loop."""
         self._vault = vault
         self._loop = asyncio.get_running_loop()
-        self._sweeper = self._loop.create_task(self._sweep())
+        self.loop_watch.start(self._loop)
+        self._sweeping = self._loop.create_task(self.sweeper.sweep())
 
     def stop_waiting(self) -> None:
         """The daemon stops: calls that wait for transfers end now, and none waits from here on."""
@@ -97,13 +101,16 @@ class Node:
     async def close(self) -> None:
         """Stop sweeping, and end all waits."""
         self.stop_waiting()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
 
     def view(self, sight: Sight = EVERYTHING) -> View:
         """View of the ledger within ``sight``."""
         return View(self.core, sight, self.now)
+
+    def _time(self) -> float:
+        return self.now()  # which a test may set
 
     # -- from other threads ------------------------------------------------------------------------------------
 
@@ -187,9 +194,11 @@ class Node:
 
         ``run`` has just answered ``wait``. ``until``: monotonic seconds. ``party``: whose turns it takes. ``what``: for
         the loop watch. ``on_wait`` is called before it waits for tickets, and may raise.
-        Raises DeadlineExceeded, Unavailable, and what ``on_wait`` raises.
+        A long call waits for the long ones of its party before it; none is run after its deadline, unless it goes on.
+        Raises DeadlineExceeded, LimitExceeded, Unavailable, and what ``on_wait`` raises.
         """
         reserved = wait.reserved
+        long: LongCall | None = None
         try:
             while True:
                 reserved = wait.reserved or reserved
@@ -197,10 +206,19 @@ class Node:
                     on_wait()
                 left = until - self.now()
                 patience = max(0.0, left if wait.seconds is None else min(left, wait.seconds))
-                if not await self.wait_any(wait.tickets, patience, party):
+                if wait.turns and long is None:
+                    long = self._long_calls.enter(party, wait.turns, until)
+                elif wait.tickets and long is not None:
+                    long.end()
+                    long = None
+                if long is not None:
+                    await long.turn()
+                elif not await self.wait_any(wait.tickets, patience, party):
                     if wait.seconds is None:
                         raise DeadlineExceeded(f"{NEEDS} did not end in time; try again or recompute")
                     await self.next_turn(party)
+                if not (wait.tickets or wait.goes_on) and self.now() >= until:
+                    raise DeadlineExceeded(TOO_LATE, was_answered=True)
                 with self.loop_watch.watching(what):
                     answer = run()
                 if not isinstance(answer, Wait):
@@ -210,6 +228,8 @@ class Node:
                     raise DeadlineExceeded(f"{NEEDS} did not help in time; try again or recompute")
                 wait = answer
         finally:
+            if long is not None:
+                long.end()
             if reserved is not None:
                 reserved.release()
 
@@ -292,7 +312,7 @@ class Node:
 
     def _land(self, ticket: int, outcome: Outcome) -> None:
         """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
-        began = time.perf_counter()
+        began = self.loop_watch.begin()
         self.core.ledger.moment.seconds = self.now()
         if isinstance(outcome, Failed):
             _log_failure(ticket, outcome.reason)
@@ -311,7 +331,7 @@ class Node:
     def run_news(self, model: int, flow: Callable[[], None]) -> None:
         """Run a flow that no call waits for: the root of a callback. A flow that breaks takes its model out of
         service."""
-        began = time.perf_counter()
+        began = self.loop_watch.begin()
         try:
             self.run_of(model, flow)
         except Exception:  # noqa: BLE001 - the root of a callback: other news is still to be told
@@ -349,7 +369,7 @@ class Node:
 
     def _tidy(self) -> None:
         """Do a turn of what is left to do. The root of a callback: raises nothing."""
-        began = time.perf_counter()
+        began = self.loop_watch.begin()
         self.core.ledger.moment.seconds = self.now()
         self._is_tidying = False
         model = self.core.chores[0].model
@@ -363,33 +383,6 @@ class Node:
             self.distrust(model, f"{type(broken).__name__}: {broken}")
         self._changed()
         self.loop_watch.note("chore", began)
-
-    async def _sweep(self) -> None:
-        pause = min(1.0, self.lease_seconds / 4)
-        while True:
-            asleep = self.now()
-            await asyncio.sleep(pause)
-            try:
-                self.excuse(self.now() - asleep - pause, pause)
-                self.core.ledger.mark_time(self.now())
-                with self.loop_watch.watching("sweep"):
-                    self.run(empty_lost, self.core)
-                    lost = self.run(lose_silent, self.core, self.lease_seconds, self.now())
-                for lease in lost:
-                    events.warning("lease_silent", lease=shown_id(lease), seconds=self.lease_seconds)
-                if self.on_sweep is not None:
-                    with self.loop_watch.watching("collector"):
-                        self.on_sweep(self.now())
-            except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
-                events.failure("sweep_broke")
-
-    def excuse(self, late: float, pause: float) -> None:
-        """Silence counts only while the daemon listens: where it was held up (by a long flow, a stopped process), what
-        was said meanwhile has yet to be read."""
-        if late > pause:
-            now = self.now()
-            for lease in self.core.ledger.leases.values():
-                lease.heard(min(now, lease.last_heard + late))
 
 
 def _log_failure(ticket: int, reason: str) -> None:

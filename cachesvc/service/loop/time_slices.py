@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cachesvc.questions.steps import Question
+from cachesvc.service.loop.latency import LoopWatch
 
 SLICE_SECONDS = 0.0005
 """Length of a question's slice before calls get their turn, and of their turn, seconds."""
@@ -19,16 +20,17 @@ Result = TypeVar("Result")
 class TimeSlices:
     """One long call's share of the loop; ``longest_seconds`` is the longest that it kept others waiting at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: LoopWatch) -> None:
         self.longest_seconds = 0.0
+        self._watch = watch
 
     def take(self, work: Callable[[], Result]) -> Result:
         """Do a piece in one go."""
-        began = time.perf_counter()
+        began = self._watch.begin()
         try:
             return work()
         finally:
-            self.longest_seconds = max(self.longest_seconds, time.perf_counter() - began)
+            self.longest_seconds = max(self.longest_seconds, self._watch.note("question", began))
 
     async def off_loop(self, work: Callable[[], Result]) -> Result:
         """Do a piece that touches nothing of the ledger on a thread."""

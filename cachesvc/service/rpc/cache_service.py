@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.transfer.transfers import expedite, ticket_view
-from cachesvc.model.answers import Wait
 from cachesvc.model.errors import ErrorCode, InvalidRequest, LimitExceeded
 from cachesvc.questions.owned import own_ticket
 from cachesvc.service.access.admission import Kind, Place
-from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls.dispatcher import INTERNAL, Ask, Method
-from cachesvc.service.loop.node import end_wait
+from cachesvc.service.calls.dispatcher import INTERNAL, Ask, ServiceCall
 from cachesvc.service.rpc.edge import Context, Edge, end_with
-from cachesvc.service.rpc.operations import (
-    ALLOCATE,
-    MATCH,
-    PREFETCH,
-    PUBLISH,
-    RECYCLE,
-    RELEASE,
-    SWAP,
-    A,
-    Operation,
-    Q,
-    R,
-    Runner,
-)
+from cachesvc.service.rpc.operations import ALLOCATE, MATCH, PREFETCH, PUBLISH, RECYCLE, RELEASE, SWAP
 from cachesvc.service.rpc.steps import StepRun
 from cachesvc.wire.columns import count_entries
 from cachesvc.wire.convert import ticket_to_proto
@@ -49,21 +31,15 @@ ENDS_STREAM = frozenset({INTERNAL, ErrorCode.UNAUTHENTICATED.value})
 class CacheService(cache_pb2_grpc.CacheServiceServicer):
     """``operations``: those of Steps, by name and outcome."""
 
-    def __init__(self, edge: Edge, operations_per_step: int, quotas: Quotas | None = None) -> None:
+    def __init__(self, edge: Edge, operations_per_step: int) -> None:
         self._edge = edge
         self._dispatcher = edge.dispatcher
-        self._runner = Runner(edge.dispatcher, quotas)
         self.operations_per_step = operations_per_step
         self.operations: dict[tuple[str, str], int] = {}
-        self.match = self._method("Match", MATCH)
-        self.allocate = self._method("Allocate", ALLOCATE)
-        self.publish = self._method("Publish", PUBLISH)
-        self.swap = self._method("Swap", SWAP)
-        self.recycle = self._method("Recycle", RECYCLE)
-        self.release = self._method("Release", RELEASE, Kind.LIFE)
-        self.prefetch = self._method("Prefetch", PREFETCH)
-        self.wait_tickets = Method("CacheService/WaitTickets", self._wait_tickets, Kind.WAITS, _lease_id)
-        self.step = Method("CacheService/Step", self._step, Kind.WORK, _lease_id, _request_id)
+        self.match, self.allocate, self.publish, self.swap = MATCH, ALLOCATE, PUBLISH, SWAP
+        self.recycle, self.release, self.prefetch = RECYCLE, RELEASE, PREFETCH
+        self.wait_tickets = ServiceCall(name="CacheService/WaitTickets", handle=self._wait_tickets, kind=Kind.WAITS)
+        self.step = ServiceCall(name="CacheService/Step", handle=self._step, is_repeatable=True, is_of_lease=True)
 
     async def Match(self, request: cache_pb2.MatchRequest, context: Context) -> cache_pb2.MatchResponse:
         return await self._edge.answer(self.match, request, context)
@@ -111,37 +87,6 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     # -- what they do ------------------------------------------------------------------------------------------
 
-    def _method(self, name: str, operation: Operation[Q, A, R], kind: Kind = Kind.WORK) -> Method[Q, R]:
-        carry = partial(self._operate, operation)
-        return Method(f"CacheService/{name}", carry, kind, _lease_id, _request_id)
-
-    def _operate(self, operation: Operation[Q, A, R], ask: Ask, message: Q) -> R | asyncio.Future[Any]:
-        flow = operation.begin(message)
-        answer = self._runner.run(ask, operation, message, flow)
-        if not isinstance(answer, Wait):
-            return operation.reply(answer)
-        wait = answer
-        ask.goes_on = wait.goes_on
-
-        def run() -> A | Wait:
-            again = self._runner.run(ask, operation, message, flow)
-            ask.goes_on = isinstance(again, Wait) and again.goes_on
-            return again
-
-        async def wait_out(place: Place) -> R:
-            node, until = self._dispatcher.node, self._dispatcher.until(ask)
-            party = ask.holder.process
-            return operation.reply(await node.wait_out(run, wait, until, party, ask.method, place.wait))
-
-        kind = Kind.WAITS if wait.tickets else Kind.WORK  # for which there was room, or nothing had been done
-        try:
-            later = self._dispatcher.later(ask, kind, wait_out, is_admitted=not wait.tickets)
-        except LimitExceeded:
-            end_wait(wait)
-            raise
-        later.add_done_callback(lambda _: end_wait(wait))  # where it was given up before its first turn
-        return later
-
     def _wait_tickets(
         self, ask: Ask, request: cache_pb2.WaitTicketsRequest
     ) -> cache_pb2.WaitTicketsResponse | asyncio.Future[Any]:
@@ -177,7 +122,4 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             raise InvalidRequest("a step needs a request_id above 0, rising within the lease")
         if count > self.operations_per_step:
             raise LimitExceeded("operations of a step", count, self.operations_per_step)
-        return StepRun(self._runner, ask, request, self.operations).begin()
-
-
-_lease_id, _request_id = attrgetter("lease_id"), attrgetter("request_id")
+        return StepRun(ask, request, self.operations).begin()

@@ -15,7 +15,7 @@ from cachesvc.model.errors import CacheError, LimitExceeded
 from cachesvc.service.access.admission import CallerKey, Kind
 from cachesvc.service.access.auth import caller, credentials_of
 from cachesvc.service.access.undecodable import unread
-from cachesvc.service.calls.dispatcher import INTERNAL, Dispatcher, Method, Outcome, Q, R, Served
+from cachesvc.service.calls.dispatcher import INTERNAL, Dispatcher, Operation, Outcome, Q, R, Served, ServiceCall
 from cachesvc.service.calls.observe import Parent
 from cachesvc.telemetry.tracing import Tracer
 from cachesvc.wire.refusals import refusal, status_metadata
@@ -34,12 +34,12 @@ class Edge:
         self.calls = 0
         self._tracer = tracer
 
-    async def answer(self, method: Method[Q, R], request: Q, context: Context) -> R:
+    async def answer(self, operation: Operation[Q, R], request: Q, context: Context) -> R:
         """A call of one message: its answer. Ends the call with its status where it is refused, and gives it up where
         its caller is gone."""
         if (error := unread()) is not None:
-            await end_with(context, self.dispatcher.refuse(method.name, error))
-        served = self.serve(method, request, context, self.parent(context), context.time_remaining())
+            await end_with(context, self.dispatcher.refuse(operation.name, error))
+        served = self.serve(operation, request, context, self.parent(context), context.time_remaining())
         outcome: Outcome[R] = await served if isinstance(served, asyncio.Future) else served
         if isinstance(outcome, OperationError):
             await end_with(context, outcome)
@@ -61,23 +61,25 @@ class Edge:
             admission.streams.count(holder, -1)
 
     async def ask(self, context: Context, name: str, request: Q, call: Callable[[], Awaitable[R]]) -> R:
-        """A call under no lease that is no Method: an operator's, of any length, carried out as WORK."""
+        """A call under no lease of no service's table: an operator's, of any length, carried out as WORK."""
         later = self.dispatcher.later
-        method: Method[Q, R] = Method(name, lambda ask, _: later(ask, Kind.WORK, lambda _: call()))
-        return await self.answer(method, request, context)
+        operation: ServiceCall[Q, R] = ServiceCall(
+            name=name, names_lease=False, handle=lambda ask, _: later(ask, Kind.WORK, lambda _: call())
+        )
+        return await self.answer(operation, request, context)
 
-    async def require_read(self, method: Method[Q, R], context: Context) -> None:
+    async def require_read(self, operation: Operation[Q, R], context: Context) -> None:
         """Ends the stream whose message at hand could not be read."""
         if (error := unread()) is not None:
-            await end_with(context, self.dispatcher.refuse(method.name, error))
+            await end_with(context, self.dispatcher.refuse(operation.name, error))
 
     def serve(
-        self, method: Method[Q, R], request: Q, context: Context, parent: Parent, seconds: float | None = None
+        self, operation: Operation[Q, R], request: Q, context: Context, parent: Parent, seconds: float | None = None
     ) -> Served[R]:
         """Serve one message of a call, of any shape."""
         self.calls += 1
         process = partial(self._process, context)
-        return self.dispatcher.serve(caller(), method, request, process=process, seconds=seconds, parent=parent)
+        return self.dispatcher.serve(caller(), operation, request, process=process, seconds=seconds, parent=parent)
 
     def parent(self, context: Context) -> Parent:
         """Parent of the call's span."""

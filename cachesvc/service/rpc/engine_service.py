@@ -16,7 +16,7 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.questions.owned import require_no_others
 from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls.dispatcher import Ask, Method
+from cachesvc.service.calls.dispatcher import Ask, ServiceCall
 from cachesvc.service.calls.registrar import Registrar
 from cachesvc.service.host.device_health import require_working
 from cachesvc.service.rpc.edge import Context, Edge
@@ -32,9 +32,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._backend = backend
         self._quotas = quotas
         self.registrar = Registrar(self._node)
-        self.register = Method("EngineService/Register", self._register)
-        self.attach = Method("EngineService/Attach", self._attach, Kind.WORK, lambda m: m.lease_id)
-        self.detach = Method("EngineService/Detach", self._detach, Kind.LIFE, lambda m: m.lease_id)
+        self.register = ServiceCall(name="EngineService/Register", handle=self._register, names_lease=False)
+        self.attach = ServiceCall(name="EngineService/Attach", handle=self._attach, is_of_lease=True)
+        self.detach = ServiceCall(name="EngineService/Detach", handle=self._detach, kind=Kind.LIFE)
 
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterResponse:
         return await self._edge.answer(self.register, request, context)
@@ -92,7 +92,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
     def _attach(self, ask: Ask, request: engine_pb2.AttachRequest) -> engine_pb2.AttachResponse:
         node = self._node
-        call = self._edge.dispatcher.resolve(ask)
+        call = ask.call
+        assert call is not None, "Attach is a call of a lease"
         node.run_of(call.model.id, attach, node.core, call, request.rank, request.process_token)
         model, replica = call.model, call.replica
         slabs = node.vault.slabs(model.id, replica.id, request.rank)

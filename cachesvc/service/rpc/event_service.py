@@ -143,7 +143,9 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             _require_there(subscriber)
             who.require_current("Subscribe")
             subscriber.wake.clear()
+            began = self._node.loop_watch.begin()
             changes = subscriber.feed.next()
+            self._node.loop_watch.note("EventService/Subscribe", began)
             if changes is None:
                 await subscriber.wake.wait()
                 continue
@@ -162,6 +164,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
 
     def _tell(self) -> None:
         self._is_due = False
+        self._node.loop_watch.begin()
         for subscriber in self._subscribers:
             feed = subscriber.feed
             try:

@@ -15,7 +15,7 @@ from cachesvc.questions.owned import require_model, require_no_others
 from cachesvc.service.access.admission import Kind, Place
 from cachesvc.service.access.owners import is_of_another_epoch, shown_id
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls.dispatcher import Ask, Method
+from cachesvc.service.calls.dispatcher import Ask, ServiceCall
 from cachesvc.service.rpc.edge import Context, Edge, end_with
 from cachesvc.telemetry import events
 
@@ -28,9 +28,9 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         self._node = edge.dispatcher.node
         self._dispatcher = edge.dispatcher
         self._quotas = quotas
-        self.open = Method("LeaseService/Open", self._open)
-        self.keep_alive = Method("LeaseService/KeepAlive", self._beat, Kind.LIFE, lambda m: m.lease_id)
-        self.close = Method("LeaseService/Close", self._close, Kind.LIFE, lambda m: m.lease_id)
+        self.open = ServiceCall(name="LeaseService/Open", handle=self._open, names_lease=False)
+        self.keep_alive = ServiceCall(name="LeaseService/KeepAlive", handle=self._beat, kind=Kind.LIFE)
+        self.close = ServiceCall(name="LeaseService/Close", handle=self._close, kind=Kind.LIFE)
 
     async def Open(self, request: lease_pb2.OpenRequest, context: Context) -> lease_pb2.OpenResponse:
         return await self._edge.answer(self.open, request, context)
@@ -95,7 +95,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         lease_id = self._dispatcher.live_lease(ask).id
         if request.pause_write_backs_ms:
             milliseconds = request.pause_write_backs_ms
-            node.run_call(self._dispatcher.resolve(ask), lambda core, call: pause_write_backs(core, call, milliseconds))
+            node.run_call(ask.renewed(), lambda core, call: pause_write_backs(core, call, milliseconds))
         ends = ask.who.grace_ends
         return lease_pb2.KeepAliveResponse(
             lease_id=lease_id,

@@ -34,7 +34,7 @@ from cachesvc.service.calls.dispatcher import INTERNAL, Ask
 from cachesvc.service.calls.observe import OK
 from cachesvc.service.loop.node import end_wait
 from cachesvc.service.rpc.columns import TURN_BLOCKS, ColumnRun, Spot
-from cachesvc.service.rpc.operations import OPERATIONS, Operation, Runner
+from cachesvc.service.rpc.operations import OPERATIONS, FlowOperation
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
 from cachesvc.wire.limits import check_fields
@@ -52,7 +52,7 @@ class Parked(NamedTuple):
     """An operation that waits for transfers, and what is to be run again."""
 
     spot: Spot
-    operation: Operation[Any, Any, Any]
+    name: str
     run: Callable[[], Any]
     wait: Wait
 
@@ -61,17 +61,13 @@ class StepRun:
     """One step. ``begin`` answers, or has the dispatcher go on. ``counts``: operations by name and code, added to once
     at the end."""
 
-    def __init__(
-        self, runner: Runner, ask: Ask, request: cache_pb2.StepRequest, counts: dict[tuple[str, str], int]
-    ) -> None:
-        self._runner = runner
-        self._dispatcher = runner.dispatcher
+    def __init__(self, ask: Ask, request: cache_pb2.StepRequest, counts: dict[tuple[str, str], int]) -> None:
+        self._dispatcher = ask.dispatcher
         self._ask = ask
         self._request = request
         self._operations = request.operations
         self._targets = tuple(request.stock_pages)
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
-        self._results = [self._response.results.add() for _ in self._operations] if self._operations else []
         self._columns: ColumnRun | None = None
         self._device: DevicePlace | None = None
         self._next = 0
@@ -84,7 +80,8 @@ class StepRun:
 
     def begin(self) -> cache_pb2.StepResponse | asyncio.Future[Any]:
         """Apply what can be applied at once. Raises what refuses the step as a whole, with nothing applied."""
-        call = self._dispatcher.resolve(self._ask)
+        call = self._ask.call
+        assert call is not None, "a Step is a call of a lease"
         self._device = call.replica.place
         if self._targets:
             check_stock(self._dispatcher.node.core, call.lease, self._targets)
@@ -149,7 +146,7 @@ class StepRun:
         is_straight = False
         if not self._is_broken:
             try:
-                call = call or self._dispatcher.resolve(self._ask)
+                call = call or self._ask.renewed()
                 is_straight = columns.go_on(self._dispatcher.node.core, call, left, self._behind)
             except CacheError:
                 is_straight = False  # as an operation it gets the reason
@@ -185,13 +182,13 @@ class StepRun:
             return OPERATION_NAMES[spot.column], self._columns.columns.operation(spot.column, spot.entry)
         message = self._operations[spot.entry]
         name = message.WhichOneof("operation") or NONE
-        return name, None if name == NONE else OPERATIONS[name].of(message)
+        return name, None if name == NONE else getattr(message, name)
 
     def _sequence_of(self, spot: Spot) -> int | None:
         """Sequence whose order an operation keeps; None: of none."""
         name, inner = self._read(spot)
         operation = OPERATIONS.get(name)
-        return None if operation is None or operation.sequence is None else operation.sequence(inner)
+        return inner.sequence_id if operation is not None and operation.has_order else None
 
     def _start(self, spot: Spot, call: Call | None) -> Parked | None:
         """Run one operation for the first time, and tell its result unless it has to wait."""
@@ -203,35 +200,38 @@ class StepRun:
                 raise InvalidRequest("an operation of the step is empty")
             operation = OPERATIONS[name]
             check_fields(inner)
-            flow = operation.begin(inner)
-            answer = self._runner.run_under(call or self._dispatcher.resolve(self._ask), operation, inner, flow)
+            memory = operation.memory()
+            answer = operation.run(self._dispatcher, call or self._ask.renewed(), inner, memory)
             if isinstance(answer, Wait):
-                run = partial(self._runner.run, self._ask, operation, inner, flow)
+                run: Callable[[], Any] = partial(self._run_again, operation, inner, memory)
                 if self._request.no_wait:
                     run = partial(_without_waiting, run)
                     answer = _turns_alone(answer, run)
                 if isinstance(answer, Wait):
-                    return Parked(spot, operation, run, answer)
-            self._tell(spot, operation, answer)
+                    return Parked(spot, name, run, answer)
+            self._tell(spot, name, answer)
         except CacheError as error:
             self._refuse(spot, name, error)
         except Exception:  # noqa: BLE001 - the root of an operation: the others have results of their own
             self._break(spot, name)
         return None
 
+    def _run_again(self, operation: FlowOperation[Any, Any, Any, Any], inner: Any, memory: Any) -> Any:
+        return operation.run(self._dispatcher, self._ask.renewed(), inner, memory)
+
     async def _wait_out(self, parked: Parked, behind: deque[Spot]) -> None:
         """See an operation through that waits, and those behind it in turn."""
         waiting: Parked | None = parked
         until = self._dispatcher.until(self._ask)
         while waiting is not None:
-            spot, operation, run, wait = waiting
+            spot, name, run, wait = waiting
             try:
                 party, what = self._ask.holder.process, self._ask.method
-                self._tell(spot, operation, await self._dispatcher.node.wait_out(run, wait, until, party, what))
+                self._tell(spot, name, await self._dispatcher.node.wait_out(run, wait, until, party, what))
             except CacheError as error:
-                self._refuse(spot, operation.name, error)
+                self._refuse(spot, name, error)
             except Exception:  # noqa: BLE001 - the root of an operation
-                self._break(spot, operation.name)
+                self._break(spot, name)
             waiting = self._run_behind(behind)
 
     def _run_behind(self, behind: deque[Spot]) -> Parked | None:
@@ -249,19 +249,19 @@ class StepRun:
             waiting: Parked | None = each
             while waiting is not None and waiting.wait.tickets:
                 end_wait(waiting.wait)
-                self._refuse(waiting.spot, waiting.operation.name, why)
+                self._refuse(waiting.spot, waiting.name, why)
                 waiting = self._run_behind(behind)
             if waiting is not None:
                 self._parked.append((waiting, behind))
 
-    def _tell(self, spot: Spot, operation: Operation[Any, Any, Any], answer: Any) -> None:
-        reply = operation.reply(answer)
+    def _tell(self, spot: Spot, name: str, answer: Any) -> None:
+        reply = OPERATIONS[name].reply(answer)
         number = plain_number(spot.column, reply) if spot.column else None
         if number is None or self._columns is None:
-            operation.into(self._result(spot)).CopyFrom(reply)
+            getattr(self._result(spot), name).CopyFrom(reply)
         else:
             self._columns.numbers[spot.column][spot.entry] = number
-        self._count(operation.name, OK)
+        self._count(name, OK)
 
     def _refuse(self, spot: Spot, name: str, error: CacheError) -> None:
         self._result(spot).error.CopyFrom(refusal(error))
@@ -280,8 +280,13 @@ class StepRun:
         self._count(name, INTERNAL)
 
     def _result(self, spot: Spot) -> cache_pb2.OperationResult:
-        """Result message for an operation."""
-        return self._columns.odd(spot) if spot.column and self._columns is not None else self._results[spot.entry]
+        """Result message for an operation. Those before it are made too, and all at once would hold the loop."""
+        if spot.column and self._columns is not None:
+            return self._columns.odd(spot)
+        results = self._response.results
+        while len(results) <= spot.entry:
+            results.add()
+        return results[spot.entry]
 
     def _count(self, name: str, code: str, count: int = 1) -> None:
         if not count:
@@ -310,9 +315,9 @@ class StepRun:
     def _fill_stock(self, call: Call | None) -> tuple[GroupCells, ...]:
         """Take pages for the stock; none is no error. What was applied counts: the next call reports a lease that was
         lost meanwhile."""
-        quotas = self._runner.quotas
+        quotas = self._dispatcher.admission.quotas
         try:
-            call = call or self._dispatcher.resolve(self._ask)
+            call = call or self._ask.renewed()
             allowed = self._targets if quotas is None else quotas.cap_stock(call, self._targets)
             member = member_of(self._request.request_id)
             return refill_stock(self._dispatcher.node.core, call, allowed, member)

@@ -1,200 +1,299 @@
-"""Catalogue of objects, in the order of their last use: some 230 bytes of memory an object.
+"""Catalogue of objects by block, in the order of their eviction: some 300 bytes of memory an object.
+
+Eviction is leaf-first: a block never goes before its descendants, because a hit needs everything above it.
 
 Its contents are hints. Any thread; the ledger thread's question (``expects``) takes no lock.
 """
 
 from __future__ import annotations
 
-import struct
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.storage.seam import Gone, Kept, ObjectName, Part, Scope, StoreStatus
+from cachesvc.storage.file.leaves import Leaves
+from cachesvc.storage.file.tree import NO_PART, NO_ROW, BlockTree, key_of
+from cachesvc.storage.seam import Chooser, Kept, ObjectName, Part, Rank, Scope, StoreStatus, Use, oldest_first
 
-_PART = struct.Struct(">HHH")
-_SCOPE_NUMBER = struct.Struct(">I")
-_SECONDS_BITS = 36
-_SECONDS = (1 << _SECONDS_BITS) - 1
-OLDEST_LOOKS = 4096
 AT_ONCE = 512
 """Objects that are added while others wait: some milliseconds."""
 
 
 class Entry(NamedTuple):
-    """An object's size on disk, and when it was used last (seconds since 1970)."""
+    """An object's bytes on disk, and its last use: ms of the folder's clock. ``parent``: key of the block above; empty
+    for none; None where its header has not been read yet."""
 
     name: ObjectName
     size_bytes: int
     used: int
+    parent: bytes | None = b""
 
 
 class Catalogue:
-    """``objects`` and ``size_bytes`` of all; objects that are being read are not given out for eviction. ``gone``:
-    called with those that are."""
+    """``size_bytes`` of all objects. Those that are being read, or are held, are not given out for eviction; nothing is
+    while the parent of any block is unknown (``unlinked``). ``clock``: ms."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: Rank = oldest_first, clock: Callable[[], int] = lambda: 0) -> None:
         self.size_bytes = 0
-        self.gone: Gone | None = None
-        self._entries: OrderedDict[bytes, int] = OrderedDict()
+        self._rank = rank
+        self._uses_depth = rank(1, 1, 0) != rank(1, 1, 1)
+        self._clock = clock
+        self._objects = 0
         self._scopes: list[Scope] = []
-        self._numbers: dict[Scope, bytes] = {}
+        self._numbers: dict[Scope, int] = {}
         self._kept: dict[Scope, Kept] = {}
         self._labels: dict[Scope, str] = {}
-        self._reading: Counter[bytes] = Counter()
+        self._choosers: dict[int, Chooser] = {}
+        self._busy: Counter[bytes] = Counter()
         self._lock = threading.Lock()
+        self._tree = BlockTree()
+        self._leaves = self._new_leaves()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._objects
 
     def __contains__(self, name: ObjectName) -> bool:
-        return self._packed(name) in self._entries
+        row = self._row_of(name)
+        return row != NO_ROW and self._tree.has(row, _packed(name.part))
+
+    @property
+    def labels(self) -> dict[Scope, str]:
+        """Labels of scopes."""
+        return dict(self._labels)
+
+    @property
+    def unlinked(self) -> int:
+        """Number of blocks whose headers have not been read."""
+        return self._tree.unlinked
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int:
         """Number of leading keys of which all ``parts`` are here."""
         number = self._numbers.get(scope)
         if number is None:
             return 0
-        entries, tails = self._entries, [_PART.pack(*part) for part in parts]
+        tree, first = self._tree, number.to_bytes(4, "big")
+        rows, lead, more, wanted = tree.rows, tree.parts, tree.more, [_packed(part) for part in parts]
         for at in range(0, len(keys), KEY_BYTES):
-            key = number + keys[at : at + KEY_BYTES]
-            for tail in tails:
-                if key + tail not in entries:
+            row = rows.get(first + keys[at : at + KEY_BYTES], NO_ROW)
+            if row == NO_ROW:
+                return at // KEY_BYTES
+            for part in wanted:
+                if lead[row] != part and part not in more.get(row, ()):
                     return at // KEY_BYTES
         return len(keys) // KEY_BYTES
 
-    def add(self, name: ObjectName, size_bytes: int, used: int) -> None:
-        """Add an object as the most recently used one."""
+    def add(self, name: ObjectName, size_bytes: int, used: int, parent: bytes | None = b"") -> None:
+        """Add an object, or replace what is known of it."""
         with self._lock:
-            self._add(name, size_bytes, used)
+            self._add(Entry(name, size_bytes, used, parent))
 
     def add_all(self, entries: Sequence[Entry]) -> None:
-        """Objects that were found, the longest unused first: they go before those that are known. Lets others in
-        between."""
-        for end in range(len(entries), 0, -AT_ONCE):
+        """Objects that were found; those that are known stay as they are. Lets others in between."""
+        for first in range(0, len(entries), AT_ONCE):
             with self._lock:
-                for each in reversed(entries[max(0, end - AT_ONCE) : end]):
-                    key = self._number(each)
-                    if key not in self._entries:
-                        self._add(*each)
-                        self._entries.move_to_end(key, last=False)
+                for each in entries[first : first + AT_ONCE]:
+                    if each.name not in self:
+                        self._add(each)
+
+    def link(self, name: ObjectName, parent: bytes) -> None:
+        """The header of an object was read. No-op where the object is gone, or its parent is known."""
+        with self._lock:
+            row = self._row_of(name)
+            if row != NO_ROW:
+                self._tree.link(row, self._numbers[name.scope], parent)
+                self._leaves.file(row)
 
     def drop(self, name: ObjectName) -> bool:
         """An object is not there any more. False where it was not known."""
         with self._lock:
-            return self._drop(self._packed(name))
+            row = self._row_of(name)
+            is_known = row != NO_ROW and self._tree.has(row, _packed(name.part))
+            if is_known:
+                self._drop_part(row, _packed(name.part))
+                self._tidy(row)
+            return is_known
 
     def use(self, name: ObjectName, now: int) -> int | None:
         """Note a use; returns the time of the last one, None for an unknown object."""
-        key = self._packed(name)
         with self._lock:
-            value = self._entries.get(key)
-            if value is None:
+            row = self._row_of(name)
+            if row == NO_ROW or not self._tree.has(row, _packed(name.part)):
                 return None
-            self._entries[key] = value & ~_SECONDS | now
-            self._entries.move_to_end(key)
-            return value & _SECONDS
+            before = self._tree.used[row]
+            self._tree.touch(row, now)
+            return before
 
-    def begin_read(self, name: ObjectName) -> None:
-        """Protect an object from being overwritten for a while, known or not: it may be found meanwhile."""
+    def use_blocks(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None, now: int) -> None:
+        """Note uses of blocks in memory. ``chooser``: of the scope's eviction policy, where it knows classes."""
+        number = self._numbers.get(scope)
+        if number is None:
+            return
         with self._lock:
-            self._of(name.scope)
-            self._reading[self._packed(name)] += 1
+            if chooser is not None:
+                self._choosers[number] = chooser
+            for use in uses:
+                row = self._tree.rows.get(key_of(number, use.key), NO_ROW)
+                if row != NO_ROW:
+                    self._tree.touch(row, now)
+                    self._tree.queue[row] = use.queue
 
-    def end_read(self, name: ObjectName) -> None:
-        """Note the end of a read."""
-        key = self._packed(name)
+    def take_unsaved(self, most: int) -> list[Entry]:
+        """Objects whose last use has changed since they were taken so before, of ``most`` blocks at most."""
         with self._lock:
-            self._reading[key] -= 1
-            if not self._reading[key]:
-                del self._reading[key]
+            unsaved = self._tree.unsaved
+            rows = [unsaved.pop() for _ in range(min(most, len(unsaved)))]
+            return [entry for row in rows for entry in self._entries(row)]
+
+    def hold(self, name: ObjectName) -> None:
+        """Do not give an object out for eviction, known or not: it may be found meanwhile. Counted."""
+        with self._lock:
+            self._busy[key_of(self._number(name.scope), name.key)] += 1
+
+    def let_go(self, name: ObjectName) -> None:
+        """End a ``hold``."""
+        with self._lock:
+            key = key_of(self._number(name.scope), name.key)
+            self._busy[key] -= 1
+            if not self._busy[key]:
+                del self._busy[key]
+                if (row := self._tree.rows.get(key, NO_ROW)) != NO_ROW:
+                    self._leaves.file(row)
+
+    begin_read, end_read = hold, let_go
 
     def take_oldest(self, most: int, until_bytes: int, before: int | None = None) -> list[Entry]:
-        """Take out objects that were used longest ago, ``most`` at most and until ``until_bytes`` are left or less; or
-        (``before``) those not used since then."""
+        """Take out objects of leaf blocks in the order of eviction, some ``most`` of them and until ``until_bytes`` are
+        left or less; and first (``before``) those not used since then, nor any below them."""
+        victims: list[Entry] = []
         with self._lock:
-            victims: list[Entry] = []
-            left = self.size_bytes
-            for key, value in self._entries.items():
-                if len(victims) >= most or (left <= until_bytes and (before is None or value & _SECONDS >= before)):
+            if self._tree.unlinked:
+                return victims
+            expired = [] if before is None else [row for row in self._tree.unused_since(before) if self._is_free(row)]
+            while expired and len(victims) < most:
+                row = expired.pop()
+                above = self._tree.parent[row]
+                victims += self._take(row)
+                if above != NO_ROW and self._is_free(above) and self._tree.used[above] < (before or 0):
+                    expired.append(above)
+            while len(victims) < most and self.size_bytes > until_bytes:
+                chosen = self._leaves.next(self._choosers, self._clock())
+                if chosen is None:
                     break
-                if key not in self._reading:
-                    entry = Entry(self._name(key), value >> _SECONDS_BITS, value & _SECONDS)
-                    victims.append(entry)
-                    left -= entry.size_bytes
-            for entry in victims:
-                self._drop(self._packed(entry.name))
-        if victims and self.gone is not None:
-            self.gone([entry.name for entry in victims])
+                victims += self._take(chosen)
         return victims
 
     def names(self, scope: Scope | None = None) -> list[ObjectName]:
         """Names of all objects, or of a scope's."""
         with self._lock:
-            number = None if scope is None else self._numbers.get(scope, b"none")
-            return [self._name(key) for key in self._entries if number is None or key.startswith(number)]
+            number = None if scope is None else self._numbers.get(scope, NO_ROW)
+            rows = self._tree.rows.values()
+            mine = [row for row in rows if number is None or self._tree.scope[row] == number]
+            return [entry.name for row in mine for entry in self._entries(row)]
+
+    def clear(self) -> list[ObjectName]:
+        """Forget all objects; returns their names."""
+        names = self.names()
+        with self._lock:
+            self._tree = BlockTree()
+            self._leaves = self._new_leaves()
+            self.size_bytes = self._objects = 0
+            for kept in self._kept.values():
+                kept.objects = kept.size_bytes = 0
+        return names
 
     def describe(self, scope: Scope, label: str) -> None:
         """Set the label of a scope. Takes no lock."""
         self._labels[scope] = label
 
     def status(self, now: int) -> StoreStatus:
-        """Counts by scope. Of ages what a look at the oldest and the newest few tells."""
+        """Counts and ages by scope."""
         with self._lock:
-            out = StoreStatus(len(self._entries), self.size_bytes)
+            out = StoreStatus(self._objects, self.size_bytes)
             for scope, kept in self._kept.items():
-                if kept.objects:
-                    out.scopes[scope] = Kept(self._labels.get(scope, ""), kept.objects, kept.size_bytes)
-            for key, used in _few(iter(self._entries.items())):
-                kept = out.scopes[self._scopes[_SCOPE_NUMBER.unpack_from(key)[0]]]
-                kept.oldest_seconds = max(0.0, now - used, kept.oldest_seconds or 0.0)
-            for key, used in _few(reversed(self._entries.items())):
-                kept = out.scopes[self._scopes[_SCOPE_NUMBER.unpack_from(key)[0]]]
-                age = float(max(0, now - used))
-                kept.newest_seconds = age if kept.newest_seconds is None else min(kept.newest_seconds, age)
+                span = self._tree.span(self._numbers[scope]) if kept.objects else None
+                if span is not None:
+                    oldest, newest = (max(0, now - used) / 1000 for used in span)
+                    label = self._labels.get(scope, "")
+                    out.scopes[scope] = Kept(label, kept.objects, kept.size_bytes, oldest, newest)
         return out
 
-    def _add(self, name: ObjectName, size_bytes: int, used: int) -> None:
-        key = self._number(Entry(name, size_bytes, used))
-        self._drop(key)
-        self._entries[key] = size_bytes << _SECONDS_BITS | used
-        self.size_bytes += size_bytes
-        kept = self._of(name.scope)
-        kept.objects += 1
-        kept.size_bytes += size_bytes
+    # -- under the lock --------------------------------------------------------------------------------------------
 
-    def _drop(self, key: bytes) -> bool:
-        value = self._entries.pop(key, None)
-        if value is None:
+    def _new_leaves(self) -> Leaves:
+        return Leaves(self._is_free, self._rank_of, self._tree.group, self._tree.used.__getitem__)
+
+    def _rank_of(self, row: int) -> int:
+        depth = self._tree.depth(row) if self._uses_depth else 0
+        return self._rank(self._tree.used[row], self._tree.uses[row], depth)
+
+    def _is_free(self, row: int) -> bool:
+        """True where a row has objects, and none below it; and nothing reads them or holds them."""
+        tree = self._tree
+        if tree.parts[row] == NO_PART or tree.children[row]:
             return False
-        self.size_bytes -= value >> _SECONDS_BITS
-        kept = self._kept[self._scopes[_SCOPE_NUMBER.unpack_from(key)[0]]]
-        kept.objects -= 1
-        kept.size_bytes -= value >> _SECONDS_BITS
-        return True
+        return not self._busy or key_of(tree.scope[row], tree.keys[row]) not in self._busy
 
-    def _of(self, scope: Scope) -> Kept:
-        if scope not in self._kept:
+    def _add(self, entry: Entry) -> None:
+        name, size_bytes, used, parent = entry
+        number = self._number(name.scope)
+        row, part = self._tree.row(number, name.key), _packed(name.part)
+        if self._tree.has(row, part):
+            self._drop_part(row, part)
+        self._tree.put(row, part, size_bytes, used)
+        if parent is not None:
+            self._tree.link(row, number, parent)
+        self._count(name.scope, 1, size_bytes)
+        self._leaves.file(row)
+
+    def _take(self, row: int) -> list[Entry]:
+        """All objects of a leaf leave."""
+        entries = list(self._entries(row))
+        for entry in entries:
+            self._drop_part(row, _packed(entry.name.part))
+        self._tidy(row)
+        return entries
+
+    def _drop_part(self, row: int, part: int) -> None:
+        self._count(self._scopes[self._tree.scope[row]], -1, -self._tree.drop(row, part))
+
+    def _count(self, scope: Scope, objects: int, size_bytes: int) -> None:
+        kept = self._kept[scope]
+        kept.objects += objects
+        kept.size_bytes += size_bytes
+        self._objects += objects
+        self.size_bytes += size_bytes
+
+    def _tidy(self, row: int) -> None:
+        last = NO_ROW
+        for last in self._tree.tidy(row):
+            self._leaves.forget(last)
+        if last != NO_ROW:
+            self._leaves.file(last)
+
+    def _row_of(self, name: ObjectName) -> int:
+        number = self._numbers.get(name.scope)
+        return NO_ROW if number is None else self._tree.rows.get(key_of(number, name.key), NO_ROW)
+
+    def _entries(self, row: int) -> Iterator[Entry]:
+        tree = self._tree
+        above, scope = tree.parent[row], self._scopes[tree.scope[row]]
+        parent = None if not tree.is_linked(row) else b"" if above == NO_ROW else tree.keys[above]
+        for part, size_bytes in tree.objects(row):
+            yield Entry(ObjectName(scope, tree.keys[row], _unpacked(part)), size_bytes, tree.used[row], parent)
+
+    def _number(self, scope: Scope) -> int:
+        if scope not in self._numbers:
             self._kept[scope] = Kept("")
             self._scopes.append(scope)
-            self._numbers[scope] = _SCOPE_NUMBER.pack(len(self._scopes) - 1)
-        return self._kept[scope]
-
-    def _number(self, entry: Entry) -> bytes:
-        self._of(entry.name.scope)
-        return self._packed(entry.name)
-
-    def _packed(self, name: ObjectName) -> bytes:
-        number = self._numbers.get(name.scope)
-        return b"" if number is None else number + name.key + _PART.pack(*name.part)
-
-    def _name(self, key: bytes) -> ObjectName:
-        scope = self._scopes[_SCOPE_NUMBER.unpack_from(key)[0]]
-        return ObjectName(scope, key[4 : 4 + KEY_BYTES], Part(*_PART.unpack_from(key, 4 + KEY_BYTES)))
+            self._numbers[scope] = len(self._scopes) - 1
+        return self._numbers[scope]
 
 
-def _few(entries: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
-    for _, (key, value) in zip(range(OLDEST_LOOKS), entries, strict=False):
-        yield key, value & _SECONDS
+def _packed(part: Part) -> int:
+    return part.group << 32 | part.rank << 16 | part.ranks
+
+
+def _unpacked(part: int) -> Part:
+    return Part(part >> 32, part >> 16 & 0xFFFF, part & 0xFFFF)

@@ -90,8 +90,8 @@ def _read_all(fd: int, pieces: Sequence[memoryview]) -> int:
 
 
 def direct_flag(folder: str) -> int:
-    """O_DIRECT where files of the folder can be read and written so, else 0: also where a full filesystem takes no file
-    to try it with. Raises OSError where none can be written for another reason."""
+    """O_DIRECT where files of the folder can be read and written so, else 0. Raises OSError where no file can be
+    written to try it with: a full filesystem."""
     path = f"{folder}/direct"
     page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
     for flag in (os.O_DIRECT, 0):
@@ -100,13 +100,11 @@ def direct_flag(folder: str) -> int:
         except OSError as error:
             if flag and error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
                 continue
-            if error.errno in NO_ROOM:
-                return 0
             raise
         try:
             is_good = os.pwritev(fd, [page], 0) == ALIGN_BYTES == os.preadv(fd, [page], 0)
         except OSError as error:
-            if not flag and error.errno not in NO_ROOM:
+            if not flag or error.errno in NO_ROOM:
                 raise
             is_good = False
         finally:

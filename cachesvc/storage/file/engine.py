@@ -9,18 +9,22 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.storage.file.catalogue import Catalogue, Entry
-from cachesvc.storage.file.direct import ALIGN_BYTES, NO_ROOM, Mover, direct_flag, padded
+from cachesvc.storage.file.clock import FolderClock, Moments
+from cachesvc.storage.file.direct import ALIGN_BYTES, Mover, padded
+from cachesvc.storage.file.disk import Condition, Disk
 from cachesvc.storage.file.folder import Folder
-from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane
+from cachesvc.storage.file.keeper import Keeper, set_used
+from cachesvc.storage.file.lane import Job, Lane
 from cachesvc.storage.file.options import FileOptions
 from cachesvc.storage.file.paths import object_path
-from cachesvc.storage.file.space import Room, Space, remove
+from cachesvc.storage.file.space import Room, Space, allocated_bytes
+from cachesvc.storage.header import parent_in
 from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
@@ -28,18 +32,20 @@ from cachesvc.storage.seam import (
     ObjectName,
     Outcome,
     Part,
+    Rank,
     Scope,
     StoreStatus,
     Totals,
+    Use,
+    oldest_first,
 )
 from cachesvc.telemetry import events
 
-TOUCH_SECONDS = 60
-"""A use is written to the file no more often than that."""
 NOTE_SECONDS = 10.0
-"""Interval between two log lines about unreadable objects, seconds."""
-FULL_SECONDS = 5.0
-"""Time without writes after the filesystem had no room, seconds."""
+"""Interval between two log lines about objects that could not be read, or written, seconds."""
+PARENT_END = 120
+SCAN_SECONDS = 0.25
+"""Time that a start waits for the scan of a folder, seconds: of a small one all is known then."""
 
 
 class FileStorage:
@@ -47,34 +53,37 @@ class FileStorage:
 
     kind = "file"
 
-    def __init__(self, options: FileOptions, clock: Callable[[], float] = time.monotonic) -> None:
-        self.caps = Caps(is_shared=False, survives="daemon", head_bytes=ALIGN_BYTES)
+    def __init__(
+        self,
+        options: FileOptions,
+        clock: Callable[[], float] = time.monotonic,
+        rank: Rank = oldest_first,
+        moments: Moments = Moments(),  # noqa: B008 - immutable
+    ) -> None:
+        self.caps = Caps(is_shared=False, survives="daemon", head_bytes=ALIGN_BYTES, follows_use=True)
         self._options = options
         self._clock = clock
         self._folder = Folder(options.root)
-        self._catalogue = Catalogue()
-        self._space = Space(self._catalogue, self._folder.objects, options.capacity, options.floor)
+        self._age = FolderClock(moments)
+        self._disk = Disk(self._folder, clock, wants_direct=bool(options.direct))
+        self._catalogue = Catalogue(rank, self._age.now_ms)
+        self._space = Space(self._catalogue, self._folder.objects, options.capacity, options.floor, clock)
         self._readers = Lane("storage-read", options.readers, clock)
         self._writers = Lane("storage-write", options.writers, clock)
-        self._keeper = threading.Thread(target=self._keep_house, name="storage-keeper", daemon=True)
-        self._stopping = threading.Event()
-        self._scanned = threading.Event()
-        self._full_until = 0.0
+        self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
         self._noting = threading.Lock()
-        self._note_at = 0.0
-        self._unread = 0
-        self._direct = 0
+        self._noted: dict[str, tuple[int, float]] = {}
 
     def start(self) -> None:
-        """Claim the folder and begin; what is there already is found behind it. Raises Unavailable, InvalidRequest."""
-        self._folder.claim()
-        self._space.mine = self._folder.mine
-        self._direct = direct_flag(str(self._folder.mine)) if self._options.direct else 0
-        if self._options.direct and not self._direct:
-            events.event("storage_not_direct", folder=self._options.root)
-        self._readers.start(self._direct)
-        self._writers.start(self._direct)
+        """Claim the folder and begin; what is there already is found behind it. A disk that is full, mounted for
+        reading or gone is no reason not to. Raises Unavailable, InvalidRequest."""
+        self._disk.start()
+        self._age.load(self._folder.clock)
+        self._readers.start(self._disk.flag)
+        self._writers.start(self._disk.flag)
         self._keeper.start()
+        if self._disk.condition is not Condition.GONE:
+            self._keeper.found.wait(SCAN_SECONDS)
 
     def register(self, chunk: memoryview) -> None:
         """No-op: any memory will do."""
@@ -86,11 +95,15 @@ class FileStorage:
 
     def watch(self, gone: Gone) -> None:
         """Report evicted objects to ``gone``."""
-        self._catalogue.gone = gone
+        self._space.gone = gone
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """No I/O: the keeper writes the times of many uses at once."""
+        self._catalogue.use_blocks(scope, uses, chooser, self._age.now_ms())
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Expect what was found; None until the folder was read whole."""
-        return self._catalogue.expects(scope, keys, parts) if self._scanned.is_set() else None
+        return self._catalogue.expects(scope, keys, parts) if self._keeper.counted.is_set() else None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         """Asks the filesystem."""
@@ -120,20 +133,19 @@ class FileStorage:
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Remove at once, on the caller's thread: a file is some 20 us."""
         for name in names:
-            self._catalogue.drop(name)
-            remove(object_path(self._folder.objects, name))
+            self._space.forget(name)
 
     def purge(self, scope: Scope | None) -> int:
         """Looks through the folder: what other daemons have written goes too."""
         scopes = [scope] if scope is not None else list(self._folder.labels())
-        return sum(self._folder.remove_scope(each, self._forget) for each in scopes)
+        return sum(self._folder.remove_scope(each, self._space.forget) for each in scopes)
 
     def check_all(self, check: Check) -> Checked:
         """File by file, on the caller's thread."""
-        found, mover = Checked(), Mover(self._direct)
+        found, mover = Checked(), Mover(self._disk.flag)
         buffer = memoryview(mmap.mmap(-1, ALIGN_BYTES))
         for name in self._catalogue.names():
-            if self._stopping.is_set():
+            if self._keeper.is_stopping:
                 break
             path = object_path(self._folder.objects, name)
             try:
@@ -146,7 +158,7 @@ class FileStorage:
                 self._catalogue.drop(name)
                 continue
             except OSError as error:
-                self._note_unread(error)
+                self._note("storage_read_failed", error)
                 found.unreadable += 1
                 continue
             found.objects += 1
@@ -158,7 +170,7 @@ class FileStorage:
 
     def _check_file(self, name: ObjectName, path: str, mover: Mover, content: memoryview, check: Check) -> bool:
         """Raises FileNotFoundError also where it was evicted while it was read."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._disk.flag)
         try:
             is_whole = mover.read(fd, [content])
             number = os.fstat(fd).st_ino
@@ -168,38 +180,50 @@ class FileStorage:
             raise FileNotFoundError(path)
         return is_whole and check(name, content)
 
-    def _forget(self, name: ObjectName) -> None:
-        self._catalogue.drop(name)
-
     def status(self) -> StoreStatus:
         """Status by the catalogue."""
-        status = self._catalogue.status(int(time.time()))
+        status = self._catalogue.status(self._age.now_ms())
         status.capacity_bytes = self._options.capacity
         status.evicted_objects = self._space.evicted_objects
-        status.is_complete = self._scanned.is_set()
+        status.is_complete = self._keeper.found.is_set()
+        status.stuck_objects, status.stuck_bytes = len(self._space.stuck), self._space.stuck.all_bytes
+        status.problem = self._problem()
         return status
 
     def totals(self) -> Totals:
         """Totals by the catalogue."""
-        known = self._catalogue
-        return Totals(len(known), known.size_bytes, self._options.capacity, self._space.evicted_objects)
+        known, space, disk = self._catalogue, self._space, self._disk
+        return Totals(
+            len(known),
+            known.size_bytes,
+            self._options.capacity,
+            space.evicted_objects,
+            self._problem(),
+            disk.condition is not Condition.GONE,
+            disk.losses,
+            len(space.stuck),
+        )
+
+    def _problem(self) -> str:
+        floor = f"the disk of {self._options.root} is full: less than floor={self._options.floor} bytes would be left"
+        return self._disk.problem or (floor if self._space.lacks_floor else "")
 
     def close(self) -> None:
         """Threads that hang in the filesystem are left behind."""
-        self._stopping.set()
         self._readers.close()
         self._writers.close()
-        if self._keeper.is_alive():
-            self._keeper.join(CLOSE_SECONDS)
+        self._keeper.close()
         self._folder.release()
 
     def join_scan(self) -> None:
         """Wait until what was there at the start is known."""
-        self._scanned.wait()
+        self._keeper.found.wait()
 
     # -- on threads ----------------------------------------------------------------------------------------------
 
     def _describe(self, scope: Scope, label: str) -> None:
+        if self._disk.condition is not Condition.WRITABLE:
+            return  # the keeper does it once the folder is claimed
         try:
             self._folder.describe(scope, label)
         except OSError as error:
@@ -211,7 +235,7 @@ class FileStorage:
         try:
             outcome = self._read_file(item, mover)
         except OSError as error:
-            self._note_unread(error)
+            self._note("storage_read_failed", error)
             outcome = Outcome.FAILED
         finally:
             self._catalogue.end_read(item.name)
@@ -219,22 +243,21 @@ class FileStorage:
             self._catalogue.drop(item.name)
         each(index, outcome)
 
-    def _note_unread(self, error: OSError) -> None:
-        """Log it, once in a while for all objects: a disk that breaks has many."""
+    def _note(self, event: str, error: OSError) -> None:
+        """Log a failure, once in a while for all objects: a disk that breaks has many."""
         with self._noting:
-            self._unread += 1
-            if self._clock() < self._note_at:
-                return
-            objects, self._unread = self._unread, 0
-            self._note_at = self._clock() + NOTE_SECONDS
-        events.event("storage_read_failed", reason=str(error), objects=objects)
+            failed, note_at = self._noted.get(event, (0, 0.0))
+            is_due = self._clock() >= note_at
+            self._noted[event] = (0, self._clock() + NOTE_SECONDS) if is_due else (failed + 1, note_at)
+        if is_due:
+            events.event(event, reason=str(error), objects=failed + 1)
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._direct)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._disk.flag)
         except FileNotFoundError:
-            return Outcome.MISS
+            return Outcome.MISS if self._is_there() else Outcome.FAILED
         try:
             is_whole = mover.read(fd, (item.head, *item.pages))
             facts = os.fstat(fd)
@@ -245,56 +268,64 @@ class FileStorage:
             if not is_there:  # another daemon has evicted it meanwhile, and may write over it
                 return Outcome.MISS
             if not is_whole:
-                remove(path)
+                self._space.forget(item.name)
                 return Outcome.WRONG
-            self._touch(item.name, fd, facts)
+            self._note_use(item, facts)
         finally:
             os.close(fd)
         return Outcome.OK
 
-    def _touch(self, name: ObjectName, fd: int, facts: os.stat_result) -> None:
-        """Note a use, for the order of eviction now and after a restart."""
-        now = int(time.time())
-        if self._catalogue.use(name, now) is None:
-            self._catalogue.add(name, facts.st_size, now)  # another daemon's
-        if now - facts.st_mtime > TOUCH_SECONDS:
-            try:
-                os.utime(fd)
-            except OSError as error:  # a filesystem that is mounted for reading
-                events.event("storage_not_touched", reason=str(error))
+    def _note_use(self, item: Item, facts: os.stat_result) -> None:
+        """Note a use, for the order of eviction; the keeper writes it to the file later."""
+        now = self._age.now_ms()
+        if self._catalogue.use(item.name, now) is None:  # another daemon's
+            parent = parent_in(bytes(item.head[:PARENT_END]), item.name.key)
+            self._catalogue.add(item.name, allocated_bytes(facts), now, parent or b"")
+
+    def _is_there(self) -> bool:
+        """False where the folder itself is gone; the keeper looks after it then."""
+        is_there = os.path.isdir(self._folder.objects)
+        if not is_there:
+            self._keeper.hurry()
+        return is_there
 
     def _write(self, index: int, item: Item, each: Each, mover: Mover) -> None:
         """Root of an item: answers once."""
-        outcome, room = Outcome.OK, None
+        room: Room | None = None
+        outcome = Outcome.FAILED if self._disk.condition is Condition.GONE else Outcome.BUSY
         size_bytes = padded(len(item.head)) + padded(item.payload_bytes)
         try:
-            if self._catalogue.use(item.name, int(time.time())) is None:
-                is_full = self._clock() < self._full_until
-                room = None if is_full else self._space.take(size_bytes)
-                if room is None:
-                    outcome = Outcome.BUSY
-                else:
-                    self._write_file(item, room, mover)
-                    self._catalogue.add(item.name, size_bytes, int(time.time()))
+            if self._catalogue.use(item.name, self._age.now_ms()) is not None:
+                outcome = Outcome.OK
+            elif self._disk.takes_writes and self._keeper.counted.is_set():
+                room = self._space.take(size_bytes)
+                if room is not None:
+                    self._write_file(item, room, mover, size_bytes)
+                    self._disk.took()
+                    outcome, room = Outcome.OK, None
         except OSError as error:
-            events.event("storage_write_failed", reason=str(error))
-            outcome = Outcome.FAILED
-            if error.errno in NO_ROOM:
-                self._full_until = self._clock() + FULL_SECONDS
-                outcome = Outcome.BUSY
+            outcome = Outcome.BUSY if self._disk.refuse(error, size_bytes) else self._failed(error)
         finally:
             if room is not None:
                 self._space.give_back(room)
         each(index, outcome)
 
-    def _write_file(self, item: Item, room: Room, mover: Mover) -> None:
+    def _failed(self, error: OSError) -> Outcome:
+        self._note("storage_write_failed", error)
+        if not self._folder.is_claimed:
+            self._keeper.hurry()
+        return Outcome.FAILED
+
+    def _write_file(self, item: Item, room: Room, mover: Mover, size_bytes: int) -> None:
         """Write a nameless file, and give it its name when it is whole. Raises OSError."""
         path, temporary = object_path(self._folder.objects, item.name), room.spare or self._space.next_path()
         new = 0 if room.spare else os.O_CREAT | os.O_EXCL
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | new | self._direct, 0o600)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | new | self._disk.flag, 0o600)
             try:
                 mover.write(fd, (item.head, *item.pages))
+                allocated, now = allocated_bytes(os.fstat(fd)), self._age.now_ms()
+                set_used(fd, now)
             finally:
                 os.close(fd)
             try:
@@ -303,47 +334,9 @@ class FileStorage:
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 os.rename(temporary, path)
         except OSError:
-            remove(temporary)
+            self._space.discard(temporary, room.size_bytes)
             raise
-
-    # -- the keeper ----------------------------------------------------------------------------------------------
-
-    def _keep_house(self) -> None:
-        """Root of the thread that scans the folder, and evicts objects that are old or too many."""
-        yield_to_callers()
-        pause = 0.0
-        while not self._stopping.wait(pause):
-            began = time.monotonic()
-            try:
-                self._scan()
-                self._shrink()
-            except Exception:  # noqa: BLE001 - the root of a thread: the next round may be better
-                events.failure("storage_scan_broke")
-            self._scanned.set()
-            pause = max(self._options.rescan, 20 * (time.monotonic() - began))
-
-    def _scan(self) -> None:
-        """Look through folders in which something has changed: all of them at first."""
-        is_first = not self._scanned.is_set()
-        if not is_first and self._folder.is_alone():
-            return
-        for scope, label in self._folder.labels().items():
-            if label:
-                self._catalogue.describe(scope, label)
-        found: list[Entry] = []
-        for scope, path in self._folder.changed():
-            if self._stopping.is_set():
-                return
-            entries = self._folder.look(scope, path)
-            found += entries if is_first else [entry for entry in entries if entry.name not in self._catalogue]
-        # What another daemon removed stays known until it is asked for, or evicted.
-        self._catalogue.add_all(sorted(found, key=lambda entry: entry.used))
-
-    def _shrink(self) -> None:
-        ttl = self._options.ttl
-        before = int(time.time() - ttl) if ttl else 0
-        while not self._stopping.is_set() and self._space.shrink(before):
-            pass
+        self._space.placed(room, path, size_bytes, Entry(item.name, allocated, now, item.parent))
 
 
 def _nothing() -> None:

@@ -10,70 +10,121 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.model.errors import InvalidRequest
 from cachesvc.storage.file.catalogue import Entry
-from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_of, object_path, scope_folder, scope_of
+from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_of, scope_folder, scope_of
+from cachesvc.storage.file.space import allocated_bytes
 from cachesvc.storage.seam import ObjectName, Scope
 
 MOST_LABEL_BYTES = 256
 NEW = "claim."
+CLAIM_TRIES = 16
 RECOVERED = "lost+found"
 """A folder that a fresh ext4 filesystem has; nothing of it is touched."""
 
 
 class Folder:
-    """``objects``: where objects lie. ``mine``: this daemon's own files, once ``claim`` was called."""
+    """``objects``: where objects lie. ``mine``: this daemon's own files, once ``claim`` was called. ``clock``: file of
+    the folder's time."""
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
         self.objects = self.root / "objects"
         self.mine = self.root / "daemons"
+        self.clock = self.root / "clock"
         self._lock_fd: int | None = None
+        self._device: int | None = None
         self._seen: dict[str, int] = {}
 
     def claim(self) -> None:
         """Make the folder and a place of one's own in it; what dead daemons were writing goes.
 
-        Raises Unavailable where it cannot be written, InvalidRequest for a folder that is something else's.
+        Raises OSError where it cannot be written, InvalidRequest for a folder that is something else's.
         """
+        self.release()
+        self._seen.clear()
+        for left in reversed(range(CLAIM_TRIES)):
+            try:
+                self._claim()
+                return
+            except (FileNotFoundError, BlockingIOError):  # another daemon that starts has taken it for a dead one's
+                if not left:
+                    raise
+
+    def _claim(self) -> None:
         daemons = self.root / "daemons"
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_format()
+        self.objects.mkdir(mode=0o700, exist_ok=True)
+        daemons.mkdir(mode=0o700, exist_ok=True)
+        for folder in (*daemons.iterdir(), *self.root.glob(f"{NEW}*")):
+            if _is_dead(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        for part in self.root.glob("format.*"):
+            part.unlink(missing_ok=True)
+        name = secrets.token_hex(8)
+        new = self.root / f"{NEW}{name}"  # locked before anybody takes it for that of a dead daemon
+        new.mkdir(mode=0o700)
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_format()
-            self.objects.mkdir(mode=0o700, exist_ok=True)
-            daemons.mkdir(mode=0o700, exist_ok=True)
-            for folder in daemons.iterdir():
-                _remove_dead(folder)
-            name = secrets.token_hex(8)
-            new = self.root / f"{NEW}{name}"  # locked before anybody takes it for that of a dead daemon
-            new.mkdir(mode=0o700)
             self._lock_fd = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.mine = new.rename(daemons / name)
-        except OSError as error:
-            raise Unavailable(
-                f"storage: {self.root} cannot be used: {error}; make it writable for the daemon's user"
-            ) from error
+            self._device = os.stat(self.root).st_dev
+        except OSError:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
 
     def release(self) -> None:
-        """Release the lock: this daemon writes no more."""
+        """Release the lock: this daemon writes no more. Idempotent."""
         if self._lock_fd is not None:
             shutil.rmtree(self.mine, ignore_errors=True)
             os.close(self._lock_fd)
             self._lock_fd = None
 
+    @property
+    def is_claimed(self) -> bool:
+        """True while the place that was claimed is where it was."""
+        try:
+            return self._lock_fd is not None and os.path.samestat(os.fstat(self._lock_fd), os.stat(self.mine / "lock"))
+        except OSError:
+            return False
+
+    @property
+    def is_ours(self) -> bool:
+        """True where the folder is there, and of our format."""
+        try:
+            return (self.root / "format").read_text(encoding="utf-8") == FORMAT_TEXT
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    @property
+    def may_claim(self) -> bool:
+        """True where a claim writes to the filesystem that was meant. A folder that is gone may have been a mount
+        point, or below one: one that was claimed before is not made anew, and an empty one is taken on the filesystem
+        of before alone."""
+        if self._device is None or self.is_ours:
+            return True
+        try:
+            return os.stat(self.root).st_dev == self._device and not _strange(self.root)
+        except OSError:
+            return False
+
     def _check_format(self) -> None:
         path = self.root / "format"
         if not path.exists():
-            strange = [each for each in self.root.iterdir() if not each.name.startswith(("format", NEW, RECOVERED))]
-            if strange and not path.exists():  # else another daemon has just begun here, too
+            if _strange(self.root) and not path.exists():  # else another daemon has just begun here, too
                 raise InvalidRequest(
                     f"storage: {self.root} is not empty, and not ours; give the cache a folder of its own"
                 )
             new = self.root / f"format.{secrets.token_hex(4)}"
-            new.write_text(FORMAT_TEXT)
-            new.rename(path)
-        found = path.read_text()
+            try:
+                new.write_text(FORMAT_TEXT, encoding="utf-8")
+                new.rename(path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    new.unlink()
+                raise
+        found = path.read_text(encoding="utf-8")
         if found != FORMAT_TEXT:
             raise InvalidRequest(f"storage: {self.root} has another format ({found.strip()!r}); give another folder")
 
@@ -81,15 +132,22 @@ class Folder:
         """True where no other daemon has claimed the folder."""
         return len(_folders(self.root / "daemons")) == 1
 
+    def left_over(self) -> Iterator[tuple[str, int]]:
+        """Files of dead daemons that could not be removed, with their bytes."""
+        for folder in _folders(self.root / "daemons"):
+            if folder.path != str(self.mine) and _is_dead(Path(folder.path)):
+                for each in _files(folder.path):
+                    yield each.path, allocated_bytes(each.stat(follow_symlinks=False))
+
     def labels(self) -> dict[Scope, str]:
         """Labels of scopes."""
         found: dict[Scope, str] = {}
-        with contextlib.suppress(FileNotFoundError):
-            for entry in os.scandir(self.objects):
-                scope = scope_of(entry.name)
-                if scope is not None:
-                    label = Path(entry.path) / LABEL
-                    found[scope] = label.read_text(errors="replace")[:MOST_LABEL_BYTES] if label.exists() else ""
+        for folder in _folders(self.objects):
+            scope = scope_of(folder.name)
+            if scope is not None:
+                found[scope] = ""
+                with contextlib.suppress(OSError):
+                    found[scope] = (Path(folder.path) / LABEL).read_text(errors="replace")[:MOST_LABEL_BYTES]
         return found
 
     def describe(self, scope: Scope, label: str) -> None:
@@ -97,8 +155,13 @@ class Folder:
         folder = self.objects / scope_folder(scope)
         folder.mkdir(mode=0o700, exist_ok=True)
         new = self.mine / f"label.{secrets.token_hex(4)}"
-        new.write_text(label[:MOST_LABEL_BYTES])
-        new.rename(folder / LABEL)
+        try:
+            new.write_text(label[:MOST_LABEL_BYTES])
+            new.rename(folder / LABEL)
+        except OSError:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
 
     def changed(self) -> Iterator[tuple[Scope, str]]:
         """Folders of objects in which something came or went since they were ``look``ed through; all at first."""
@@ -110,7 +173,7 @@ class Folder:
                         yield scope, fan.path
 
     def look(self, scope: Scope, path: str) -> list[Entry]:
-        """The objects of one folder, with the time of their last use; what is none of ours is left alone."""
+        """The objects of one folder, each with its file's time in ms; what is none of ours is left alone."""
         found: list[Entry] = []
         with contextlib.suppress(FileNotFoundError):
             self._seen[path] = os.stat(path).st_mtime_ns
@@ -119,39 +182,51 @@ class Folder:
                 if name is not None:
                     with contextlib.suppress(FileNotFoundError):
                         facts = file.stat(follow_symlinks=False)
-                        found.append(Entry(name, facts.st_size, int(facts.st_mtime)))
+                        found.append(Entry(name, allocated_bytes(facts), facts.st_mtime_ns // 1_000_000, None))
         return found
 
-    def remove_scope(self, scope: Scope, is_gone: Callable[[ObjectName], None]) -> int:
-        """Remove all objects of a scope, known or not: how many there were."""
+    def remove_scope(self, scope: Scope, remove: Callable[[ObjectName], None]) -> int:
+        """Have all objects of a scope removed, known or not: how many there were."""
         folder, count = self.objects / scope_folder(scope), 0
         for fan in _folders(folder):
             for entry in self.look(scope, fan.path):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(object_path(self.objects, entry.name))
-                    count += 1
-                is_gone(entry.name)
+                remove(entry.name)
+                count += 1
         return count
 
 
 def _folders(path: Path) -> list[os.DirEntry[str]]:
     try:
         return [entry for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return []
 
 
-def _remove_dead(folder: Path) -> None:
-    """Remove what a dead daemon left: its lock is free."""
+def _files(path: str) -> list[os.DirEntry[str]]:
     try:
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return [entry for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
     except OSError:
-        return  # it is being removed by another one
+        return []
+
+
+def _strange(root: Path) -> list[str]:
+    """Names in a folder that are not ours, nor of a fresh filesystem."""
+    return [name for name in os.listdir(root) if not name.startswith(("format", NEW, RECOVERED))]
+
+
+def _is_dead(folder: Path) -> bool:
+    """True where no daemon holds the folder's lock. One without a lock is dead, too: a daemon makes the lock first."""
+    try:
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return  # it lives
+        return False  # it lives
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        return True
     finally:
         os.close(fd)

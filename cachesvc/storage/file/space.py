@@ -1,32 +1,34 @@
 """Space of objects: a capacity, what the filesystem must keep free, and files to be written over.
 
-Objects, and files on their way to be written over, are within the capacity at any time: room is reserved before a byte
-is written. When it is short, what was used longest ago goes, a batch at a time, down to the lower watermark.
+Everything of ours on the disk is within the capacity at any time, in allocated bytes: objects, files on their way to be
+written over, files that cannot be removed. Room is reserved before a byte is written. When it is short, blocks go by
+the order of eviction, a batch at a time, down to the lower watermark.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.file.paths import object_path
-from cachesvc.telemetry import events
+from cachesvc.storage.file.stuck import StuckFiles
+from cachesvc.storage.seam import Gone, ObjectName, Scope
 
 LOW_SHARE = 0.97
 """The lower watermark, of the capacity."""
 BATCH = 64
 """Objects that one batch of evictions removes: some 2 ms."""
-WARN_SECONDS = 60.0
-"""Interval between two warnings about files that cannot be removed, seconds."""
 FLOOR_EVERY = 32
 """Writes between two looks at what the filesystem has left."""
+BLOCK_BYTES = 512
+"""Unit of ``st_blocks``."""
 
 
 class Room(NamedTuple):
@@ -37,32 +39,44 @@ class Room(NamedTuple):
 
 
 class Space:
-    """Room in ``objects``; what is evicted lies in ``mine`` until it is written over. Any thread of the engine's."""
+    """Room in ``objects``; what is evicted lies in ``mine`` until it is written over. ``gone``: called with objects
+    that were evicted. ``lacks_floor``: the filesystem had less left than it must keep. Any thread of the engine's."""
 
-    def __init__(self, catalogue: Catalogue, objects: Path, capacity: int, floor: int) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        objects: Path,
+        capacity: int,
+        floor: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.capacity = capacity
         self.evicted_objects = 0
         self.mine = objects
+        self.gone: Gone | None = None
+        self.lacks_floor = False
+        self.stuck = StuckFiles(clock)
         self._catalogue = catalogue
         self._objects = objects
         self._floor = floor
         self._reserved = 0
         self._spares: dict[int, deque[str]] = defaultdict(deque)
         self._spare_bytes = 0
+        self._allocated: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self._until_look = 0
-        self._warn_at = 0.0
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of objects, of objects to come, and of files to be written over."""
-        return self._catalogue.size_bytes + self._reserved + self._spare_bytes
+        """Bytes of objects, of objects to come, of files to be written over, and of those that cannot be removed."""
+        return self._catalogue.size_bytes + self._reserved + self._spare_bytes + self.stuck.size_bytes
 
     def take(self, size_bytes: int) -> Room | None:
-        """Room for a file, evicting where need be; None where there is none. Ends by ``give_back``. Raises OSError
-        where the filesystem or the folder is gone."""
+        """Room for a file of that length, evicting where need be; None where there is none. Ends by ``placed`` or
+        ``give_back``. Raises OSError where the filesystem or the folder is gone."""
         with self._lock:
+            size_bytes = self._allocated.get(size_bytes, size_bytes)
             if size_bytes > self.capacity:
                 return None
             if spare := self._take_spare(size_bytes):
@@ -77,79 +91,125 @@ class Space:
             return Room(size_bytes, None)
 
     def give_back(self, room: Room) -> None:
-        """Give reserved room back: its file is an object now, or there is none."""
+        """Give reserved room back: its file did not become an object."""
         with self._lock:
             self._reserved -= room.size_bytes
+
+    def placed(self, room: Room, path: str, length: int, entry: Entry) -> None:
+        """A file of that length has come to its room: it is an object now. The next one of its length gets as much room
+        as it takes here."""
+        with self._lock:
+            self._reserved -= room.size_bytes
+            self.stuck.replaced(path)
+            self._catalogue.add(*entry)
+            if entry.size_bytes != length:
+                self._allocated[length] = entry.size_bytes
+            self._make_room(0)
 
     def next_path(self) -> str:
         """Reserve a name among the daemon's own files."""
         return f"{self.mine}/{next(self._numbers)}"
 
-    def shrink(self, before: int) -> int:
-        """Remove a batch of objects not used since ``before`` (seconds since 1970), and more where the capacity or the
-        floor is passed; how many went."""
+    def discard(self, path: str, size_bytes: int) -> None:
+        """Remove a file that is no object, or none any more; where it stays, it counts."""
+        with self._lock:
+            self.stuck.remove(path, size_bytes)
+
+    def forget(self, name: ObjectName) -> None:
+        """Remove an object, known or not."""
+        path = object_path(self._objects, name)
+        with self._lock:
+            size_bytes = size_of(path) if self._catalogue.drop(name) or os.path.lexists(path) else 0
+            self.stuck.remove(path, size_bytes)
+
+    def shrink(self, before: int | None) -> int:
+        """Remove a batch of objects not used since ``before`` (ms of the folder's clock), and more where the capacity
+        or the floor is passed; how many went."""
         with self._lock:
             try:
                 is_low = not self._has_floor(0, look=True)
             except OSError:  # the folder is gone: the next write fails
                 is_low = False
-            over = 0 if is_low else self.capacity - self._spare_bytes - self._reserved
-            victims = self._catalogue.take_oldest(BATCH, max(0, over), before)
-            if is_low:
+            self._retry(is_short=False)
+            if self.used_bytes > self.capacity or is_low:
                 self._free_spares()
-        gone = sum(self._remove(entry) for entry in victims)
-        self.evicted_objects += gone
-        return gone
+            over = 0 if is_low else self.capacity - (self.used_bytes - self._catalogue.size_bytes)
+            return self._evict(self._catalogue.take_oldest(BATCH, max(0, over), before), 0)
+
+    def lose(self) -> None:
+        """The folder is gone: nothing of it counts."""
+        with self._lock:
+            self._spares.clear()
+            self._spare_bytes = 0
+            for each in self.stuck.forget():
+                if each.entry is not None:
+                    self._catalogue.let_go(each.entry.name)
 
     def _make_room(self, size_bytes: int) -> bool:
         """Under the lock: evict objects until ``size_bytes`` more fit."""
         while self.used_bytes + size_bytes > self.capacity:
-            target = int(self.capacity * LOW_SHARE) - self._reserved - self._spare_bytes - size_bytes
+            target = int(self.capacity * LOW_SHARE) - (self.used_bytes - self._catalogue.size_bytes) - size_bytes
             victims = self._catalogue.take_oldest(BATCH, max(0, target))
-            gone = sum(self._set_aside(entry, size_bytes) for entry in victims)
-            self.evicted_objects += gone
+            gone = self._evict(victims, size_bytes)
             if self._spares.get(size_bytes):
                 return True
-            if not gone and not self._free_spares():
+            if not gone and not self._free_spares() and not self._retry(is_short=True):
                 return False
         return True
+
+    def _evict(self, victims: Sequence[Entry], size_bytes: int) -> int:
+        """Under the lock: remove the files of victims, leaves first; how many went. A block above one that stays
+        stays."""
+        gone: list[Entry] = []
+        kept: set[tuple[Scope, bytes | None]] = set()
+        for entry in victims:
+            is_above = (entry.name.scope, entry.name.key) in kept
+            if not is_above and self._set_aside(entry, size_bytes):
+                gone.append(entry)
+                continue
+            kept.add((entry.name.scope, entry.parent))
+            self._catalogue.add(*entry)
+        return self._note_gone(gone)
+
+    def _note_gone(self, entries: Sequence[Entry]) -> int:
+        self.evicted_objects += len(entries)
+        if entries and self.gone is not None:
+            self.gone([entry.name for entry in entries])
+        return len(entries)
+
+    def _retry(self, *, is_short: bool) -> int:
+        """Under the lock: try again to remove what could not be; how many files went."""
+        gone = self.stuck.retry(is_short=is_short)
+        entries = [each.entry for each in gone if each.entry is not None]
+        for entry in entries:
+            self._catalogue.let_go(entry.name)
+            self._catalogue.drop(entry.name)
+        self._note_gone(entries)
+        return len(gone)
 
     def _set_aside(self, entry: Entry, size_bytes: int) -> bool:
         """An evicted object's file is to be written over, where it has the size; else it is freed. False where it
         stays."""
-        path = object_path(self._objects, entry.name)
         if entry.size_bytes != size_bytes:
             return self._remove(entry)
-        spare = self.next_path()
+        path, spare = object_path(self._objects, entry.name), self.next_path()
         try:
             os.rename(path, spare)
         except FileNotFoundError:  # another daemon was there first
             return True
-        except OSError as error:
-            self._keep(entry, error)
-            return False
+        except OSError:
+            return self._remove(entry)
         self._spares[size_bytes].append(spare)
         self._spare_bytes += size_bytes
         return True
 
     def _remove(self, entry: Entry) -> bool:
-        """Unlink an evicted object's file; False where it stays."""
-        try:
-            os.unlink(object_path(self._objects, entry.name))
-        except FileNotFoundError:
+        """Unlink an evicted object's file. False where it stays: it is still a hit then, its bytes count, and others
+        are evicted."""
+        if self.stuck.remove(object_path(self._objects, entry.name), entry.size_bytes, entry):
             return True
-        except OSError as error:
-            self._keep(entry, error)
-            return False
-        return True
-
-    def _keep(self, entry: Entry, why: OSError) -> None:
-        """Keep an entry whose file cannot be removed: its bytes still count, and it is still a hit. Others are evicted
-        before it."""
-        self._catalogue.add(entry.name, entry.size_bytes, int(time.time()))
-        if time.monotonic() >= self._warn_at:
-            self._warn_at = time.monotonic() + WARN_SECONDS
-            events.warning("storage_not_removed", reason=str(why))
+        self._catalogue.hold(entry.name)
+        return False
 
     def _take_spare(self, size_bytes: int) -> str | None:
         spares = self._spares.get(size_bytes)
@@ -162,9 +222,9 @@ class Space:
     def _free_spares(self) -> bool:
         """Under the lock: give all spares' blocks back; False where there were none."""
         had = self._spare_bytes > 0
-        for spares in self._spares.values():
+        for size_bytes, spares in self._spares.items():
             while spares:
-                remove(spares.popleft())
+                self.stuck.remove(spares.popleft(), size_bytes)
         self._spare_bytes = 0
         return had
 
@@ -175,11 +235,19 @@ class Space:
             return True
         facts = os.statvfs(self._objects)
         left = facts.f_bavail * facts.f_frsize - size_bytes - self._reserved
+        self.lacks_floor = left < self._floor
         self._until_look = FLOOR_EVERY if left > self._floor + FLOOR_EVERY * max(size_bytes, 1) else 0
         return left >= self._floor
 
 
-def remove(path: str) -> None:
-    """Unlink a file that may be gone."""
-    with contextlib.suppress(OSError):
-        os.unlink(path)
+def allocated_bytes(facts: os.stat_result) -> int:
+    """Bytes that a file takes on its disk; its length where the filesystem does not say."""
+    return facts.st_blocks * BLOCK_BYTES or facts.st_size
+
+
+def size_of(path: str) -> int:
+    """Allocated bytes of a file; 0 where it is not there."""
+    try:
+        return allocated_bytes(os.lstat(path))
+    except OSError:
+        return 0

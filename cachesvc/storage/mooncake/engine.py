@@ -29,6 +29,7 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
@@ -39,6 +40,7 @@ from cachesvc.storage.seam import (
     Scope,
     StoreStatus,
     Totals,
+    Use,
 )
 from cachesvc.telemetry import events
 
@@ -102,6 +104,9 @@ class MooncakeStorage:
 
     def watch(self, gone: Gone) -> None:
         """Do nothing: the store does not report what it evicts."""
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """No-op: the store evicts by its own rules."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
         """The master has to be asked."""

@@ -15,7 +15,8 @@ from cachesvc_client.core.errors import DaemonUnavailable, LeaseLost
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.lease_record import LATER
 from cachesvc_client.records.losses import lost_tokens
-from cachesvc_client.records.sequence_record import NO_DEAD, NO_STATES, SequenceRecord, States
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.tables import NO_DEAD, NO_STATES, States
 from cachesvc_client.records.views import SequenceView
 from cachesvc_client.wire.methods import Operation
 from cachesvc_client.wire.port import INTERRUPTS

@@ -10,7 +10,8 @@ from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.entries import Entry, Publish, Recycle, Release
 from cachesvc_client.records.lease_record import LeaseRecord
-from cachesvc_client.records.sequence_record import NO_DEAD, NO_STATES, SequenceRecord, States
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.tables import NO_DEAD, NO_STATES, States
 from cachesvc_client.wire.methods import HELD, Operation, no_action
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from itertools import groupby
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvcache.v1 import cache_pb2
@@ -28,7 +26,17 @@ from cachesvc_client.core.fork import Maker
 from cachesvc_client.core.keys import PackedKeys, as_bytes, packed
 from cachesvc_client.records.launches import Due, GiveBacks, Launches
 from cachesvc_client.records.stock import Stock
-from cachesvc_client.records.tables import BlockTable
+from cachesvc_client.records.tables import (
+    NO_DEAD,
+    NO_STATES,
+    BlockTable,
+    States,
+    as_cells,
+    dead_blocks,
+    growth_positions,
+    named_states,
+    put_states,
+)
 from cachesvc_client.wire.messages import (
     SWAP_IN,
     SWAP_OUT,
@@ -57,10 +65,6 @@ from cachesvc_client.wire.methods import (
 )
 
 T = TypeVar("T")
-States = Mapping[int, Mapping[int, int]]
-"""Pages to publish as states, by group and position."""
-NO_STATES: States = MappingProxyType({})
-NO_DEAD: Mapping[int, int] = MappingProxyType({})
 
 
 class SequenceRecord:
@@ -81,9 +85,7 @@ class SequenceRecord:
         self.launches = launches if launches is not None else Launches()
         self.tables = [BlockTable() for _ in layout.groups]
         self.matched = Matched(0, 0, 0, ())
-        self.sealed_blocks = 0
-        self.asked_blocks = 0
-        self.known_keys = 0
+        self.sealed_blocks = self.asked_blocks = self.known_keys = 0
         self.tickets: tuple[TicketView, ...] = ()
         self.loading = range(0)
         self.has_failed_load = False
@@ -154,13 +156,11 @@ class SequenceRecord:
         """Seal blocks up to ``upto_blocks``, and ``states``. ``keys``: from block ``first_key`` on, or empty where
         known."""
         first, wanted = self.begin_publish(upto_blocks, keys, first_key=first_key)
-        named = [
-            GroupCells(group, position, (page,)) for group, mine in states.items() for position, page in mine.items()
-        ]
+        named = named_states(states)
 
         def apply(response: cache_pb2.PublishResponse) -> Published:
             answer = self.published(upto_blocks, parse_publish(response))
-            self._put_states(named, answer.kept)
+            put_states(self.tables, self._cursors, named, answer.kept)
             return answer
 
         request = build_publish(self.id, first, upto_blocks - first, wanted, named)
@@ -216,10 +216,7 @@ class SequenceRecord:
         """Pages and windows to give back now that ``computed_tokens`` are computed. ``dead``: by windowed group, the
         first block that is needed still, where the engine knows better."""
         self._require_usable()
-        if unknown := dead.keys() - set(self.layout.window_groups):
-            raise InvalidRequest(f"group {min(unknown)} has no window: its blocks are never dead")
-        dead_blocks = tuple([dead.get(group, 0) for group in self.layout.window_groups]) if dead else ()
-        self.give_backs.hold_windows(computed_tokens, launch, dead_blocks)
+        self.give_backs.hold_windows(computed_tokens, launch, dead_blocks(self.layout, dead))
         return self.give_backs.take_due()
 
     def drop_pages(self, group: int, pages: Sequence[int]) -> None:
@@ -243,7 +240,7 @@ class SequenceRecord:
         def fail(_: CacheClientError) -> None:
             self.give_backs.put_back(due.pages)
 
-        request = build_recycle(self.id, due.computed_tokens, _as_cells(due.pages), due.dead_blocks)
+        request = build_recycle(self.id, due.computed_tokens, as_cells(due.pages), due.dead_blocks)
         return self._operation(RECYCLE, request, apply, fail)
 
     def swap_out(self, launch: int | None = None) -> Operation[Swapped]:
@@ -324,11 +321,7 @@ class SequenceRecord:
         self._require_usable()
         if self.allocations:
             raise Conflict(f"sequence {self.id} has an allocate without an answer; collect it, then grow")
-        if positions or self.layout.state_groups:
-            if full := positions.keys() & set(self.layout.full_groups):
-                raise InvalidRequest(f"group {min(full)} has no window: each of its new blocks gets a page")
-            positions = {**dict.fromkeys(self.layout.state_groups, ()), **positions}
-        cells = stock.take(blocks, self.blocks, positions)
+        cells = stock.take(blocks, self.blocks, growth_positions(self.layout, positions))
         self._put(cells)
         self.growth += cells
 
@@ -401,24 +394,7 @@ class SequenceRecord:
         for cells in tables:
             self.tables[cells.group].put(cells.first_block, cells.pages)
 
-    def _put_states(self, named: list[GroupCells], kept: tuple[GroupCells, ...]) -> None:
-        """Put the states that were sealed where they are in the tables now."""
-        own = {(cells.group, page) for cells in kept for page in cells.pages}
-        for group, position, pages, _ in named:
-            if (group, pages[0]) in own:
-                continue
-            self.tables[group].forget(pages)
-            if position >= self._cursors.get(group, 0):
-                self.tables[group].put_at((position,), pages)
-
     def _take_sealed(self, answer: Published) -> None:
         for cells in answer.duplicates:
             self.tables[cells.group].put_at(answer.duplicate_positions, cells.pages)
         self.give_backs.add_spares((cells.group, page) for cells in answer.spares for page in cells.pages)
-
-
-def _as_cells(pages: list[tuple[int, int]]) -> list[GroupCells]:
-    return [
-        GroupCells(group, 0, tuple(page for _, page in mine))
-        for group, mine in groupby(sorted(pages), key=lambda pair: pair[0])
-    ]

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
+from cachesvc.model.answers import GroupCells
+from cachesvc.model.columns import Positions
+from cachesvc.model.layout import Layout
 from cachesvc.model.words import NO_PAGE
+from cachesvc_client.core.errors import InvalidRequest
 
 Pages = npt.NDArray[np.int32]
+States = Mapping[int, Mapping[int, int]]
+"""Pages to publish as states, by group and position."""
+NO_STATES: States = MappingProxyType({})
+NO_DEAD: Mapping[int, int] = MappingProxyType({})
 _LEAST_CAPACITY = 64
 _NO_CELLS: Pages = np.empty(0, np.int32)
 
@@ -59,3 +69,46 @@ class BlockTable:
         grown[: self.blocks] = self._cells[: self.blocks]
         grown[self.blocks :] = NO_PAGE
         self._cells = grown
+
+
+def named_states(states: States) -> list[GroupCells]:
+    """Cells of the states to publish, one each."""
+    return [GroupCells(group, position, (page,)) for group, mine in states.items() for position, page in mine.items()]
+
+
+def put_states(
+    tables: Sequence[BlockTable], cursors: Mapping[int, int], named: Sequence[GroupCells], kept: Sequence[GroupCells]
+) -> None:
+    """Put states that were sealed where they are in the tables now; those ``kept`` stay where they are. ``cursors``: by
+    group, the first block that was not given back."""
+    own = {(cells.group, page) for cells in kept for page in cells.pages}
+    for group, position, pages, _ in named:
+        if (group, pages[0]) not in own:
+            tables[group].forget(pages)
+            if position >= cursors.get(group, 0):
+                tables[group].put_at((position,), pages)
+
+
+def dead_blocks(layout: Layout, dead: Mapping[int, int]) -> tuple[int, ...]:
+    """The first block that is needed still in each windowed group, 0 where ``dead`` does not say; none at all where it
+    is empty. Raises InvalidRequest for a group without a window."""
+    if unknown := dead.keys() - set(layout.window_groups):
+        raise InvalidRequest(f"group {min(unknown)} has no window: its blocks are never dead")
+    return tuple([dead.get(group, 0) for group in layout.window_groups]) if dead else ()
+
+
+def growth_positions(layout: Layout, positions: Positions) -> Positions:
+    """Positions that get a page of the stock, with none for states that are not named. Raises InvalidRequest."""
+    if not positions and not layout.state_groups:
+        return positions
+    if full := positions.keys() & set(layout.full_groups):
+        raise InvalidRequest(f"group {min(full)} has no window: each of its new blocks gets a page")
+    return {**dict.fromkeys(layout.state_groups, ()), **positions}
+
+
+def as_cells(pages: list[tuple[int, int]]) -> list[GroupCells]:
+    """Cells of ``(group, page)`` pairs, those of a group together."""
+    return [
+        GroupCells(group, 0, tuple(page for _, page in mine))
+        for group, mine in groupby(sorted(pages), key=lambda pair: pair[0])
+    ]

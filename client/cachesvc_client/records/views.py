@@ -109,8 +109,8 @@ class SequenceView:
 
     @property
     def full_blocks(self) -> int:
-        """Blocks that the groups without a window have: more than ``hit_blocks`` where a missing window page or state has
-        shortened the hit."""
+        """Blocks that the groups without a window have: more than ``hit_blocks`` where a missing window page or state
+        has shortened the hit."""
         return self.record.matched.full_blocks
 
     @property

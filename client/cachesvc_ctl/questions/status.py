@@ -38,6 +38,7 @@ class Status(Question[admin_pb2.GetStatusResponse]):
             describe_hits(answer.hits),
             describe_transfers(answer.transfers),
             describe_transports(answer.transports),
+            describe_loop(answer.loop),
         ]
         parts = ["\n".join(first), _pools(answer)]
         if self.arguments.counters:
@@ -109,6 +110,13 @@ def describe_transfers(t: status_pb2.TransferStatus) -> str:
 def describe_transports(t: status_pb2.TransportStatus) -> str:
     """Describe in one line the transports of calls."""
     return f"calls: {t.lane_calls:,} by {t.lanes} lanes that are open and earlier ones, {t.grpc_calls:,} by gRPC"
+
+
+def describe_loop(loop: status_pb2.LoopStatus) -> str:
+    """Describe in one line the longest rounds of the event loop."""
+    flow = f"; {loop.longest_flow} {loop.longest_flow_ms:.1f} ms" if loop.longest_flow else ""
+    rounds = f"longest round {loop.longest_round_ms:.1f} ms, {loop.long_rounds:,} above 2 ms"
+    return f"event loop: {rounds}{flow}"
 
 
 def describe_setting(name: str, value: str) -> str:

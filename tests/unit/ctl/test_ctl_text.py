@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from cachesvc_ctl.core.text import for_terminal, one_line, table
+from cachesvc_ctl.questions.status import describe_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcache.v1.status_pb2 import LoopStatus
 
 EVIL = "m\x1b]0;owned\x07\x1b[2J\x1b[1;1Hok\r\n\u202efake\x9b"
 
@@ -28,3 +30,9 @@ def test_several_lines_keep_their_newlines_alone(text: str) -> None:
     shown = for_terminal(text)
     assert shown.count("\n") == text.count("\n")
     assert all(line.isprintable() for line in shown.split("\n"))
+
+
+def test_status_says_how_long_rounds_of_the_event_loop_were() -> None:
+    loop = LoopStatus(longest_round_ms=3.25, long_rounds=1200, longest_flow="CacheService/Match", longest_flow_ms=2.5)
+    assert describe_loop(loop) == "event loop: longest round 3.2 ms, 1,200 above 2 ms; CacheService/Match 2.5 ms"
+    assert describe_loop(LoopStatus()) == "event loop: longest round 0.0 ms, 0 above 2 ms"

@@ -11,7 +11,7 @@ from kvcache.v1 import cache_pb2, common_pb2
 from cachesvc.service.access.admission import Admission, CallerKey
 from cachesvc.service.access.auth import EVERYONE, Caller
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls.dispatcher import Dispatcher, Method
+from cachesvc.service.calls.dispatcher import Dispatcher, Operation
 from cachesvc.service.calls.observe import CallWatch
 from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.cache_service import CacheService
@@ -43,7 +43,7 @@ class Desk:
         self.admission = Admission(calls, waiting, waiting_each, quotas)
         self.dispatcher = Dispatcher(self.node, self.admission, watch)
         edge = Edge(self.dispatcher)
-        self.cache = CacheService(edge, 4096, quotas)
+        self.cache = CacheService(edge, 4096)
         self.leases = LeaseService(edge, quotas)
         self._request_ids = iter(range(1, 1 << 20))
 
@@ -61,7 +61,7 @@ class Desk:
 
     def ask(
         self,
-        method: Method[Q, R],
+        method: Operation[Q, R],
         request: Q,
         *,
         who: Caller = EVERYONE,

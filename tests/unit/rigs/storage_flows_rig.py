@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from cachesvc.flows.context.core import Fetched, FetchedObject, FetchRequest, KeepRequest
+from cachesvc.flows.context.core import Fetched, FetchedObject, FetchRequest, KeepRequest, StoredUse
 from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.storage.fetch import fetched
@@ -33,6 +33,7 @@ class RecordingStorage:
         self.there: set[bytes] = set()
         self.fetches: list[FetchRequest] = []
         self.keeps: list[KeepRequest] = []
+        self.uses: list[StoredUse] = []
         self.lags = 0
         self.bytes_left = 1 << 40
         self.forgotten: list[int] = []
@@ -50,6 +51,9 @@ class RecordingStorage:
 
     def has(self, model: Model, key: bytes) -> bool:
         return key in self.there
+
+    def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
+        self.uses += uses
 
     def fetch(self, request: FetchRequest) -> list[int]:
         self.fetches.append(request)

@@ -10,7 +10,7 @@ from cachesvc.model.words import NO_PAGE
 from cachesvc.storage.breaker import LAST_OUTCOMES, LONGEST_PAUSE_SECONDS, Breaker, State
 from cachesvc.storage.budget import WriteBudget
 from cachesvc.storage.canary import SCOPE as CANARY
-from cachesvc.storage.seam import WHOLE, ObjectName, Outcome
+from cachesvc.storage.seam import WHOLE, Caps, ObjectName, Outcome, Use
 from cachesvc.storage.shapes import SMALL_PAGE_BYTES, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.tier import BAD, TRY_ANYWAY, Tier
@@ -265,3 +265,47 @@ def test_nothing_is_kept_of_models_that_are_gone() -> None:
         rig.tier.forget(number)
         sizes.append(sum(len(part) for part in vars(rig.tier).values() if isinstance(part, dict)))
     assert len(set(sizes)) == 1
+
+
+def test_an_engine_that_cannot_work_is_given_up_at_once_and_tried_as_soon_as_it_can() -> None:
+    """No call has to fail for it, and none waits for the longest pause afterwards."""
+    rig = TierRig()
+    rig.keep("abc")
+    lost: list[int] = []
+    rig.tier.tell_lost = lambda: lost.append(1)
+    rig.engine.lose("the folder is gone")
+    rig.tier.tick()
+    assert not rig.is_used()
+    assert rig.tier.breaker.reason == "the folder is gone"
+    assert rig.tier.expects(rig.model, chain(*"abc")) == 0
+    assert lost == [1], "hints of what it had are withdrawn, once"
+    for _ in range(20):
+        rig.now += LONGEST_PAUSE_SECONDS
+        rig.tier.tick()
+        rig.settle()
+    assert not rig.is_used()
+    rig.engine.away = ""
+    rig.tier.tick()
+    rig.settle()
+    assert rig.is_used()
+    assert lost == [1]
+
+
+def test_uses_reach_an_engine_that_evicts_by_them_and_no_other() -> None:
+    rig = TierRig()
+    rig.tier.used(rig.model, [Use(chain("a"), 3)], None)
+    rig.settle()
+    assert rig.engine.uses == []
+    rig = TierRig(engine=SimStorage(caps=Caps(is_shared=False, survives="daemon", follows_use=True)))
+    rig.tier.used(rig.model, [Use(chain("a"), 3)], None)
+    assert rig.engine.uses == [], "not on the loop"
+    rig.settle()
+    assert rig.engine.uses == [(rig.tier.shapes(rig.model).scope, Use(chain("a"), 3))]
+
+
+def test_a_rate_that_was_lifted_leaves_the_window() -> None:
+    budget = WriteBudget(100, 1000, 0.0)
+    budget.begin(100)
+    assert budget.room(0.0) == 0
+    budget.lift()
+    assert budget.room(1.0) == 900

@@ -200,6 +200,7 @@ class GetStatusResponse(_message.Message):
     HOLDERS_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    LOOP_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     epoch: _builtins.int
     uptime_seconds: _builtins.float
@@ -245,6 +246,8 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def transports(self) -> _status_pb2.TransportStatus: ...
+    @_builtins.property
+    def loop(self) -> _status_pb2.LoopStatus: ...
     def __init__(
         self,
         *,
@@ -271,10 +274,11 @@ class GetStatusResponse(_message.Message):
         holders: _abc.Iterable[Global___LeaseStatus] | None = ...,
         silent: _abc.Iterable[Global___LeaseStatus] | None = ...,
         transports: _status_pb2.TransportStatus | None = ...,
+        loop: _status_pb2.LoopStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "transfers", b"transfers", "transports", b"transports"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "loop", b"loop", "transfers", b"transfers", "transports", b"transports"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "backend", b"backend", "caller", b"caller", "config", b"config", "counters", b"counters", "devices", b"devices", "draining", b"draining", "epoch", b"epoch", "hits", b"hits", "holders", b"holders", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "live", b"live", "pools", b"pools", "ready", b"ready", "scopes", b"scopes", "silent", b"silent", "tenant", b"tenant", "tokens", b"tokens", "transfers", b"transfers", "transports", b"transports", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "backend", b"backend", "caller", b"caller", "config", b"config", "counters", b"counters", "devices", b"devices", "draining", b"draining", "epoch", b"epoch", "hits", b"hits", "holders", b"holders", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "live", b"live", "loop", b"loop", "pools", b"pools", "ready", b"ready", "scopes", b"scopes", "silent", b"silent", "tenant", b"tenant", "tokens", b"tokens", "transfers", b"transfers", "transports", b"transports", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

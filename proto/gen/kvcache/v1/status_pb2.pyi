@@ -199,3 +199,36 @@ class TransportStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransportStatus: _TypeAlias = TransportStatus  # noqa: Y015
+
+@_typing.final
+class LoopStatus(_message.Message):
+    """The event loop, which carries out all calls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LONGEST_ROUND_MS_FIELD_NUMBER: _builtins.int
+    LONG_ROUNDS_FIELD_NUMBER: _builtins.int
+    LONGEST_FLOW_FIELD_NUMBER: _builtins.int
+    LONGEST_FLOW_MS_FIELD_NUMBER: _builtins.int
+    longest_round_ms: _builtins.float
+    """Longest time of the last one to two minutes between two looks of the loop at its sockets."""
+    long_rounds: _builtins.int
+    """Such times above 2 ms since the start."""
+    longest_flow: _builtins.str
+    """The flow that held the loop longest lately, as in the metric cachesvc_loop_longest_seconds."""
+    longest_flow_ms: _builtins.float
+    def __init__(
+        self,
+        *,
+        longest_round_ms: _builtins.float = ...,
+        long_rounds: _builtins.int = ...,
+        longest_flow: _builtins.str = ...,
+        longest_flow_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["long_rounds", b"long_rounds", "longest_flow", b"longest_flow", "longest_flow_ms", b"longest_flow_ms", "longest_round_ms", b"longest_round_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoopStatus: _TypeAlias = LoopStatus  # noqa: Y015

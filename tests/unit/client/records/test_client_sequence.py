@@ -218,7 +218,7 @@ def test_spares_end_with_a_swap_out_for_the_daemon_has_freed_them() -> None:
     mine = record(blocks=2)
     mine.give_backs.add_spares([(0, 7)])
     mine.swap_out().apply(cache_pb2.SwapResponse(tickets=[ticket("store")]))
-    assert mine.give_backs.take_due() == ([], 0)
+    assert mine.give_backs.take_due() == ([], 0, ())
 
 
 def test_a_failed_load_makes_every_further_call_say_so_but_release() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from string import ascii_letters
 
@@ -17,12 +18,24 @@ from cachesvc.flows.storage.fetch import PEEKED_BLOCKS
 from cachesvc.flows.transfer.pending_writes import want
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.ledger.pages.change_log import Cause
-from cachesvc.model.answers import Matched
+from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.rigs.ledger_rig import chain, prefill, serve, windowed
-from tests.unit.rigs.storage_flows_rig import BACK, GONE, LATE, LENT, WHOLE, hit, keys_of, packed, storing, waits
+from tests.unit.rigs.storage_flows_rig import (
+    BACK,
+    GONE,
+    LATE,
+    LENT,
+    WHOLE,
+    StorageRig,
+    hit,
+    keys_of,
+    packed,
+    storing,
+    waits,
+)
 
 IN_FLIGHT, QUARANTINED, SEALED = PageState.IN_FLIGHT, PageState.QUARANTINED, PageState.SEALED
 
@@ -199,7 +212,7 @@ def test_the_block_that_the_next_comes_under_is_not_evicted_meanwhile() -> None:
 
 
 def test_room_is_made_on_the_host_and_no_more_than_its_share() -> None:
-    at = storing("abcdefghij", host=8, policy=WritePolicy.WRITE_THROUGH)
+    at = storing("abcdefghij", host=8, device=6, policy=WritePolicy.WRITE_THROUGH)
     at.storage.keeps_all = False
     serve(at.rig, at.lease, 1, "uvwxyz")
     at.rig.settle()
@@ -210,8 +223,64 @@ def test_room_is_made_on_the_host_and_no_more_than_its_share() -> None:
         ask = answer()
     waits(ask)
     assert len(at.storage.fetches[0].keys) // KEY_BYTES == 4, "half of the host at most"
+
+
+def in_pieces(at: StorageRig, ask: Callable[[], object]) -> Matched:
+    """Run a call until it ends: what it fetches comes, what it loads lands."""
+    told = 0
+    while isinstance(answer := ask(), Wait):
+        if len(at.storage.fetches) > told:
+            at.tell(range(len(at.storage.fetches[told].keys) // KEY_BYTES), WHOLE)
+            told += 1
+        at.rig.settle()
+        at.settle()
+    assert isinstance(answer, Matched)
+    return answer
+
+
+@pytest.mark.parametrize("host", [2, 4, 8, 16, 26])
+def test_a_prefix_larger_than_the_host_comes_to_the_device_in_pieces(host: int) -> None:
+    names = ascii_letters[:26]
+    at = storing(names, host=host, device=40)
+    answer = in_pieces(at, at.ask(names, 1))
+    assert answer.device_blocks + answer.host_blocks == 26
+    assert max(len(fetch.keys) for fetch in at.storage.fetches) // KEY_BYTES <= host // 2
+    assert at.rig.model.hit_blocks == {"device": 0, "host": 0, "storage": 26}
+    assert answer.storage_blocks == answer.host_blocks
+    assert len(at.rig.host_keys()) == answer.host_blocks, "pieces leave the host once they are on the device"
+    prefill(at.rig, at.lease, 2, names)
+    at.rig.settle()
+    at.settle()
+    at.rig.run(release, at.lease, 1)
+    at.rig.run(release, at.lease, 2)
+    at.settle()
+    assert hit(at.ask(names, 3)()) == (26, 0, 0)
+
+
+def test_pieces_end_where_the_device_has_no_room_and_the_call_goes_on() -> None:
+    names = ascii_letters[:26]
+    at = storing(names, host=8, device=10)
+    answer = in_pieces(at, at.ask(names, 1))
+    assert answer.device_blocks + answer.host_blocks == 12
+    assert at.pages(IN_FLIGHT) == at.pages(QUARANTINED) == 0
+
+
+def test_pieces_end_with_the_time_that_a_call_waits_and_the_next_call_goes_on() -> None:
+    names = ascii_letters[:26]
+    at = storing(names, host=8, device=40)
+    ask = at.ask(names, 1)
+    waits(ask())
     at.tell(range(4), WHOLE)
-    assert hit(answer()) == (0, 4, 4)
+    at.rig.now += at.storage.wait_seconds
+    assert hit(ask()) == (0, 4, 4)
+    prefill(at.rig, at.lease, 2, names[:4])
+    at.rig.settle()
+    at.settle()
+    at.rig.run(release, at.lease, 1)
+    at.rig.run(release, at.lease, 2)
+    at.storage.fetches.clear()
+    answer = in_pieces(at, at.ask(names, 3))
+    assert answer.device_blocks + answer.host_blocks == 26
 
 
 def test_where_nobody_knows_a_few_are_asked_for_and_then_all() -> None:

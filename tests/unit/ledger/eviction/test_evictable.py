@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from cachesvc.ledger.eviction.planner import Evictor, evictable_pages, idle_windows
+from cachesvc.ledger.eviction.idle_copies import idle_windows
+from cachesvc.ledger.eviction.planner import Evictor, evictable_pages
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place

@@ -23,12 +23,13 @@ PAGES = 256
 
 
 def layout_of(rng: random.Random) -> Layout:
-    """A full group and up to three windowed ones, of any windows and sinks."""
+    """A full group and up to three windowed ones, of any windows and sinks, and perhaps states."""
     windowed = [
         PlaneGroup(f"window-{number}", rng.randint(1, 30), rng.choice((0, 0, 1, 4, 9)))
         for number in range(rng.randint(1, 3))
     ]
-    groups = [PlaneGroup("full"), *windowed]
+    states = [PlaneGroup(f"state-{number}", is_state=True) for number in range(rng.choice((0, 0, 1, 2)))]
+    groups = [PlaneGroup("full"), *rng.sample([*windowed, *states], len(windowed) + len(states))]
     planes = tuple(Plane("k", at, group.name, (8,), "uint8") for at, group in enumerate(groups))
     return Layout(BLOCK_TOKENS, 1, tuple(groups), planes)
 
@@ -56,7 +57,7 @@ def put(ledger: BlockLedger, place: Place, row: int, state: int, windows: list[i
 def needs(layout: Layout, group: int) -> tuple[int, int]:
     """Blocks of a group's window and of its sinks."""
     tokens = layout.groups[group]
-    return ceil((tokens.window_tokens or 0) / BLOCK_TOKENS), ceil(tokens.sink_tokens / BLOCK_TOKENS)
+    return ceil(layout.window_of(group) / BLOCK_TOKENS), ceil(tokens.sink_tokens / BLOCK_TOKENS)
 
 
 def naive(ledger: BlockLedger, rows: list[int], place: Place, hit: Hit) -> Hit:
@@ -138,10 +139,13 @@ def test_the_search_finds_what_a_walk_over_the_whole_prompt_finds(seed: int) -> 
             put(ledger, ledger.host, row, READY, windows(holes / 2))
 
     in_full = walked(ledger, rows, place)
-    assert ledger.find(keys, place) == naive(ledger, rows, place, in_full)
+    found = ledger.find(keys, place)
+    assert found[:4] == naive(ledger, rows, place, in_full)[:4]
+    assert found.full_blocks == in_full.blocks
+    assert all(blocks > 0 and group in place.window_groups for group, blocks in found.lost)
     limit = rng.randint(1, length)
     short = walked(ledger, rows[:limit], place)
-    assert ledger.find(keys + chain("more"), place, limit) == naive(ledger, rows[:limit], place, short)
+    assert ledger.find(keys + chain("more"), place, limit)[:4] == naive(ledger, rows[:limit], place, short)[:4]
     alone = covered(ledger, rows[: in_full.device_blocks], in_full.device_blocks, in_full.device_blocks, place)
     assert ledger.find_in_place(keys, place) == (alone, rows[alone - 1] if alone else NO_ROW)
 
@@ -162,7 +166,7 @@ def test_a_gap_is_stepped_over_at_once() -> None:
         row = ledger.index.insert(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], rows[-1] if rows else NO_ROW, 1)
         rows.append(row)
         put(ledger, place, row, READY, [ABSENT if i == 35 else READY])
-    assert ledger.find(keys, place) == Hit(35, rows[34], 35, rows[34])
+    assert ledger.find(keys, place) == Hit(35, rows[34], 35, rows[34], ((1, 5),))
     assert ledger.find_in_place(keys, place) == (35, rows[34])
     assert NO_PAGE not in [place.pages[1][row] for row in rows[27:35]]
 
@@ -172,7 +176,7 @@ def test_a_gap_is_stepped_over_at_once() -> None:
 def test_keys_that_are_not_chained_are_refused_or_find_what_is_there(seed: int, windowed: bool) -> None:
     """Whatever a caller sends as keys, a hit is a path of as many blocks, the device's at its front."""
     rng = random.Random(seed)
-    groups = [PlaneGroup("full"), PlaneGroup("window", 8, 4)][: 1 + windowed]
+    groups = [PlaneGroup("full"), PlaneGroup("window", 8, 4), PlaneGroup("state", is_state=True)][: 1 + 2 * windowed]
     planes = tuple(Plane("k", at, group.name, (8,), "uint8") for at, group in enumerate(groups))
     layout = Layout(BLOCK_TOKENS, 1, tuple(groups), planes)
     ledger = BlockLedger(layout, pools(layout), lru)
@@ -188,7 +192,7 @@ def test_keys_that_are_not_chained_are_refused_or_find_what_is_there(seed: int, 
                 *([place] if i < device else []),
                 *([ledger.host] if i >= device or rng.random() < 0.7 else []),
             ):
-                put(ledger, holder, row, READY, [READY if rng.random() < 0.9 else ABSENT] * windowed)
+                put(ledger, holder, row, READY, [READY if rng.random() < 0.9 else ABSENT for _ in groups[1:]])
     for _ in range(40):
         at = rng.randrange(36)
         asked = known[at : at + 12] if rng.random() < 0.5 else rng.choices(known, k=rng.randint(1, 14))

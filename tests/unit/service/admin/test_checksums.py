@@ -13,6 +13,7 @@ from kvcache.v1 import admin_pb2, inspect_pb2
 from cachesvc.model.errors import Unavailable
 from cachesvc.questions.sealed import SealedPage
 from cachesvc.service.admin.checksums import MOST_SUMS, Checksums, Sums
+from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.service.loop.time_slices import TimeSlices
 from tests.fuzz.target import Target, running_target
 from tests.unit.questions.test_questions import BLOCKS, serve
@@ -58,16 +59,16 @@ async def test_pages_of_a_lost_device_are_unread_and_neither_wrong_nor_right(
     sums.start()
     try:
         await serve(target, 0, "")
-        sound = await sums.compare(TimeSlices(), {1})
+        sound = await sums.compare(TimeSlices(LoopWatch()), {1})
         assert sound.pages_checked >= BLOCKS
         assert (sound.pages_unread, len(sound.mismatches)) == (0, 0)
         memory.lost = "GPU 7 no longer works"
-        lost = await sums.compare(TimeSlices(), {1})
+        lost = await sums.compare(TimeSlices(LoopWatch()), {1})
         assert (lost.pages_checked, lost.pages_skipped, len(lost.mismatches)) == (0, sound.pages_skipped, 0)
         assert (lost.pages_unread, list(lost.unread_reasons)) == (sound.pages_checked, ["GPU 7 no longer works"])
         assert caplog.messages.count("page_not_read") == 1, "one line, not one for each page"
         memory.lost, memory.content = "", b"changed since"
-        wrong = await sums.compare(TimeSlices(), {1})
+        wrong = await sums.compare(TimeSlices(LoopWatch()), {1})
         assert (wrong.pages_unread, len(wrong.mismatches)) == (0, sound.pages_checked)
     finally:
         await sums.close()

@@ -18,7 +18,7 @@ from cachesvc.flows.engine.release import release
 from cachesvc.flows.engine.stock import refill_stock
 from cachesvc.flows.engine.swap import swap_out
 from cachesvc.model.answers import Published, Recycled
-from cachesvc.service.calls.dispatcher import Method
+from cachesvc.service.calls.dispatcher import Operation
 from cachesvc.wire.convert import pack_pages
 from cachesvc.wire.lane import CANCEL, encode
 from tests.unit.rigs.dispatch_rig import Desk, turns
@@ -26,7 +26,7 @@ from tests.unit.rigs.lane_rig import LaneSite, call, greeted
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, windowed
 from tests.unit.rigs.turns_rig import SMALL, own
 
-Long = tuple[Method[Any, Any], Message, Message]
+Long = tuple[Operation[Any, Any], Message, Message]
 """A call of several turns, and its answer."""
 
 

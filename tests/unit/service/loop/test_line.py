@@ -8,12 +8,13 @@ from functools import partial
 from kvcache.v1 import cache_pb2
 
 from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.leases.leases import lose_silent, process_gone
+from cachesvc.flows.leases.leases import LEASES_A_TURN, lose_silent, process_gone
+from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.pages.reservations import Reservation
 from cachesvc.model.words import PageState
 from cachesvc.service.loop.line import BACKGROUND, Line, Sleeper
 from cachesvc.service.loop.node import LANDINGS
-from tests.unit.rigs.dispatch_rig import Desk
+from tests.unit.rigs.dispatch_rig import Desk, turns
 from tests.unit.rigs.ledger_rig import TOKEN, chain, one_group, rig_of
 from tests.unit.rigs.turns_rig import SMALL, own
 
@@ -157,3 +158,40 @@ def test_pages_that_are_kept_for_a_lost_lease_are_free_at_once() -> None:
     process_gone(rig.core, TOKEN + b"a")
     assert not rig.place().reservations
     rig.check()
+
+
+def test_many_leases_of_a_process_are_lost_some_in_each_turn() -> None:
+    rig = rig_of(one_group(), device=(64,))
+    count = 3 * LEASES_A_TURN
+    for _ in range(count):
+        rig.lease("a")
+    leases = rig.core.ledger.leases
+    process_gone(rig.core, TOKEN + b"a")
+    before = sum(lease.state is LeaseState.LIVE for lease in leases.values())
+    assert before == count - LEASES_A_TURN
+    while rig.core.chores:
+        tidy(rig.core.chores)
+        now = sum(lease.state is LeaseState.LIVE for lease in leases.values())
+        assert before - now <= LEASES_A_TURN
+        before = now
+        rig.check()
+    assert not leases
+    assert rig.free() == [64]
+
+
+def test_many_leases_that_fell_silent_are_lost_some_in_each_turn() -> None:
+    rig = rig_of(one_group(), device=(64,))
+    for _ in range(LEASES_A_TURN + 1):
+        rig.lease("a")
+    assert len(lose_silent(rig.core, 1.0, 1e9)) == LEASES_A_TURN
+    assert len(lose_silent(rig.core, 1.0, 1e9)) == 1
+    assert lose_silent(rig.core, 1.0, 1e9) == []
+
+
+async def test_the_sweep_loses_all_leases_that_fell_silent() -> None:
+    rig = rig_of(one_group(), device=(64,))
+    names = [rig.lease("a") for _ in range(2 * LEASES_A_TURN + 1)]
+    async with Desk(rig) as desk:
+        desk.node.now = lambda: 1e9
+        while any(rig.core.ledger.leases[name].state is LeaseState.LIVE for name in names):
+            await turns(1)

@@ -43,8 +43,8 @@ async def see_out(node: Node, flow: Callable[[], Any], seconds: float = 600.0) -
 
 def match_flow(rig: Rig, lease: str) -> Callable[[], Any]:
     message = cache_pb2.MatchRequest(lease_id=lease, sequence_id=1, keys=chain(*"abcd"))
-    flow = MATCH.begin(message)
-    return lambda: flow(rig.core, resolve(rig.core.ledger, lease, 0.0))
+    sharing = MATCH.memory()
+    return lambda: MATCH.flow(rig.core, resolve(rig.core.ledger, lease, 0.0), message, sharing)
 
 
 def test_a_match_comes_back_with_what_a_peer_brought() -> None:
@@ -82,7 +82,7 @@ def test_a_flow_that_cannot_do_without_is_told_the_deadline() -> None:
 def test_a_prefetch_answers_with_the_load_that_it_began() -> None:
     rig, _, b = shared("abcd")
     message = cache_pb2.PrefetchRequest(lease_id=b, keys=chain(*"abcd"))
-    answer = PREFETCH.begin(message)(rig.core, resolve(rig.core.ledger, b, 0.0))
+    answer = PREFETCH.flow(rig.core, resolve(rig.core.ledger, b, 0.0), message, PREFETCH.memory())
     assert not isinstance(answer, Wait)
     assert (answer.device_blocks, [ticket.blocks for ticket in answer.tickets]) == (4, [4])
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from cachesvc.questions.steps import Question, answer_at_once, off_loop
+from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.service.loop.time_slices import SLICE_SECONDS, TimeSlices
 
 
@@ -31,7 +32,7 @@ def elsewhere() -> Question[list[int]]:
 
 async def test_others_run_between_the_slices_of_a_question() -> None:
     turns = 0
-    asked = asyncio.ensure_future(TimeSlices().answer(counting(64)))
+    asked = asyncio.ensure_future(TimeSlices(LoopWatch()).answer(counting(64)))
     while not asked.done():
         await asyncio.sleep(0)
         turns += 1
@@ -40,7 +41,7 @@ async def test_others_run_between_the_slices_of_a_question() -> None:
 
 
 async def test_work_that_needs_no_ledger_is_done_on_another_thread() -> None:
-    before, work, after = await TimeSlices().answer(elsewhere())
+    before, work, after = await TimeSlices(LoopWatch()).answer(elsewhere())
     assert before == after == threading.get_ident() != work
 
 
@@ -50,7 +51,7 @@ def test_at_once_everything_is_done_here() -> None:
 
 
 async def test_the_longest_slice_is_told() -> None:
-    slices = TimeSlices()
+    slices = TimeSlices(LoopWatch())
     await slices.answer(counting(8))
     assert slices.longest_seconds >= SLICE_SECONDS / 2
 
@@ -72,7 +73,7 @@ async def test_a_question_that_breaks_says_so_and_is_over(is_off_loop: bool) -> 
             ended.append(True)
 
     with pytest.raises(LookupError, match="no such row"):
-        await TimeSlices().answer(broken())
+        await TimeSlices(LoopWatch()).answer(broken())
     assert ended == [True]
 
 
@@ -85,7 +86,7 @@ async def test_a_question_whose_caller_goes_is_over() -> None:
         finally:
             ended.append(True)
 
-    asked = asyncio.ensure_future(TimeSlices().answer(long()))
+    asked = asyncio.ensure_future(TimeSlices(LoopWatch()).answer(long()))
     await asyncio.sleep(0)
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)

@@ -1,0 +1,131 @@
+"""Choice of idle copies of windows and recurrent states that go by themselves, by what they are worth beside blocks.
+
+The copies of a position that are worth less than the next block to go are cheap: they go first. The end of a prompt is
+never cheap: without its copies its blocks are of no use, so they go together, in the order of the blocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.ledger.index.retention import Retention
+from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK
+from cachesvc.ledger.order.class_queues import QueuedLeaves
+from cachesvc.ledger.order.copy_queues import OCTAVES, CopyQueues, Kin, least_distance, queue_number
+
+LOOKS, LOOKS_A_PAGE = 256, 4
+"""Copies that a search for cheap ones looks at, in all and for each page: others are left to the next."""
+LEAVES_LOOKED = 64
+
+
+def cheap_copies(ledger: BlockLedger, place: Place, groups: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """``(group, row)`` of ``most`` idle copies of some groups that are worth less than the next block to go, or of
+    fewer; copies that are needed together go together."""
+    found: list[tuple[int, int]] = []
+    retention = ledger.retention
+    for kin in place.kin if retention is not None else ():
+        if kin.lead in groups and len(found) < most:
+            assert retention is not None
+            walk = _CheapCopies(ledger, retention, place, kin, worth_of_next_block(ledger, place, kin))
+            for row in walk.victims(LOOKS + LOOKS_A_PAGE * most):
+                found += ((group, row) for group in kin.groups if place.window_leaves[group].filed[row])
+                if len(found) >= most:
+                    break
+            walk.settle()
+    return found
+
+
+def worth_of_next_block(ledger: BlockLedger, place: Place, kin: Kin) -> float:
+    """Worth of the prompt whose end is the next block to go, of those that have copies; 0 where there is none."""
+    retention, leaves, index = ledger.retention, place.leaves, ledger.index
+    assert retention is not None
+    if isinstance(leaves, QueuedLeaves):
+        number = leaves.chooser.pick(leaves.heads, ledger.clock.seconds)
+        entries = [entry] if number >= 0 and (entry := leaves.queues[number].first) is not None else []
+    else:
+        entries = list(islice(leaves, LEAVES_LOOKED))
+    row = next((entry & ROW_MASK for entry in entries if entry >= 0), -1)
+    if row < 0:
+        return 0.0
+    rule, now = retention.rule, retention.now
+    known = ledger.chooser.worth(index.segments[row], now) if ledger.chooser is not None else None
+    if known is not None:
+        density = known.density
+    else:
+        here = rule.density(rule.classes[row], now - rule.since[row])
+        density = max(here, rule.end_density(index.depth[row], ledger.ages.age(index.stamp[row])))
+    saved, freed = retention.of_end(place, kin, row)
+    return rule.end_worth(density, saved, freed, kin.cost)
+
+
+class _CheapCopies:
+    """One search, of copies worth less than ``least``. Changes nothing before ``settle``."""
+
+    def __init__(self, ledger: BlockLedger, retention: Retention, place: Place, kin: Kin, least: float) -> None:
+        self._ledger = ledger
+        self._retention = retention
+        self._place = place
+        self._kin = kin
+        self._least = least
+        self._taken: set[int] = set()
+        self._farther: list[tuple[int, int]] = []
+        order = place.window_leaves[kin.lead]
+        assert isinstance(order, CopyQueues)
+        self._order = order
+
+    def victims(self, looks: int) -> Iterator[int]:
+        """Rows, those of the least worth first."""
+        rule, now, kin = self._retention.rule, self._retention.now, self._kin
+        heads: list[tuple[float, int, int]] = []  # worth, entry, queue (-1: the entry was looked at)
+        fronts: dict[int, Iterator[int]] = {}
+
+        def worth_of(entry: int, number: int, saved: int) -> float:
+            age = now - rule.since[entry & ROW_MASK] if kin.window == 1 else now - (entry >> ROW_BITS) / 1000
+            return rule.copy_worth(rule.density(number, age), saved, kin.cost)
+
+        def advance(queue: int) -> None:
+            entry = next(fronts[queue], None)
+            if entry is not None:
+                heapq.heappush(heads, (worth_of(entry, queue // OCTAVES, least_distance(queue)), entry, queue))
+
+        for queue, entries in self._order.queues.items():
+            if not rule.is_end(queue // OCTAVES):
+                fronts[queue] = iter(entries)
+                advance(queue)
+        while heads and looks > 0:
+            worth, entry, queue = heapq.heappop(heads)
+            if worth >= self._least:
+                return
+            looks -= 1
+            row = entry & ROW_MASK
+            if queue >= 0:
+                advance(queue)
+                saved = self._retention.saved(self._place, kin, row, self._taken)
+                number = queue // OCTAVES
+                if queue_number(number, saved) != queue:
+                    self._farther.append((row, saved))
+                heapq.heappush(heads, (worth_of(entry, number, saved), entry, -1))
+            elif not self._is_kept(row):
+                self._taken.add(row)
+                yield row
+
+    def settle(self) -> None:
+        """Note how far the copies that were looked at are from others."""
+        for row, distance in self._farther:
+            self._order.put_farther(row, distance)
+
+    def _is_kept(self, row: int) -> bool:
+        """True for sinks, ends, and where the copies are what will be left of a prompt whose end goes."""
+        place, kin, retention = self._place, self._kin, self._retention
+        if not place.children[row] or self._ledger.index.depth[row] < kin.sinks:
+            return True
+        below = retention.saved_below(place, kin, row)
+        if not below:
+            return False
+        capacity = place.pools[kin.lead].capacity // kin.full
+        saved = retention.saved(place, kin, row, self._taken)
+        return retention.rule.fallback(saved, below, kin.cost, capacity) >= 1

@@ -1,0 +1,193 @@
+"""The thread that looks after the folder: finds what is there, keeps uses over restarts, evicts, and sees it return."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from cachesvc.memory.mapped import yield_to_callers
+from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.clock import FolderClock
+from cachesvc.storage.file.disk import Condition, Disk
+from cachesvc.storage.file.folder import Folder
+from cachesvc.storage.file.options import FileOptions
+from cachesvc.storage.file.paths import object_path
+from cachesvc.storage.file.space import Space
+from cachesvc.storage.header import HEADER_BYTES, parent_in
+from cachesvc.telemetry import events
+
+AWAY_SECONDS = 1.0
+"""Interval between two looks at a folder that takes no writes, or is gone, seconds."""
+SAVED_A_ROUND = 4096
+"""Blocks whose last use is written to their files in one round: some 20 ms."""
+CLOSE_SECONDS = 1.0
+"""A thread that hangs in the filesystem is left behind after so long, seconds."""
+
+
+class Keeper:
+    """``counted``: set once the bytes of what was there are known, ``found``: once all of it is."""
+
+    def __init__(
+        self,
+        options: FileOptions,
+        folder: Folder,
+        disk: Disk,
+        catalogue: Catalogue,
+        space: Space,
+        clock: FolderClock,
+    ) -> None:
+        self.counted, self.found = threading.Event(), threading.Event()
+        self._options = options
+        self._folder = folder
+        self._disk = disk
+        self._catalogue = catalogue
+        self._space = space
+        self._clock = clock
+        self._headless: list[Entry] = []
+        self._save_until = 0.0
+        self._stopping = threading.Event()
+        self._due = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="storage-keeper", daemon=True)
+
+    @property
+    def is_stopping(self) -> bool:
+        """True from ``close`` on."""
+        return self._stopping.is_set()
+
+    def start(self) -> None:
+        """Begin to find what is there."""
+        self._space.mine = self._folder.mine
+        self._thread.start()
+
+    def hurry(self) -> None:
+        """Look after the folder now: something is wrong with it."""
+        self._due.set()
+
+    def close(self) -> None:
+        """Write what a restart needs to know. Idempotent."""
+        self._save_until = time.monotonic() + CLOSE_SECONDS
+        self._stopping.set()
+        self._due.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        """Root of the thread."""
+        yield_to_callers()
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            try:
+                self._round()
+            except Exception:  # noqa: BLE001 - the root of a thread: the next round may be better
+                events.failure("storage_scan_broke")
+            if self._disk.condition is not Condition.GONE:
+                self.counted.set()
+                self.found.set()
+            pause = max(self._options.rescan, 20 * (time.monotonic() - began))
+            self._due.wait(pause if self._disk.condition is Condition.WRITABLE else min(pause, AWAY_SECONDS))
+            self._due.clear()
+        while self._disk.condition is Condition.WRITABLE and self._save() and time.monotonic() < self._save_until:
+            pass
+
+    def _round(self) -> None:
+        if self._disk.look():
+            self._find_anew()
+        if self._disk.condition is Condition.GONE:
+            if len(self._catalogue):
+                self._lose()
+            return
+        self._scan()
+        self.counted.set()
+        self._read_headers()
+        if self._disk.condition is Condition.WRITABLE:
+            self._save()
+            self._shrink()
+
+    def _find_anew(self) -> None:
+        """The folder is another one, or is back."""
+        self._lose()
+        self._space.mine = self._folder.mine
+        self._clock.load(self._folder.clock)
+        if self._disk.condition is Condition.WRITABLE:
+            for scope, label in self._catalogue.labels.items():
+                self._folder.describe(scope, label)
+
+    def _lose(self) -> None:
+        """Nothing that is known of the folder counts."""
+        self.found.clear()
+        self.counted.clear()
+        self._space.lose()
+        self._catalogue.clear()
+        self._headless.clear()
+
+    def _scan(self) -> None:
+        """Look through folders in which something has changed: all of them at first."""
+        is_first = not self.counted.is_set()
+        if not is_first and self._folder.is_alone():
+            return
+        for scope, label in self._folder.labels().items():
+            if label:
+                self._catalogue.describe(scope, label)
+        found: list[Entry] = []
+        for scope, path in self._folder.changed():
+            if self._stopping.is_set():
+                return
+            try:
+                entries = self._folder.look(scope, path)
+            except OSError as error:
+                events.warning("storage_folder_unread", folder=path, reason=str(error))
+                continue
+            found += entries if is_first else [entry for entry in entries if entry.name not in self._catalogue]
+        if is_first:
+            for path, size_bytes in self._folder.left_over():
+                self._space.discard(path, size_bytes)
+        # What another daemon removed stays known until it is asked for, or evicted.
+        found.sort(key=lambda entry: entry.used)
+        found = [entry._replace(used=self._clock.bounded(entry.used)) for entry in found]
+        self._catalogue.add_all(found)
+        self._headless += found
+
+    def _read_headers(self) -> None:
+        """Find the parents of what was found: eviction is leaf-first after a restart, too."""
+        while self._headless and not self._stopping.is_set():
+            name = self._headless.pop().name
+            self._catalogue.link(name, self._parent_of(object_path(self._folder.objects, name), name.key))
+
+    @staticmethod
+    def _parent_of(path: str, key: bytes) -> bytes:
+        """The parent that a file's header names; empty where it has none, or cannot be read."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return b""
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            return parent_in(os.pread(fd, HEADER_BYTES, 0), key) or b""
+        except OSError:
+            return b""
+        finally:
+            os.close(fd)
+
+    def _shrink(self) -> None:
+        ttl_ms = int(self._options.ttl * 1000)
+        before = self._clock.now_ms() - ttl_ms if ttl_ms else None
+        while not self._stopping.is_set() and self._space.shrink(before):
+            pass
+
+    def _save(self) -> int:
+        """Write last uses to files' times, and the time itself: one write for many uses. Returns how many were
+        written."""
+        self._clock.save(self._folder.clock, self._folder.mine / "clock")
+        unsaved = self._catalogue.take_unsaved(SAVED_A_ROUND)
+        for entry in unsaved:
+            set_used(object_path(self._folder.objects, entry.name), entry.used)
+        return len(unsaved)
+
+
+def set_used(file: str | int, used_ms: int) -> None:
+    """Set a file's times to its last use."""
+    try:
+        os.utime(file, ns=(used_ms * 1_000_000, used_ms * 1_000_000))
+    except OSError:  # it is gone, or mounted for reading: the order of eviction is a little off after a restart
+        return

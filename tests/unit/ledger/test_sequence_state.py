@@ -1,0 +1,97 @@
+"""States of a sequence: what it goes through, what is refused meanwhile, and that no other move exists."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from cachesvc.flows.context.call import refusal_of, require_active
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.release import release
+from cachesvc.flows.engine.swap import swap_in, swap_out
+from cachesvc.ledger.sequence_state import (
+    ACTIVE,
+    AWAY,
+    ENDED,
+    FAILED,
+    LEAVING,
+    LOADING,
+    MOVES,
+    ON_DEVICE,
+    RETURNING,
+    SequenceState,
+    move,
+)
+from cachesvc.ledger.sequences import Sequence
+from cachesvc.model.errors import Conflict, LedgerBroken, LoadFailed, NotFound
+from tests.unit.flows.engine.test_flows_refused import hosted
+from tests.unit.flows.engine.test_flows_swap import half_published
+from tests.unit.rigs.ledger_rig import Rig, chain
+
+ILLEGAL = [pair for pair in product(SequenceState, repeat=2) if pair not in MOVES]
+REFUSALS = {LEAVING: Conflict, AWAY: Conflict, RETURNING: Conflict, FAILED: LoadFailed, ENDED: NotFound}
+
+
+@pytest.mark.parametrize(("source", "target"), ILLEGAL)
+def test_a_move_that_the_table_lacks_is_a_defect(source: SequenceState, target: SequenceState) -> None:
+    with pytest.raises(LedgerBroken, match=f"{source.value} cannot become {target.value}"):
+        move(source, target)
+
+
+def sequence_of(rig: Rig, lease: str) -> Sequence:
+    return rig.core.ledger.leases[lease].sequences[1]
+
+
+def end_all(rig: Rig, *, fails: bool) -> None:
+    """End every transfer, with its bytes or without."""
+    for ticket in list(rig.mover.transfers):
+        rig.land(ticket, "no bytes" if fails else "")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_swap_ends_where_its_outcome_says(fails: bool) -> None:
+    rig, a = half_published()
+    sequence = sequence_of(rig, a)
+    seen = [sequence.state]
+    for flow in (swap_out, swap_in):
+        if flow is swap_in and fails:
+            rig.run(swap_out, a, 1)
+            rig.settle()
+        rig.run(flow, a, 1)
+        seen.append(sequence.state)
+        end_all(rig, fails=fails)
+        seen.append(sequence.state)
+    rig.run(release, a, 1)
+    there_and_back = [ACTIVE, LEAVING, ACTIVE, RETURNING, AWAY] if fails else [ACTIVE, LEAVING, AWAY, RETURNING, ACTIVE]
+    assert [*seen, sequence.state] == [*there_and_back, ENDED]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_ends_where_its_outcome_says(fails: bool) -> None:
+    rig, a = hosted("ab")
+    rig.run(match, a, 1, chain(*"abc"), 0)
+    sequence = sequence_of(rig, a)
+    assert sequence.state is ACTIVE
+    rig.run(allocate, a, 1, 3)
+    assert sequence.state is LOADING
+    end_all(rig, fails=fails)
+    if fails:
+        with pytest.raises(LoadFailed):
+            rig.run(publish, a, 1, 2, b"", 1)
+    assert sequence.state is (FAILED if fails else ACTIVE)
+
+
+def test_each_state_has_its_refusal() -> None:
+    rig, a = half_published()
+    sequence = sequence_of(rig, a)
+    for state in SequenceState:
+        sequence.state = state
+        if state in ON_DEVICE:
+            require_active(sequence)
+            assert isinstance(refusal_of(sequence), Conflict)
+        else:
+            with pytest.raises(REFUSALS[state]):
+                require_active(sequence)
