@@ -17,6 +17,9 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import READY, Tier
 
+GHOSTS_LOOKED = 1024
+"""Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
+
 
 def matched(
     core: Core,
@@ -51,7 +54,7 @@ def matched(
     if model.blocks.chooser is not None:
         _follow(core, call, sequence, hit.blocks, waited)
     if model.blocks.retention is not None:
-        _value_positions(core, call, keys, hit.full_blocks)
+        _value_positions(core, call, keys, hit)
 
 
 def sealed_new(core: Core, call: Call, keys: Seq[bytes], paths: Seq[Seq[int]]) -> None:
@@ -90,13 +93,18 @@ def sealed_known(core: Core, call: Call, sequence: Sequence, blocks: int, sealed
     core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
 
 
-def _value_positions(core: Core, call: Call, keys: bytes, full_blocks: int) -> None:
-    """Have the eviction policy learn where requests continue: the full groups have ``full_blocks`` blocks of one."""
-    blocks = call.model.blocks
+def _value_positions(core: Core, call: Call, keys: bytes, hit: Hit) -> None:
+    """Have the eviction policy learn where requests continue, of those blocks too that have left the cache."""
+    blocks, full = call.model.blocks, hit.full_blocks
     if blocks.retention is not None:
-        last = keys[(full_blocks - 1) * KEY_BYTES : full_blocks * KEY_BYTES]
-        tip = blocks.index.rows.get(last, NO_ROW) if full_blocks else NO_ROW
-        blocks.retention.arrived(tip, len(keys) // KEY_BYTES)
+
+        def key(position: int) -> bytes:
+            return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+        asked = len(keys) // KEY_BYTES
+        known = call.model.reuse.known(blocks.index, keys, hit.blocks, asked)[1]
+        beyond = map(key, range(known - 1, max(full, known - GHOSTS_LOOKED) - 1, -1))
+        blocks.retention.arrived(blocks.index.rows.get(key(full - 1), NO_ROW) if full else NO_ROW, asked, beyond)
         if (lesson := blocks.retention.rule.lesson()) is not None:
             core.chores.append(Chore(NO_MODEL, lesson))
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.retention import Retention
+from cachesvc.ledger.index.retention import TICKS, Retention
 from cachesvc.ledger.index.tier_copies import Place
-from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK
+from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, SortedEntries
 from cachesvc.ledger.order.class_queues import QueuedLeaves
 from cachesvc.ledger.order.copy_queues import OCTAVES, CopyQueues, Kin, least_distance, queue_number
 
@@ -53,13 +54,23 @@ def worth_of_next_block(ledger: BlockLedger, place: Place, kin: Kin) -> float:
         return 0.0
     rule, now = retention.rule, retention.now
     known = ledger.chooser.worth(index.segments[row], now) if ledger.chooser is not None else None
-    if known is not None:
-        density = known.density
-    else:
-        here = rule.density(rule.classes[row], now - rule.since[row])
-        density = max(here, rule.end_density(index.depth[row], ledger.ages.age(index.stamp[row])))
-    saved, freed = retention.of_end(place, kin, row)
-    return rule.end_worth(density, saved, freed, kin.cost)
+    end = known.density if known else rule.end_density(index.depth[row], ledger.ages.age(index.stamp[row]))
+    branch = retention.branch(place, kin, row)
+    requests = [(rule.density(rule.classes[each], now - rule.since[each]), saved) for each, saved in branch.copies]
+    requests[:1] = [(max(density, end), saved) for density, saved in requests[:1]]
+    return rule.branch_worth(requests, branch.blocks + kin.cost * len(branch.copies) / kin.window)
+
+
+@dataclass(slots=True, eq=False)
+class _Front:
+    """Copies of one queue whose ages lie in one bin, oldest first. ``until``: rank of the youngest."""
+
+    queue: int
+    number: int
+    density: float
+    worth: float
+    until: int
+    entries: Iterator[int]
 
 
 class _CheapCopies:
@@ -76,42 +87,53 @@ class _CheapCopies:
         order = place.window_leaves[kin.lead]
         assert isinstance(order, CopyQueues)
         self._order = order
+        self._rule, self._now = retention.rule, retention.now
+        self._heads: list[tuple[float, int, _Front | None]] = []  # None: the entry was looked at
 
     def victims(self, looks: int) -> Iterator[int]:
-        """Rows, those of the least worth first."""
-        rule, now, kin = self._retention.rule, self._retention.now, self._kin
-        heads: list[tuple[float, int, int]] = []  # worth, entry, queue (-1: the entry was looked at)
-        fronts: dict[int, Iterator[int]] = {}
-
-        def worth_of(entry: int, number: int, saved: int) -> float:
-            age = now - rule.since[entry & ROW_MASK] if kin.window == 1 else now - (entry >> ROW_BITS) / 1000
-            return rule.copy_worth(rule.density(number, age), saved, kin.cost)
-
-        def advance(queue: int) -> None:
-            entry = next(fronts[queue], None)
-            if entry is not None:
-                heapq.heappush(heads, (worth_of(entry, queue // OCTAVES, least_distance(queue)), entry, queue))
-
+        """Rows, those of the least worth first; distances to the copies above count by octaves."""
+        kin, heads = self._kin, self._heads
         for queue, entries in self._order.queues.items():
-            if not rule.is_end(queue // OCTAVES):
-                fronts[queue] = iter(entries)
-                advance(queue)
+            if entries.first is not None and not self._rule.is_end(queue // OCTAVES):
+                self._open(queue, entries)
         while heads and looks > 0:
-            worth, entry, queue = heapq.heappop(heads)
-            if worth >= self._least:
-                return
+            worth, entry, front = heapq.heappop(heads)
             looks -= 1
             row = entry & ROW_MASK
-            if queue >= 0:
-                advance(queue)
+            if front is not None:
+                self._advance(front)
                 saved = self._retention.saved(self._place, kin, row, self._taken)
-                number = queue // OCTAVES
-                if queue_number(number, saved) != queue:
+                queue = queue_number(front.number, saved)
+                if queue != front.queue:
                     self._farther.append((row, saved))
-                heapq.heappush(heads, (worth_of(entry, number, saved), entry, -1))
-            elif not self._is_kept(row):
+                    worth = self._rule.copy_worth(front.density, least_distance(queue), kin.cost)
+                    if worth < self._least:
+                        heapq.heappush(heads, (worth, entry, None))
+                    continue
+            if not self._is_kept(row):
                 self._taken.add(row)
                 yield row
+
+    def _open(self, queue: int, entries: SortedEntries) -> None:
+        """Look at a queue where copies of some age may be cheap: those of each bin of ages are worth the same."""
+        number, last = queue // OCTAVES, entries.last
+        assert entries.first is not None
+        assert last is not None
+        oldest, newest = (self._age(entry) for entry in (entries.first, last))
+        for first_age, last_age, density in self._rule.densities(number, newest, oldest):
+            worth = self._rule.copy_worth(density, least_distance(queue), self._kin.cost)
+            if worth < self._least:
+                since, until = (int((self._now - age) * TICKS) for age in (last_age, first_age))
+                entries_there = entries.beyond(since << ROW_BITS | ROW_MASK)
+                self._advance(_Front(queue, number, density, worth, until, entries_there))
+
+    def _advance(self, front: _Front) -> None:
+        entry = next(front.entries, None)
+        if entry is not None and entry >> ROW_BITS <= front.until:
+            heapq.heappush(self._heads, (front.worth, entry, front))
+
+    def _age(self, entry: int) -> float:
+        return max(0.0, self._now - (entry >> ROW_BITS) / TICKS)
 
     def settle(self) -> None:
         """Note how far the copies that were looked at are from others."""

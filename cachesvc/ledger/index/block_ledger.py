@@ -286,8 +286,8 @@ class BlockLedger(Lookup):
         """Report to a policy that follows requests that rows, each the parent of the one before, with these ``keys``,
         leave the index."""
         if self.retention is not None:
-            for row in rows:
-                self.retention.left(row)
+            for row, key in zip(rows, keys, strict=True):
+                self.retention.left(row, key)
         if self.chooser is not None:
             for segment, first, end in self.index.by_segment(rows):
                 if segment != NO_SEGMENT:

@@ -8,7 +8,8 @@ state that of the row alone.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
@@ -36,6 +37,14 @@ def kin_of(layout: Layout, shares: Sequence[Sequence[int]]) -> tuple[Kin, ...]:
         Kin(tuple(groups), window, sinks, sum(group in layout.full_groups for group in shares[at]))
         for (at, window, sinks), groups in found.items()
     )
+
+
+class Branch(NamedTuple):
+    """``blocks`` of one path that go one after another. ``copies``: rows with copies, each with the blocks that a
+    request which continues there has to compute again once all have gone."""
+
+    copies: list[tuple[int, int]]
+    blocks: int
 
 
 class Retention:
@@ -85,9 +94,12 @@ class Retention:
 
     # -- what happens ------------------------------------------------------------------------------------------
 
-    def arrived(self, tip: int, blocks: int) -> None:
-        """A request of ``blocks`` blocks has come, of which the full groups have those down to row ``tip``."""
+    def arrived(self, tip: int, blocks: int, beyond: Iterable[bytes]) -> None:
+        """A request of ``blocks`` blocks has come, of which the full groups have those down to row ``tip``. ``beyond``:
+        keys of further blocks that had been there, the deepest first."""
         self.rule.request(self.now)
+        if any(self.rule.missed(key, self.now) for key in beyond):
+            return
         row = self._position_above(tip)
         if row != NO_ROW:
             goes_on = self._index.depth[row] + 1 < blocks
@@ -98,9 +110,9 @@ class Retention:
         self._change(row, lambda: self.rule.ended(row, self._index.depth[row], self.now))
         self._link(row)
 
-    def left(self, row: int) -> None:
-        """The row leaves the index."""
-        self.rule.left(row, self.now)
+    def left(self, row: int, key: bytes) -> None:
+        """The row of ``key`` leaves the index."""
+        self.rule.left(row, key, self.now)
         self.below[row] = NO_ROW
 
     def _continued(self, row: int, *, goes_on: bool) -> None:
@@ -171,13 +183,16 @@ class Retention:
             at, looks = below[at], looks + 1
         return 0
 
-    def of_end(self, place: Place, kin: Kin, row: int) -> tuple[int, int]:
-        """Of a leaf with copies: the blocks that they save, and those that go with them because nothing else on the
-        place hangs from these."""
+    def branch(self, place: Place, kin: Kin, row: int) -> Branch:
+        """The blocks of a place that hang from a leaf's path alone, from that leaf up, with their copies."""
         parent, children, states = self._index.parent, place.children, place.states[kin.lead]
-        saved, freed, is_shared, at = 1, 1, False, parent[row]
-        while at != NO_ROW and saved < ROWS_LOOKED and states[at] == ABSENT:
-            is_shared = is_shared or children[at] > 1
-            saved, freed = saved + 1, freed + (not is_shared)
-            at = parent[at]
-        return saved, freed
+        found: list[tuple[int, int]] = []
+        blocks, at = 0, row
+        while at != NO_ROW and blocks < ROWS_LOOKED and (at == row or children[at] == 1):
+            if states[at] != ABSENT:
+                found.append((at, blocks))
+            blocks, at = blocks + 1, parent[at]
+        above = 0
+        while at != NO_ROW and above < ROWS_LOOKED and states[at] == ABSENT:
+            above, at = above + 1, parent[at]
+        return Branch([(each, blocks - below + above) for each, below in found], blocks)

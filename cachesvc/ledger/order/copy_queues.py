@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, LeafOrder, Rank, SortedEntries
@@ -56,8 +56,11 @@ class PositionRule(Protocol):
     def ended(self, row: int, depth: int, now: float) -> None:
         """A request has ended, and this is its last position."""
 
-    def left(self, row: int, now: float) -> None:
-        """The row is no longer known."""
+    def left(self, row: int, key: bytes, now: float) -> None:
+        """The row of ``key`` leaves the index."""
+
+    def missed(self, key: bytes, now: float) -> bool:
+        """A request would continue at the position of ``key``, if that is one that has left; True where it is."""
 
     def request(self, now: float) -> None:
         """Count a request."""
@@ -71,14 +74,17 @@ class PositionRule(Protocol):
     def density(self, number: int, age: float) -> float:
         """Requests a second that are expected to continue at a position of a class and age."""
 
+    def densities(self, number: int, newest: float, oldest: float) -> Iterator[tuple[float, float, float]]:
+        """Parts of the ages between two: from, to, and the ``density`` of positions of a class there."""
+
     def end_density(self, depth: int, age: float) -> float:
         """``density`` of a request's end of that depth and age."""
 
     def copy_worth(self, density: float, saved: int, cost: float) -> float:
         """Worth of copies without which ``saved`` blocks are computed again; ``cost``: their memory, in blocks."""
 
-    def end_worth(self, density: float, saved: int, freed: int, cost: float) -> float:
-        """Worth of copies that go together with the ``freed`` blocks above them."""
+    def branch_worth(self, requests: Sequence[tuple[float, int]], memory: float) -> float:
+        """Worth of blocks and copies that go together: of each copy, requests a second and the blocks they save."""
 
     def fallback(self, saved: int, below: int, cost: float, capacity: int) -> float:
         """Worth of copies once the ``below`` blocks behind them have gone, as a share of that of the end there."""

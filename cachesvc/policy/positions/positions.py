@@ -11,20 +11,23 @@ Time comes in as an argument. All of it is columns by row, and a refit is done i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
 import numpy as np
 
-from cachesvc.policy.hazard.ages import bin_of
+from cachesvc.policy.hazard.ages import BINS, begin_of, bin_of
 from cachesvc.policy.hazard.rates import LANDMARKS_A_STEP, Floats, Ints
 from cachesvc.policy.positions.rates import PositionRates, Waiting
-from cachesvc.policy.positions.worth import copy_worth, end_worth, fallback
+from cachesvc.policy.positions.worth import branch_worth, copy_worth, fallback
 
 NO_CLASS = 0
 FIRST_FIT, LONGEST_PERIOD = 20, 400
 """Requests before the first refit, and the most between two."""
 DEPTH_OCTAVES = 24
+REMEMBERED = 8192
+"""Positions that are remembered after they have left the index."""
 
 
 class Kind(IntEnum):
@@ -50,6 +53,7 @@ class Positions:
         self.rates = PositionRates()
         self.requests = 0
         self._kinds: list[Kind] = []
+        self._gone: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         self._numbers: dict[tuple[Kind, int], int] = {}
         self._next_fit = FIRST_FIT
         self._refit: Iterator[None] | None = None
@@ -90,15 +94,31 @@ class Positions:
         if not self.classes[row]:
             self._begin(row, Kind.END, depth, now)
         elif self._kinds[self.classes[row]] in (Kind.MIDDLE, Kind.PASSED):
-            self.left(row, now)
+            self.rates.left(self.classes[row], now - self.since[row])
             self._begin(row, Kind.END, depth, now)
 
-    def left(self, row: int, now: float) -> None:
-        """The row is no longer known. No-op where it is no position."""
+    def left(self, row: int, key: bytes, now: float) -> None:
+        """The row leaves the index. No-op where it is no position. All but the middles are remembered by their keys:
+        what comes too late for the cache tells how soon requests come, too."""
         number = self.classes[row]
-        if number:
+        if not number:
+            return
+        self.classes[row] = NO_CLASS
+        if self._kinds[number] is Kind.MIDDLE:
             self.rates.left(number, now - self.since[row])
-            self.classes[row] = NO_CLASS
+            return
+        self._gone[key] = (number, self.since[row])
+        if len(self._gone) > REMEMBERED:
+            _, (number, since) = self._gone.popitem(last=False)
+            self.rates.left(number, now - since)
+
+    def missed(self, key: bytes, now: float) -> bool:
+        """A request would continue at the position of ``key``, if that is one that has left; True where it is."""
+        gone = self._gone.pop(key, None)
+        if gone is None:
+            return False
+        self.rates.continued(gone[0], now - gone[1])
+        return True
 
     def _begin(self, row: int, kind: Kind, depth: int, now: float) -> None:
         self.classes[row] = self._class_of(kind, depth)
@@ -141,6 +161,8 @@ class Positions:
             ages: Floats = now - np.array(self.since[first : first + LANDMARKS_A_STEP])
             known = classes > NO_CLASS
             yield Waiting(classes[known], np.maximum(ages[known], 0.0))
+        gone = np.array(list(self._gone.values()), np.float64).reshape(-1, 2)
+        yield Waiting(gone[:, 0].astype(np.int64), np.maximum(now - gone[:, 1], 0.0))
 
     # -- what is known -----------------------------------------------------------------------------------------
 
@@ -152,6 +174,12 @@ class Positions:
         """Requests a second that are expected to continue at a position of a class and age."""
         return float(self.rates.density[number, bin_of(age)]) if number else 0.0
 
+    def densities(self, number: int, newest: float, oldest: float) -> Iterator[tuple[float, float, float]]:
+        """Parts of the ages between two: from, to, and the ``density`` of positions of a class there."""
+        density = self.rates.density[number]
+        for at in range(bin_of(newest), bin_of(oldest) + 1):
+            yield begin_of(at), begin_of(at + 1) if at + 1 < BINS else oldest + 1, float(density[at])
+
     def end_density(self, depth: int, age: float) -> float:
         """``density`` of a request's end of that depth and age."""
         return self.density(self._class_of(Kind.END, depth), age)
@@ -160,9 +188,9 @@ class Positions:
         """See ``worth.py``."""
         return copy_worth(density, saved, cost)
 
-    def end_worth(self, density: float, saved: int, freed: int, cost: float) -> float:
+    def branch_worth(self, requests: Sequence[tuple[float, int]], memory: float) -> float:
         """See ``worth.py``."""
-        return end_worth(density, saved, freed, cost)
+        return branch_worth(requests, memory)
 
     def fallback(self, saved: int, below: int, cost: float, capacity: int) -> float:
         """See ``worth.py``."""

@@ -5,6 +5,8 @@ All sizes are in blocks of the full groups: a state that takes as much memory as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def copy_worth(density: float, saved: int, cost: float) -> float:
     """Worth of copies behind which a prompt goes on: without them a request that continues there, ``density`` a second,
@@ -12,10 +14,13 @@ def copy_worth(density: float, saved: int, cost: float) -> float:
     return density * saved / cost
 
 
-def end_worth(density: float, saved: int, freed: int, cost: float) -> float:
-    """Worth of the end of a prompt: its copies are of use with the ``freed`` blocks above them alone, and the other way
-    round."""
-    return density * saved / (freed + cost)
+def branch_worth(requests: Sequence[tuple[float, int]], memory: float) -> float:
+    """Worth of the end of a prompt, blocks and copies together: the ones are of no use without the others.
+
+    ``requests``: of each position with copies, how many a second continue there, and the blocks that they would compute
+    again. ``memory``: of all of it, in blocks.
+    """
+    return sum(density * saved for density, saved in requests) / memory
 
 
 def fallback(saved: int, below: int, cost: float, capacity: int) -> float:
