@@ -137,7 +137,7 @@ COMPILE = $(UV) pip compile --quiet --universal --python-version 3.11 --python $
 	--no-annotate --custom-compile-command "make lock"
 HASHED = $(COMPILE) --generate-hashes --constraint $(LOCK)
 SETUP_EXTRAS := --extra server --extra web --extra top --extra replay --extra dev --extra gpucheck
-IMAGE_EXTRAS := --extra server --extra numa --extra prometheus
+IMAGE_EXTRAS := --extra server --extra numa --extra prometheus --extra s3
 
 # UPGRADE= keeps the versions that there are.
 UPGRADE ?= --upgrade

@@ -34,7 +34,7 @@ from cachesvc.policy.eviction import EVICTION_POLICIES
 from cachesvc.telemetry.events import start_logging
 
 if TYPE_CHECKING:
-    from cachesvc.daemon import Parts
+    from cachesvc.daemon import DaemonParts
 
 SWITCH_SECONDS = 0.0002
 """Interval after which a copy thread yields the interpreter to the event loop, seconds. Python's 5 ms would be the p99
@@ -117,7 +117,7 @@ def check(config: Config) -> str:
     return "\n".join(["the configuration is valid; it differs from the defaults by", *(lines or ["nothing"])])
 
 
-def _run(parts: Parts) -> None:
+def _run(parts: DaemonParts) -> None:
     """Run on uvloop where it is installed: its round trips are shorter."""
     sys.setswitchinterval(SWITCH_SECONDS)
     c_library = ctypes.CDLL(None)
@@ -137,7 +137,7 @@ def _run(parts: Parts) -> None:
         runner.run(_serve(parts))
 
 
-async def _serve(parts: Parts) -> None:
+async def _serve(parts: DaemonParts) -> None:
     from cachesvc.daemon import run
 
     await run(parts)
@@ -226,7 +226,8 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
     add("--write-back-share", type=float, metavar="X", help="write back classes used X times the mean (default 0: all)")
     add("--ahead-pages", type=int, metavar="N", help="pages kept free, 1/64 of a pool at most (default 256)")
-    add("--storage", metavar="SPEC", help="below the host: file:FOLDER?capacity=SIZE, or mooncake:MASTER:PORT")
+    below = "below the host: file:FOLDER?capacity=SIZE, mooncake:HOST:PORT or s3://BUCKET; again for tiers below it"
+    add("--storage", metavar="SPEC", action="append", help=below)
     add("--eviction", choices=sorted(EVICTION_POLICIES), help="eviction policy (default lru)")
     add("--lease-seconds", type=float, metavar="S", help="silence after which a lease is lost (default 10)")
     add("--wait-seconds", type=float, metavar="S", help="longest that a call waits for transfers (default 30)")

@@ -13,7 +13,7 @@ from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text.addresses import parse_address
 from cachesvc.model.text.nearest import did_you_mean
-from cachesvc.model.text.sizes import parse_size
+from cachesvc.model.text.sizes import parse_amount, parse_size
 from cachesvc.model.words import WritePolicy
 
 BACKENDS = ("auto", "shm", "cuda")
@@ -60,7 +60,8 @@ class Config:
     callers and their rights; empty: all processes that may open the socket. ``tls_client_ca``: clients on TCP need a
     certificate that it signed; ``tokens`` say what they may. ``checksums``: of which sealed pages they are taken, for
     Verify; ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the read-only page
-    on loopback, or empty. ``storage``: what outlives the daemon, as KIND:WHERE?options, or empty. ``peers``: daemons of
+    on loopback, or empty. ``storage``: what outlives the daemon, by tier, as KIND:WHERE?options, the
+    fastest first. ``peers``: daemons of
     other nodes that are asked, HOST:PORT by comma. ``peer_listen``: HOST:PORT where they are answered, or empty;
     ``peer_data_port``: where their bytes come from, 0: any. ``peer_tokens``: file of what nodes show each other;
     ``peer_tls_*``: their certificates. ``peer_lease_seconds``: how long a silent node keeps what it borrowed.
@@ -114,7 +115,7 @@ class Config:
     checksums: str = "off"
     checksum_limit: int = 256 << 20
     web_listen: str = ""
-    storage: str = ""
+    storage: tuple[str, ...] = ()
     peers: str = ""
     peer_listen: str = ""
     peer_data_port: int = 0
@@ -173,8 +174,7 @@ class Config:
             raise InvalidRequest("ahead_pages may not be negative; 0 makes no room ahead")
         if self.lanes_per_process < 0:
             raise InvalidRequest("lanes_per_process may not be negative; 0 gives no lanes")
-        for name in ("device_pool", "host_pool"):
-            _require_pool(name, getattr(self, name))
+        _require_pools(self)
         if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
             raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
         _require_grace(self.token_grace_seconds)
@@ -219,11 +219,17 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
 
 
 MIN_POOL_BYTES = 1 << 20
+POOLS = ("device_pool", "host_pool")
 SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", "slice_bytes", "checksum_limit")
 
 
 def _coerce(name: str, value: Any) -> Any:
     default = getattr(Config(), name)
+    if name == "storage":
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise InvalidRequest(f"storage: {value!r} is not KIND:WHERE?options, or a list of them")
+        return tuple(filter(None, texts))
     if name == "mover":
         if not isinstance(value, list) or not all(isinstance(path, str) and path for path in value):
             raise InvalidRequest(f"mover: {value!r} is not a list of paths of sockets")
@@ -234,7 +240,7 @@ def _coerce(name: str, value: Any) -> Any:
         return tuple(value)
     if name in SIZES and not isinstance(value, bool):
         try:
-            return parse_size(value)
+            return (parse_size if name in POOLS else parse_amount)(value)
         except InvalidRequest as error:
             raise InvalidRequest(f"{name}: {error}") from error
     if isinstance(default, int):
@@ -264,6 +270,16 @@ def _require_pool(name: str, size_bytes: int) -> None:
         raise InvalidRequest(
             f"{name}: {size_bytes} is {size_bytes} bytes, and a pool has at least {MIN_POOL_BYTES} (1 MiB); did you "
             f"mean {size_bytes}GiB?"
+        )
+
+
+def _require_pools(config: Config) -> None:
+    for name in POOLS:
+        _require_pool(name, getattr(config, name))
+    if config.storage and not config.host_pool:
+        raise InvalidRequest(
+            "storage: blocks go to storage from the host's pages, and host_pool is 0: nothing would be kept; give it a "
+            "host_pool, such as 8GiB"
         )
 
 

@@ -55,8 +55,7 @@ from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.storages import Storages
-from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.transfer_ends import TransferEnds
+from cachesvc.swap.engine import SwapEngine, TransferEnds
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
@@ -71,7 +70,7 @@ OPEN_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class DaemonParts:
     """Everything that runs in a daemon's process. ``keyrings``: one where tokens are configured, else none.
     ``stopping``: set it to end the daemon."""
 
@@ -104,7 +103,7 @@ class Step(NamedTuple):
 
 def build(
     config: Config, reread: Callable[[], Config] | None = None, choose: Callable[[Config], Hardware] = choose_hardware
-) -> Parts:
+) -> DaemonParts:
     """Make everything, and start nothing. ``reread`` gives the configuration as its file has it by now.
 
     Raises a CacheError that says what cannot be had.
@@ -125,7 +124,7 @@ def build(
     admin = AdminService(calls.edge, Inspection(node, checksums), administration, facts, quotas, reload, storage)
     services = Services(calls.engine, calls.lease, calls.cache, following, admin)
     dispatcher = calls.edge.dispatcher
-    return Parts(
+    return DaemonParts(
         config=config,
         base=base,
         claim=SocketClaim(config.socket),
@@ -147,7 +146,7 @@ def build(
     )
 
 
-def steps(parts: Parts) -> tuple[Step, ...]:
+def steps(parts: DaemonParts) -> tuple[Step, ...]:
     """Steps of a start, in this order; the daemon closes them in reverse."""
     config, (hardware, telemetry, engine, node, host_pool, vault, storages) = parts.config, parts.base
     grace_seconds = max(GOODBYE_SECONDS, min(STOP_SECONDS, config.drain_seconds))
@@ -183,7 +182,7 @@ def steps(parts: Parts) -> tuple[Step, ...]:
     )
 
 
-async def run(parts: Parts) -> None:
+async def run(parts: DaemonParts) -> None:
     """Start the parts, serve until ``parts.stopping``, drain, and close what was started.
 
     Takes the process's SIGTERM, SIGINT and SIGHUP. Raises a CacheError that says what cannot be started.
@@ -371,7 +370,7 @@ def _nothing() -> None:
     """No-op for a part that needs no start, or no close."""
 
 
-def _tell_ready(parts: Parts, seconds: float) -> None:
+def _tell_ready(parts: DaemonParts, seconds: float) -> None:
     events.event("config", **parts.config.shown())
     events.event(
         "ready",
@@ -391,7 +390,7 @@ def _reload_too_early() -> None:
     events.event("reload_too_early")
 
 
-def _reload(parts: Parts) -> None:
+def _reload(parts: DaemonParts) -> None:
     """Read the configuration and the tokens again; whatever is wrong with the one file, the other counts."""
     try:
         parts.reloader.reload_by_signal()

@@ -20,11 +20,11 @@ from cachesvc.memory.shm.backend import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.mover.listing import ListedGpu, Listing
 from cachesvc.mover.process import found
-from cachesvc.mover.processes import Processes
+from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.settings import Settings
 from cachesvc.service.host.device_line import DeviceLine
 from cachesvc.swap.costs import H100_COSTS, LinkCosts, costs_of
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from cachesvc.telemetry import events
 from gpu_ops.calibration import BUFFER_BYTES, LinkFigures, calibrate
 from gpu_ops.errors import CudaError, CudaMissing
@@ -38,7 +38,7 @@ class Hardware:
     ``nodes``: the NUMA node of each device, where there are several and the firmware tells.
     """
 
-    movers: Inside | Processes
+    movers: InProcessMovers | MoverProcesses
     gpus: tuple[Gpu, ...] = ()
     nodes: Mapping[str, int] = field(default_factory=dict)
 
@@ -50,16 +50,16 @@ class Hardware:
     @property
     def has_processes(self) -> bool:
         """True where movers are processes: a device that broke comes back by itself, and host memory is files."""
-        return isinstance(self.movers, Processes)
+        return isinstance(self.movers, MoverProcesses)
 
     def tell_losses(self, lost: Callable[[str, str], None]) -> None:
         """Tell ``lost(device, why)``, from a thread, when the slabs of a device are gone with its mover."""
-        if isinstance(self.movers, Processes):
+        if isinstance(self.movers, MoverProcesses):
             self.movers.tell_losses(lost)
 
     def hurry(self) -> None:
         """The daemon stops: wait for no process of a device that hangs."""
-        if isinstance(self.movers, Processes):
+        if isinstance(self.movers, MoverProcesses):
             self.movers.hurry()
 
 
@@ -85,7 +85,9 @@ def choose_hardware(config: Config, listing: Listing | None = None) -> Hardware:
     if config.movers != "inside":
         return Hardware(processes("shm", config, names), nodes=nodes)
     rules, faults = copy_rules(config), config.fault_copies
-    return Hardware(Inside(ShmBackend(len(names), config.device_pool, rules=rules, fault_copies=faults)), nodes=nodes)
+    return Hardware(
+        InProcessMovers(ShmBackend(len(names), config.device_pool, rules=rules, fault_copies=faults)), nodes=nodes
+    )
 
 
 def uses_vmm(config: Config, lacking: Sequence[str]) -> bool:
@@ -108,7 +110,7 @@ def processes(
     reaches: frozenset[tuple[str, str]] | None = None,
     *,
     vmm: bool = False,
-) -> Processes:
+) -> MoverProcesses:
     """A mover in a process of its own for each device. Raises InvalidRequest where those that run already are not as
     many."""
     if config.mover and len(config.mover) != len(devices):
@@ -127,7 +129,9 @@ def processes(
         )
         for device in devices
     ]
-    return Processes(settings, __version__, begins=[partial(found, path) for path in config.mover], reaches=reaches)
+    return MoverProcesses(
+        settings, __version__, begins=[partial(found, path) for path in config.mover], reaches=reaches
+    )
 
 
 def copy_rules(config: Config) -> CopyRules:
@@ -148,7 +152,7 @@ def gpu_hardware(config: Config, listing: Listing | None = None) -> Hardware:
     gpus = find_gpus()
     vmm = uses_vmm(config, [gpu.uuid for gpu in gpus if not gpu.facts.has_vmm])
     backend = CudaBackend(gpus, config.device_pool, vmm=vmm, rules=copy_rules(config))
-    return Hardware(Inside(backend), gpus, _told_nodes({gpu.uuid: gpu.facts.pci for gpu in gpus}))
+    return Hardware(InProcessMovers(backend), gpus, _told_nodes({gpu.uuid: gpu.facts.pci for gpu in gpus}))
 
 
 def _gpus_of_movers(config: Config, listing: Listing) -> Hardware:
@@ -182,7 +186,7 @@ def device_nodes(devices: Mapping[str, str], sysfs: Path = numa.SYSFS) -> dict[s
 def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceLine], None]) -> None:
     """Measure the links of started devices, tell what each is, and have the movers plan by that. Raises Unavailable."""
     movers = hardware.movers
-    if isinstance(movers, Inside):
+    if isinstance(movers, InProcessMovers):
         movers.plan_by(link_costs(config, hardware.gpus, tell))
         return
     if movers.name != "cuda":

@@ -19,6 +19,7 @@ from cachesvc.flows.engine.publish import publish
 from cachesvc.flows.engine.recycle import recycle
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.leases.leases import open_lease, process_arrived
+from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.flows.transfer.transfers import land
 from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
@@ -33,6 +34,7 @@ from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
 from cachesvc.policy.writing import WriteRule
+from cachesvc.simulated_disk import SimulatedDisk
 
 EVICTIONS = tuple(sorted(EVICTION_POLICIES))
 """Eviction policies that can be simulated: those of a daemon."""
@@ -64,37 +66,47 @@ class Copies(NamedTuple):
     window_blocks: int = 1
 
 
-class Pools(NamedTuple):
-    """Parameters of a simulation: one device and one host pool, in blocks, the policies by their names, and what else
-    lies in the pools."""
+class SimulatedPools(NamedTuple):
+    """Parameters of a simulation: one device and one host pool, in blocks, and the policies by their names.
+    ``disk_blocks``: of a disk below them; 0: none. ``restart_every``: requests after which the daemon is started anew;
+    0: never. ``copies``: what else lies in the pools."""
 
     eviction: str
     write_policy: str
     device_blocks: int
     host_blocks: int
+    disk_blocks: int = 0
+    restart_every: int = 0
     copies: Copies = Copies()
 
 
 class Hits(NamedTuple):
-    """Blocks of a prompt that were in place, and that came from the host."""
+    """Blocks of a prompt that were in place, and that came from the host, or from the disk."""
 
     device: int
     host: int
+    disk: int = 0
 
 
 class Simulation:
     """One model on one replica, and one engine. Raises InvalidRequest for a policy that there is not, ValueError for a
-    write policy or a size that cannot be. ``ledger``: what is true by now, for audits."""
+    write policy or a size that cannot be. ``ledger``: what is true by now, for audits. ``disk``: that of a
+    daemon that has ended."""
 
-    def __init__(self, pools: Pools, block_tokens: int) -> None:
+    def __init__(self, pools: SimulatedPools, block_tokens: int, disk: SimulatedDisk | None = None) -> None:
         if pools.device_blocks < 1 or pools.host_blocks < 0:
             raise ValueError(f"there are no pools of {pools.device_blocks} and {pools.host_blocks} blocks")
+        self._pools, self._block_tokens = pools, block_tokens
         self._mover = _Instantly()
+        self._rank = eviction_policy(pools.eviction).rank
+        self._disk = disk or (SimulatedDisk(pools.disk_blocks, self._rank) if pools.disk_blocks else None)
         limits = Limits(blocks_per_sequence=AT_ONCE, recent_blocks=0)
         rule = WriteRule(WritePolicy(pools.write_policy))
         turns = Turns(*(AT_ONCE for _ in Turns._fields))
         self.ledger = Ledger()
         self._core = Core(self.ledger, self._mover, eviction_policy(pools.eviction), rule, limits, turns)
+        if self._disk is not None:
+            self._disk.connect(self._core)
         self._copies = pools.copies
         self._most_blocks = _most_blocks(pools)
         model = _model(self._core, pools, block_tokens)
@@ -102,6 +114,14 @@ class Simulation:
         lease = open_lease(self._core, model.id, 0, "", PROCESS, 0, 0.0)
         self._call = Call(lease, model, model.replicas[0], 0.0)
         self._sequence = 0
+
+    def restarted(self) -> Simulation:
+        """The daemon after an orderly stop and a start: only what is on its disk is left."""
+        if self._disk is None:
+            return Simulation(self._pools, self._block_tokens)
+        self._disk.flush(self._settle)
+        disk = SimulatedDisk(self._pools.disk_blocks, self._rank, self._disk)
+        return Simulation(self._pools, self._block_tokens, disk)
 
     def serve(self, keys: bytes, now: float, ended: Ended | None = None) -> Hits:
         """A request for the prompt of packed ``keys`` at ``now`` (seconds, which do not go back).
@@ -115,14 +135,26 @@ class Simulation:
         self.ledger.mark_time(now)
         self.ledger.moment.seconds = now
         blocks = min(len(keys) // KEY_BYTES, self._most_blocks)
-        hit = self._run(match, core, call, sequence, keys, blocks)
+        if self._disk is not None:
+            self._disk.seconds = now
+        sharing, before = Sharing(), self._core.ledger.models[1].hit_blocks.copy()
+        hit = self._run(match, core, call, sequence, keys, blocks, sharing)
         first = hit.device_blocks + hit.host_blocks
         step = STEP_BLOCKS if call.model.layout.window_groups else AT_ONCE
         for at in range(first, blocks, step) if first < blocks else (blocks,):
             self._compute(call, keys, at, min(blocks, at + step))
         self._run(release, core, call, sequence, ended)
-        self._mover.land_all(core)
-        return Hits(hit.device_blocks, hit.host_blocks)
+        if self._disk is not None:
+            self._disk.tick()
+        self._settle()
+        hits = self._core.ledger.models[1].hit_blocks
+        return Hits(*(hits[tier] - before[tier] for tier in ("device", "host", "storage")))
+
+    def _settle(self) -> None:
+        """End what is under way."""
+        self._mover.land_all(self._core)
+        while self._disk is not None and (self._disk.run() or self._mover.is_busy):
+            self._mover.land_all(self._core)
 
     def _compute(self, call: Call, keys: bytes, first: int, blocks: int) -> None:
         """One step of an engine: it computes the blocks from ``first`` on, publishes them with their states, and lets
@@ -130,7 +162,7 @@ class Simulation:
         core, sequence, layout = self._core, self._sequence, call.model.layout
         ends = [at for at in range(first, blocks) if (at + 1) % self._copies.state_blocks == 0]
         self._run(allocate, core, call, sequence, blocks, positions=dict.fromkeys(layout.state_groups, ends))
-        self._mover.land_all(core)
+        self._settle()
         if first == blocks:
             return
         tables = call.sequence(sequence).tables
@@ -144,7 +176,7 @@ class Simulation:
 
     def _run(self, flow: Callable[..., Answer | Wait], *arguments: object, **named: object) -> Answer:
         while isinstance(answer := flow(*arguments, **named), Wait):
-            self._mover.land_all(self._core)
+            self._settle()
         return answer
 
 
@@ -170,6 +202,11 @@ class _Instantly:
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         """No-op: transfers take no time."""
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a transfer has not ended."""
+        return bool(self._landing)
+
     def land_all(self, core: Core) -> None:
         """End all transfers, and do what is due at their end."""
         while self._landing:
@@ -178,7 +215,7 @@ class _Instantly:
             tidy(core.chores)
 
 
-def _most_blocks(pools: Pools) -> int:
+def _most_blocks(pools: SimulatedPools) -> int:
     """Blocks of a prompt that fit the device while it runs, with the copies of a step and those held since the last."""
     states = pools.copies.state_pages * (STEP_BLOCKS // pools.copies.state_blocks + 3)
     windows = pools.copies.window_pages * (STEP_BLOCKS + pools.copies.window_blocks)
@@ -205,7 +242,7 @@ def _pools(layout: Layout, where: str, blocks: int) -> tuple[PagePool, ...]:
     return pools
 
 
-def _model(core: Core, pools: Pools, block_tokens: int) -> Model:
+def _model(core: Core, pools: SimulatedPools, block_tokens: int) -> Model:
     """The model with its pools, as a registration leaves it."""
     layout = _layout(pools.copies, block_tokens)
     host, device = _pools(layout, "host", pools.host_blocks), _pools(layout, "device", pools.device_blocks)

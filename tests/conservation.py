@@ -287,9 +287,7 @@ def _tables(ledger: Ledger, model: Model) -> Iterator[str]:
             rows = dict(enumerate(path)) if group in place.full_groups else sequence.window_rows.get(group, {})
             for position, page in enumerate(table):
                 if page == NO_PAGE:
-                    if group in place.full_groups or (
-                        group not in place.state_groups and position >= sequence.cursors[group]
-                    ):
+                    if group in place.full_groups:  # in the others an engine chooses
                         yield f"{where}: no page for block {position}"
                     continue
                 row = rows.get(position, NO_ROW)

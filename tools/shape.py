@@ -13,12 +13,14 @@ import re
 import subprocess
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path, PurePath
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cachesvc", "client", "gpu_ops", "tests", "benchmarks", "examples", "tools")
 PRODUCT = ("cachesvc", "client", "gpu_ops")
+MOST_MODULES = 12
+"""Modules of a folder, beside ``__init__``: what a reader keeps in mind."""
 BY_HAND = re.compile(r"\.(?:pin|unpin|pin_window|unpin_window|move|move_all|take)\(")
 Files = dict[PurePath, str]
 
@@ -56,18 +58,82 @@ def shape_of(files: Files) -> dict[str, int]:
         out[f"{folder}: lines"] = sum(text.count("\n") for text in mine)
         out[f"{folder}: files"] = len(mine)
     product = {path: text for path, text in files.items() if path.parts[0] in PRODUCT}
-    out["files in the largest folder of the product"] = max(Counter(path.parent for path in product).values())
+    sizes = modules_by_folder(product)
+    out["modules in the largest folder of the product"] = max(sizes.values())
+    out[f"folders of the product above {MOST_MODULES} modules"] = sum(size > MOST_MODULES for size in sizes.values())
+    out["circles between folders of the product"] = len(circles_of(product))
+    out["class names twice in a distribution"] = len(twice_named(product))
     out["longest file of the product, lines"] = max(text.count("\n") for text in product.values())
     trees = [ast.parse(text) for text in product.values()]
     lengths = sorted(length for tree in trees for length in lengths_of(tree))
     for name, at in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)):
         out[f"functions of the product, lines: {name}"] = lengths[min(len(lengths) - 1, int(at * len(lengths)))]
-    out["Any in signatures of the product"] = sum(anys_in(tree) for tree in trees)
+    anys = [is_any for tree in trees for is_any in annotations_of(tree)]
+    out["Any in signatures of the product"] = sum(anys)
+    out["Any in signatures, a thousand annotations"] = 1000 * sum(anys) // len(anys)
     flows = [text for path, text in files.items() if path.parts[:2] == ("cachesvc", "flows")]
     out["pins and pages moved by hand in flows"] = sum(len(BY_HAND.findall(text)) for text in flows)
     service = [text for path, text in files.items() if path.parts[:2] == ("cachesvc", "service")]
     out["reads of .ledger in the service"] = sum(len(re.findall(r"\.ledger\b", text)) for text in service)
     return out
+
+
+def modules_by_folder(files: Files) -> Counter[PurePath]:
+    """Number of modules in each folder, without ``__init__``."""
+    return Counter(path.parent for path in files if path.name != "__init__.py")
+
+
+def circles_of(files: Files) -> list[list[str]]:
+    """Sets of folders that import each other, directly or by way of others. An ``__init__`` does not count: it
+    shows what lies below it."""
+    modules = {module_of(path): path for path in files if path.name != "__init__.py"}
+    above: dict[str, set[str]] = {str(path.parent): set() for path in modules.values()}
+    for path in modules.values():
+        for found in imports_of(ast.parse(files[path]), modules):
+            above[str(path.parent)].add(str(modules[found].parent))
+    return [sorted(circle) for circle in circles_in(above) if len(circle) > 1]
+
+
+def circles_in(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Nodes that reach each other, by what each reaches. Small graphs alone."""
+    reached = {node: set(to) for node, to in arrows.items()}
+    for middle, beyond in reached.items():
+        for to in reached.values():
+            if middle in to and to is not beyond:
+                to.update(beyond)
+    circles: list[set[str]] = []
+    for node, to in reached.items():
+        if not any(node in circle for circle in circles):
+            circles.append({node} | {other for other in to if node in reached.get(other, ())})
+    return circles
+
+
+def twice_named(files: Files) -> dict[tuple[str, str], list[PurePath]]:
+    """Paths by distribution and name, of public classes whose name occurs in more than one module."""
+    found: dict[tuple[str, str], list[PurePath]] = {}
+    for path, text in sorted(files.items()):
+        package = module_of(path).partition(".")[0]
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault((package, node.name), []).append(path)
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def module_of(path: PurePath) -> str:
+    """Dotted name by which a file is imported."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[1:] if parts[0] == "client" else parts)
+
+
+def imports_of(tree: ast.AST, modules: Container[str]) -> Iterator[str]:
+    """Those of ``modules`` that a file imports."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+        yield from (name for name in names if name in modules)
 
 
 def lengths_of(tree: ast.AST) -> Iterator[int]:
@@ -77,16 +143,14 @@ def lengths_of(tree: ast.AST) -> Iterator[int]:
             yield (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def anys_in(tree: ast.AST) -> int:
-    """Number of parameters and results that are annotated with ``Any``, or with something of it."""
-    found = 0
+def annotations_of(tree: ast.AST) -> Iterator[bool]:
+    """For each annotated parameter and result, whether it is ``Any`` or something of it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = node.args
             every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
             annotations = [each.annotation for each in every if each is not None] + [node.returns]
-            found += sum(_has_any(each) for each in annotations if each is not None)
-    return found
+            yield from (_has_any(each) for each in annotations if each is not None)
 
 
 def _has_any(annotation: ast.AST) -> bool:

@@ -366,7 +366,9 @@ def require_right(wrong_blocks: int) -> None:
 
 def main() -> None:
     """Measure, print, and write it as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.attach", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--pools", default="1,16,64", help="GiB of the device pools that engines come back to")
     parser.add_argument("--host-gib", type=int, default=64, help=f"host pool, at least {LEAST_HOST_GIB}")

@@ -25,7 +25,7 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.model.futex import Words, wait_reached, words_of
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import Direction, PagePairs, Transfer
-from cachesvc.mover.processes import Processes
+from cachesvc.mover.processes import MoverProcesses
 
 LOAD, STORE = Direction
 CHECKED_PAGES = 3
@@ -174,7 +174,7 @@ class Fleet:
     def pid(self, at: int) -> int:
         """The process of a device's mover, 0 while there is none."""
         movers = self.mover.hardware.movers
-        assert isinstance(movers, Processes)
+        assert isinstance(movers, MoverProcesses)
         return movers.mover_pids()[self.devices[at]]
 
     def renew(self, at: int) -> None:

@@ -274,7 +274,9 @@ PARTS: dict[str, Callable[[Ground, dict[str, Any]], None]] = {
 
 def main() -> None:
     """Measure part by part, print, and write what there is after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--backend", choices=sorted(SIZES), default="shm")
     parser.add_argument("--gpus", type=int, help="use the first N devices (default: all; simulated devices of shm: 2)")

@@ -60,7 +60,7 @@ class Filled(NamedTuple):
 
 def main() -> None:
     """Print the table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger", description=__doc__)
     parser.add_argument("--json", metavar="OUT")
     parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     arguments = parser.parse_args()

@@ -14,7 +14,7 @@ from kvcache.v1 import cache_pb2, lease_pb2
 
 from benchmarks.ledger.moves import PROMPT_BLOCKS, block_key
 from cachesvc.config import Config
-from cachesvc.daemon import Parts, build
+from cachesvc.daemon import DaemonParts, build
 from cachesvc.flows.leases.leases import process_arrived
 from cachesvc.flows.models.admin import evict
 from cachesvc.flows.models.registration import RegisterRequest
@@ -77,7 +77,7 @@ class Holds:
 class Daemon:
     """The parts, and one engine's calls. ``measured`` names a flow around calls that count."""
 
-    def __init__(self, parts: Parts, blocks: int, layout: Layout) -> None:
+    def __init__(self, parts: DaemonParts, blocks: int, layout: Layout) -> None:
         self.parts = parts
         self.layout = layout
         self.node = parts.base.node

@@ -78,7 +78,7 @@ Figures = dict[str, float]
 
 def main() -> None:
     """Print the tables and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rpc", description=__doc__)
     parser.add_argument("--json", metavar="OUT")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=200, help="calls of each kind and client")

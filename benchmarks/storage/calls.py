@@ -3,8 +3,9 @@
 Calls by the lane, in turns with those to a daemon without storage: a Match of a prompt that is resident whole, a Match
 of a prompt that no node has, a Step of 32 sequences that each grow by a block. What is behind the other daemon: an idle
 folder, a disk that never answers, a Mooncake Store that is idle, whose master or server is stopped (SIGSTOP) or killed,
-or that lies behind a link of 1 Mbit/s; and a peer that is idle or stopped. Cases that need Mooncake, or network
-namespaces, are skipped where there are none, with a message.
+or that lies behind a link of 1 Mbit/s; a bucket (SeaweedFS) that is idle, stopped, killed, slow (each answer a second
+late) or lying (answers cut in the middle); and a peer that is idle or stopped. Cases that need Mooncake, SeaweedFS or
+network namespaces are skipped where there are none, with a message.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 from benchmarks.support.daemon_log import told
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
-from tests.contracts import mooncake_rig
+from cachesvc.storage.s3.options import S3Options
+from tests.contracts import mooncake_rig, s3_rig
 from tests.e2e.storage import network as network_rig
 
 BLOCK_TOKENS = 64
@@ -153,6 +155,33 @@ def _on_store(store: mooncake_rig.Store, host: str) -> list[str]:
     return ["--storage", f"mooncake:{store.address}?host={host}&{WAIT}&discard={store.discard}s"]
 
 
+def bucket(harm: Callable[[s3_rig.Server, s3_rig.Proxy], object]) -> Case:
+    """An S3-compatible store behind a proxy, to which ``harm`` is done."""
+
+    @contextmanager
+    def made(folder: Path) -> Iterator[Behind]:
+        server = s3_rig.Server(folder / "store")
+        proxy = s3_rig.Proxy(server.port)
+        try:
+            server.wait(S3Options("bench", endpoint=server.endpoint))
+            yield Behind(
+                ["--storage", f"s3://bench?endpoint={proxy.endpoint}&{WAIT}"], harm=lambda: harm(server, proxy)
+            )
+        finally:
+            proxy.close()
+            server.kill()
+
+    return made
+
+
+def _slow(_: s3_rig.Server, proxy: s3_rig.Proxy) -> None:
+    proxy.harm = s3_rig.late
+
+
+def _lying(_: s3_rig.Server, proxy: s3_rig.Proxy) -> None:
+    proxy.harm = s3_rig.half
+
+
 def peer(*, is_frozen: bool) -> Case:
     """Another daemon that lends, and has nothing."""
 
@@ -179,6 +208,11 @@ CASES: dict[str, Case] = {
     "mooncake, master killed": mooncake("master", "kill"),
     "mooncake, server killed": mooncake("server", "kill"),
     "mooncake, link slow": mooncake_slow,
+    "s3, idle": bucket(lambda *_: None),
+    "s3, frozen": bucket(lambda server, _: server.freeze()),
+    "s3, killed": bucket(lambda server, _: server.kill()),
+    "s3, slow": bucket(_slow),
+    "s3, lying": bucket(_lying),
     "peer, idle": peer(is_frozen=False),
     "peer, frozen": peer(is_frozen=True),
 }
@@ -186,6 +220,8 @@ CASES: dict[str, Case] = {
 
 def why_not(name: str) -> str:
     """Reason why a case cannot run here; empty where it can."""
+    if name.startswith("s3"):
+        return s3_rig.why_not()
     why = mooncake_rig.why_not() if name.startswith("mooncake") else ""
     return why or (network_rig.why_not() if name.endswith("slow") else "")
 

@@ -21,11 +21,13 @@ from cachesvc.storage.seam import (
     Item,
     ObjectName,
     Part,
+    Rank,
     Scope,
     StorageBackend,
     StoreStatus,
     Totals,
     Use,
+    oldest_first,
 )
 from cachesvc.storage.spec import StorageSpec
 
@@ -85,7 +87,7 @@ class FrozenStorage:
         """Leave the hung thread behind."""
 
 
-def frozen_backend(spec: StorageSpec) -> StorageBackend:
+def frozen_backend(spec: StorageSpec, rank: Rank = oldest_first) -> StorageBackend:
     """Whatever engine was named."""
     return FrozenStorage()
 

@@ -280,7 +280,9 @@ def run_all(mover: Mover, ground: Ground, pool_bytes: int, repeats: int) -> list
 
 def main() -> None:
     """Measure, print the table, and write it as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.swap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--backend", choices=sorted(GROUNDS), default="shm")
     parser.add_argument("--pool-mib", type=int, help="bytes on each side (default: shm 1024, cuda 16384)")

@@ -117,7 +117,7 @@ def serve_noted(fd: int, device: str, path: str, *, is_free: bool) -> None:
         vars(backend)["run_copies"] = vars(backend)["yield_to_callers"] = lambda *_: None
         backend.ShmRunner.only_queues = True
     noted(ring.Reader, "wait", None, note["mover woke"])
-    noted(movers.Inside, "submit_here", note["job read"], note["job queued"])
+    noted(movers.InProcessMovers, "submit_here", note["job read"], note["job queued"])
     noted(copy_thread.CopyThread, "_cut", note["thread took it"], note["slice cut"])
     for runner in (backend.ShmRunner, copy_streams.CudaRunner):
         noted(runner, "submit", note["slice begun"], note["slice begun, back"])
@@ -130,7 +130,7 @@ def serve_noted(fd: int, device: str, path: str, *, is_free: bool) -> None:
     mover_main.main()
 
 
-def noted_child(path: str, is_free: bool, device: str) -> tuple[socket.socket, process.Process | None]:
+def noted_child(path: str, is_free: bool, device: str) -> tuple[socket.socket, process.MoverProcess | None]:
     """Starts it; as ``process.child``."""
     ours, theirs = socket.socketpair()
     with theirs:

@@ -278,7 +278,9 @@ def _beside(mine: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", default="vllm.json", help="where the result goes, and what there is of it meanwhile")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/benchmarks-vllm"), help="for logs")
     parser.add_argument("--python", default=sys.executable, help="that has vLLM")

@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 def main() -> None:
     """Print the table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.windows", description=__doc__)
     parser.add_argument("--json", metavar="OUT")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     arguments = parser.parse_args()

@@ -284,13 +284,13 @@ class BlockTables(Hold):
                 if table[position] != NO_PAGE and pages[row] == table[position]:
                     self.windows.hold(group, position, row)
 
-    def seal_state(self, group: int, position: int, page: int) -> bool:
-        """Publish one of its own pages as the state at the end of a sealed block; False where there is one already, or
-        one is on its way. Nothing else is published with it."""
+    def seal_state(self, group: int, position: int, page: int) -> int:
+        """Publish one of its own pages as the state at the end of a sealed block. Returns the row, or NO_ROW where
+        there is a state already, or one is on its way."""
         place, table = self.place, self.tables[group]
         row = Prefix(self.ledger.index, self.keys, self.anchor).row(position)
         if place.states[group][row] != ABSENT:
-            return False
+            return NO_ROW
         place.seal(group, row, page)
         self.own[group].remove(page)
         if page in table:
@@ -300,7 +300,7 @@ class BlockTables(Hold):
             self.windows.hold(group, position, row)
         else:
             place.window_leaves[group].update(row)
-        return True
+        return row
 
     # -- giving back -------------------------------------------------------------------------------------------
 

@@ -220,6 +220,9 @@ class Sequence(BlockTables):
         Pages to which copies may still come stay in quarantine, without an owner. Returns, by group, the device pages
         of a sequence that has ended, in flight still: their writers may go on.
         """
+        # Where the sequence is now follows from direction and outcome. The side that it left is free at once, but for
+        # two cases: bytes may still be copied there (``may_write``), or the sequence ended meanwhile and its engine's
+        # kernels may still write the device pages, which its lease then decides.
         left = ticket.direction is Direction.STORE
         failed = bool(ticket.failing)
         is_out = self.is_open and left != failed

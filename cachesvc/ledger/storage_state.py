@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.pins import Pin, WindowPins, held_by
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.index.windows import window_positions
+from cachesvc.ledger.pages.sharded_dict import KeyQueue
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
@@ -33,6 +34,10 @@ MOST_LANDED = 4096
 def key_at(keys: bytes, position: int) -> bytes:
     """One of packed keys."""
     return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+
+STATE_POSITIONS = 64
+"""Last positions of a fetch at which a state is asked for: most have none, and storage does not say which."""
 
 
 class HeldPages(NamedTuple):
@@ -101,7 +106,10 @@ class Fetch:
         if group in self._blocks.host.full_groups:
             return pool.take(count, PageState.IN_FLIGHT)
         pages = array("i", [NO_PAGE]) * count
-        needed = window_positions(self._blocks.layout, group, self.first + count)
+        last = self.first + count
+        needed: Sequence[int] = window_positions(self._blocks.layout, group, last)
+        if group in self._blocks.host.state_groups:
+            needed = range(max(0, last - STATE_POSITIONS), last)
         due = [at - self.first for at in needed if at >= self.first]
         due = due[max(0, len(due) - pool.unreserved) :]
         for at, page in zip(due, pool.take(len(due), PageState.IN_FLIGHT), strict=True):
@@ -202,13 +210,14 @@ class Fetch:
 
 class Keep:
     """A host block that is being written from ``pages``, of each group one or NO_PAGE: they stay its until all of its
-    objects have ended. ``out``: how many have not."""
+    objects have ended. ``out``: how many have not. ``states_alone``: the rest of the block was written before."""
 
-    def __init__(self, blocks: BlockLedger, row: int) -> None:
+    def __init__(self, blocks: BlockLedger, row: int, *, states_alone: bool = False) -> None:
         host = blocks.host
+        groups = host.state_groups if states_alone else range(len(host.pools))
         self.pages = tuple(
-            pages[row] if states[row] == READY else NO_PAGE
-            for pages, states in zip(host.pages, host.states, strict=True)
+            host.pages[group][row] if group in groups and host.states[group][row] == READY else NO_PAGE
+            for group in range(len(host.pools))
         )
         self.out = 0
         self.is_good = True
@@ -239,8 +248,8 @@ class Stored:
     fetches: dict[int, Fetch] = field(default_factory=dict)
     fetching: dict[bytes, Fetch] = field(default_factory=dict)
     keeping: dict[bytes, Keep] = field(default_factory=dict)
-    wanted: dict[bytes, None] = field(default_factory=dict)
-    ready: dict[bytes, None] = field(default_factory=dict)
+    wanted: KeyQueue = field(default_factory=KeyQueue)
+    ready: KeyQueue = field(default_factory=KeyQueue)
     written: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     coming: set[bytes] = field(default_factory=set)
     used: dict[bytes, int] = field(default_factory=dict)
@@ -261,9 +270,8 @@ class Stored:
         return len(self.wanted) + len(self.ready)
 
     def take_wanted(self, key: bytes) -> None:
-        """A wanted block's turn has come."""
-        self.wanted.pop(key, None)
-        self.ready.pop(key, None)
+        """Take the block whose turn has come: the oldest of those that are ready, or of the others."""
+        (self.ready if key in self.ready else self.wanted).drop_first()
 
     def pins(self) -> Iterator[tuple[int, int | None, int]]:
         """Place, group (None: the block's own) and row of each pin that is held. For audits."""

@@ -24,7 +24,7 @@ class Extent:
     offset: int
 
 
-class Places(NamedTuple):
+class PagePlaces(NamedTuple):
     """Places of pages: each one's number in its extent, and the extent's own place, as one number where all lie in one
     extent."""
 
@@ -32,11 +32,11 @@ class Places(NamedTuple):
     offset: Int64s | int
     region: Int64s | int
 
-    def part(self, which: Int64s | slice) -> Places:
+    def part(self, which: Int64s | slice) -> PagePlaces:
         """Selection of the pages."""
         if isinstance(self.offset, int) or isinstance(self.region, int):
-            return Places(self.page[which], self.offset, self.region)
-        return Places(self.page[which], self.offset[which], self.region[which])
+            return PagePlaces(self.page[which], self.offset, self.region)
+        return PagePlaces(self.page[which], self.offset[which], self.region[which])
 
 
 class ExtentTable:
@@ -62,13 +62,13 @@ class ExtentTable:
         """Usable pages."""
         return int((self.ends - self.firsts).sum())
 
-    def places(self, pages: Int64s, what: str, *, is_sorted: bool = False) -> Places:
+    def places(self, pages: Int64s, what: str, *, is_sorted: bool = False) -> PagePlaces:
         """Places of pages. Raises InvalidRequest as ``locate``."""
         if self._is_one_for(pages, is_sorted=is_sorted):
             only = self.extents[0]
-            return Places(pages - only.first_page if only.first_page else pages, int(only.offset), int(only.region))
+            return PagePlaces(pages - only.first_page if only.first_page else pages, int(only.offset), int(only.region))
         found = self.locate(pages, what)
-        return Places(pages - self.firsts[found], self.offsets[found], self.regions[found])
+        return PagePlaces(pages - self.firsts[found], self.offsets[found], self.regions[found])
 
     def locate(self, pages: Int64s, what: str) -> Int64s:
         """Index of each page's extent. Raises InvalidRequest that names the first page that lies in none."""

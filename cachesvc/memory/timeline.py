@@ -22,7 +22,7 @@ TIMELINE_WORDS = 8192
 TOKEN_BYTES = 16
 
 
-class Sheet:
+class MappedSheet:
     """One model's words on one device. No other process can write them, because a word says that bytes are there;
     unless engines must (``is_shared``), to end their streams' waits once the daemon is gone."""
 
@@ -68,7 +68,7 @@ class Sheet:
         tell(self.fd, self._writers.held)
         self._writers.hand_over()
 
-    def continue_from(self, other: Sheet) -> None:
+    def continue_from(self, other: MappedSheet) -> None:
         """Take over the words of a sheet that is no longer advanced: values only ever move forward."""
         self._array[:] = other._array
 
@@ -105,8 +105,8 @@ class Sheet:
             self._writers.close()
 
 
-MakeSheet = Callable[[int | None], Sheet]
-"""Makes a sheet, or (of a descriptor) takes over one as ``Sheet`` does. Raises OSError, RuntimeError."""
+MakeSheet = Callable[[int | None], MappedSheet]
+"""Makes a sheet, or (of a descriptor) takes over one as ``MappedSheet`` does. Raises OSError, RuntimeError."""
 
 
 class HostTimeline:
@@ -118,12 +118,12 @@ class HostTimeline:
     def __init__(self, words: int, make: MakeSheet | None = None) -> None:
         """``make``: sheets that are for this process to write alone, unless given."""
         self.words = words
-        self._make = make or (lambda fd: Sheet(words, fd=fd))
-        self._sheets: dict[int, Sheet] = {}
+        self._make = make or (lambda fd: MappedSheet(words, fd=fd))
+        self._sheets: dict[int, MappedSheet] = {}
 
     def open(self, number: int, fd: int | None = None) -> None:
-        """Make a sheet, sealed, all words 0; or take over one as ``Sheet`` does. Raises Unavailable, and LedgerBroken
-        where it is open."""
+        """Make a sheet, sealed, all words 0; or take over one as ``MappedSheet`` does. Raises Unavailable, and
+        LedgerBroken where it is open."""
         if number in self._sheets:
             raise LedgerBroken(f"sheet {number} is open already")
         try:
@@ -138,21 +138,21 @@ class HostTimeline:
             ) from error
         self._sheets[number] = sheet
 
-    def put(self, number: int, sheet: Sheet) -> None:
+    def put(self, number: int, sheet: MappedSheet) -> None:
         """A sheet in place of the one that is closed here, or the first."""
         before = self._sheets.get(number)
         self._sheets[number] = sheet
         if before is not None:
             before.close()
 
-    def sheet(self, number: int) -> Sheet:
+    def sheet(self, number: int) -> MappedSheet:
         """Find an open sheet. Raises NotFound."""
         found = self._sheets.get(number)
         if found is None:
             raise NotFound("sheet", number)
         return found
 
-    def sheets(self) -> dict[int, Sheet]:
+    def sheets(self) -> dict[int, MappedSheet]:
         """Open sheets by number."""
         return dict(self._sheets)
 

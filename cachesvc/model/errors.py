@@ -182,7 +182,8 @@ class LoadFailed(CacheError):
 
 
 class PoolExhausted(CacheError):
-    """A pool cannot give what was asked. The fields say why, in pages."""
+    """A pool cannot give what was asked. The fields say why, in pages. ``reason``: ``full``, so that it may succeed
+    later; or ``too large``: the pool can never hold it."""
 
     code = ErrorCode.EXHAUSTED
     pool: str | None = None
@@ -192,6 +193,7 @@ class PoolExhausted(CacheError):
     pinned: int | None = None
     quarantined: int | None = None
     capacity: int | None = None
+    reason: str | None = None
 
     def __init__(
         self,
@@ -204,9 +206,12 @@ class PoolExhausted(CacheError):
         quarantined: int,
         capacity: int,
     ) -> None:
-        hint = "release sequences, ask for fewer, or recompute"
+        hint = "it is full now: release sequences, ask for fewer, or recompute"
         if wanted > capacity:
-            hint = "the pool can never hold that: ask for fewer, or have the operator give the daemon a larger pool"
+            hint = (
+                "too large: the pool can never hold that; ask for fewer, or have the operator give the daemon a larger "
+                "pool"
+            )
         super().__init__(
             f"{pool}: wanted {wanted} pages, free {free}, evictable {evictable}, pinned or private {pinned}, "
             f"quarantined {quarantined}, capacity {capacity}; {hint}"
@@ -218,6 +223,7 @@ class PoolExhausted(CacheError):
         self.pinned = pinned
         self.quarantined = quarantined
         self.capacity = capacity
+        self.reason = "too large" if wanted > capacity else "full"
 
     @property
     def can_never_fit(self) -> bool:

@@ -27,7 +27,7 @@ from cachesvc.memory.shm.backend import ShmBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
 from cachesvc.model.text.command_line import Parser
 from cachesvc.mover.listing import ListedGpu
-from cachesvc.mover.server import Equipment, Server
+from cachesvc.mover.server import Equipment, MoverServer
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.costs import H100_COSTS, LinkCosts, costs_of
 from cachesvc.telemetry.events import start_logging
@@ -55,7 +55,7 @@ def main() -> None:
     if flags.connected is not None:
         for number in (signal.SIGINT, signal.SIGTERM):  # meant for the daemon, which then hangs up
             signal.signal(number, signal.SIG_IGN)
-        Server(socket.socket(fileno=flags.connected), __version__, partial(_equip_only, flags.gpu)).serve()
+        MoverServer(socket.socket(fileno=flags.connected), __version__, partial(_equip_only, flags.gpu)).serve()
         return
     if not flags.socket:
         _parser().error("--socket PATH says where the daemon finds this mover")
@@ -176,7 +176,7 @@ def _listen(path: str, gpu: str) -> NoReturn:
         while True:
             connection, _ = listening.accept()
             log.info("mover_serves pid=%d", os.getpid())
-            Server(connection, __version__, partial(_equip_only, gpu)).serve()
+            MoverServer(connection, __version__, partial(_equip_only, gpu)).serve()
 
 
 def _make_way(path: str) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from cachesvc.memory.interface import Handle
-from cachesvc.memory.timeline import HostTimeline, Sheet
+from cachesvc.memory.timeline import HostTimeline, MappedSheet
 from cachesvc.model.errors import CacheError, LedgerBroken, PoolExhausted, Unavailable
 from cachesvc.model.transfer import CopiesHang, Direction
 from cachesvc.mover import records
@@ -258,7 +258,7 @@ class DeviceMover:
             life.put(record)
 
     def _begin_life(self, life: Life) -> None:
-        renewed = dict[int, Sheet]()
+        renewed = dict[int, MappedSheet]()
         try:
             life.start()
         except (MoverFault, OSError) as broken:

@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from cachesvc.memory.interface import Handle
-from cachesvc.memory.timeline import Sheet
+from cachesvc.memory.timeline import MappedSheet
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.mover import records
 from cachesvc.mover.channel import MOST_DESCRIPTORS, Channel, Message, MoverFault, MoverGone, error_again
-from cachesvc.mover.process import Begin, Process
+from cachesvc.mover.process import Begin, MoverProcess
 from cachesvc.mover.ring import Part, Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 
@@ -49,7 +49,7 @@ class Life:
         self._begin = begin
         self._version = version
         self._settings = settings
-        self._process: Process | None = None
+        self._process: MoverProcess | None = None
         self._is_ours = False
         self._is_let_go = True  # it may go on without this life
         self._learning = threading.Lock()
@@ -102,12 +102,12 @@ class Life:
         answered in ``seconds`` seconds: then it is ended."""
         return self._channel.ask(name, seconds, descriptors=descriptors, **fields)
 
-    def open_sheet(self, number: int, before: Sheet | None = None) -> Sheet:
+    def open_sheet(self, number: int, before: MappedSheet | None = None) -> MappedSheet:
         """Make words of a model, which go on where those of ``before`` stood, and have the mover write them and
         hold their ``writers``: no other process can but this one, unless engines must. Raises as ``ask``."""
         with ExitStack() as undo:
             try:
-                sheet = Sheet(self._settings.timeline_words, is_shared=self._settings.kind == "cuda")
+                sheet = MappedSheet(self._settings.timeline_words, is_shared=self._settings.kind == "cuda")
                 undo.callback(sheet.close)
                 if before is not None:
                     sheet.continue_from(before)

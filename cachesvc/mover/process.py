@@ -22,7 +22,7 @@ SO_PEERPIDFD = 77
 """asm-generic/socket.h, from Linux 6.5 on."""
 
 
-class Process(Protocol):
+class MoverProcess(Protocol):
     """``is_child``: it serves this process alone, and ends with it."""
 
     is_child: bool
@@ -37,7 +37,7 @@ class Process(Protocol):
         """Forget the process. Idempotent."""
 
 
-Begin = Callable[[], tuple[socket.socket, Process | None]]
+Begin = Callable[[], tuple[socket.socket, MoverProcess | None]]
 """Gives a connection to a mover, and its process where it has one of its own. Raises OSError."""
 
 
@@ -65,7 +65,7 @@ class Child:
         """Forget a process that has ended."""
 
 
-class Found:
+class FoundProcess:
     """A process by its ``pidfd``, which it takes over."""
 
     is_child = False
@@ -94,7 +94,7 @@ class Found:
                 self._pidfd = -1
 
 
-def child(device: str) -> tuple[socket.socket, Process | None]:
+def child(device: str) -> tuple[socket.socket, MoverProcess | None]:
     """Start a device's mover as a child of this process, which ends with it. Raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -103,7 +103,7 @@ def child(device: str) -> tuple[socket.socket, Process | None]:
     return ours, Child(process)
 
 
-def found(path: str) -> tuple[socket.socket, Process | None]:
+def found(path: str) -> tuple[socket.socket, MoverProcess | None]:
     """Connect to a mover that listens at ``path``, of this user or root. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -121,13 +121,13 @@ def found(path: str) -> tuple[socket.socket, Process | None]:
         raise OSError(f"{path}: {why}") from refused
 
 
-def _killable(connection: socket.socket, pid: int) -> Found:
+def _killable(connection: socket.socket, pid: int) -> FoundProcess:
     """The process at the other end. Raises OSError where it could not be ended."""
     try:
         pidfd = struct.unpack("i", connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]
     except OSError:  # an older kernel
         pidfd = os.pidfd_open(pid)
-    process = Found(pidfd)
+    process = FoundProcess(pidfd)
     try:
         signal.pidfd_send_signal(pidfd, 0)  # none is sent: whether one may be
     except OSError as refused:

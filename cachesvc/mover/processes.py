@@ -46,7 +46,7 @@ class _Chunk(NamedTuple):
     fd: int
 
 
-class Processes:
+class MoverProcesses:
     """``settings``: one mover's each. ``begins``: how each is started or found; as children unless given.
     ``reaches``: (source, target) devices between which copies go, beside each one and itself; None: all.
     ``probe_seconds``: how long one may take to say how its device is."""
@@ -92,7 +92,7 @@ class Processes:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     @property
-    def memory(self) -> Processes:
+    def memory(self) -> MoverProcesses:
         """Memory of the devices: this object."""
         return self
 

@@ -1,7 +1,7 @@
 """A mover at work: memory, words and copies of one device, for the daemon at the other end of a connection.
 
-Jobs come by a ring and are read by one thread, which hands them to ``Inside``, the same planner and streams as a daemon
-without movers has, and starts a job's first slice itself where the device is idle; ends go back by another ring.
+Jobs come by a ring and are read by one thread, which hands them to ``InProcessMovers``, the planner and streams of a
+daemon without movers, and starts a job's first slice itself where the device is idle; ends go back by another ring.
 Everything else is asked on the connection, and answered by the thread that serves it. With the end of the connection
 all is over, in order: nothing here outlives its daemon. Clients learn in milliseconds that their daemon is gone, and
 may recompute into the very pages of a load. So whatever is not on its way by then ends at once, also while a question
@@ -32,7 +32,7 @@ from cachesvc.mover.channel import MOST_DESCRIPTORS, Message, answer_all, told_a
 from cachesvc.mover.ring import Reader, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 from cachesvc.swap.costs import LinkCosts, costs_told
-from cachesvc.swap.movers import Inside, RankEnd
+from cachesvc.swap.movers import InProcessMovers, RankEnd
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Equipment(NamedTuple):
     costs: LinkCosts | None = None
 
 
-class Server:
+class MoverServer:
     """Serves one daemon. ``equip`` makes what is asked for, not started yet; it raises a CacheError."""
 
     def __init__(self, connection: socket.socket, version: str, equip: Callable[[Settings], Equipment]) -> None:
@@ -122,7 +122,7 @@ class _Work:
         self._backend = equipment.backend
         self._rings = Ring(os.dup(jobs), JOBS_BYTES), Ring(os.dup(ends), ENDS_BYTES)
         self._jobs, self._ends = Reader(self._rings[0]), Writer(self._rings[1])
-        self._inside = Inside(self._backend, costs=equipment.costs, on_begin=self._begun)
+        self._inside = InProcessMovers(self._backend, costs=equipment.costs, on_begin=self._begun)
         self._regions: dict[int, int] = {}
         self._slabs: dict[int, Slab] = {}
         self._writers: dict[int, int] = {}  # of sheets, for as long as copies may land

@@ -36,7 +36,7 @@ CLOSE_SECONDS = 1.0
 
 
 @dataclass(eq=False)
-class Held:
+class HeldLoan:
     """Loan of a peer: ``numbers`` by name."""
 
     peer: Peer
@@ -47,7 +47,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Job:
+class BorrowJob:
     """``run`` answers, or ``refuse`` where it is not begun by ``deadline``."""
 
     run: Callable[[], None]
@@ -59,7 +59,7 @@ class Job:
 class Wanted:
     """Items of one call that one peer lends."""
 
-    held: Held
+    held: HeldLoan
     items: list[tuple[int, Item]] = field(default_factory=list)
 
 
@@ -74,9 +74,9 @@ class PeerStorage:
         self.counts: Counter[str] = Counter()
         self.read_bytes = 0
         self._clock = clock
-        self._held: dict[ObjectName, Held] = {}
-        self._unread: list[Held] = []
-        self._jobs: deque[Job] = deque()
+        self._held: dict[ObjectName, HeldLoan] = {}
+        self._unread: list[HeldLoan] = []
+        self._jobs: deque[BorrowJob] = deque()
         self._changed = threading.Condition()
         self._is_open = False
         self._telling = threading.local()
@@ -117,7 +117,7 @@ class PeerStorage:
             finally:
                 found(there)
 
-        self._add(Job(ask, partial(found, nothing), deadline))
+        self._add(BorrowJob(ask, partial(found, nothing), deadline))
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read borrowed objects. All others are a MISS."""
@@ -136,9 +136,9 @@ class PeerStorage:
         for index in missing:
             each(index, Outcome.MISS)
         for one in wanted:
-            self._add(Job(partial(self._read, one, deadline, each), partial(self._refuse, one, each), deadline))
+            self._add(BorrowJob(partial(self._read, one, deadline, each), partial(self._refuse, one, each), deadline))
 
-    def _best_for(self, items: Iterable[Item]) -> Held | None:
+    def _best_for(self, items: Iterable[Item]) -> HeldLoan | None:
         """The loan that has most of the items: another call may have borrowed some of them since, for itself."""
         names = [item.name for item in items]
         loans = {id(held): held for held in map(self._held.get, names) if held is not None}
@@ -201,7 +201,7 @@ class PeerStorage:
 
     # -- on threads ----------------------------------------------------------------------------------------------
 
-    def _add(self, job: Job) -> None:
+    def _add(self, job: BorrowJob) -> None:
         with self._changed:
             is_taken = self._is_open and len(self._jobs) < MOST_WAITING
             if is_taken:
@@ -256,7 +256,7 @@ class PeerStorage:
         column = {part: at for at, part in enumerate(parts)}
         numbers = {name: row[name.key] + column[name.part] for name in names}
         lent = {name: at for name, at in numbers.items() if at < len(loan.lent) and loan.lent[at]}
-        held = Held(peer, loan, lent, self._clock())
+        held = HeldLoan(peer, loan, lent, self._clock())
         with self._changed:
             before = {id(each): each for each in map(self._held.get, lent) if each is not None}
             self._held.update(dict.fromkeys(lent, held))
@@ -286,7 +286,7 @@ class PeerStorage:
                 each(index, Outcome.FAILED)
         self._give_back(held)
 
-    def _stream(self, held: Held, left: deque[tuple[int, Item]], deadline: float, each: Each) -> None:
+    def _stream(self, held: HeldLoan, left: deque[tuple[int, Item]], deadline: float, each: Each) -> None:
         """Read items from a stream. Raises OSError; the items ``left`` then have not come."""
         numbers = [held.numbers[item.name] for _, item in left]
         limit = min(deadline - time.monotonic(), CONNECT_SECONDS)
@@ -318,7 +318,7 @@ class PeerStorage:
         peer.failed(reason)
         events.event("peer_failed", peer=peer.control.address, reason=reason)
 
-    def _give_back(self, held: Held, seconds: float = ASK_SECONDS) -> None:
+    def _give_back(self, held: HeldLoan, seconds: float = ASK_SECONDS) -> None:
         try:
             held.peer.control.give_back(held.loan.lease, seconds)
         except CacheError as error:  # it lapses
@@ -361,11 +361,11 @@ class PeerStorage:
             except CacheError as error:
                 self._note_refusal(peer, error)
 
-    def _take_unread(self) -> list[Held]:
+    def _take_unread(self) -> list[HeldLoan]:
         with self._changed:
             unread, self._unread = self._unread, []
         return unread
 
-    def _all_held(self) -> list[Held]:
+    def _all_held(self) -> list[HeldLoan]:
         with self._changed:
             return list({id(held): held for held in self._held.values()}.values())

@@ -42,7 +42,7 @@ class Lent:
     streams: list[socket.socket] = field(default_factory=list)
 
 
-class Desk:
+class LoanDesk:
     """Thread-safe. ``quiet(lease)`` is called once for each lease, from any thread."""
 
     def __init__(self, clock: Callable[[], float], quiet: Callable[[int], None]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import Unavailable
-from cachesvc.peer.desk import Desk, Lent, LentObject, cut
+from cachesvc.peer.desk import Lent, LentObject, LoanDesk, cut
 from cachesvc.peer.wire import (
     ANSWER,
     GONE,
@@ -41,7 +41,7 @@ STUCK_SECONDS = 10.0
 class Lender:
     """Listens on ``host``:``port`` (0: any) from ``start`` to ``close``."""
 
-    def __init__(self, desk: Desk, host: str, port: int, digest: Callable[[], Digest] = require_digest) -> None:
+    def __init__(self, desk: LoanDesk, host: str, port: int, digest: Callable[[], Digest] = require_digest) -> None:
         self.port = port
         self.sent_bytes = 0
         self.refused = 0

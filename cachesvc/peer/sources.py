@@ -70,14 +70,18 @@ class Sources:
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         """Find the objects that either has."""
 
-        def lent(there: Sequence[bool]) -> None:
+        def lent(answers: Sequence[bool] | None) -> None:
+            there = answers or [False] * len(names)
             rest = [name for name, is_there in zip(names, there, strict=True) if not is_there]
             if not rest:
                 found(there)
                 return
 
-            def stored(kept: Sequence[bool]) -> None:
-                answers = iter(kept)
+            def stored(kept: Sequence[bool] | None) -> None:
+                if kept is None and not any(there):
+                    found(None)
+                    return
+                answers = iter(kept or [False] * len(rest))
                 found([is_there or next(answers) for is_there in there])
 
             self.store.exists(rest, deadline, stored)

@@ -16,7 +16,7 @@ from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import STAMP_BITS
 from cachesvc.policy.hazard.history import History
 from cachesvc.policy.positions.positions import Positions
-from cachesvc.policy.shadow import Shadow
+from cachesvc.policy.shadow import ShadowLru
 
 RankRule = Callable[[int, int, int], int]
 
@@ -56,9 +56,9 @@ class Eviction:
         """What is learned of one model's positions, by which copies of windows and states are kept beside blocks."""
         return Positions()
 
-    def new_shadow(self, blocks: int) -> Shadow | None:
+    def new_shadow(self, blocks: int) -> ShadowLru | None:
         """LRU shadow of a cache of ``blocks`` blocks, beside a policy that learns; None for the others."""
-        return Shadow(blocks) if self.learns else None
+        return ShadowLru(blocks) if self.learns else None
 
 
 def same_order(before: str, after: str) -> bool:

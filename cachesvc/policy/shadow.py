@@ -16,7 +16,7 @@ SAMPLED_KEYS = 4096
 PARTS = 256
 
 
-class Shadow:
+class ShadowLru:
     """LRU of a cache of ``blocks`` blocks. Counts are of blocks, of the whole as far as the sample tells: ``asked``,
     ``hits`` that the policy in place had, ``shadow_hits`` that LRU would have had."""
 

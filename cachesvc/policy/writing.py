@@ -6,7 +6,7 @@ block), counts of dropped blocks being remembered. write_back: only when the las
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import WritePolicy
@@ -23,26 +23,22 @@ class WriteRule:
     remember: int = 65536
     share: float = 0.0
 
+    copies_when_sealed: bool = field(init=False)
+    """True where a block is backed up when it is published."""
+    counts_reuse: bool = field(init=False)
+    """True where matches must be counted block by block."""
+    copies_when_evicted: bool = field(init=False)
+    """True where an evicted block's last copy is saved first."""
+
     def __post_init__(self) -> None:
         if self.share < 0:
             raise InvalidRequest(f"write_back_share cannot be negative, got {self.share}")
         if self.threshold < 1:
             raise InvalidRequest(f"write_through_threshold must be at least 1, got {self.threshold}")
-
-    @property
-    def copies_when_sealed(self) -> bool:
-        """True where a block is backed up when it is published."""
-        return self.policy is WritePolicy.WRITE_THROUGH
-
-    @property
-    def counts_reuse(self) -> bool:
-        """True where matches must be counted block by block."""
-        return self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE
-
-    @property
-    def copies_when_evicted(self) -> bool:
-        """True where an evicted block's last copy is saved first."""
-        return self.policy is WritePolicy.WRITE_BACK
+        # Set once: every match and publish asks.
+        object.__setattr__(self, "copies_when_sealed", self.policy is WritePolicy.WRITE_THROUGH)
+        object.__setattr__(self, "counts_reuse", self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE)
+        object.__setattr__(self, "copies_when_evicted", self.policy is WritePolicy.WRITE_BACK)
 
     def is_due(self, reuses: int) -> bool:
         """True when a block that was reused so often should have a host copy."""

@@ -96,6 +96,12 @@ class Columns:
         self._number = np.full(len(self._keys) + 1, NO_ROW, np.int64)  # the last one: that of NO_ROW
         self._number[self._order] = np.arange(self.blocks)
 
+    def forget(self) -> Question[None]:
+        """Let go of the keys, some at a time: all at once hold the loop for as long as to copy them."""
+        while self._keys:
+            del self._keys[-KEYS_A_STEP:]
+            yield None
+
     def rows(self, first: int, count: int) -> Rows:
         """Blocks ``first`` to ``first + count``, or to the end."""
         rows = self._order[first : first + count]

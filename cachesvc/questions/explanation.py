@@ -44,7 +44,7 @@ REASONS = {
 }
 
 
-class Holder(NamedTuple):
+class BlockHolder(NamedTuple):
     """A sequence, or a prefetch (``PREFETCH``), that keeps a block on a place.
 
     ``blocks_below``: how much deeper it reaches through it.
@@ -76,7 +76,7 @@ class BlockExplanation(NamedTuple):
     model_name: str
     key: bytes
     block: BlockLine | None
-    holders: list[Holder]
+    holders: list[BlockHolder]
     holders_truncated: bool
     tickets: list[int]
     events: list[EventLine]
@@ -146,11 +146,14 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
         tickets,
         lines,
         view.last_access - index.stamp[row],
-        _why_here(model, row, holders.lines, tickets) + _worth(model, row) + _storage_words(view, model, key),
+        _why_here(model, row, holders.lines, tickets)
+        + _shorter_hits(model, row)
+        + _worth(model, row)
+        + _storage_words(view, model, key),
     )
 
 
-def holders_of(view: View, model: Model, row: int) -> Listed[Holder]:
+def holders_of(view: View, model: Model, row: int) -> Listed[BlockHolder]:
     """Sequences and prefetches that keep ``row`` where it is, by themselves or through a block below it.
 
     A key stands for its whole prefix, so a sequence goes through a block when it has the same key at that depth. A
@@ -158,12 +161,12 @@ def holders_of(view: View, model: Model, row: int) -> Listed[Holder]:
     """
     index = model.blocks.index
     depth, key = index.depth[row], index.keys[row]
-    found: list[Holder] = []
+    found: list[BlockHolder] = []
     left = CLIMBED_MAX
     for lease in view.leases():
         if lease.model != model.id:
             continue
-        holder = partial(Holder, view.lease_id(lease), lease.engine)
+        holder = partial(BlockHolder, view.lease_id(lease), lease.engine)
         for sequence in lease.sequences.values():
             if sequence.known_keys > depth and sequence.key(depth) == key:
                 found += [holder(sequence.id, place, below) for place, _, below in _ends(model, sequence, depth)]
@@ -224,7 +227,7 @@ def _line(view: View, model: Model, event: Event) -> EventLine:
     )
 
 
-def _why_here(model: Model, row: int, holders: list[Holder], tickets: list[int]) -> str:
+def _why_here(model: Model, row: int, holders: list[BlockHolder], tickets: list[int]) -> str:
     index = model.blocks.index
     if holders:
         own = sum(not holder.blocks_below for holder in holders)
@@ -235,6 +238,23 @@ def _why_here(model: Model, row: int, holders: list[Holder], tickets: list[int])
     if index.children[row]:
         return f"it stays before its {index.children[row]} children go: blocks leave leaf first"
     return "nothing keeps it: it goes when others need the room and its turn has come"
+
+
+def _shorter_hits(model: Model, row: int) -> str:
+    """Words on places that have the block, and where no hit ends at it because a windowed group lacks what it needs."""
+    blocks, out = model.blocks, ""
+    if not model.layout.window_groups:
+        return out
+    keys = b"".join(map(blocks.index.key_of, blocks.index.path(row)))
+    for place in blocks.index.places:
+        if place is blocks.host or not place.is_hittable(row):
+            continue
+        _, _, less, _, lost = blocks.find(keys, place)
+        if lost:
+            groups = ", ".join(model.layout.groups[group].name for group, _ in lost)
+            tokens = (blocks.index.depth[row] + 1 - less) * model.layout.block_tokens
+            out += f"; on {place.name} a hit ends {tokens} tokens above its end, for want of what group {groups} needs"
+    return out
 
 
 def _worth(model: Model, row: int) -> str:

@@ -24,7 +24,7 @@ CHANGES_AT_ONCE = 1024
 """Most changes of one answer: a millisecond or two of the ledger thread."""
 
 
-class Part(IntEnum):
+class Position(IntEnum):
     """Position of an answer in a snapshot. Values of the API."""
 
     NONE = 0
@@ -48,7 +48,7 @@ class BlockRun(NamedTuple):
 class Changes(NamedTuple):
     """One answer: changes ``first`` to ``last``, or a piece of a snapshot as of change ``last``."""
 
-    part: Part
+    part: Position
     first: int
     last: int
     runs: list[BlockRun]
@@ -101,7 +101,7 @@ class Feed:
         self._changes_at_once = changes_at_once
         self._next = journal.last + 1 if after is None else after + 1
         self._row = 0 if snapshot else NO_ROW
-        self._part = Part.FIRST if snapshot else Part.NONE
+        self._part = Position.FIRST if snapshot else Position.NONE
         self._has_begun = snapshot
 
     @property
@@ -122,12 +122,12 @@ class Feed:
             return self._piece()
         if not self._has_begun:  # so that a follower knows where it stands before anything happens
             self._has_begun = True
-            return Changes(Part.NONE, self._next, self._next - 1, [])
+            return Changes(Position.NONE, self._next, self._next - 1, [])
         if not self.behind:
             return None
         first = self._next
         runs = runs_of(self._take())
-        return Changes(Part.NONE, first, self._next - 1, runs)
+        return Changes(Position.NONE, first, self._next - 1, runs)
 
     def _take(self) -> list[Event]:
         events = self._journal.read(self._next, self._changes_at_once)
@@ -137,15 +137,15 @@ class Feed:
     def _piece(self) -> Changes:
         passed = self._row
         runs = runs_of(event for event in self._take() if event.row < passed)
-        part, self._part = self._part, Part.MORE
+        part, self._part = self._part, Position.MORE
         if not self.behind:
             rows = len(self.model.blocks.index.keys)
             if passed < rows:
                 self._row = min(rows, passed + self._rows_at_once)
                 runs += self._read(passed, self._row)
-            elif part is not Part.FIRST:
+            elif part is not Position.FIRST:
                 self._row = NO_ROW
-                part = Part.LAST
+                part = Position.LAST
         return Changes(part, 0, self._next - 1, runs)
 
     def _read(self, start: int, stop: int) -> list[BlockRun]:

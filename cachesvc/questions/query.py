@@ -17,7 +17,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import CopyState, Tier
-from cachesvc.questions.snapshot import Ints, Shape, int32s, int64s, live_now
+from cachesvc.questions.snapshot import Ints, TreeShape, int32s, int64s, live_now
 from cachesvc.questions.steps import Question, off_loop
 from cachesvc.questions.view import Listed, View
 
@@ -214,7 +214,7 @@ class Tree:
         if key and key not in index.rows:
             raise NotFound("block", key.hex(), "it is not resident, or belongs to another model")
         self._top = index.rows[key] if key else NO_ROW
-        self._shape = Shape(index)
+        self._shape = TreeShape(index)
 
     def nodes(self, depth: int, limit: int) -> tuple[list[TreeRow], bool]:
         """Depth first, the biggest subtrees first; and whether something was left out."""

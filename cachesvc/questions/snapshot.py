@@ -85,7 +85,7 @@ def live_now(index: BlockIndex) -> Mask:
     return live_rows(len(index.keys), [place_states(place) for place in index.places])
 
 
-class Shape:
+class TreeShape:
     """Parents, depths and presence, of one moment; computes subtrees. Everything but the making is pure."""
 
     def __init__(self, index: BlockIndex) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tickets import Ticket
@@ -146,7 +147,7 @@ def lease_lines(view: View) -> Question[list[LeaseLine]]:
         for first in range(0, len(sequences), SEQUENCES_A_STEP):
             some = sequences[first : first + SEQUENCES_A_STEP]
             private += sum(len(pages) for sequence in some for pages in sequence.own)
-            pinned += sum(sequence.sealed for sequence in some if not sequence.swapped_out)
+            pinned += sum(sequence.sealed for sequence in some if sequence.anchor != NO_ROW)
             yield None
         line = LeaseLine(
             view.lease_id(lease),

@@ -8,7 +8,7 @@ later by ``back``.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,6 +18,8 @@ from cachesvc.storage.header import Digest, check, check_content, require_digest
 from cachesvc.storage.heads import Heads
 from cachesvc.storage.seam import CAME, Checked, Each, Item, ObjectName, Outcome, Part, Scope, StorageBackend
 
+LAST_ITEMS = 1024
+"""Items whose latencies are kept, of each way."""
 FADING = 0.9
 """Weight of older calls in the measured bandwidth, at the end of each."""
 
@@ -35,21 +37,29 @@ class Way(Enum):
 @dataclass(slots=True)
 class ObjectCounts:
     """Since the start. ``items[way, outcome]``; ``late_back``: those LATE that have come back. ``size_bytes`` of what
-    came, and ``busy_seconds`` while anything was under way, by way: their ratio is the bandwidth that was seen."""
+    came, and ``busy_seconds`` while anything was under way, by way: their ratio is the bandwidth that was seen.
+    ``lately``: seconds that the last items took that ended well."""
 
     items: Counter[tuple[Way, Outcome]] = field(default_factory=Counter)
     late_back: int = 0
     size_bytes: Counter[Way] = field(default_factory=Counter)
     busy_seconds: dict[Way, float] = field(default_factory=lambda: dict.fromkeys(Way, 0.0))
+    lately: dict[Way, deque[float]] = field(default_factory=lambda: {way: deque(maxlen=LAST_ITEMS) for way in Way})
+
+    def latency(self, way: Way, share: float) -> float:
+        """Seconds within which ``share`` of the last items have ended well; 0 before any has."""
+        seconds = sorted(self.lately[way].copy())
+        return seconds[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else 0.0
 
 
 class Call:
     """One call under way. Made by ``ObjectStore``."""
 
     def __init__(
-        self, store: ObjectStore, way: Way, items: list[Item], deadline: float, each: Each, back: Back
+        self, store: ObjectStore, way: Way, items: list[Item], began: float, deadline: float, each: Each, back: Back
     ) -> None:
         self.way = way
+        self.began = began
         self.deadline = deadline
         self._store = store
         self._items: list[Item | None] = list(items)
@@ -233,13 +243,14 @@ class ObjectStore:
                 self.counts.items[call.way, outcome] += 1
             if outcome in CAME:
                 self.counts.size_bytes[call.way] += item.payload_bytes
+                self.counts.lately[call.way].append(self._clock() - call.began)
             if not call.out:
                 del self._calls[call]
                 self._ended(call.way)
         return was_late
 
     def _begin(self, way: Way, items: list[Item], deadline: float, each: Each, back: Back) -> Call:
-        call = Call(self, way, items, deadline, each, back)
+        call = Call(self, way, items, self._clock(), deadline, each, back)
         if items:
             with self._lock:
                 self._calls[call] = None

@@ -122,8 +122,8 @@ class Item(NamedTuple):
 Each = Callable[[int, Outcome], None]
 """``(index, outcome)``: called once for each item, from any thread: no byte moves to or from its memory any more. LATE
 alone is no end: another outcome follows it."""
-Found = Callable[[Sequence[bool]], None]
-"""Told once which of some objects an engine believes to have."""
+Found = Callable[[Sequence[bool] | None], None]
+"""Told once which of some objects an engine believes to have; None: it could not find out."""
 
 
 Gone = Callable[[Sequence[ObjectName]], None]
@@ -163,7 +163,7 @@ class Kept:
 class StoreStatus:
     """Status that an engine reports; it is never trusted where bytes are at stake. ``capacity_bytes``: 0 where it has
     none of its own. ``is_complete``: what was there at the start has been counted. ``stuck_objects``: files that cannot
-    be removed; they count."""
+    be removed; they count. ``errors``: since the start."""
 
     objects: int = 0
     size_bytes: int = 0
@@ -174,6 +174,8 @@ class StoreStatus:
     stuck_objects: int = 0
     stuck_bytes: int = 0
     problem: str = ""
+    errors: int = 0
+    last_error: str = ""
 
 
 Check = Callable[[ObjectName, memoryview], bool]

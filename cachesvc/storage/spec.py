@@ -15,7 +15,7 @@ from enum import Enum
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text.nearest import did_you_mean
-from cachesvc.model.text.sizes import parse_size
+from cachesvc.model.text.sizes import parse_amount
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -94,7 +94,7 @@ def _policy(name: str, text: str) -> WriteWhen:
 def size_option(name: str, text: str) -> int:
     """Bytes, such as 200GiB. Raises InvalidRequest."""
     try:
-        return parse_size(text)
+        return parse_amount(text)
     except InvalidRequest as error:
         raise InvalidRequest(f"storage: {name}: {error}") from error
 

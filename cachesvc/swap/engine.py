@@ -313,3 +313,19 @@ class SwapEngine:
 
 def _move_bytes(moves: Sequence[GroupMove]) -> int:
     return sum(len(move.device_pages) * move.page_bytes for move in moves)
+
+
+class TransferEnds:
+    """The way from the swap engine to the node, which is made after it: ``connect`` them before either starts."""
+
+    def __init__(self) -> None:
+        self._told: list[Callable[[int, Exception | None], None]] = []
+
+    def connect(self, told: Callable[[int, Exception | None], None]) -> None:
+        """Add a listener."""
+        self._told.append(told)
+
+    def tell(self, ticket: int, error: Exception | None) -> None:
+        """Report an ended transfer, from any thread."""
+        for told in self._told:
+            told(ticket, error)

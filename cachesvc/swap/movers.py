@@ -1,8 +1,8 @@
 """The seam between the swap engine and what moves bytes: one job a rank goes in, its end comes back.
 
-A mover belongs to one device: it alone plans for it, copies on its link, and writes its timeline words. ``Inside`` is
-the mover of every device in the daemon's own process; processes of their own stand behind the same seam
-(``cachesvc.mover``).
+A mover belongs to one device: it alone plans for it, copies on its link, and writes its timeline words.
+``InProcessMovers`` is the mover of every device in the daemon's own process; processes of their own stand behind the
+same seam (``cachesvc.mover``).
 
 Rules on either side of it:
 
@@ -103,7 +103,7 @@ class _UnderWay:
     began: float | None = None
 
 
-class Inside:
+class InProcessMovers:
     """The movers of all devices in this process: planned and copied by the backend's streams."""
 
     def __init__(

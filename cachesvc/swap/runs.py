@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cachesvc.memory.extents import ExtentTable, Int64s, Places
+from cachesvc.memory.extents import ExtentTable, Int64s, PagePlaces
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Direction
 
@@ -19,8 +19,8 @@ class Runs:
     length: int
     lengths: Int64s
     starts: Int64s
-    device: Places
-    host: Places
+    device: PagePlaces
+    host: PagePlaces
 
     @property
     def pages(self) -> int:
@@ -73,7 +73,7 @@ _FIRST = np.array([True])
 _NONE = np.empty(0, np.int64)
 
 
-def _of(starts: Int64s, lengths: Int64s, device: Places, host: Places) -> Runs:
+def _of(starts: Int64s, lengths: Int64s, device: PagePlaces, host: PagePlaces) -> Runs:
     length = int(lengths[0]) if (lengths == lengths[0]).all() else 0
     return Runs(1, _NONE, _NONE, device, host) if length == 1 else Runs(length, lengths, starts, device, host)
 

@@ -25,7 +25,7 @@ KEPT_CHOICES = 1 << 12
 EVERY = slice(None)
 
 
-class Way(IntEnum):
+class Strategy(IntEnum):
     """Ways to copy a run."""
 
     BY_PLANES = 0
@@ -44,7 +44,7 @@ class When(Enum):
 
 
 @lru_cache(maxsize=KEPT_CHOICES)
-def way_of(piece: Piece, length: int, costs: LinkCosts, when: When) -> tuple[Way, float, int]:
+def way_of(piece: Piece, length: int, costs: LinkCosts, when: When) -> tuple[Strategy, float, int]:
     """Cheapest way of a run of ``length`` blocks, its microseconds beyond the bytes' own time, and its copies."""
     row_us, single_us = costs.row_us(piece.row_width), costs.single_us(piece.row_width)
     is_whole = piece.is_dense and length * piece.row_width <= costs.max_pitch_bytes
@@ -54,9 +54,9 @@ def way_of(piece: Piece, length: int, costs: LinkCosts, when: When) -> tuple[Way
     if length > 1 and max(piece.device_stride, piece.host_stride) > costs.max_pitch_bytes:
         flat_us = float("inf")
     ways = (
-        (Way.BY_PLANES, length * upright_us, length),
-        (Way.BY_BLOCKS, piece.planes * flat_us, piece.planes),
-        (Way.SINGLES, length * piece.planes * single_us, length * piece.planes),
+        (Strategy.BY_PLANES, length * upright_us, length),
+        (Strategy.BY_BLOCKS, piece.planes * flat_us, piece.planes),
+        (Strategy.SINGLES, length * piece.planes * single_us, length * piece.planes),
     )
     if when is When.LATER:
         return min(ways, key=lambda way: way[1])
@@ -72,20 +72,22 @@ def template(piece: Piece, runs: Runs, direction: Direction, costs: LinkCosts, w
     """Copies of a piece, each run in its cheapest way."""
     if runs.length:
         way = way_of(piece, runs.length, costs, when)[0]
-        if way is Way.BY_BLOCKS and runs.length > 1:
+        if way is Strategy.BY_BLOCKS and runs.length > 1:
             return _by_blocks(piece, runs, runs.starts, runs.lengths, direction, costs)
         return (
-            _upright(piece, runs, EVERY, direction) if way is Way.BY_PLANES else _singles(piece, runs, EVERY, direction)
+            _upright(piece, runs, EVERY, direction)
+            if way is Strategy.BY_PLANES
+            else _singles(piece, runs, EVERY, direction)
         )
     lengths, kinds = np.unique(runs.lengths, return_inverse=True)
     ways = np.array([way_of(piece, length, costs, when)[0] for length in lengths.tolist()])[kinds]
     way_of_page = np.repeat(ways, runs.lengths)
     batches = []
-    if len(pages := np.flatnonzero(way_of_page == Way.BY_PLANES)):
+    if len(pages := np.flatnonzero(way_of_page == Strategy.BY_PLANES)):
         batches.append(_upright(piece, runs, pages, direction))
-    if (is_flat := ways == Way.BY_BLOCKS).any():
+    if (is_flat := ways == Strategy.BY_BLOCKS).any():
         batches.append(_by_blocks(piece, runs, runs.starts[is_flat], runs.lengths[is_flat], direction, costs))
-    if len(pages := np.flatnonzero(way_of_page == Way.SINGLES)):
+    if len(pages := np.flatnonzero(way_of_page == Strategy.SINGLES)):
         batches.append(_singles(piece, runs, pages, direction))
     return np.concatenate(batches) if len(batches) > 1 else batches[0]
 

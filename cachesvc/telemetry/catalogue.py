@@ -14,7 +14,7 @@ PREFIX = "cachesvc_"
 MODEL = ("model", "model_id")
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """Kinds of values: a counter only grows (until its model or the daemon goes)."""
 
     COUNTER = "counter"
@@ -27,26 +27,26 @@ class Metric:
     """One family. ``name`` is without the prefix and, of counters, without Prometheus' ``_total``."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: tuple[str, ...]
     meaning: str
 
     @property
     def exported(self) -> str:
         """The name as Prometheus has it."""
-        return PREFIX + self.name + ("_total" if self.kind is Kind.COUNTER else "")
+        return PREFIX + self.name + ("_total" if self.kind is MetricKind.COUNTER else "")
 
 
 def _counter(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
-    return Metric(name, Kind.COUNTER, labels, meaning)
+    return Metric(name, MetricKind.COUNTER, labels, meaning)
 
 
 def _gauge(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
-    return Metric(name, Kind.GAUGE, labels, meaning)
+    return Metric(name, MetricKind.GAUGE, labels, meaning)
 
 
 def _histogram(name: str, labels: tuple[str, ...], meaning: str) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, labels, meaning)
+    return Metric(name, MetricKind.HISTOGRAM, labels, meaning)
 
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
@@ -60,12 +60,21 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "dropped than are remembered (`remembered_keys`).",
         ),
         _counter(
+            "lost_hit_tokens",
+            (*MODEL, "kind"),
+            "Tokens by which hits were shorter than the groups without a window allow: a page of a `window` or a "
+            "`state` was missing where a longer one would have ended.",
+        ),
+        _counter(
             "missed_tokens",
             (*MODEL, "reason"),
             "Tokens that Match was asked for and that were no hit. `new`: never published here, or forgotten; "
             "`evicted`: made room for others; `operator`: evicted by hand; `partly`: resident, but a windowed group "
-            "has lost its part; `elsewhere`: on another replica alone, or on the way; `load_failed`: a hit whose load "
-            "failed later.",
+            "has lost its part; `elsewhere`: on another replica alone, or on the way. With the hits they are the "
+            "requested tokens.",
+        ),
+        _counter(
+            "unloaded_tokens", MODEL, "Tokens of hits whose load failed later: counted as hits, and computed after all."
         ),
         _counter("computed_tokens", MODEL, "Tokens that engines computed and published."),
         _counter(

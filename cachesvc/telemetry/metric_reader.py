@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from cachesvc.model.numbers.histogram import Histogram
-from cachesvc.telemetry.catalogue import CATALOGUE, Kind
+from cachesvc.telemetry.catalogue import CATALOGUE, MetricKind
 
 WAIT_SECONDS = 5.0
 """A loop that does not answer for so long is stuck: the scrape then fails, which is what tells it."""
@@ -45,7 +45,7 @@ class Reading:
     def put(self, name: str, value: float, *labels: object) -> None:
         """Add to a counter or gauge, under its labels' values in the catalogue's order."""
         metric = CATALOGUE[name]
-        assert metric.kind is not Kind.HISTOGRAM, f"{name} is a histogram"
+        assert metric.kind is not MetricKind.HISTOGRAM, f"{name} is a histogram"
         assert len(labels) == len(metric.labels), f"{name} has the labels {metric.labels}"
         series = self.series[name]
         key = tuple(map(label_text, labels))
@@ -56,7 +56,7 @@ class Reading:
     def put_histogram(self, name: str, histogram: Histogram, *labels: object) -> None:
         """Add a histogram; several under the same labels are summed, bucket by bucket."""
         metric = CATALOGUE[name]
-        assert metric.kind is Kind.HISTOGRAM, f"{name} is no histogram"
+        assert metric.kind is MetricKind.HISTOGRAM, f"{name} is no histogram"
         assert len(labels) == len(metric.labels), f"{name} has the labels {metric.labels}"
         key = tuple(map(label_text, labels))
         before = self.series[name].get(key)
@@ -73,7 +73,7 @@ def label_text(value: object) -> str:
     return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
-class Reader:
+class MetricReader:
     """Takes readings on the event loop for other threads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, gather: Callable[[Reading], None]) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.telemetry import events
-from cachesvc.telemetry.catalogue import CATALOGUE, PREFIX, Kind, Metric
-from cachesvc.telemetry.metric_reader import Buckets, Reader, Reading, Series
+from cachesvc.telemetry.catalogue import CATALOGUE, PREFIX, Metric, MetricKind
+from cachesvc.telemetry.metric_reader import Buckets, MetricReader, Reading, Series
 from cachesvc.telemetry.tracing import Tracer
 
 SCOPE = "cachesvc"
@@ -52,7 +52,7 @@ class Otlp:
         self._provider = provider
         tracer.trace_with(provider.get_tracer(SCOPE, self._version), begins_traces=chosen)
 
-    def start_metrics(self, reader: Reader) -> None:
+    def start_metrics(self, reader: MetricReader) -> None:
         """Push readings from now on, unless the environment wants none. Raises Unavailable."""
         if self._environment.get("OTEL_METRICS_EXPORTER") == "none":
             return
@@ -91,7 +91,7 @@ def _not_installed() -> Unavailable:
 class _Push:
     """A thread that sends a reading every ``seconds``."""
 
-    def __init__(self, exporter: Any, reader: Reader, resource: Any, version: str, seconds: float) -> None:
+    def __init__(self, exporter: Any, reader: MetricReader, resource: Any, version: str, seconds: float) -> None:
         self._exporter = exporter
         self._reader = reader
         self._resource = resource
@@ -155,8 +155,8 @@ def _metric(metric: Metric, series: Series, began_ns: int, now_ns: int) -> Any:
             points.append(export.NumberDataPoint(labels, began_ns, now_ns, value))
     cumulative = export.AggregationTemporality.CUMULATIVE
     data: Any = export.Gauge(points)
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         data = export.Histogram(points, cumulative)
-    elif metric.kind is Kind.COUNTER:
+    elif metric.kind is MetricKind.COUNTER:
         data = export.Sum(points, cumulative, is_monotonic=True)
     return export.Metric(PREFIX + metric.name, metric.meaning, "s" if metric.name.endswith("_seconds") else "", data)

@@ -12,15 +12,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.telemetry.catalogue import CATALOGUE, PREFIX, Kind, Metric
-from cachesvc.telemetry.metric_reader import Buckets, Reader, Reading, Series
+from cachesvc.telemetry.catalogue import CATALOGUE, PREFIX, Metric, MetricKind
+from cachesvc.telemetry.metric_reader import Buckets, MetricReader, Reading, Series
 from cachesvc.telemetry.scrape_server import Answer, Page
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
 
-def metrics_page(reader: Reader) -> Page:
+def metrics_page(reader: MetricReader) -> Page:
     """Page that each scrape gets. Raises Unavailable where prometheus-client is missing."""
     try:
         from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
@@ -51,7 +51,7 @@ def metrics_page(reader: Reader) -> Page:
 class _Collector:
     """Collector that the registry asks at each scrape."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: MetricReader) -> None:
         self._reader = reader
 
     def describe(self) -> list[Family]:
@@ -73,14 +73,14 @@ def _family(metric: Metric, series: Series) -> Family:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     name = PREFIX + metric.name
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         histogram = HistogramMetricFamily(name, metric.meaning, labels=metric.labels)
         for labels, value in series.items():
             assert isinstance(value, Buckets)
             names = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
             histogram.add_metric(labels, list(zip(names, accumulate(value.counts), strict=True)), value.total)
         return histogram
-    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     family = kind(name, metric.meaning, labels=metric.labels)
     for labels, value in series.items():
         assert not isinstance(value, Buckets)

@@ -250,13 +250,19 @@ VOCABULARY: dict[str, Event] = {
     "storage_read_failed": Event(
         "info",
         "Objects could not be read, the last for this reason; they are computed instead. `objects`: since the line "
-        "before. At most one line in 10 s.",
+        "before. At most one line a minute.",
         ("reason", "objects"),
     ),
     "storage_write_failed": Event(
         "info",
-        "Objects could not be written, the last for this reason. `objects`: since the line before. At most one line in "
-        "10 s.",
+        "Objects could not be written, the last for this reason. `objects`: since the line before. At most one line a "
+        "minute.",
+        ("reason", "objects"),
+    ),
+    "storage_not_listed": Event(
+        "info",
+        "The bucket could not be listed, the last time for this reason; the daemon tries again. `objects`: tries since "
+        "the line before. At most one line a minute.",
         ("reason", "objects"),
     ),
     "storage_keeps_nothing": Event(

@@ -39,7 +39,7 @@ _UNKNOWN_BYTES = 1024
 M = TypeVar("M", bound=Message)
 
 
-class Row(NamedTuple):
+class FieldRow(NamedTuple):
     """A field as the walk sees it. ``most``: how often it may come; ``within``: of the message in it, which is walked
     where it has more than ``small`` bytes."""
 
@@ -101,13 +101,13 @@ def _field_bytes(field: FieldDescriptor) -> int:
 
 
 @cache
-def _rows(kind: Descriptor) -> dict[int, Row]:
+def _rows(kind: Descriptor) -> dict[int, FieldRow]:
     rows = {}
     for field in kind.fields:
         bound = LIMITS.get(f"{kind.name}.{field.name}")
         most = bound.most if bound is not None and field.is_repeated else 1
         small = _ONE_BYTE if field.message_type is None else min(2 * _shortest_list(field.message_type), _ONE_BYTE)
-        rows[field.number] = Row(f"{kind.name}.{field.name}", most, field.message_type, small)
+        rows[field.number] = FieldRow(f"{kind.name}.{field.name}", most, field.message_type, small)
     return rows
 
 
@@ -119,7 +119,7 @@ def _shortest_list(kind: Descriptor) -> int:
     return min([*lists, *within, MAX_FIELDS])
 
 
-def _skip(row: Row, raw: bytes, at: int, end: int, count: int, budget: _Budget) -> tuple[int, int]:
+def _skip(row: FieldRow, raw: bytes, at: int, end: int, count: int, budget: _Budget) -> tuple[int, int]:
     """Step over small entries of a list from ``at`` on, which follow on each other. Returns where they end, and
     ``count`` with them."""
     first, tag, small, most = at, raw[at], row.small, row.most

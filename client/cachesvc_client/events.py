@@ -26,23 +26,10 @@ from cachesvc_client.wire.channel import ChannelMaker, open_channel
 from cachesvc_client.wire.credentials import Metadata, credentials_from, has_token
 from cachesvc_client.wire.methods import SUBSCRIBE
 from cachesvc_client.wire.settings import ChannelOptions, default_socket
+from cachesvc_client.wire.subscription import DEFAULT_OPTIONS, subscription
 from cachesvc_client.wire.trust import may_show
 
-DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
-"""Channel options of a subscriber, which is in no hurry."""
-
 __all__ = ["Batch", "BlockMirror", "EventSubscriber", "Kind", "Part", "Run", "Spot", "subscription"]
-
-
-def subscription(
-    namespace: bytes, *, snapshot: bool = True, epoch: int = 0, after: int | None = None, storage: bool = False
-) -> event_pb2.SubscribeRequest:
-    """Request for events: a snapshot first, or all behind change ``after`` of ``epoch``, or (neither) from now on.
-    ``storage``: also changes of storage."""
-    request = event_pb2.SubscribeRequest(namespace=namespace, snapshot=snapshot, epoch=epoch, storage=storage)
-    if after is not None and not snapshot:
-        request.after_sequence_number = after
-    return request
 
 
 class EventSubscriber:

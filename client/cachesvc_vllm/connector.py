@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 
 from cachesvc_vllm.daemon.node import Node
@@ -22,9 +23,9 @@ from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has
 from cachesvc_vllm.worker_side import WorkerSide
 
 
-class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """vLLM makes one for the scheduler and one for each worker. Without ``SupportsHMA``, by which vLLM would divide the
-    layers of a hybrid model into groups: so all of them keep whole sequences, in one group."""
+class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """vLLM makes one for the scheduler and one for each worker. By ``SupportsHMA`` it divides the layers of a hybrid
+    model into groups, each of which keeps what it needs."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -147,10 +148,12 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Loads that have ended on every rank, where these are, and whether one found its step void."""
         if self._scheduler is not None:
-            if isinstance(moved := connector_output.kv_connector_worker_meta, WorkerLease):
-                self._scheduler.move(moved.lease_id)
+            if isinstance(told := connector_output.kv_connector_worker_meta, WorkerLease):
+                self._scheduler.move(told.lease_id)
+                if told.has_lapsed:
+                    self._scheduler.drop_step(repeats=False)
             if has_lapsed(connector_output.invalid_block_ids):
-                self._scheduler.drop_step()
+                self._scheduler.drop_step(repeats=True)
             ended, failed = connector_output.finished_recving, connector_output.failed_recving
             self._scheduler.note_ends(ended or (), failed or ())
 
@@ -171,6 +174,12 @@ class CachesvcConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.finish(request)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Do ``request_finished``, of a model with any number of groups: what vLLM calls."""
+        return self.request_finished(request, block_ids[0])
 
     def take_events(self) -> tuple[()]:
         """Comes last in each step. Events are published without vLLM's steps (``kv_events``)."""

@@ -30,6 +30,7 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
 from cachesvc_vllm.daemon.node import Node
+from cachesvc_vllm.daemon.vllm_objects import Request
 
 KNOWN_BLOCKS = 262_144
 """Blocks whose tokens are kept, some 80 MB at 16 tokens a block. Older ones are announced no more after a loss."""
@@ -101,7 +102,7 @@ class Announcer:
         """Begin to publish."""
         self._thread.start()
 
-    def note(self, request: Any, hashes: Sequence[bytes], salt: bytes) -> None:
+    def note(self, request: Request, hashes: Sequence[bytes], salt: bytes) -> None:
         """Remember the tokens of a request's blocks that were hashed since the last call."""
         noted, noted_salt = self._noted.get(request.request_id, (0, salt))
         first = noted if noted_salt == salt else 0
@@ -138,18 +139,18 @@ class Announcer:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _extra_keys(self, request: Any, first: int, end: int) -> Callable[[], Sequence[Any]] | None:
+    def _extra_keys(self, request: Request, first: int, end: int) -> Callable[[], Sequence[object]] | None:
         """Makes what vLLM's events say of blocks beside tokens, for requests that have such."""
         if not (request.mm_features or request.lora_request or request.cache_salt or request.prompt_embeds is not None):
             return None
 
-        def make() -> Sequence[Any]:
+        def make() -> Sequence[object]:
             found, image = [], 0
             for block in range(first, end):
                 start = block * self._block_tokens
                 keys, image = generate_block_hash_extra_keys(request, start, start + self._block_tokens, image)
                 found.append(keys)
-            extra_keys: Sequence[Any] = to_event_extra_keys(found)
+            extra_keys: Sequence[object] = to_event_extra_keys(found)
             return extra_keys
 
         return make

@@ -104,7 +104,7 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(
         self,
-        vllm_config: Any,
+        vllm_config: object,
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],

@@ -19,10 +19,12 @@ from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.namespace.media import Media
-from cachesvc_vllm.pages.block_pool import DaemonBlockPool
+from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
+from cachesvc_vllm.pages.group_tables import Positions
 from cachesvc_vllm.pages.page_book import PageBook
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish, blocks_wanted, computed_blocks
-from cachesvc_vllm.vouching import Vouching
+from cachesvc_vllm.pages.state_cells import StateCells
+from cachesvc_vllm.vouching import Dropped, Vouching
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
 
 WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
@@ -52,6 +54,7 @@ class SchedulerSide:
         self._book = PageBook(node.lease, settings.stock_blocks, blocks_ahead(step_tokens, registration))
         self._book.untold.is_late = drafts
         self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
+        self._layout, self._step_tokens = registration.layout, step_tokens
         block_tokens = registration.layout.block_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
         self._weights = WeightsVersion(
@@ -65,11 +68,12 @@ class SchedulerSide:
         self._wishes = Wishes(self._keys, media, self._announcer, step_tokens, block_tokens)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
-        self._is_dropped = False
+        self._dropped = Dropped.NOT
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._loading_since_s: dict[str, float] = {}
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
+        self._states = StateCells(None, ())
         self._block_tokens = 0
         self._find_hits: Any = None
         self._allocate: Any = None
@@ -84,11 +88,9 @@ class SchedulerSide:
         if self._announcer is not None:
             pool.on_reset = self._announcer.reset
             self._announcer.start()
-        manager.block_pool = manager.coordinator.block_pool = pool
-        for group in manager.coordinator.single_type_managers:
-            group.block_pool = pool
-            group._null_block = pool.null_block  # noqa: SLF001 - there is no other way to it
+        take_place(manager, pool)
         self._manager = manager
+        self._states = StateCells(manager, self._layout.state_groups)
         self._block_tokens = pool.hash_block_size
         if self._lookahead_tokens:
             keep_last_blocks(manager.coordinator)
@@ -130,43 +132,41 @@ class SchedulerSide:
     ) -> Any:
         """Do ``KVCacheManager.allocate_slots``, once the request's pages are reserved; None where there is no room."""
         self._look()
+        local, external = num_new_computed_tokens, num_external_computed_tokens
         pool, pages = self._pool, self._book.find(request.request_id)
         assert pool is not None
         if pages is not None and not pages.taken:
-            taken_blocks = (num_new_computed_tokens + num_external_computed_tokens) // self._block_tokens
+            taken_blocks = (local + external) // self._block_tokens
             if taken_blocks < pages.hit_blocks + pages.host_blocks:
-                pages = self._take_less(request, num_new_computed_tokens // self._block_tokens, taken_blocks)
+                pages = self._take_less(request, local // self._block_tokens, taken_blocks)
                 if pages is None:
                     return None
-                new_computed_blocks = self._manager.create_kv_cache_blocks((pool.hits(),))
-        asked = (
-            request,
-            num_new_tokens,
-            num_new_computed_tokens,
-            new_computed_blocks,
-            num_lookahead_tokens,
-            num_external_computed_tokens,
-            *args,
-        )
+                new_computed_blocks = self._find_hits(request)[0]
+        if pages is not None and pages.others:  # what has left a window may serve what comes
+            read = request.num_computed_tokens + local + external - request.num_in_flight_tokens
+            self._manager.remove_skipped_blocks(request.request_id, max(0, read), request.num_prompt_tokens)
+        states = self._states.wanted(request, num_new_tokens, local, external, new_computed_blocks)
         wanted = blocks_wanted(
             request,
-            num_new_computed_tokens + num_new_tokens,
-            external_tokens=num_external_computed_tokens,
+            local + num_new_tokens,
+            external_tokens=external,
             lookahead_tokens=num_lookahead_tokens,
             longest_tokens=self._manager.max_model_len,
             block_tokens=self._block_tokens,
+            step_tokens=self._step_tokens if self._layout.window_groups else None,
         )
-        if pages is not None and self._book.has(pages, wanted):
-            if pages.taken >= wanted and self._fills_nothing(request, pages, num_new_tokens):
+        asked = (request, num_new_tokens, local, new_computed_blocks, num_lookahead_tokens, external, *args)
+        if pages is not None and self._book.has(pages, wanted, states):
+            if pages.taken >= wanted and pages.fills_nothing(request, num_new_tokens, self._block_tokens):
                 return self._manager.empty_kv_cache_blocks
             pool.schedule(pages)
-            pool.counts_own = True
+            pool.now.counts_own = True
             blocks = self._allocate(*asked, **kwargs)
-            pool.counts_own = False
+            pool.now.counts_own = False
             if blocks is not None:
                 return blocks
         allocate = partial(self._allocate, *asked, **kwargs)
-        return self._reserve_and_allocate(request, wanted, allocate, num_external_computed_tokens)
+        return self._reserve_and_allocate(request, wanted, states, allocate, external)
 
     @property
     def next_lease(self) -> str:
@@ -221,9 +221,10 @@ class SchedulerSide:
         self._book.untold.begin_step()
         self._vouching.begin_step(computes=computes)
 
-    def drop_step(self) -> None:
-        """A worker says of the output that has come that what it was computed from may have been others'."""
-        self._is_dropped = True
+    def drop_step(self, *, repeats: bool) -> None:
+        """A worker says of the output that has come that what it was computed from may have been others'. ``repeats``:
+        vLLM was told too, and computes it again."""
+        self._dropped = Dropped.REPEATED if repeats else Dropped.LOST
 
     def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
         """Loads that the workers are to watch, called once an iteration is scheduled: report the last one to the
@@ -256,11 +257,11 @@ class SchedulerSide:
     def end_step(self) -> None:
         """A step's output has come: seal what it has computed, and tell the daemon. Raises PagesLapsed."""
         assert self._pool is not None
-        is_dropped, self._is_dropped = self._is_dropped, False
-        computes = self._vouching.end_step(is_dropped=is_dropped)
+        dropped, self._dropped = self._dropped, Dropped.NOT
+        computes = self._vouching.end_step(dropped)
         with self._watch:
             self._book.untold.begin_output()
-            filling = self._pool.filling
+            filling = self._pool.now.filling
             for request_id, (request, full_blocks) in list(filling.items()):
                 if request.is_finished() or self._seal(request) >= full_blocks or self._book.find(request_id) is None:
                     del filling[request_id]
@@ -320,12 +321,13 @@ class SchedulerSide:
         return pages if is_exact else None
 
     def _reserve_and_allocate(
-        self, request: Any, wanted: int, allocate: Callable[[], Any], external_tokens: int
+        self, request: Any, wanted: int, states: Positions, allocate: Callable[[], Any], external_tokens: int
     ) -> Any:
-        """Have vLLM ``allocate`` once there are ``wanted`` blocks, else None. ``external_tokens``: loaded by any."""
+        """Have vLLM ``allocate`` once there are ``wanted`` blocks and ``states``, else None. ``external_tokens``:
+        loaded by any."""
         assert self._pool is not None
         with self._watch:
-            pages = self._reserve(request, wanted)
+            pages = self._reserve(request, wanted, states)
         if pages is None:
             return None
         self._pool.schedule(pages)
@@ -343,16 +345,16 @@ class SchedulerSide:
             self._count(request, "device_tokens", pages.hit_blocks * self._block_tokens)
         return blocks
 
-    def _reserve(self, request: Any, blocks: int) -> RequestPages | None:
-        """Grow a request's table to ``blocks`` blocks; None where there is no room. Raises ConnectorRefused where there
-        will be none, for this engine does not come back."""
+    def _reserve(self, request: Any, blocks: int, states: Positions) -> RequestPages | None:
+        """Grow a request's table to ``blocks`` blocks, with pages for ``states``; None where there is no room. Raises
+        ConnectorRefused where there will be none, for this engine does not come back."""
         self._leave_if_back()
         pages = self._book.find(request.request_id)
         if pages is None:
             return None
-        if self._book.reserve(pages, blocks):
+        if self._book.reserve(pages, blocks, states):
             return pages
-        if self._book.is_beyond(blocks) and not self._node.comes_back:
+        if self._book.is_beyond(pages, blocks, states) and not self._node.comes_back:
             raise ConnectorRefused(STUCK)
         self._book.give_way(pages)
         if self._book.is_adrift:
@@ -370,12 +372,6 @@ class SchedulerSide:
             for request in waiting:
                 self._manager.free(request)
                 request.num_computed_tokens = 0
-
-    def _fills_nothing(self, request: Any, pages: RequestPages, num_new_tokens: int) -> bool:
-        """True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs, has a slot for each
-        token, and whose full blocks vLLM has reported: most of what decoding costs there, in most iterations."""
-        tokens = request.num_computed_tokens + num_new_tokens
-        return num_new_tokens > 0 and min(tokens // self._block_tokens, len(request.block_hashes)) <= pages.full_blocks
 
     def _seal(self, request: Any, keys: Sequence[bytes] | None = None) -> int:
         if keys is None:

@@ -39,13 +39,16 @@ class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class WorkerLease(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Message of the workers, to a step with a ``next_lease``: the lease whose slab their tensors lie on; empty where
-    one has another one than the rest."""
+    one has another one than the rest. ``has_lapsed``: the step may have read other engines' pages."""
 
     lease_id: str
+    has_lapsed: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerLease:
         """Combine two ranks' leases: the common one, or an empty name where they differ."""
-        return self if self == other else WorkerLease("")
+        assert isinstance(other, WorkerLease)
+        lease_id = self.lease_id if self.lease_id == other.lease_id else ""
+        return WorkerLease(lease_id, self.has_lapsed or other.has_lapsed)
 
 
 def lapsed_blocks(pages: int) -> set[int]:

@@ -16,6 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum, auto
 
 from cachesvc_client import CacheClientError, DaemonUnavailable, Lease, LeaseLost
 
@@ -23,6 +24,15 @@ LOOK_S = 1.0
 """vLLM's scheduler waits no longer for a daemon that says nothing; the end of the step waits for as long as a lease."""
 
 log = logging.getLogger(__name__)
+
+
+class Dropped(Enum):
+    """Verdict of the workers on an output. REPEATED: it is void, and vLLM computes it again; LOST: it is void, and vLLM
+    could not be told."""
+
+    NOT = auto()
+    REPEATED = auto()
+    LOST = auto()
 
 
 class PagesLapsed(RuntimeError):
@@ -54,11 +64,12 @@ class Vouching:
         self._has_looked = False
         self._under_way.append(self._lease() if computes else None)
 
-    def end_step(self, *, is_dropped: bool) -> bool:
-        """The output of the first of the steps under way has come. ``is_dropped``: a worker has found it void, and vLLM
-        has begun all requests with pages anew, which is good where it had scheduled none of them again, and where they
-        will find the lease lost. True where the step has computed. Raises PagesLapsed."""
+    def end_step(self, dropped: Dropped) -> bool:
+        """The output of the first of the steps under way has come. ``dropped``: whether a worker has found it void.
+        Where vLLM has begun all requests with pages anew, that is good if it had scheduled none of them again, and if
+        they will find the lease lost. True where the step has computed. Raises PagesLapsed."""
         lease = self._under_way.popleft()
+        is_dropped = dropped is not Dropped.NOT
         if lease is None or (lease.is_sure and not is_dropped):
             return lease is not None
         limit_s, why = lease.record.silence_limit_s, "a worker says so"
@@ -67,7 +78,7 @@ class Vouching:
             if not is_dropped:
                 return True
         except (LeaseLost, DaemonUnavailable) as lost:
-            if is_dropped and not self._under_way:
+            if dropped is Dropped.REPEATED and not self._under_way:
                 log.warning("step_computed_again lease=%s why=%s", lease.id, lost)
                 return True
             why = str(lost)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cachesvc_client import Registration
 from vllm.lora.utils import get_adapter_absolute_path
 
+from cachesvc_vllm.daemon.vllm_objects import Request
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.namespace.adapters import Adapters
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
@@ -36,7 +35,7 @@ class Wishes:
         self._block_tokens = block_tokens
         self._adapters = Adapters(get_adapter_absolute_path)
 
-    def of(self, request: Any, most_tokens: int | None, *, may_hit: bool) -> Wish | None:
+    def of(self, request: Request, most_tokens: int | None, *, may_hit: bool) -> Wish | None:
         """Return what a request is matched for, at most ``most_tokens`` of it; None while its adapter is read."""
         salt = self._adapters.salt(request.lora_request)
         if salt is None:

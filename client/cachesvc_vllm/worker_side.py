@@ -26,14 +26,13 @@ from cachesvc.model.answers import TicketView
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.node import Node, Share, new_instance
 from cachesvc_vllm.daemon.settings import Settings
-from cachesvc_vllm.daemon.slab_layout import GROUP, place_wider_first, slab_layout
+from cachesvc_vllm.daemon.slab_layout import place_wider_first, slab_layout
 from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
 from cachesvc_vllm.namespace.identity import config_details
 from cachesvc_vllm.namespace.naming import Runtime, display_name, model_facts, model_name
 from cachesvc_vllm.startup.memory import SlabMode, require_on_slab
 from cachesvc_vllm.startup.ranks import Start, agreed_model
-from cachesvc_vllm.startup.refusals import require_supported
-from cachesvc_vllm.startup.versions import require_version
+from cachesvc_vllm.startup.refusals import require_supported, require_version
 from cachesvc_vllm.startup.warm_up import WarmUp
 from cachesvc_vllm.transfers import WorkerLease, lapsed_blocks
 from cachesvc_vllm.vouching import LOOK_S
@@ -73,6 +72,7 @@ class WorkerSide:
         self._may_wait = False
         self._drafts = drafts_with_kv(vllm_config)
         self._told: WorkerLease | None = None
+        self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
 
     def memory_context(self) -> SlabMode | None:
         """Context in which vLLM allocates its KV memory; None: as without a connector, where no daemon is required or
@@ -93,9 +93,9 @@ class WorkerSide:
         if node is None or not model:
             return None
         self._node, self.share = node, node.share
-        self.comes_back = node.comes_back = node.pool.memory(GROUP).can_map_over
-        slab = node.pool.slab_to_torch(GROUP).view(torch.int8)[: self._kv_cache_config.kv_cache_tensors[0].size]
-        self._mode = SlabMode(slab)
+        slab, size = node.share.slab, self._kv_cache_config.kv_cache_tensors[0].size
+        self.comes_back = node.comes_back = node.pool.memory(slab).can_map_over
+        self._mode = SlabMode(node.pool.slab_to_torch(slab).view(torch.int8)[:size])
         return self._mode
 
     def check_memory(self, kv_caches: Mapping[str, Any]) -> None:
@@ -122,7 +122,8 @@ class WorkerSide:
         self._told = WorkerLease(self._node.follow(next_lease))
 
     def take_lease(self) -> WorkerLease | None:
-        """Lease whose slab the tensors lie on, for the scheduler, in a step in which it asked."""
+        """Lease whose slab the tensors lie on, for the scheduler, in a step in which it asked; and whether the step is
+        void, where block ids cannot say it."""
         told, self._told = self._told, None
         return told
 
@@ -156,7 +157,8 @@ class WorkerSide:
 
     def lapsed_blocks(self) -> set[int]:
         """All blocks, where the daemon reports in a computing step that the lease is lost: the step may have read
-        others' pages. Kernels may still run, and this process may be stopped again, so the scheduler decides."""
+        others' pages. Kernels may still run, and this process may be stopped again, so the scheduler decides. Of models
+        with several groups vLLM takes no block ids: the scheduler hears it by ``take_lease``."""
         node = self._node
         if node is None or self._may_wait or node.lease.is_sure:
             return set()
@@ -166,7 +168,9 @@ class WorkerSide:
             node.lease.make_sure(LOOK_S)
         except LeaseLost as lost:
             log.warning("pages_lapsed why=%s", lost)
-            return lapsed_blocks(node.share.pages)
+            if self._tells_blocks:
+                return lapsed_blocks(node.share.pages)
+            self._told = WorkerLease("", has_lapsed=True)
         except CacheClientError as error:
             log.debug("pages_not_known why=%s", error)
         return set()

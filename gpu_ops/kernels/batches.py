@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gpu_ops.kernels.launch import MAX_GRID, blocks_for, launch
-from gpu_ops.kernels.operands import Kind, Operand, operand, require, same_device
+from gpu_ops.kernels.operands import Array, Kind, Operand, operand, require, same_device
 
 SOURCE = "sequences"
 THREADS = 256
@@ -46,7 +45,7 @@ EVERYTHING = Reach()
 class BlockTable:
     """Pages by row and block, -1 in holes; the pool that they are of. A cell beyond the pool counts as a hole."""
 
-    cells: Any
+    cells: Array
     pages: int
     block_tokens: int
 
@@ -60,7 +59,13 @@ class BlockTable:
 
 
 def cumulate_lengths(
-    added: Any, cached: Any, starts_q: Any, starts_k: Any, longest: Any, stream: int, reach: Reach = EVERYTHING
+    added: Array,
+    cached: Array,
+    starts_q: Array,
+    starts_k: Array,
+    longest: Array,
+    stream: int,
+    reach: Reach = EVERYTHING,
 ) -> None:
     """Write where the rows begin: among the new tokens, and among new and cached ones within reach of a prefill.
 
@@ -80,7 +85,7 @@ def cumulate_lengths(
     launch(SOURCE, "cumulate_lengths", (1,), SCAN_THREADS, arguments, stream, device)
 
 
-def token_positions(starts_q: Any, cached: Any, positions: Any, stream: int) -> None:
+def token_positions(starts_q: Array, cached: Array, positions: Array, stream: int) -> None:
     """Write each new token's position: cached[b] + i; -1 behind the last row's end."""
     starts, before, rows = _read_rows(starts_q, cached)
     out = operand("positions", positions, Kind.INT32, (None,)).dense()
@@ -90,7 +95,7 @@ def token_positions(starts_q: Any, cached: Any, positions: Any, stream: int) -> 
         launch(SOURCE, "token_positions", (blocks_for(out.count, THREADS),), THREADS, arguments, stream, device)
 
 
-def token_slots(starts_q: Any, cached: Any, table: BlockTable, slots: Any, stream: int) -> None:
+def token_slots(starts_q: Array, cached: Array, table: BlockTable, slots: Array, stream: int) -> None:
     """Write each new token's slot, page * block_tokens + its place there, int64; -1 in a hole and behind the end."""
     starts, before, rows = _read_rows(starts_q, cached)
     cells, shape = table.read(rows)
@@ -111,7 +116,7 @@ def token_slots(starts_q: Any, cached: Any, table: BlockTable, slots: Any, strea
         launch(SOURCE, "token_slots", (blocks_for(out.count, THREADS),), THREADS, arguments, stream, device)
 
 
-def key_ranges(starts_q: Any, starts_k: Any, begins: Any, ends: Any, stream: int) -> None:
+def key_ranges(starts_q: Array, starts_k: Array, begins: Array, ends: Array, stream: int) -> None:
     """Write which keys, gathered by ``starts_k``, each new token may see: [begin, end), itself the last one."""
     rows = _rows_of(starts_q)
     inputs = [
@@ -126,7 +131,9 @@ def key_ranges(starts_q: Any, starts_k: Any, begins: Any, ends: Any, stream: int
         launch(SOURCE, "key_ranges", (blocks_for(first.count, THREADS),), THREADS, arguments, stream, device)
 
 
-def window_rows_paged(starts_q: Any, cached: Any, table: BlockTable, reach: Reach, rows_out: Any, stream: int) -> None:
+def window_rows_paged(
+    starts_q: Array, cached: Array, table: BlockTable, reach: Reach, rows_out: Array, stream: int
+) -> None:
     """Write, for decode, the pool's rows that each new token sees: ``rows_out`` is ``[tokens, 1, width]``.
 
     In order: the sinks before its window, the window with itself last; then -1, which holes of the table are too. The
@@ -152,7 +159,9 @@ def window_rows_paged(starts_q: Any, cached: Any, table: BlockTable, reach: Reac
         launch(SOURCE, "window_rows_paged", _grid_of(out), ROW_THREADS, arguments, stream, device)
 
 
-def window_rows_gathered(starts_q: Any, starts_k: Any, cached: Any, reach: Reach, rows_out: Any, stream: int) -> None:
+def window_rows_gathered(
+    starts_q: Array, starts_k: Array, cached: Array, reach: Reach, rows_out: Array, stream: int
+) -> None:
     """Window rows for prefill: rows of the buffer that ``gather_latents`` fills by the same ``starts_k`` and reach."""
     starts, before, rows = _read_rows(starts_q, cached)
     keys = operand("starts_k", starts_k, Kind.INT32, (rows + 1,)).dense()
@@ -173,7 +182,7 @@ def window_rows_gathered(starts_q: Any, starts_k: Any, cached: Any, reach: Reach
         launch(SOURCE, "window_rows_gathered", _grid_of(out), ROW_THREADS, arguments, stream, device)
 
 
-def expand_tables(tables: Sequence[Any], group_of_head: Sequence[int], out: Any, stream: int) -> None:
+def expand_tables(tables: Sequence[Array], group_of_head: Sequence[int], out: Array, stream: int) -> None:
     """Write the tables of groups, ``[batch, blocks]`` each, as one of heads: row ``b * heads + h``, -1 behind the end.
 
     One launch for each group.
@@ -221,19 +230,19 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def _rows_of(starts_q: Any) -> int:
+def _rows_of(starts_q: Array) -> int:
     starts = operand("starts_q", starts_q, Kind.INT32, (None,))
     require(starts.count > 1, f"starts_q: {starts.count} entries; rows + 1, of one row at least")
     return starts.count - 1
 
 
-def _read_rows(starts_q: Any, cached: Any) -> tuple[Operand, Operand, int]:
+def _read_rows(starts_q: Array, cached: Array) -> tuple[Operand, Operand, int]:
     rows = _rows_of(starts_q)
     starts = operand("starts_q", starts_q, Kind.INT32, (rows + 1,)).dense()
     return starts, operand("cached", cached, Kind.INT32, (rows,)).dense(), rows
 
 
-def _read_window(rows_out: Any, reach: Reach) -> Operand:
+def _read_window(rows_out: Array, reach: Reach) -> Operand:
     reach.check()
     require(reach.window_tokens > 0, "window_tokens: 0 has no bound, and rows for it no width")
     out = operand("rows_out", rows_out, Kind.INT32, (None, 1, None)).dense().aligned()

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
-from typing import Any
 
 import numpy as np
 
 from gpu_ops.kernels.batches import BlockTable, Reach
 from gpu_ops.kernels.launch import MAX_GRID, blocks_for, launch
-from gpu_ops.kernels.operands import Kind, Operand, operand, require, same_device
+from gpu_ops.kernels.operands import Array, Kind, Operand, operand, require, same_device
 
 SOURCE = "decode_attention"
 THREADS = 128
@@ -46,8 +45,8 @@ class SplitSpace:
     """Buffer of the splits' sums, float32, until they are merged: for one launch at a time. One split needs none."""
 
     splits: int
-    sums: Any
-    weights: Any
+    sums: Array | None
+    weights: Array | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +54,10 @@ class PagedCache:
     """``keys`` and ``values``: ``[pages, kv heads, block_tokens, D]`` bf16; ``cells``: tables, ``[batch * tables,
     blocks]`` int32, those of a sequence one after another; ``lengths``: tokens, the query's among them, ``[batch]``."""
 
-    keys: Any
-    values: Any
-    cells: Any
-    lengths: Any
+    keys: Array
+    values: Array
+    cells: Array
+    lengths: Array
 
 
 def head_rules(table_of_head: Sequence[int], reach_of_head: Sequence[Reach], device: int) -> HeadRules:
@@ -99,7 +98,7 @@ def split_space(batch: int, query_heads: int, width: int, splits: int, device: i
 
 
 def decode_attention(
-    queries: Any, cache: PagedCache, rules: HeadRules, space: SplitSpace, out: Any, stream: int, scale: float
+    queries: Array, cache: PagedCache, rules: HeadRules, space: SplitSpace, out: Array, stream: int, scale: float
 ) -> None:
     """Queue attention of ``queries``, ``[batch, query heads, D]`` bf16, each its sequence's last token, into ``out``.
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 from gpu_ops.kernels.batches import BlockTable
 from gpu_ops.kernels.launch import blocks_for, launch
-from gpu_ops.kernels.operands import Half, Kind, Operand, operand, require, same_device
+from gpu_ops.kernels.operands import Array, Half, Kind, Operand, operand, require, same_device
 
 SOURCE = "index_keys"
 THREADS = 128
@@ -46,13 +45,13 @@ class IndexPlanes:
         )
 
 
-def whole_pages(pool: Any) -> IndexPlanes:
+def whole_pages(pool: Array) -> IndexPlanes:
     """Planes that share pages: ``[pages, block_tokens, 132]`` bytes. Raises ValueError."""
     pages = operand("pool", pool, Kind.BYTE, (None, None, ROW_BYTES)).dense(1).aligned(1).spaced()
     return IndexPlanes(pages, pages, pages.shape[1] * KEY_VALUES, pages.shape[0], pages.shape[1])
 
 
-def apart(codes: Any, scales: Any) -> IndexPlanes:
+def apart(codes: Array, scales: Array) -> IndexPlanes:
     """Planes of their own: ``[pages, block_tokens, 128]`` bytes and ``[pages, block_tokens]`` float32. Raises
     ValueError."""
     values = operand("codes", codes, Kind.BYTE, (None, None, KEY_VALUES)).dense(1).aligned(1).spaced()
@@ -61,7 +60,7 @@ def apart(codes: Any, scales: Any) -> IndexPlanes:
 
 
 def write_index_keys(
-    planes: IndexPlanes, slots: Any, keys: Any, stream: int, half: Half, rounding: Rounding = Rounding.NEAREST
+    planes: IndexPlanes, slots: Array, keys: Array, stream: int, half: Half, rounding: Rounding = Rounding.NEAREST
 ) -> None:
     """Queue the packing of keys, ``[tokens, 128]``, into slots, int64; one outside of the pool, as -1, writes nothing.
 
@@ -83,7 +82,7 @@ def write_index_keys(
         launch(SOURCE, f"write_index_keys_{half.value}", grid, THREADS, arguments, stream, device)
 
 
-def read_index_keys(planes: IndexPlanes, slots: Any, keys_out: Any, stream: int, half: Half) -> None:
+def read_index_keys(planes: IndexPlanes, slots: Array, keys_out: Array, stream: int, half: Half) -> None:
     """Queue the reading of slots: code times scale in fp32, rounded to ``half``; zeros for a slot outside of the pool.
 
     Raises ValueError, with nothing queued.
@@ -98,7 +97,7 @@ def read_index_keys(planes: IndexPlanes, slots: Any, keys_out: Any, stream: int,
 
 
 def gather_index_keys(
-    planes: IndexPlanes, cells: Any, starts_k: Any, codes_out: Any, scales_out: Any, stream: int
+    planes: IndexPlanes, cells: Array, starts_k: Array, codes_out: Array, scales_out: Array, stream: int
 ) -> None:
     """Queue the gathering of all keys of a batch, cached and new, by its table: row ``starts_k[b] + position``.
 

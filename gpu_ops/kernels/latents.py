@@ -7,11 +7,10 @@ lies in a hole of the table is zeros. See ``gpu_ops.kernels.batches`` for ``star
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from gpu_ops.kernels.batches import EVERYTHING, BlockTable, Reach
 from gpu_ops.kernels.launch import blocks_for, launch
-from gpu_ops.kernels.operands import VECTOR_BYTES, Half, Kind, Operand, operand, require, same_device
+from gpu_ops.kernels.operands import VECTOR_BYTES, Array, Half, Kind, Operand, operand, require, same_device
 from gpu_ops.kernels.packed_keys import read_packed_pool
 
 SOURCE = "latents"
@@ -23,8 +22,8 @@ PIECE_VALUES = 16
 class NewLatents:
     """This step's keys: ``[tokens, latent values]`` and ``[tokens, rope values]``; columns of one array will do."""
 
-    latent: Any
-    rope: Any
+    latent: Array
+    rope: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,14 +33,16 @@ class Gathering:
     ``cached`` is needed with a window or sinks alone, and ``reach`` is what ``starts_k`` was made with.
     """
 
-    cells: Any
-    starts_q: Any
-    starts_k: Any
-    cached: Any | None = None
+    cells: Array
+    starts_q: Array
+    starts_k: Array
+    cached: Array | None = None
     reach: Reach = EVERYTHING
 
 
-def gather_latents(pool: Any, new: NewLatents, whose: Gathering, latent_out: Any, rope_out: Any, stream: int) -> None:
+def gather_latents(
+    pool: Array, new: NewLatents, whose: Gathering, latent_out: Array, rope_out: Array, stream: int
+) -> None:
     """Queue the gathering from ``pool``, ``[pages, 1, block_tokens, latent + rope]`` of sixteen-bit floats of any kind.
 
     A copy: bit by bit. ``latent_out`` and ``rope_out`` are ``[starts_k[-1], ...]``; further rows stay as they are.
@@ -57,7 +58,7 @@ def gather_latents(pool: Any, new: NewLatents, whose: Gathering, latent_out: Any
 
 
 def gather_packed_latents(
-    pool: Any, new: NewLatents, whose: Gathering, latent_out: Any, rope_out: Any, stream: int, half: Half
+    pool: Array, new: NewLatents, whose: Gathering, latent_out: Array, rope_out: Array, stream: int, half: Half
 ) -> None:
     """Gather from packed rows, ``[pages, 1, block_tokens, 656]`` bytes.
 
@@ -85,7 +86,7 @@ def _launch(
     pages: Operand,
     new: tuple[Operand, Operand],
     whose: Gathering,
-    outputs: tuple[Any, Any],
+    outputs: tuple[Array, Array],
     kind: Kind,
     widths: tuple[int, ...],
     stream: int,

@@ -6,15 +6,24 @@ NumPy knows no bf16, so sixteen-bit floats may come as integers or as raw bytes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 VECTOR_BYTES = 16
 """Unit of the kernels' reads and writes, bytes: rows begin at multiples of it."""
+
+
+class Array(Protocol):
+    """An array of CuPy, torch or paddle on a device, as ``operand`` reads it."""
+
+    @property
+    def __cuda_array_interface__(self) -> Mapping[str, Any]:
+        """Address, shape, strides and type."""
 
 
 class Kind(Enum):
@@ -89,7 +98,7 @@ class Operand:
         return self
 
 
-def operand(name: str, array: Any, kind: Kind, shape: tuple[int | None, ...]) -> Operand:
+def operand(name: str, array: Array | None, kind: Kind, shape: tuple[int | None, ...]) -> Operand:
     """An array as an operand; ``None`` in ``shape`` stands for any size. Raises ValueError by what is wrong."""
     read, found = _read(name, array)
     holds = found.itemsize == kind.size_bytes and found.kind in kind.kinds
@@ -101,7 +110,7 @@ def operand(name: str, array: Any, kind: Kind, shape: tuple[int | None, ...]) ->
     return read
 
 
-def bytes_operand(name: str, array: Any) -> Operand:
+def bytes_operand(name: str, array: Array) -> Operand:
     """An array of any type and shape, for what moves bytes. Raises ValueError."""
     return _read(name, array)[0]
 

@@ -5,10 +5,8 @@ With 512 latent and 64 rope values a row has 656 bytes. ``gpu_ops.kernels.refere
 
 from __future__ import annotations
 
-from typing import Any
-
 from gpu_ops.kernels.launch import blocks_for, launch
-from gpu_ops.kernels.operands import VECTOR_BYTES, Half, Kind, Operand, operand, require, same_device
+from gpu_ops.kernels.operands import VECTOR_BYTES, Array, Half, Kind, Operand, operand, require, same_device
 
 SOURCE = "packed_keys"
 WARP, WARPS = 32, 8
@@ -28,14 +26,14 @@ def packed_row_bytes(latent_values: int, rope_values: int) -> int:
     return latent_values + latent_values // TILE_VALUES * SCALE_BYTES + 2 * rope_values
 
 
-def read_packed_pool(pool: Any, latent_values: int, rope_values: int) -> Operand:
+def read_packed_pool(pool: Array, latent_values: int, rope_values: int) -> Operand:
     """A pool ``[pages, 1, block_tokens, row bytes]``, checked. Raises ValueError."""
     row_bytes = packed_row_bytes(latent_values, rope_values)
     pages = operand("pool", pool, Kind.BYTE, (None, 1, None, row_bytes))
     return pages.dense(2).aligned(1).spaced()
 
 
-def write_packed_keys(pool: Any, slots: Any, latent: Any, rope: Any, stream: int, half: Half) -> None:
+def write_packed_keys(pool: Array, slots: Array, latent: Array, rope: Array, stream: int, half: Half) -> None:
     """Queue the packing of ``[tokens, ...]`` latents and ropes into the slots, int64, of ``pool``.
 
     A slot is page * block_tokens + the place there; one outside of the pool, as -1, writes nothing. No slot twice.
@@ -49,7 +47,7 @@ def write_packed_keys(pool: Any, slots: Any, latent: Any, rope: Any, stream: int
     _launch(f"write_packed_keys_{half.value}", pages, where, (keys, ropes), given, stream)
 
 
-def read_packed_keys(pool: Any, slots: Any, latent_out: Any, rope_out: Any, stream: int, half: Half) -> None:
+def read_packed_keys(pool: Array, slots: Array, latent_out: Array, rope_out: Array, stream: int, half: Half) -> None:
     """Queue the reading of slots: code times scale in fp32, rounded to ``half``; zeros for a slot outside of the pool.
 
     Raises ValueError, with nothing queued.

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gpu_ops.kernels.launch import MAX_GRID, blocks_for, launch
-from gpu_ops.kernels.operands import Kind, Operand, bytes_operand, operand, require, same_device
+from gpu_ops.kernels.operands import Array, Kind, Operand, bytes_operand, operand, require, same_device
 
 SOURCE = "copy_pages"
 THREADS = 256
@@ -40,7 +40,7 @@ class PagePairs:
     last: int
 
 
-def page_planes(planes: Sequence[Any]) -> PagePlanes:
+def page_planes(planes: Sequence[Array]) -> PagePlanes:
     """Describe planes of any shapes ``[pages, ...]`` and types, on one device, and wait until that is there.
 
     Raises ValueError: no plane, too many, a page with gaps.
@@ -80,13 +80,13 @@ def copy_pages(planes: PagePlanes, pairs: PagePairs, stream: int) -> None:
     launch(SOURCE, "copy_pages", grid, THREADS, (planes.described, pairs.pairs), stream, planes.device)
 
 
-def _plane(name: str, plane: Any) -> Operand:
+def _plane(name: str, plane: Array) -> Operand:
     read = bytes_operand(name, plane)
     require(len(read.shape) >= 2 and read.count > 0, f"{name}: shape {read.shape}, not [pages, ...] with bytes in it")
     return read.dense(1).spaced()
 
 
-def _uploaded(name: str, rows: Any, device: int) -> Operand:
+def _uploaded(name: str, rows: npt.NDArray[np.int64], device: int) -> Operand:
     import cupy
 
     with cupy.cuda.Device(device):

@@ -21,7 +21,7 @@ from cachesvc.config import Config
 from cachesvc.daemon import build, run
 from cachesvc.hardware import Hardware
 from cachesvc.memory.cuda.backend import CudaBackend
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from cachesvc.wire.convert import layout_to_proto
 from tests.contracts.host_gpu import HostGpu
 
@@ -89,7 +89,7 @@ def on_two_gpus(folder: Path, story: Callable[[Site], Awaitable[None]]) -> tuple
         config = Config(socket=str(folder / "s"), host_pool=0, calibration="never", drain_seconds=0)
         hardware: Any = gpus
         backend = CudaBackend(gpus, POOL_BYTES, timeline_words=64)
-        parts = build(config, choose=lambda _: Hardware(Inside(backend), hardware))
+        parts = build(config, choose=lambda _: Hardware(InProcessMovers(backend), hardware))
         running = asyncio.create_task(run(parts))
         try:
             async with grpc.aio.insecure_channel(f"unix:{config.socket}") as channel:

@@ -25,6 +25,7 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
+    Chooser,
     Each,
     Found,
     Gone,
@@ -33,8 +34,10 @@ from cachesvc.storage.seam import (
     Outcome,
     Part,
     Scope,
+    StorageBackend,
     StoreStatus,
     Totals,
+    Use,
 )
 
 DISCARD_SECONDS = 3
@@ -226,7 +229,7 @@ class Cluster(Store):
 class Counted:
     """An engine of which it is known what is under way."""
 
-    def __init__(self, engine: MooncakeStorage) -> None:
+    def __init__(self, engine: StorageBackend) -> None:
         self.engine = engine
         self.kind = engine.kind
         self.caps: Caps = engine.caps
@@ -245,13 +248,16 @@ class Counted:
     def watch(self, gone: Gone) -> None:
         self.engine.watch(gone)
 
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        self.engine.used(scope, uses, chooser)
+
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         return self.engine.expects(scope, keys, parts)
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         self._begin(1)
 
-        def told(answers: Sequence[bool]) -> None:
+        def told(answers: Sequence[bool] | None) -> None:
             found(answers)
             self._end()
 

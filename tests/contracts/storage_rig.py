@@ -213,7 +213,8 @@ class Bench:
         told: list[bool] = []
         ended = threading.Event()
 
-        def found(answers: Sequence[bool]) -> None:
+        def found(answers: Sequence[bool] | None) -> None:
+            assert answers is not None, "it could find out"
             told.extend(answers)
             ended.set()
 

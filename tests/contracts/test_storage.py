@@ -11,6 +11,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.storage.file.options import FileOptions
 from cachesvc.storage.seam import ObjectName, Outcome, Part, StorageBackend
 from tests.contracts.mooncake_rig import shared_turning
+from tests.contracts.s3_rig import shared_bucket
 from tests.contracts.storage_rig import (
     FAR,
     OTHER,
@@ -30,6 +31,7 @@ CAPACITY = 64 << 20
 ENGINES: dict[str, Make] = {
     "file": lambda folder: FileTurning(FileOptions(str(folder / "cache"), CAPACITY, floor=0)),
     "mooncake": shared_turning,
+    "s3": shared_bucket,
     "sim": lambda _: SimTurning(),
 }
 """Every engine, over a folder of its own."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.file.disk import REFUSED_SECONDS, Disk
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.paths import FORMAT_TEXT, object_path
@@ -169,14 +169,6 @@ def test_what_a_daemon_left_that_died_in_its_claim_is_removed(tmp_path: Path) ->
     with opened(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["clock", "daemons", "format", "objects"]
         assert len(list((tmp_path / "daemons").iterdir())) == 1
-
-
-def test_a_fresh_filesystem_is_taken_with_what_it_came_with(tmp_path: Path) -> None:
-    (tmp_path / "lost+found").mkdir(mode=0o700)
-    (tmp_path / "lost+found" / "#12").write_text("recovered", encoding="utf-8")
-    with opened(tmp_path) as bench:
-        assert bench.keep([name_of("a")]) == [OK]
-    assert (tmp_path / "lost+found" / "#12").read_text(encoding="utf-8") == "recovered"
 
 
 @pytest.mark.parametrize("wanted", [MIB, MIB // 2])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.storage.writer_kills import run
 from cachesvc.storage.file.clock import Moments
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.options import FileOptions
@@ -66,10 +67,15 @@ def above(names: list[ObjectName]) -> list[bytes]:
 
 def keep(bench: Bench, names: list[ObjectName], size: int = PAGE) -> list[Outcome]:
     """Write blocks of one path, each below the one before."""
+    return put(bench, names, above(names), size)
+
+
+def put(bench: Bench, names: list[ObjectName], parents: list[bytes], size: int = PAGE) -> list[Outcome]:
+    """Write blocks below others."""
     asked = Asked(names, [bench.memory((size,)) for _ in names])
     for name, (page,) in zip(names, asked.pages, strict=True):
         page[:] = content_of(name, size)
-    bench.store.put(names, asked.pages, FAR, asked.each, asked.back.append, above(names))
+    bench.store.put(names, asked.pages, FAR, asked.each, asked.back.append, parents)
     return asked.told()
 
 
@@ -232,3 +238,23 @@ def test_wrong_objects_that_cannot_be_removed_count_too(tmp_path: Path) -> None:
         path.rmdir()
         until(lambda: bench.turning.backend.totals().stuck_objects == 0)
         assert keep(bench, names[1:]) == [OK], "and it may be written again"
+
+
+def test_a_writer_that_is_killed_in_mid_write_leaves_what_verifies_and_nothing_else(tmp_path: Path) -> None:
+    """SIGKILL again and again while every write evicts. ``python -m benchmarks.storage.writer_kills`` does it more
+    often."""
+    for found in run(tmp_path / "cache", kills=4):
+        assert found.objects > 0
+        assert found.is_sound, found
+
+
+def test_a_block_is_no_object_without_the_one_above_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "cache", writers=8) as bench:
+        names = path_of("a", 40)
+        assert keep(bench, names[:1]) == [OK]
+        parents = [name.key for name in names[1:-2]]
+        for name, parent in zip(names[2:-1], parents, strict=True):
+            assert put(bench, [name], [parent]) == [Outcome.BUSY]
+        assert keep(bench, names) == [OK] * 40, "by eight threads, each after the one above"
+        assert fetch(bench, names) == [OK] * 40
+        assert len(files(tmp_path / "cache")) == 40

@@ -47,7 +47,7 @@ from cachesvc.service.rpc.event_service import EventService
 from cachesvc.service.rpc.lease_service import LeaseService
 from cachesvc.storages import Storages
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.vault import Vault
 from tests.conservation import audit
 from tests.fuzz.workload import registers
@@ -128,7 +128,7 @@ class Target:
 
     def __init__(self) -> None:
         self.backend = ShmBackend(2, DEVICE_BYTES)
-        self.engine = SwapEngine(Inside(self.backend), self._landed)
+        self.engine = SwapEngine(InProcessMovers(self.backend), self._landed)
         self.core = Core(
             Ledger(),
             self.engine,

@@ -17,7 +17,7 @@ from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from gpu_ops.gpu import Gpu, find_gpus
 from tests.gpu.rig import Bytes, write_device
 
@@ -127,7 +127,7 @@ def cuda_rig(
     backend.start()
     rig = CudaRig(layout, backend)
     try:
-        rig.engine = SwapEngine(Inside(backend), rig.done, layers_per_step=layers_per_step)
+        rig.engine = SwapEngine(InProcessMovers(backend), rig.done, layers_per_step=layers_per_step)
         rig.engine.start()
         rig.groups = [_group(gpu, backend, layout, group, rng) for group in range(len(layout.groups))]
         rig.engine.attach_model(MODEL, layout, [[group.host] for group in rig.groups])

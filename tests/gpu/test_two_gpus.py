@@ -22,7 +22,7 @@ from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer, has_reached
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from gpu_ops.gpu import Gpu, find_gpus, started
 from tests.e2e.engine import prompt
 from tests.e2e.remote import ROOT
@@ -171,7 +171,7 @@ def two_gpu_rig(
     backend.start()
     rig = TwoGpuRig(layout, backend)
     try:
-        rig.engine = SwapEngine(Inside(backend), rig.done, layers_per_step=layers_per_step)
+        rig.engine = SwapEngine(InProcessMovers(backend), rig.done, layers_per_step=layers_per_step)
         rig.engine.start()
         rig.hosts = [[_host(backend, layout, g, rng) for _ in range(layout.host_ranks(g))] for g in range(2)]
         rig.engine.attach_model(MODEL, layout, [[_pages_of(side) for side in hosts] for hosts in rig.hosts])

@@ -28,7 +28,7 @@ from cachesvc.model.words import READY, Run
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.vault import Vault
 from tests.sim.biases import Bias
 from tests.sim.meetings import Meetings
@@ -124,7 +124,7 @@ class SimNode:
         )
         self.backend.start()
         self.engine = SwapEngine(
-            Inside(self.backend),
+            InProcessMovers(self.backend),
             lambda ticket, error: self.inbox.append(lambda: self._land(ticket, error)),
             layers_per_step=rng.choice((0, 1, 2)),
             clock=lambda: self.backend.now,

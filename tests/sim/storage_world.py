@@ -17,7 +17,8 @@ from cachesvc.policy.writing import WriteRule
 from cachesvc.service.calls.storage_events import StorageFlows
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier import Tier
+from cachesvc.storage.tier.tier import Tier
+from cachesvc.storage.tier.tiers import Tiers
 from tests.sim.sim_storage import FAULTS, SimStorage
 from tests.sim.world import LOOKS, World
 
@@ -46,8 +47,9 @@ class StorageWorld(World):
 
     def __init__(self, seed: int, storage: SimStorage | None = None, looks: float = LOOKS) -> None:
         super().__init__(seed, looks)
-        self.node.core.writing = WriteRule(WritePolicy.WRITE_THROUGH)
         self._luck = random.Random(f"storage of {seed}")
+        policies = (WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK)
+        self.node.core.writing = WriteRule(self._luck.choice(policies))
         odds = {fault: self._luck.choice((0.0, 0.0, 0.0, 0.03, 0.15)) for fault in FAULTS}
         odds["invent"] = self._luck.choice((0.0, 0.0, 0.02))
         self.storage = SimStorage(seed, odds, knows=self._luck.random() < 0.6)
@@ -65,7 +67,7 @@ class StorageWorld(World):
             lambda: node.now,
             carriers=lambda _: InboxCarrier(node.inbox),
         )
-        self.flows = StorageFlows(self.tier, node.core, lambda _, flow: node.run(flow))
+        self.flows = StorageFlows(Tiers([self.tier], lambda: node.now), node.core, lambda _, flow: node.run(flow))
         self.tier.start()
 
     def step(self) -> None:
@@ -82,6 +84,8 @@ class StorageWorld(World):
             "freezes": (0.2, self._freeze),
             "thaws": (2, self._thaw),
             "evicts": (2, self._evict_all),
+            "is lost": (0.2, self._lose),
+            "is back": (2, self._return),
         }
         self._luck.choices([call for _, call in events.values()], [weight for weight, _ in events.values()])[0]()
         self.check()
@@ -91,6 +95,15 @@ class StorageWorld(World):
         for model in list(self.node.core.ledger.models.values()):
             for tier in ("device", "host", "device"):
                 self.node.run(partial(admin.evict, self.node.core, model.id, tier, 0))
+
+    def _lose(self) -> None:
+        """The storage is away, with all that it had."""
+        if not self.storage.away:
+            self.storage.lose("its folder is gone")
+            self.faults["storage_lost"] += 1
+
+    def _return(self) -> None:
+        self.storage.away = ""
 
     def _freeze(self) -> None:
         self.storage.frozen = True

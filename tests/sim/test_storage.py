@@ -21,6 +21,7 @@ SEEN = (
     "storage_hits",
     "storage_kept_blocks",
     "storage_landed_late",
+    "storage_lost",
     "storage_not_kept_blocks",
 )
 

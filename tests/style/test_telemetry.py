@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cachesvc.telemetry.catalogue import CATALOGUE, Kind
+from cachesvc.telemetry.catalogue import CATALOGUE, MetricKind
 from cachesvc.telemetry.vocabulary import VOCABULARY
 from tests.style.tree import ROOT, read_texts
 from tools.telemetry_docs import PAGES, TABLE, TABLES, render
@@ -90,7 +90,7 @@ def test_metrics_are_named_by_the_rules() -> None:
         assert re.fullmatch(r"[a-z][a-z_]*[a-z]", name)
         assert metric.name == name
         assert not name.endswith("_total")
-        assert name.endswith("_seconds") or metric.kind is not Kind.HISTOGRAM
+        assert name.endswith("_seconds") or metric.kind is not MetricKind.HISTOGRAM
         assert metric.meaning.endswith(".")
         assert not {"key", "salt", "namespace", "lease", "sequence", "engine", "tenant"} & set(metric.labels)
 
@@ -112,7 +112,7 @@ def exported_names() -> set[str]:
     names = set(FROM_ELSEWHERE)
     for metric in CATALOGUE.values():
         names.add(metric.exported)
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             names |= {f"{metric.exported}_{part}" for part in ("bucket", "sum", "count")}
     return names
 

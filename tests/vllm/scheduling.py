@@ -5,38 +5,28 @@ each token, with a digest of the next token too, as EAGLE-like drafters have."""
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from cachesvc_vllm.daemon.node import Node, Share, new_instance
 from cachesvc_vllm.daemon.settings import Settings
-from cachesvc_vllm.daemon.slab_layout import GROUP
 from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.transfers import WorkerShare
 from cachesvc_vllm.worker_side import WorkerSide
-from vllm.config.kv_events import KVEventsConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.vllm.rig import MODEL
+from tests.vllm.cells import Cells, Misread
+from tests.vllm.schedulers import make_scheduler
 from tests.vllm.shape import BLOCK_TOKENS, Shape
 
 LONGEST, VOCABULARY = 128, 50
@@ -50,11 +40,12 @@ class Worker(WorkerSide):
         self._loads: dict[str, Any] = {}
         self._may_wait = self._drafts = False
         self._told = None
+        self._tells_blocks = len(node.share.layout.groups) == 1
         node.start()
         node.keep_address()
-        self.comes_back = node.comes_back = node.pool.memory(GROUP).can_map_over
-        pages = node.share.pages
-        self.slots = node.pool.slab(GROUP)[: pages * page_bytes].view(np.uint64).reshape(pages, -1)
+        slab, pages = node.share.slab, node.share.pages
+        self.comes_back = node.comes_back = node.pool.memory(slab).can_map_over
+        self.slots = node.pool.slab(slab)[: pages * page_bytes].view(np.uint64).reshape(pages, -1)
 
     def close(self) -> None:
         """Close like the product's, which has no array of ours."""
@@ -107,7 +98,7 @@ class Engine:
         share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // BLOCK_TOKENS)
         instance = new_instance(name)
         self.worker = Worker(Node(settings, instance, share, attaches=True), shape.page_bytes)
-        self.scheduler = _scheduler(name, settings, shape)
+        self.scheduler = make_scheduler(name, settings, shape, LONGEST)
         self.connector = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
         self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats
@@ -231,8 +222,8 @@ class Engine:
         said = self.scheduler.schedule()
         places = {}
         for name, count in said.num_scheduled_tokens.items():
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-            places[name] = list(table), self.requests[name].num_computed_tokens - count
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            places[name] = tables, self.requests[name].num_computed_tokens - count
             self.hits.setdefault(name, places[name][1])
         return _Step(said, places)
 
@@ -267,9 +258,12 @@ class Engine:
             kv_connector_output=None if output.is_empty() else output,
         )
 
-    def _compute(self, name: str, table: list[int], computed: int, count: int, drafts: Sequence[int]) -> list[int]:
+    def _compute(
+        self, name: str, tables: tuple[list[int], ...], computed: int, count: int, drafts: Sequence[int]
+    ) -> list[int]:
         """Kernels of one request: what they sample. Drafts of which the last ones are wrong are computed too."""
         tokens, slots = self._tokens[name], self.worker.slots
+        cells = [Cells(group, table, slots) for group, table in zip(self.shape.groups, tables, strict=True)]
         row = tokens[: computed + count]
         row += drafts[: computed + count - len(row)]
         if computed and self.interrupt is not None:
@@ -277,20 +271,21 @@ class Engine:
             interrupt()
         digests = self.model.digests(row)
         wrong = 0
-        for at, digest in enumerate(digests):
-            page, slot = table[at // BLOCK_TOKENS], at % BLOCK_TOKENS
-            assert page, f"{name} uses the page that is never granted"
-            if at >= computed:
-                slots[page, slot] = digest + wrong
-            elif slots[page, slot] != digest:
-                assert self._was_interrupted, f"{name}: token {at} of {computed} is not in page {page} of {table}"
-                wrong = 1
+        try:
+            for each in cells:
+                each.read(digests, computed)
+        except Misread:
+            if not self._was_interrupted:
+                raise
+            wrong = 1
         self.misread += wrong
         digests = [digest + wrong for digest in digests]
+        for each in cells:
+            each.write(digests, computed)
         sampled = self._sample(tokens, row, digests, is_whole=computed + count >= len(tokens))
         tokens += sampled
         if self.shape.draft_blocks:
-            self._late.append(partial(self._write_drafter, name, table, computed, digests, list(tokens)))
+            self._late.append(partial(self._write_drafter, name, tables[-1], computed, digests, list(tokens)))
             if not self.shape.drafts_late:
                 self._finish_drafts()
         return sampled
@@ -340,59 +335,8 @@ class Engine:
 
 @dataclass
 class _Step:
-    """``places``: by request, its table, and how much of it is computed before."""
+    """``places``: by request, its tables, and how much of it is computed before."""
 
     said: Any
-    places: dict[str, tuple[list[int], int]]
+    places: dict[str, tuple[tuple[list[int], ...], int]]
     output: Any = None
-
-
-def _scheduler(name: str, settings: Settings, shape: Shape) -> Any:
-    """vLLM's own, with our connector."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        drafting: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": shape.drafts, "prompt_lookup_max": 3}
-        if shape.draft_blocks:
-            drafter = Path(folder, "drafter")
-            drafter.mkdir()
-            Path(drafter, "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 1}), encoding="utf-8")
-            drafting = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": shape.drafts}
-        config = EngineArgs(
-            model=folder,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            max_model_len=LONGEST,
-            max_num_seqs=shape.at_a_time,
-            max_num_batched_tokens=shape.step_tokens,
-            num_gpu_blocks_override=shape.pages,
-            gpu_memory_utilization=0.2,
-            enforce_eager=True,
-            async_scheduling=shape.is_async,
-            speculative_config=drafting if shape.drafts else None,
-            disable_hybrid_kv_cache_manager=True,
-            prefix_caching_hash_algo="sha256_cbor",
-            kv_events_config=KVEventsConfig(
-                enable_kv_cache_events=bool(shape.events), endpoint=f"ipc://{shape.events}/{name}"
-            ),
-            kv_transfer_config={
-                "kv_connector": "CachesvcConnector",
-                "kv_connector_module_path": "cachesvc_vllm",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute" if shape.recomputes else "fail",
-                "engine_id": name,
-                "kv_connector_extra_config": {
-                    "socket": settings.socket,
-                    "stock_blocks": settings.stock_blocks,
-                    "draft_blocks": settings.draft_blocks,
-                    "weights_version": settings.weights_version,
-                },
-            },
-        ).create_engine_config()
-    config.cache_config.num_gpu_blocks = shape.pages
-    init_none_hash(sha256_cbor)
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float16)
-    memory = KVCacheConfig(shape.pages, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l"], spec)])
-    kind = AsyncScheduler if shape.is_async else Scheduler
-    made = kind(config, memory, StructuredOutputManager(config), BLOCK_TOKENS)
-    made.defer_block_free = shape.is_async  # as on a GPU: here vLLM has one step at a time
-    return made

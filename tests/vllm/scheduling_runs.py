@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.vllm.scheduling import VOCABULARY, Engine
-from tests.vllm.shape import Shape
+from tests.vllm.shape import FULL, STATE, WINDOW, Shape
 
 STUCK_S = 30.0
 """A run in which nothing happens for so long has failed."""
@@ -35,6 +35,11 @@ LATE: dict[str, Any] = {"drafts": 3, "draft_blocks": "lookahead", "drafts_late":
 
 SLOW = Shape(at_a_time=6, stock=2, page_bytes=8 << 20)
 """A load of some requests takes longer than a daemon needs to die."""
+
+
+WINDOWS: dict[str, Any] = {"groups": (WINDOW, WINDOW, FULL), "pages": 160}
+STATES: dict[str, Any] = {"groups": (STATE, STATE, FULL), "pages": 200}
+ALL_KINDS: dict[str, Any] = {"groups": (STATE, WINDOW, FULL), "pages": 200}
 
 
 class Watch:
@@ -157,11 +162,12 @@ def stopped(socket: str, seed: int) -> list[Engine]:
     return [engine]
 
 
-def stopped_async(socket: str, seed: int) -> list[Engine]:
-    """The same where another step is scheduled before an output is taken: vLLM cannot take it back, so engines end."""
+def stopped_for_good(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """The same where vLLM cannot take a step back, so engines end: another one is scheduled before an output is taken,
+    or the cache has several groups."""
     misread = ended = 0
     for each in range(3):
-        engine, rng = Engine(f"e{each}", socket, seed + each, Shape(is_async=True)), random.Random(seed + each)
+        engine, rng = Engine(f"e{each}", socket, seed + each, shape), random.Random(seed + each)
         _begin_hits(engine, rng)
         engine.interrupt = lambda: tell("stop")
         try:
@@ -312,6 +318,17 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "drop": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="drop")),
     "tight-lookahead": lambda socket, seed: tight(socket, seed, replace(TIGHT, drafts=2, draft_blocks="lookahead")),
     "resets": lambda socket, seed: two(socket, seed, Shape(), resets=0.05),
+    "windows": lambda socket, seed: two(socket, seed, Shape(**WINDOWS)),
+    "states": lambda socket, seed: two(socket, seed, Shape(**STATES)),
+    "all-kinds": lambda socket, seed: two(socket, seed, Shape(**ALL_KINDS)),
+    "windows-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **WINDOWS)),
+    "states-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **STATES)),
+    "windows-drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3, **WINDOWS)),
+    "windows-late": lambda socket, seed: two(socket, seed, Shape(**LATE, **WINDOWS)),
+    "windows-drop": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="drop", **WINDOWS)),
+    "tight-all-kinds": lambda socket, seed: tight(socket, seed, replace(TIGHT, groups=(STATE, WINDOW, FULL), pages=90)),
+    "deaths-all-kinds": lambda socket, seed: deaths(socket, seed, Shape(stock=2, **ALL_KINDS)),
+    "resets-all-kinds": lambda socket, seed: two(socket, seed, Shape(**ALL_KINDS), resets=0.05),
     "failing": lambda socket, seed: two(socket, seed, Shape(recomputes=False)),
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
@@ -320,7 +337,8 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "adapters": adapters,
     "weights": weights,
     "stopped": stopped,
-    "stopped-async": stopped_async,
+    "stopped-async": lambda socket, seed: stopped_for_good(socket, seed, Shape(is_async=True)),
+    "stopped-all-kinds": lambda socket, seed: stopped_for_good(socket, seed, Shape(**ALL_KINDS)),
     "deaths": lambda socket, seed: deaths(socket, seed, Shape(stock=2)),
     "deaths-async": lambda socket, seed: deaths(socket, seed, Shape(stock=2, is_async=True)),
 }
@@ -338,7 +356,7 @@ def main() -> None:
         engine.take_stats()
         told["again"] += engine.stats.data["preempted_asked_tokens"]
         assert engine.stats.data["asked_tokens"] <= sum(each.num_prompt_tokens for each in engine.requests.values())
-        if run not in ("resets", "weights"):  # else answers are of several weights
+        if not run.startswith(("resets", "weights")):  # else answers are of several weights
             told["whole"] += engine.check_answers()
         assert engine.leftovers() == {}, engine.leftovers()
         engine.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cachesvc_vllm.daemon.slab_layout import GROUP
+from cachesvc_vllm.daemon.slab_layout import GROUP, POOL
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
@@ -14,12 +14,23 @@ DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True)
+class Group:
+    """A group of the cache; with neither, it keeps whole sequences."""
+
+    window_tokens: int | None = None
+    is_state: bool = False
+
+
+FULL, WINDOW, STATE = Group(), Group(window_tokens=10), Group(is_state=True)
+
+
+@dataclass(frozen=True)
 class Shape:
     """Settings of an engine. ``draft_blocks``: the connector's setting, of engines with a drafter; empty: they guess
     by n-grams. ``drafts_late``: its kernels run once the step's output was taken, before those of the next step.
     ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
     request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
-    engine; empty: it publishes none."""
+    engine; empty: it publishes none. ``groups``: of the cache, over one pool; the last one keeps whole sequences."""
 
     pages: int = 96
     at_a_time: int = 8
@@ -33,8 +44,16 @@ class Shape:
     page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
     recomputes: bool = True
     events: str = ""
+    groups: tuple[Group, ...] = (FULL,)
 
     @property
     def layout(self) -> Layout:
         """Layout that its engine registers."""
-        return Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (self.page_bytes,), "uint8"),))
+        if len(self.groups) == 1:
+            return Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (self.page_bytes,), "uint8"),))
+        groups = tuple(
+            PlaneGroup(f"g{index}", window_tokens=each.window_tokens, is_state=each.is_state, pool=POOL)
+            for index, each in enumerate(self.groups)
+        )
+        planes = tuple(Plane("kv", 0, each.name, (self.page_bytes,), "uint8") for each in groups)
+        return Layout(BLOCK_TOKENS, 1, groups, planes)

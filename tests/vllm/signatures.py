@@ -22,6 +22,7 @@ CLASSES = {
     "BlockPool": "v1/core/block_pool.py",
     "KVCacheManager": "v1/core/kv_cache_manager.py",
     "KVConnectorBase_V1": "distributed/kv_transfer/kv_connector/v1/base.py",
+    "SupportsHMA": "distributed/kv_transfer/kv_connector/v1/base.py",
     "KVConnectorStats": "distributed/kv_transfer/kv_connector/v1/metrics.py",
     "KVConnectorPromMetrics": "distributed/kv_transfer/kv_connector/v1/metrics.py",
 }
@@ -59,6 +60,13 @@ TEXTS = {
         "self.num_computed_tokens",
         "def block_hashes|self.block_hashes",
     ),
+    "v1/core/single_type_kv_cache_manager.py": (
+        "self.req_to_blocks: defaultdict",
+        "self._null_block = block_pool.null_block",
+        "num_local_computed_tokens: int,",
+        "prefill_end: int = 0,",
+    ),
+    "v1/core/kv_cache_coordinator.py": ("self.retention_interval = ", "self.attention_groups: list[SpecGroup] = []"),
     "v1/core/block_pool.py": ("self.hash_block_size", "self.null_block", "self.num_gpu_blocks"),
     "v1/core/kv_cache_manager.py": ("self.empty_kv_cache_blocks",),
     "v1/worker/utils.py": ("buf = torch.zeros(buf_size, dtype=torch.int8, device=device)",),
@@ -149,7 +157,7 @@ def differences(release: str, told: dict[str, Any]) -> Iterator[str]:
     managed = ("get_computed_blocks", "allocate_slots")
     yield from _unlike(release, SchedulerSide, {name: told["KVCacheManager"][name] for name in managed})
     for mine, theirs in (
-        (CachesvcConnector, told["KVConnectorBase_V1"]),
+        (CachesvcConnector, told["KVConnectorBase_V1"] | told["SupportsHMA"]),
         (CacheStats, told["KVConnectorStats"]),
         (CacheMetrics, told["KVConnectorPromMetrics"]),
     ):

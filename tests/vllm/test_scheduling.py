@@ -9,17 +9,13 @@ from contextlib import ExitStack, suppress
 
 import pytest
 from cachesvc_client import CacheClient, PoolExhausted
-from cachesvc_vllm.daemon.slab_layout import GROUP
 from kvcache.v1 import admin_pb2
 
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.e2e.rig import Node, running_node, short_folder, wait_until
 from tests.vllm.harness import daemon_faults, run_module
+from tests.vllm.shape import FULL, STATE, WINDOW, Shape
 
-PAGES = 96
-LAYOUT = Layout(4, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (64,), "uint8"),))
-"""Layout of engines of ``scheduling``, whose module wants vLLM."""
-
+ALL_KINDS = Shape(groups=(STATE, WINDOW, FULL), pages=200)
 LARGE_PAGES = ("--device-pool", "1GiB", "--host-pool", "2GiB")
 
 
@@ -28,7 +24,7 @@ def run(name: str, node: Node, seed: int) -> dict[str, int]:
     faults = {
         **daemon_faults(node.daemon.kill, node.daemon.start),
         "@announce": lambda _, version: announce(node, version),
-        "@stop": lambda process: stop(process, node),
+        "@stop": lambda process: stop(process, node, ALL_KINDS if name.endswith("all-kinds") else Shape()),
     }
     return run_module("tests.vllm.scheduling_runs", name, node.socket, str(seed), faults=faults)
 
@@ -39,13 +35,14 @@ def announce(node: Node, version: str) -> None:
     node.admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version=version))
 
 
-def stop(process: subprocess.Popen[str], node: Node) -> None:
+def stop(process: subprocess.Popen[str], node: Node, shape: Shape) -> None:
     """Stop an engine until its lease is lost and its hits are others', and let it go on."""
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: "live" not in node.lease_states().values(), "the silent lease is lost")
     with CacheClient(node.socket) as client:
-        registration = client.register("m", LAYOUT, device_pages=[PAGES], reserved_pages=1)
-        assert registration.device_pages == (PAGES,)
+        pages = (shape.pages,) * len(shape.groups)
+        registration = client.register("m", shape.layout, device_pages=pages, reserved_pages=1)
+        assert registration.device_pages == pages
         with (
             client.open_lease(registration) as lease,
             lease.attach() as pool,
@@ -55,7 +52,8 @@ def stop(process: subprocess.Popen[str], node: Node) -> None:
             while True:
                 sequence = all_.enter_context(lease.match(b""))
                 sequence.allocate(1)
-                pool.page(GROUP, int(sequence.tables[0][0]))[0, "kv"][:] = 0xFF
+                for group, table in zip(shape.layout.groups, sequence.tables, strict=True):
+                    pool.page(group.name, int(table[0]))[0, "kv"][:] = 0xFF
     process.send_signal(signal.SIGCONT)
 
 
@@ -67,13 +65,28 @@ def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> Non
         assert told["failed_loads"] == 0
 
 
-@pytest.mark.parametrize("name", ["plain", "async", "failing"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("windows", "windows-async", "windows-drafts", "windows-late", "windows-drop"),
+        *("states", "states-async", "all-kinds"),
+    ],
+)
+def test_each_group_holds_what_was_computed(name: str) -> None:
+    """A window's cells from its beginning on, and the state of exactly the tokens before."""
+    with running_node() as node:
+        told = run(name, node, 1)
+        assert min(told["whole"], told["loads"], told["preempted"]) > 0
+        assert told["failed_loads"] == 0
+
+
+@pytest.mark.parametrize("name", ["plain", "async", "failing", "all-kinds"])
 def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str) -> None:
     with running_node(["--fault-copies", "0.2"]) as node:
         assert run(name, node, 2)["failed_loads"] >= 10
 
 
-@pytest.mark.parametrize("name", ["tight", "tight-async", "tight-lookahead", "tight-late"])
+@pytest.mark.parametrize("name", ["tight", "tight-async", "tight-lookahead", "tight-late", "tight-all-kinds"])
 def test_engines_that_have_each_what_the_others_wait_for_go_on(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 200
@@ -84,7 +97,7 @@ def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_
         assert run("die-while-loading", node, 1)["failed_loads"] >= 1
 
 
-@pytest.mark.parametrize("name", ["deaths", "deaths-async"])
+@pytest.mark.parametrize("name", ["deaths", "deaths-async", "deaths-all-kinds"])
 def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run(name, node, 1)["whole"] >= 50
@@ -105,7 +118,7 @@ def test_engines_share_within_an_announced_version_of_weights_and_never_across()
         assert run("weights", node, 1)["failed_loads"] == 0
 
 
-@pytest.mark.parametrize(("name", "whole"), [("stopped", 24), ("stopped-async", 0)])
+@pytest.mark.parametrize(("name", "whole"), [("stopped", 24), ("stopped-async", 0), ("stopped-all-kinds", 0)])
 def test_no_token_comes_of_pages_that_became_others_while_an_engine_was_stopped(name: str, whole: int) -> None:
     with running_node(["--lease-seconds", "2"]) as node:
         assert run(name, node, 1)["whole"] == whole

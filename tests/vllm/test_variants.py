@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,9 @@ import pytest
 
 from tests.e2e.rig import running_node
 from tests.vllm.image_model import OPTIONS, write_image_model
-from tests.vllm.rig import BLOCK_TOKENS, MODEL, Fleet, engines, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, Fleet, engines, random_prompt
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-
-HYBRID = {
-    **MODEL,
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 32,
-    "rope_local_base_freq": 10000.0,
-    "sliding_window": 2 * BLOCK_TOKENS,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-"""Every second layer sees two blocks alone."""
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"speculative_config": NGRAM}], ids=["fp8", "ngram"])
@@ -42,21 +28,6 @@ def test_engines_that_agree_share_and_others_do_not(fleet: Fleet, options: dict[
                 assert [answer.cached for answer in answers] == [found * BLOCK_TOKENS] * 4
         with engines(fleet.engine(node.socket)) as (other,):
             assert other.ask(prompts[0])[0].cached == 0
-
-
-def test_a_model_of_which_some_layers_have_windows(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HYBRID), encoding="utf-8")
-    fleet, prompts = Fleet(tmp_path), [random_prompt(each, 20.5) for each in range(6)]
-    with engines(fleet.engine(None, caching=False)) as (plain,):
-        expected = [plain.ask(prompt)[0].said for prompt in prompts]
-    with running_node() as node:
-        for found in (0, 20):
-            with engines(fleet.engine(node.socket, 72, extra={"host_blocks": 400})) as (mine,):
-                answers = [mine.ask(prompt)[0] for prompt in prompts]
-                assert [answer.said for answer in answers] == expected
-                assert [answer.cached for answer in answers] == [found * BLOCK_TOKENS] * len(prompts)
-        assert node.counters()["hit_blocks_host"] >= 20
-        assert node.problems() == []
 
 
 def test_prompts_share_under_the_same_image_alone(tmp_path: Path) -> None:

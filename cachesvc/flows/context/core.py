@@ -77,10 +77,12 @@ class KeepRequest(NamedTuple):
 
 
 class StoredUse(NamedTuple):
-    """A use of a block in memory, for the copy below. ``queue``: its class in the eviction policy; 0: none."""
+    """A use of a block in memory, for the copy below. ``queue``: its class in the eviction policy; 0: none. ``hits``:
+    how many of the uses were hits."""
 
     key: bytes
     queue: int
+    hits: int = 0
 
 
 class Storage(Protocol):

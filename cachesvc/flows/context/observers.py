@@ -14,7 +14,9 @@ from cachesvc.ledger.index.requests import PromptPath, Request
 from cachesvc.ledger.index.reuse_stats import Miss
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.transfer import Direction
 from cachesvc.model.words import READY, Tier
 
 GHOSTS_LOOKED = 1024
@@ -91,6 +93,21 @@ def sealed_known(core: Core, call: Call, sequence: Sequence, blocks: int, sealed
         core.on_sealed(call.model.id, call.replica.id, sequence.anchor, blocks)
     core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
     core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
+
+
+def landed(core: Core, ticket: Ticket, blocks: int) -> None:
+    """Blocks of a ticket have landed, or failed to."""
+    if ticket.direction is not Direction.LOAD:
+        return
+    if ticket.failing:
+        core.ledger.models[ticket.model].reuse.unloaded += blocks
+    if ticket.source is not None:
+        core.count(Count.PEER_BLOCKS, 0 if ticket.failing else blocks)
+
+
+def ended(core: Core, ticket: Ticket) -> None:
+    """A ticket has ended, and nothing of it is left to be settled."""
+    core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
 
 
 def _value_positions(core: Core, call: Call, keys: bytes, hit: Hit) -> None:

@@ -46,7 +46,8 @@ def match(
     """
     check_request(core, call, sequence_id, keys)
     lease, model, place, index = call.lease, call.model, call.replica.place, call.model.blocks.index
-    _tell_time(model, clock)
+    if clock is not None or not model.blocks.clock.is_own:
+        _tell_time(model, clock)
     if index.taking is not None and not index.take_over():
         return TURN
     hit = find_hit(core, call, keys, max_blocks, sharing)

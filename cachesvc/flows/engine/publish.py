@@ -18,7 +18,7 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import LAST_TURNS, LONG_TURNS
 from cachesvc.flows.engine.match import check_keys
-from cachesvc.flows.engine.states import named_states, seal_states
+from cachesvc.flows.engine.states import NamedStates, named_states, seal_states
 from cachesvc.flows.transfer.backup import back_up
 from cachesvc.flows.transfer.transfers import wait_for
 from cachesvc.ledger.block_tables import Sealed
@@ -60,6 +60,7 @@ class Publishing:
 
     done: int = 0
     has_lined_up: bool = False
+    states: NamedStates | None = None
     parts: list[Published] = field(default_factory=list)
 
     def answer(self) -> Published:
@@ -95,15 +96,20 @@ def publish(
     """
     count, most = blocks or len(keys) // KEY_BYTES, _most(core, call)
     if states:
+        publishing = publishing or Publishing()
         return _with_states(core, call, sequence_id, first_block, keys, blocks, publishing, states)
+    named = None if publishing is None else publishing.states
     if keys:
         check_keys(call.lease, keys)
         if len(keys) != count * KEY_BYTES:
             raise InvalidRequest(f"{len(keys) // KEY_BYTES} keys were sent for {count} blocks")
+    # Blocks that a slice has sealed stay sealed, and other calls use them. So every rule that needs no look-up is held
+    # against the whole request before the first slice, while a refusal still means that nothing has changed. Behind it
+    # neither an error nor a wait may be the answer: the caller must learn what is sealed, with ``pending``.
     done = 0 if publishing is None else publishing.done
     whole = Publishes((sequence_id,), (first_block,), (0, count), keys)
     if publishing is None or (count <= most and not done):
-        return _publish(core, call, whole)
+        return _publish(core, call, whole, named)
     if not done:  # a rule that a later part breaks refuses the call while nothing is sealed
         _, stop = classify(call, whole, range(1), looks_up=False)
         if isinstance(stop, CacheError):
@@ -113,7 +119,8 @@ def publish(
             return Wait((), turns=-(-count // most))
     now = min(most, count - done)
     try:
-        part = _publish(core, call, Publishes((sequence_id,), (first_block + done,), (done, done + now), keys))
+        one = Publishes((sequence_id,), (first_block + done,), (done, done + now), keys)
+        part = _publish(core, call, one, named)
     except CacheError:
         if not done:
             raise
@@ -132,27 +139,26 @@ def _with_states(
     first_block: int,
     keys: bytes,
     blocks: int,
-    publishing: Publishing | None,
-    states: tuple[GroupCells, ...],
+    publishing: Publishing,
+    cells: tuple[GroupCells, ...],
 ) -> Published | Wait:
     """``publish`` of blocks, if there are any, and of states once these are sealed."""
-    sequence = call.lease.sequences.get(sequence_id)
-    if sequence is None or sequence.state is not ACTIVE:
-        stop = _inactive(sequence_id, sequence)
-        if isinstance(stop, Blocked):
-            return wait_for(core, stop.tickets)
-        raise stop
     count = blocks or len(keys) // KEY_BYTES
-    if not count and first_block != sequence.sealed:
-        raise Conflict(f"block {sequence.sealed} comes next, not {first_block}; publish in order")
-    named = named_states(call, sequence, states, first_block + count)
-    answer = Published(sequence.sealed, (), (), (), False)
-    if count:
-        told = publish(core, call, sequence_id, first_block, keys, blocks, publishing)
-        if isinstance(told, Wait):
-            return told
-        answer = told
-    return answer._replace(kept=seal_states(sequence, named))
+    if publishing.states is None:
+        sequence = call.lease.sequences.get(sequence_id)
+        if sequence is None or sequence.state is not ACTIVE:
+            stop = _inactive(sequence_id, sequence)
+            if isinstance(stop, Blocked):
+                return wait_for(core, stop.tickets)
+            raise stop
+        if not count and first_block != sequence.sealed:
+            raise Conflict(f"block {sequence.sealed} comes next, not {first_block}; publish in order")
+        publishing.states = named_states(call, sequence, cells, first_block + count)
+        if not count:
+            seal_states(core, call, sequence, publishing.states)
+            return Published(sequence.sealed, (), (), (), False, publishing.states.kept())
+    told = publish(core, call, sequence_id, first_block, keys, blocks, publishing)
+    return told if isinstance(told, Wait) else told._replace(kept=publishing.states.kept())
 
 
 def publish_many(
@@ -175,13 +181,13 @@ def publish_many(
         told += _commit_new(core, call, fresh)
 
 
-def _publish(core: Core, call: Call, one: Publishes) -> Published | Wait:
+def _publish(core: Core, call: Call, one: Publishes, named: NamedStates | None) -> Published | Wait:
     """Seal a batch of one entry in one turn."""
     fresh, stop = classify(call, one, range(1))
     if fresh.keys:
-        return Published(_commit_new(core, call, fresh)[0], (), (), (), False)
+        return Published(_commit_new(core, call, fresh, named)[0], (), (), (), False)
     if isinstance(stop, Known):
-        return _commit_known(core, call, stop)
+        return _commit_known(core, call, stop, named)
     if isinstance(stop, Blocked):
         return wait_for(core, stop.tickets)
     if isinstance(stop, KeyMisplaced):
@@ -312,21 +318,24 @@ def _known(index: BlockIndex, sequence: Sequence, keys: bytes) -> Known | KeyMis
     return Known(sequence, keys, rows)
 
 
-def _commit_new(core: Core, call: Call, fresh: NewBlocks) -> list[int]:
-    """Seal blocks whose keys are new. Returns how many are sealed of each of their sequences."""
+def _commit_new(core: Core, call: Call, fresh: NewBlocks, named: NamedStates | None = None) -> list[int]:
+    """Seal blocks whose keys are new, and of a single sequence the ``named`` states. Returns how many are sealed of
+    each of their sequences."""
     model, replica = call.model, call.replica
     model.last_used = call.now
     sequences, keys, _ = fresh
     reuses = _take_reuses(model, keys)
     paths = seal_new(replica.place, fresh, core.ledger.stamps(len(keys) + len(sequences)), reuses)
+    if named is not None:  # before the blocks are copied to the host: their states go along
+        seal_states(core, call, fresh.tables[0], named)
     if core.writing.copies_when_sealed:  # by one transfer: each costs more than its block
         back_up(core, model, replica, list(chain.from_iterable(paths)))
     observers.sealed_new(core, call, keys, paths)
     return [sequence.sealed for sequence in sequences]
 
 
-def _commit_known(core: Core, call: Call, known: Known) -> Published:
-    """Seal blocks of one sequence some of which the index has, up to one that is on its way here."""
+def _commit_known(core: Core, call: Call, known: Known, named: NamedStates | None) -> Published:
+    """Seal blocks of one sequence some of which the index has, up to one that is on its way here, and states."""
     model, replica = call.model, call.replica
     model.last_used = call.now
     sequence, keys, rows = known
@@ -334,6 +343,8 @@ def _commit_known(core: Core, call: Call, known: Known) -> Published:
     new = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, row in enumerate(ready) if row == NO_ROW]
     observers.sealing(core, call, keys, ready)
     sealed = sequence.seal(keys, ready, core.ledger.stamp, _take_reuses(model, new))
+    if named is not None:
+        seal_states(core, call, sequence, named)
     if sealed.rows and core.writing.copies_when_sealed:
         back_up(core, model, replica, sealed.rows)
     observers.sealed_known(core, call, sequence, len(ready), sealed)

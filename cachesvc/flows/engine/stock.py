@@ -141,16 +141,6 @@ def _unfit(lease: Lease, place: Place, growth: Growth, entries: range) -> CacheE
     return None
 
 
-def _refuse_cells(stock: set[int], place: Place, cells: GroupCells) -> None:
-    """Raises InvalidRequest for a cell without a page in a full group, NotOwned for a page that is not in the stock."""
-    granted = place.pools[cells.group].generations
-    for page, generation in zip(cells.pages, cells.generations, strict=True):
-        if page == NO_PAGE and cells.group in place.full_groups:
-            raise InvalidRequest(f"each new block needs a page of group {cells.group}, which has no window")
-        if page != NO_PAGE and (page not in stock or granted[page] != generation):
-            raise NotOwned(f"page {page} (generation {generation}) of group {cells.group} is not in the stock")
-
-
 def check_stock(core: Core, lease: Lease, targets: tuple[int, ...]) -> None:
     """Raises InvalidRequest or LimitExceeded for stock targets that cannot be."""
     if len(targets) != lease.groups:

@@ -72,7 +72,7 @@ def spread(core: Core, model: Model) -> Iterator[None]:
         stored = _stored_blocks(core, model, path)
         if stored:
             deepest = path[stored - 1]
-            uses.append(StoredUse(model.blocks.index.key_of(deepest), _queue_of(model, deepest)))
+            uses.append(StoredUse(model.blocks.index.key_of(deepest), _queue_of(model, deepest), hits))
             note_stored(model, model.blocks.index.key_of(deepest))
         if storage.keeps_all or (hits and storage.keeps_used):
             yield from _want_more(core, model, key, stored, hits)

@@ -15,6 +15,7 @@ from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import Chore
 from cachesvc.flows.storage.presence import note_stored
 from cachesvc.flows.transfer.backup import back_up
+from cachesvc.flows.transfer.pending_writes import want_states
 from cachesvc.flows.transfer.unstage import unstage
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
@@ -57,7 +58,8 @@ def pump(core: Core, model: Model) -> bool:
 
 def _begin(core: Core, model: Model, key: bytes, row: int) -> None:
     assert core.storage is not None
-    keep = model.stored.keeping[key] = Keep(model.blocks, row)
+    keep = Keep(model.blocks, row, states_alone=key in model.stored.written and bool(model.layout.state_groups))
+    model.stored.keeping[key] = keep
     index = model.blocks.index
     keep.out = core.storage.keep(KeepRequest(model, key, keep.pages, index.key_of(index.parent[row])))
     if not keep.out:
@@ -102,6 +104,7 @@ def _end(core: Core, model: Model, key: bytes, keep: Keep) -> None:
     core.count(Count.STORAGE_KEPT_BLOCKS if keep.is_good else Count.STORAGE_NOT_KEPT_BLOCKS)
     if keep.is_good:
         note_stored(model, key)
+        want_states(model, [model.blocks.index.rows.get(key, NO_ROW)], keep.pages)
     stored.written_staged(key)
     unstage(model, key)
 

@@ -6,13 +6,14 @@ After a restart a block is of use only with all above it, so a wanted block make
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
+from cachesvc.model.words import NO_PAGE, READY
 
 MOST_WANTED = 1 << 16
 """Blocks of a model that wait to be written; more are passed over."""
@@ -29,15 +30,28 @@ def came_to_host(core: Core, model: Model, rows: Iterable[int]) -> None:
     if core.storage is None:
         return
     host, stored = model.blocks.host, model.stored
-    index = model.blocks.index  # evictions bring a path's end first; a block is written after those above it
-    names = map(index.key_of, sorted(_awaited(model, rows), key=index.depth.__getitem__))
-    stored.ready |= dict.fromkeys(name for name in names if not is_under_way(model, name))
+    names = map(model.blocks.index.key_of, _root_first(model, _awaited(model, rows)))
+    stored.ready.extend(name for name in names if not is_under_way(model, name))
+    if host.state_groups:
+        want_states(model, [row for row in rows if model.blocks.index.keys[row] in stored.written])
     if stored.ready and core.on_wanted is not None:
         core.on_wanted(model)
     if core.storage.keeps_all:
         want(core, model, rows)
     elif host.pools[host.lead].free * NEARLY_FULL < host.pools[host.lead].capacity:
         is_about_to_leave(core, model)
+
+
+def want_states(model: Model, rows: Iterable[int], written: Sequence[int] = ()) -> None:
+    """Have the states of blocks written that storage has, but for those that are ``written``: pages by group."""
+    host, stored = model.blocks.host, model.stored
+    for row in rows:
+        lacks = (not written or written[group] == NO_PAGE for group in host.state_groups)
+        has = (row != NO_ROW and host.states[group][row] == READY for group in host.state_groups)
+        if any(here and lacking for here, lacking in zip(has, lacks, strict=True)):
+            key = model.blocks.index.key_of(row)
+            if key not in stored.keeping and key not in stored.wanted:
+                stored.ready.extend((key,))
 
 
 def did_not_come(core: Core, model: Model, rows: Iterable[int]) -> None:
@@ -59,6 +73,20 @@ def _awaited(model: Model, rows: Iterable[int]) -> list[int]:
         if key in model.stored.written:
             model.stored.written_staged(key)
     return awaited
+
+
+def _root_first(model: Model, rows: list[int]) -> dict[int, None]:
+    """Rows, each after those above it: evictions bring a path's end first, and its end alone is of no use."""
+    parent, left, out = model.blocks.index.parent, set(rows), dict[int, None]()
+    for row in rows:
+        path: list[int] = []
+        above = row
+        while above in left:
+            left.discard(above)
+            path.append(above)
+            above = parent[above]
+        out |= dict.fromkeys(reversed(path))
+    return out
 
 
 def was_used(core: Core, model: Model, rows: Iterable[int]) -> None:
@@ -89,7 +117,7 @@ def want(core: Core, model: Model, rows: Iterable[int]) -> None:
     for tip in rows:
         if len(stored.wanted) >= MOST_WANTED:  # before the walk: of storage that is slow this is the rule
             break
-        stored.wanted |= dict.fromkeys(_lacking(model, tip))
+        stored.wanted.extend(_lacking(model, tip))
     if stored.wanted and not had and core.on_wanted is not None:
         core.on_wanted(model)
 

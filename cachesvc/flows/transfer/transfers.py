@@ -8,9 +8,10 @@ that does not run.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
+from cachesvc.flows.context import observers
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import Chore, begin
@@ -19,7 +20,6 @@ from cachesvc.flows.transfer.low_watermark import look_ahead
 from cachesvc.flows.transfer.pending_writes import came_to_host, did_not_come, was_used
 from cachesvc.flows.transfer.unstage import unstage_all
 from cachesvc.ledger.index.block_ledger import Filling
-from cachesvc.ledger.index.reuse_stats import Miss
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.tickets import Ticket
@@ -226,6 +226,9 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
     model = core.ledger.models[ticket.model]
     replica = model.any_replica(ticket.replica)
     arrived = not ticket.failing
+    # Rows before drains: a drain drops its block's device copy, and may only rely on host copies that are READY. What
+    # storage waits for is forgotten before the rows of a failed store lose their keys, and told of rows that came only
+    # after all of them are READY: it writes a block with everything above it.
     if not ticket.is_settling:
         ticket.is_settling, ticket.moved_blocks = True, ticket.blocks
         if ticket.drains:
@@ -237,12 +240,13 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
         place = replica.place if ticket.direction is Direction.LOAD else model.blocks.host
         if ticket.direction is Direction.STORE and not arrived:
             did_not_come(core, model, rows)
-        for row in rows:
-            model.blocks.finish_fill(place, row, arrived=arrived, may_write=ticket.may_write)
-        if ticket.direction is Direction.LOAD:
-            _count_loaded(core, model, ticket, rows)
-        elif arrived:
+        model.blocks.finish_fills(place, rows, arrived=arrived, may_write=ticket.may_write)
+        observers.landed(core, ticket, len(rows))
+        if arrived and ticket.direction is not Direction.LOAD:
             came_to_host(core, model, rows)
+        elif arrived and ticket.source is None:
+            model.blocks.use(model.blocks.host, rows)
+            was_used(core, model, rows)
     if left > 0 and (drains := ticket.take_drains(max(1, int(left * core.turns.drained)))):
         left -= len(drains) / core.turns.drained
         for drain in drains:
@@ -254,24 +258,11 @@ def _settle_part(core: Core, ticket: Ticket, left: float) -> float:
     return left
 
 
-def _count_loaded(core: Core, model: Model, ticket: Ticket, rows: Sequence[int]) -> None:
-    arrived = not ticket.failing
-    if ticket.source is not None:
-        core.count(Count.PEER_BLOCKS, len(rows) if arrived else 0)
-    elif arrived:
-        used = model.blocks.host.used
-        for row in rows:
-            used[row] = 1
-        was_used(core, model, rows)
-    if not arrived:
-        model.reuse.missed[Miss.LOAD_FAILED] += len(rows)
-
-
 def _settle_rest(core: Core, ticket: Ticket) -> None:
     """End a ticket whose copies are settled, and wake its waiters."""
     model = core.ledger.models[ticket.model]
     replica = model.any_replica(ticket.replica)
-    core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
+    observers.ended(core, ticket)
     if ticket.pin is not None:
         ticket.pin.let_go()
     _tell_waiters(core, replica, ticket)

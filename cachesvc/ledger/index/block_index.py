@@ -355,6 +355,18 @@ class BlockIndex(Paths):
             for place in self.places:
                 place.leaves.update(row)
 
+    def end_flights(self, rows: array[int]) -> None:
+        """``end_flight`` for each of the distinct ``rows``. Raises LedgerBroken before anything has changed."""
+        ending, flights = column(rows), np.frombuffer(self.flights, np.uint16)
+        if not flights[ending].all():
+            raise LedgerBroken(f"row {rows[int(np.argmin(flights[ending]))]} is in no flight")
+        flights[ending] -= np.uint16(1)
+        over = ending[flights[ending] == 0]
+        self.flying.remove_all(over.tolist())
+        for place in self.places:  # what has a pin or a child there is no candidate: of a path, all but its end
+            kept = np.frombuffer(place.pins, np.uint32)[over] | np.frombuffer(place.children, np.uint32)[over]
+            place.leaves.add_all(over[kept == 0].tolist())
+
     def matching(self, rows: Sequence[int], keys: bytes) -> int:
         """Number of leading ``rows`` that have the packed ``keys`` one after another."""
         mine = [self.keys[row] or b"" for row in rows]

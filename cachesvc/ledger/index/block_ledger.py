@@ -334,6 +334,29 @@ class BlockLedger(Lookup):
                 each.window_leaves[group].remove_all(rows_of[group])
         return filled
 
+    def use(self, place: Place, rows: array[int]) -> None:
+        """Note that each of ``rows`` was used from its copies on ``place``."""
+        np.frombuffer(place.used, np.uint8)[column(rows)] = 1
+
+    def finish_fills(self, place: Place, rows: array[int], *, arrived: bool, may_write: bool = False) -> None:
+        """``finish_fill`` for each of the distinct ``rows``: whole columns at a time where their bytes have come."""
+        if not arrived or len(rows) < AT_ONCE:
+            for row in rows:
+                self.finish_fill(place, row, arrived=arrived, may_write=may_write)
+            return
+        landing, filling = column(rows), np.frombuffer(place.filling, np.int64)
+        if not filling[landing].all():
+            row = rows[int(np.argmin(filling[landing]))]
+            raise LedgerBroken(f"row {row} is filled on {place.name} by no ticket")
+        filling[landing] = 0
+        for group in range(len(place.states)):
+            came = landing[place.states_of(group, rows) == FILLING]
+            place.arrive_all(group, came)
+            if group in place.window_leaves:
+                for each in self.index.places:  # ``start_fill`` has filed them nowhere
+                    each.window_leaves[group].add_all(came.tolist())
+        self.index.end_flights(rows)
+
     def finish_fill(self, place: Place, row: int, *, arrived: bool, may_write: bool = False) -> None:
         """The transfer has ended: FILLING copies become READY, or go. ``may_write``: though they go, their bytes may
         still come. Raises LedgerBroken where none brings them."""

@@ -89,7 +89,8 @@ class Lookup:
             else:
                 high = middle - 1
             middle = (low + high + 1) >> 1
-        return low, low_row if low == given else require_chained(low - 1, low_row, self.index.depth)
+        is_chained = low == given or self.index.depth[low_row] == low - 1
+        return low, low_row if is_chained else require_chained(low - 1, low_row, self.index.depth)
 
     def _host_reach(self, device_blocks: int, device_row: int, blocks: int, row: int) -> tuple[int, int]:
         """Cut a union hit back to the blocks that this replica can load: a block may lie on another replica alone.

@@ -28,17 +28,17 @@ class Miss(Enum):
     LOST = "lost"  # the memory of its device was lost
     PARTLY = "partly"  # a windowed group has lost its part of it
     ELSEWHERE = "elsewhere"  # on another replica alone, or on its way
-    LOAD_FAILED = "load_failed"  # a hit on the host whose load failed
     DUPLICATE = "duplicate"  # two computed it at the same time
 
 
 class Reuse:
-    """Counts of blocks, one namespace's."""
+    """Counts of blocks, one namespace's. ``unloaded``: of hits whose load failed later; they are no misses."""
 
     def __init__(self) -> None:
         self.requested = 0
         self.ceiling = 0
         self.published = 0
+        self.unloaded = 0
         self.missed = dict.fromkeys(Miss, 0)
         self.recomputed: dict[tuple[str, Miss], int] = {}
         self._young: PartedDict[tuple[str, Miss]] = PartedDict()

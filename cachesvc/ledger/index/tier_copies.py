@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -248,6 +249,32 @@ class Place(PlacePools):
         """Note that a copy's bytes have arrived. Raises IllegalMove."""
         self._move(group, row, FILLING, READY)
 
+    def arrive_all(self, group: int, rows: Column) -> None:
+        """``arrive`` for each of ``rows``. Raises IllegalMove before anything has moved."""
+        states = np.frombuffer(self.states[group], np.uint8)
+        if len(wrong := rows[states[rows] != FILLING]):
+            row = int(wrong[0])
+            raise IllegalMove(f"{self.name} group {group} row {row}", CopyState(states[row]), CopyState(READY))
+        self.pools[group].shift_all(column(self.pages[group])[rows].tolist(), IN_FLIGHT, SEALED)
+        states[rows] = READY
+        if group == self.lead:
+            self.counts.states[FILLING] -= len(rows)
+            self.counts.states[READY] += len(rows)
+        among = self._are_elsewhere_too(group, rows)
+        bounds = [0, *(np.flatnonzero(np.diff(among)) + 1).tolist(), len(rows)]
+        for first, end in pairwise(bounds):  # in their order: a follower must see a parent before its child
+            if first < end:
+                code = self._told[FILLING, READY][int(among[first])]
+                self._journal.note_all(code | group << 9, rows[first:end].tolist())
+
+    def _are_elsewhere_too(self, group: int, rows: Column) -> npt.NDArray[np.bool_]:
+        """Mask of the rows whose copies another place has too, of those that the journal knows of."""
+        among: npt.NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
+        for each in self._known:
+            if each is not self:
+                among |= np.frombuffer(each.states[group], np.uint8)[rows] >= READY
+        return among
+
     def fail(self, group: int, row: int, *, may_write: bool = False) -> None:
         """A copy's bytes have not come; its page is free, unless they may still. Raises IllegalMove."""
         if may_write:
@@ -295,10 +322,7 @@ class Place(PlacePools):
         """Whole copies of ``rows`` are gone with the memory that they lay in: their pages do not come back."""
         states = np.frombuffer(self.states[group], np.uint8)
         rows = rows[states[rows] != ABSENT]
-        among: npt.NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
-        for each in self._known:
-            if each is not self:
-                among |= np.frombuffer(each.states[group], np.uint8)[rows] >= READY
+        among = self._are_elsewhere_too(group, rows)
         for code, gone in zip(self._told[READY, ABSENT], (rows[~among], rows[among]), strict=True):
             self._journal.note_all(with_cause(code, Cause.LOST) | group << 9, gone.tolist())
         states[rows] = ABSENT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -46,8 +46,14 @@ class FlyingRows:
 
     def remove(self, row: int) -> None:
         """Remove a row that is there."""
-        last = self._rows.pop()
-        if last != row:
-            at = self._at[row]
-            self._rows[at] = last
-            self._at[last] = at
+        self.remove_all((row,))
+
+    def remove_all(self, rows: Iterable[int]) -> None:
+        """Remove distinct rows, all of which are there."""
+        kept, places = self._rows, self._at
+        for row in rows:
+            last = kept.pop()
+            if last != row:
+                at = places[row]
+                kept[at] = last
+                places[last] = at

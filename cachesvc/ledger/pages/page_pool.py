@@ -52,7 +52,7 @@ _MAY_BECOME = np.array([[(source, target) in LEGAL_PAGE_MOVES for source in Page
 
 
 class PagePool:
-    """``pages`` pages of one group on one place, or of several groups (``shared_pages.py``). The first ``withheld`` of
+    """``pages`` pages of one group on one place, or of several groups (``shared_pool.py``). The first ``withheld`` of
     them are the engines' own and never usable: ``first`` is the one behind them, and ``capacity`` counts those from
     there on. Pages become usable through ``add``."""
 

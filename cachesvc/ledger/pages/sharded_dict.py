@@ -6,7 +6,8 @@ call. In parts it is a quarter of a millisecond.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TypeVar, overload
 
 Value = TypeVar("Value")
@@ -48,3 +49,37 @@ class PartedDict(MutableMapping[bytes, Value]):
     def get(self, key: bytes, default: Value | Default | None = None) -> Value | Default | None:
         """Value of ``key``, or ``default``."""
         return self.parts[key[-1]].get(key, default)
+
+
+class KeyQueue:
+    """Distinct keys, first in first out. A dict whose first keys are deleted rehashes all that is left now and then.
+    ``known``: the same keys, read-only."""
+
+    def __init__(self) -> None:
+        self._order: deque[bytes] = deque()
+        self.known: PartedDict[None] = PartedDict()
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.known
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._order)
+
+    def extend(self, keys: Iterable[bytes]) -> None:
+        """Add keys that are not there, in their order."""
+        for key in keys:
+            if key not in self.known:
+                self.known[key] = None
+                self._order.append(key)
+
+    @property
+    def first(self) -> bytes:
+        """The oldest key. Raises IndexError where there is none."""
+        return self._order[0]
+
+    def drop_first(self) -> None:
+        """Remove the oldest key. Raises IndexError where there is none."""
+        del self.known[self._order.popleft()]

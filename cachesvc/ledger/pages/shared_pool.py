@@ -33,7 +33,7 @@ class GroupPool(PagePool):
         self.mark = mark
         self.mine = [0] * len(PageState)
         self.stuck = array("i")
-        self.mineer_column = np.frombuffer(owners, np.uint8)
+        self._owner_column = np.frombuffer(owners, np.uint8)
 
     @property
     def usable(self) -> int:
@@ -65,7 +65,7 @@ class GroupPool(PagePool):
             for page in pages:
                 self.owners[page] = self.mark
         else:
-            self.mineer_column[np.asarray(pages)] = self.mark
+            self._owner_column[np.asarray(pages)] = self.mark
         self.mine[state] += count
         return pages
 
@@ -96,7 +96,7 @@ class GroupPool(PagePool):
         for state in range(1, len(PageState)):
             self.mine[state] += self.counts[state] - before[state]
         if target == FREE and pages:
-            self.mineer_column[np.asarray(pages)] = NO_OWNER
+            self._owner_column[np.asarray(pages)] = NO_OWNER
 
     def owns(self, page: int, generation: int) -> bool:
         """See ``PagePool``."""
@@ -105,12 +105,12 @@ class GroupPool(PagePool):
     def problems(self) -> list[str]:
         """See ``PagePool``; the counts of this group too."""
         out = super().problems()
-        mine = self.mineer_column == self.mark
+        mine = self._owner_column == self.mark
         for state in PageState:
             seen = int((mine & (self._state_column == state)).sum())
             if seen != self.mine[state]:
                 out.append(f"{self.name}: {seen} pages of this group are {state.name}, {self.mine[state]} are counted")
-        lone = int(((self.mineer_column == NO_OWNER) != (self._state_column == FREE)).sum())
+        lone = int(((self._owner_column == NO_OWNER) != (self._state_column == FREE)).sum())
         if lone:
             out.append(f"{self.name}: {lone} pages are free and some group's, or neither")
         return out
@@ -122,7 +122,7 @@ class GroupPool(PagePool):
         else:
             every = np.asarray(pages)
             inside = (every >= 0) & (every < self.pages)
-            wrong = every[~inside | (self.mineer_column[np.where(inside, every, 0)] != self.mark)].tolist()
+            wrong = every[~inside | (self._owner_column[np.where(inside, every, 0)] != self.mark)].tolist()
         if wrong:
             raise IllegalMove(f"{self.name} page {wrong[0]}", "a page of another group, or of none", target)
 

@@ -13,7 +13,7 @@ from functools import partial
 from cachesvc.memory.copy.arbiter import Arbiter, CopyRules
 from cachesvc.memory.copy.job_end import WriteWord, end_job
 from cachesvc.memory.copy.job_queue import Queued
-from cachesvc.memory.copy.watchdog import CopyWatch, Errand
+from cachesvc.memory.copy.watchdog import CopyTask, CopyWatch
 from cachesvc.memory.interface import CopyJob, Slice, SliceRunner
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import CopiesHang, Direction
@@ -55,7 +55,7 @@ class CopyThread:
         self._is_idle = False  # the thread sleeps, and nothing is on its way
         self._guest: threading.Thread | None = None  # thread that does its work for once
         self._guest_broke: Exception | None = None
-        self.errand: Errand | None = None
+        self.errand: CopyTask | None = None
         self._hangs = ""
         self._over = threading.Event()
         self._broken: Exception | None = None
@@ -252,7 +252,7 @@ class CopyThread:
         if self._broken is not None:  # not raised again: each time its traceback would grow, and keep a slice
             self._settle(piece, self._broken)
             return
-        self.errand = Errand(piece)
+        self.errand = CopyTask(piece)
         try:
             started = self._runner.submit(piece)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
@@ -274,7 +274,7 @@ class CopyThread:
         self._tell_begun()
         piece, started = self._on_way.popleft()
         error: Exception | None = None
-        self.errand = Errand(piece)
+        self.errand = CopyTask(piece)
         try:
             self._runner.wait(started)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it

@@ -22,7 +22,7 @@ MOST_COUNTED_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Errand:
+class CopyTask:
     """Work that a copy thread asks of its GPU: to start a slice, or to report that it has landed. ``waited_s``: time
     counted so far."""
 
@@ -39,7 +39,7 @@ class Watched(Protocol):
     """Copy thread with a time limit."""
 
     name: str
-    errand: Errand | None
+    errand: CopyTask | None
 
 
 class CopyWatch:

@@ -10,14 +10,14 @@ from cachesvc.memory.cuda.health import GpuHealth
 from cachesvc.memory.cuda.interface import GpuDevice, GpuMark, GpuQueue
 from cachesvc.memory.cuda.regions import Regions
 from cachesvc.memory.interface import Slice
-from cachesvc.memory.timeline import HostTimeline, Sheet
+from cachesvc.memory.timeline import HostTimeline, MappedSheet
 from cachesvc.model.futex import WORD_BYTES
 
 SLICES_ON_WAY = 2
 """While one is copied the next is submitted: the link never waits for this process, which can still change its mind."""
 
 
-class CudaSheet(Sheet):
+class CudaSheet(MappedSheet):
     """Words in pinned host memory: this GPU's streams write them, those of the model's engines wait for them.
 
     Measured against words on the device (H100, 2026-11): a waiting stream goes on 16 us after the write either way, a
@@ -27,7 +27,7 @@ class CudaSheet(Sheet):
     """
 
     def __init__(self, gpu: GpuDevice, words: int, fd: int | None = None) -> None:
-        """``fd``: as of ``Sheet``. Raises OSError, RuntimeError."""
+        """``fd``: as of ``MappedSheet``. Raises OSError, RuntimeError."""
         super().__init__(words, is_shared=True, fd=fd)
         self._gpu = gpu
         with ExitStack() as undo:

@@ -10,6 +10,10 @@ from cachesvc.model.errors import InvalidRequest
 MOST_BYTES = 1 << 60
 """1 EiB: beyond any memory, and far below where a number of bytes no longer fits 64 bits."""
 
+LEAST_AMOUNT_BYTES = 1 << 20
+MOST_LIKELY_GIB = 4096
+"""Numbers above it are likelier of MiB."""
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?b?)|b)?\s*", re.IGNORECASE | re.ASCII)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _LONGEST = 64
@@ -33,3 +37,16 @@ def parse_size(text: object) -> int:
     if size > MOST_BYTES:
         raise InvalidRequest(f"{written} is more than memory can have: at most {MOST_BYTES} bytes (1 EiB)")
     return int(size)
+
+
+def parse_amount(text: object) -> int:
+    """Bytes of a memory, a disk or a second, as ``parse_size``: a bare number below 1 MiB is no such amount, but one
+    whose unit was left out. Raises InvalidRequest."""
+    size = parse_size(text)
+    if 0 < size < LEAST_AMOUNT_BYTES and str(text).strip().isdecimal():
+        raise InvalidRequest(f"{size} is {size} bytes; did you mean {size}{_probable_unit(size)}? Bytes are {size}B")
+    return size
+
+
+def _probable_unit(number: int) -> str:
+    return "GiB" if number < MOST_LIKELY_GIB else "MiB"

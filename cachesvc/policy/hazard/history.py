@@ -35,7 +35,7 @@ from cachesvc.policy.hazard.segments import (
     Segments,
 )
 from cachesvc.policy.hazard.uses import HostUses
-from cachesvc.policy.hazard.worth import NO_RANK, worth_of
+from cachesvc.policy.hazard.worth import MARGIN, NO_RANK, choose_stored, worth_of
 
 REMEMBERED = 8192
 """Number of requests whose landmarks are followed."""
@@ -47,9 +47,6 @@ SEGMENTS_LOOKED = 32
 SHARED_LOOKED = 512
 """Blocks of one segment among which the deepest with several children is looked for."""
 FIRST_FIT, LONGEST_PERIOD = 20, 400
-MARGIN = 0.4
-"""Margin by which a head must be worth less than the oldest before it goes first: this share, where all uses are
-younger."""
 WHILE_RUNNING, AFTER_END = 0, 1
 
 
@@ -260,13 +257,8 @@ class History:
     def choose(self, queues: Sequence[int], ages: Sequence[float]) -> int:
         """Index of the queue whose oldest block goes next from storage, where blocks have no segments. ``ages``: of the
         oldest block of each, seconds. Any thread: it only reads."""
-        oldest = max(range(len(ages)), key=ages.__getitem__)
-        if not self.decides or ages[oldest] > self.remembered_seconds:
-            return oldest
-        density, margin = self.rates.density, 1 - MARGIN * self.rates.reused_before[bin_of(ages[oldest])]
-        worth = [float(density[queue, bin_of(age)]) for queue, age in zip(queues, ages, strict=True)]
-        least = min(range(len(worth)), key=worth.__getitem__)
-        return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
+        known_seconds = self.remembered_seconds if self.decides else 0.0
+        return choose_stored(self.rates, queues, ages, known_seconds)
 
     def worth(self, segment: int, now: float) -> Worth | None:
         """Known worth of blocks of the segment; None for slot 0."""

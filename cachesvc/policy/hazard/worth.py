@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cachesvc.model.requests import LINEAR_TOKENS
-from cachesvc.policy.hazard.ages import BINS
+from cachesvc.policy.hazard.ages import BINS, bin_of
 from cachesvc.policy.hazard.asked import Heads
 from cachesvc.policy.hazard.rates import Floats, Ints, Rates
 
+MARGIN = 0.4
+"""Margin by which a head must be worth less than the oldest before it goes first: this share, where all uses are
+younger."""
 NO_RANK = (1 << 63) - 1
 """Rank of a queue without candidates."""
 
@@ -29,3 +34,16 @@ def worth_of(heads: Heads, rates: Rates, now: float, weighed_tokens: int) -> Flo
 
 
 _ROW_STARTS: Ints = np.arange(1024, dtype=np.int64) * BINS
+
+
+def choose_stored(rates: Rates, queues: Sequence[int], ages: Sequence[float], known_seconds: float) -> int:
+    """Index of the queue whose oldest block goes next from storage, by the ``ages`` of these, seconds. The oldest of
+    all goes where it is older than what is known of uses, or where no other is worth much less. It only reads: any
+    thread."""
+    oldest = max(range(len(ages)), key=ages.__getitem__)
+    if ages[oldest] > known_seconds:
+        return oldest
+    margin = 1 - MARGIN * float(rates.reused_before[bin_of(ages[oldest])])
+    worth = [float(rates.density[queue, bin_of(age)]) for queue, age in zip(queues, ages, strict=True)]
+    least = min(range(len(worth)), key=worth.__getitem__)
+    return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest

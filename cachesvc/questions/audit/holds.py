@@ -15,11 +15,11 @@ from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY
-from cachesvc.questions.audit.recount import Part, captured, told, walked
+from cachesvc.questions.audit.recount import Check, captured, told, walked
 from cachesvc.questions.snapshot import int32s, place_states, uint16s
 
 
-def hold_parts(ledger: Ledger, model: Model) -> list[Part]:
+def hold_parts(ledger: Ledger, model: Model) -> list[Check]:
     """Checks of a model's sequences and transfers."""
     where = f"model {model.id}"
     return [

@@ -13,7 +13,7 @@ from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.pages.shared_pool import GroupPool
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
-from cachesvc.questions.audit.recount import MOST_TOLD, Part, captured
+from cachesvc.questions.audit.recount import MOST_TOLD, Check, captured
 from cachesvc.questions.snapshot import Bytes, Int32s, int32s, place_states, states
 
 
@@ -60,7 +60,7 @@ class PlacePages:
     held: list[Held] = field(default_factory=list)
 
 
-def page_parts(ledger: Ledger, model: Model) -> list[Part]:
+def page_parts(ledger: Ledger, model: Model) -> list[Check]:
     """A part for each place."""
     return [
         captured(

@@ -29,23 +29,23 @@ ROWS_A_STEP = 128
 """Rows of a step of some 0.2 ms: a slice of the loop ends behind the step in which its time was up."""
 
 
-class Part(NamedTuple):
+class Check(NamedTuple):
     """One thing to look at: ``look()`` gives what is wrong with it."""
 
     name: str
     look: Callable[[], Question[list[str]]]
 
 
-def captured(name: str, capture: Callable[[], Any], recount: Callable[[Any], list[str]]) -> Part:
+def captured(name: str, capture: Callable[[], Any], recount: Callable[[Any], list[str]]) -> Check:
     """A part that copies columns in one go, and compares the copies off the loop."""
 
     def look() -> Question[list[str]]:
         return (yield from off_loop(partial(recount, capture())))
 
-    return Part(name, look)
+    return Check(name, look)
 
 
-def walked(name: str, walk: Callable[[], Iterator[list[str]]]) -> Part:
+def walked(name: str, walk: Callable[[], Iterator[list[str]]]) -> Check:
     """A part that looks at the ledger itself, a little at a time."""
 
     def look() -> Question[list[str]]:
@@ -55,10 +55,10 @@ def walked(name: str, walk: Callable[[], Iterator[list[str]]]) -> Part:
             yield None
         return out
 
-    return Part(name, look)
+    return Check(name, look)
 
 
-def block_parts(model: Model) -> list[Part]:
+def block_parts(model: Model) -> list[Check]:
     """Checks of blocks alone: keys, tree, closures, and candidates for eviction."""
     index = model.blocks.index
     where = f"model {model.id}"

@@ -12,7 +12,7 @@ from cachesvc.flows.context.core import Core
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.questions.audit.holds import hold_parts
 from cachesvc.questions.audit.pages import page_parts
-from cachesvc.questions.audit.recount import Part, block_parts
+from cachesvc.questions.audit.recount import Check, block_parts
 from cachesvc.questions.steps import Question, answer_at_once
 from cachesvc.questions.view import View
 
@@ -54,7 +54,7 @@ def verify(view: View, model_id: int) -> Question[Verified]:
     return Verified(problems[:MOST_PROBLEMS], checks, pages, blocks, [model.id for model in models], sound)
 
 
-def parts(ledger: Ledger, model: Model) -> list[Part]:
+def parts(ledger: Ledger, model: Model) -> list[Check]:
     """Checks of one model. Its places must not change until all are taken."""
     return [*block_parts(model), *page_parts(ledger, model), *hold_parts(ledger, model)]
 

@@ -31,7 +31,7 @@ MOST_STREAMS = 4096
 """Step streams and heartbeats that are open at a time: an engine has one of each."""
 
 
-class Kind(Enum):
+class CallKind(Enum):
     """Kind of a call for admission."""
 
     LIFE = "life"
@@ -69,7 +69,7 @@ class Counts:
             del self._held[key]
 
 
-class Places:
+class Slots:
     """Places for calls of one kind: ``limit`` in all; ``each``: for one process (0: its share of the limit)."""
 
     def __init__(self, what: str, limit: int, each: int = 0) -> None:
@@ -102,13 +102,13 @@ class Places:
             self._tenants.add(holder.meter.tenant, by)
 
 
-class Place:
+class Slot:
     """The place of one call that is not answered yet, to be given back once."""
 
     __slots__ = ("_holder", "_places", "_waiting")
 
-    def __init__(self, places: Places, waiting: Places, holder: Holder) -> None:
-        self._places: Places | None = places
+    def __init__(self, places: Slots, waiting: Slots, holder: Holder) -> None:
+        self._places: Slots | None = places
         self._waiting = waiting
         self._holder = holder
 
@@ -134,9 +134,9 @@ class Admission:
 
     def __init__(self, calls: int, waiting: int, waiting_each: int, quotas: Quotas | None = None) -> None:
         """``calls``, ``waiting``: at a time in all; ``waiting_each``: of one process."""
-        self.work = Places("calls in flight", calls)
-        self.waits = Places("waiting calls", waiting, waiting_each)
-        self.streams = Places("open streams", MOST_STREAMS)
+        self.work = Slots("calls in flight", calls)
+        self.waits = Slots("waiting calls", waiting, waiting_each)
+        self.streams = Slots("open streams", MOST_STREAMS)
         self.quotas = quotas
 
     def holder(self, process: CallerKey, tenant: str) -> Holder:
@@ -148,17 +148,17 @@ class Admission:
         if self.quotas is not None:
             self.quotas.meter(tenant).admit_bytes(size_bytes, now)
 
-    def admit(self, kind: Kind, holder: Holder, now: float) -> None:
+    def admit(self, kind: CallKind, holder: Holder, now: float) -> None:
         """Admit one call more: charged to its tenant before any work is done. ``now``: seconds, monotonic.
 
         Raises LimitExceeded, QuotaExceeded; never for LIFE, which is charged all the same.
         """
         meter = holder.meter
-        if kind is Kind.LIFE:
+        if kind is CallKind.LIFE:
             if meter is not None:
                 meter.charge(now)
             return
-        if kind is Kind.WORK and self.work.held:
+        if kind is CallKind.WORK and self.work.held:
             self.work.require(holder)
         if meter is not None:
             most = meter.quota.calls_in_flight
@@ -167,13 +167,13 @@ class Admission:
                 raise QuotaExceeded(meter.tenant, "calls_in_flight", meter.in_flight + 1, most, "send fewer at a time")
             meter.admit(now)
 
-    def take(self, kind: Kind, holder: Holder, *, is_admitted: bool = False) -> Place:
+    def take(self, kind: CallKind, holder: Holder, *, is_admitted: bool = False) -> Slot:
         """A place for a call that goes on beyond this turn of the loop. Raises LimitExceeded; not where it is admitted:
         room was found for it, or it is a retry and waits for a call that has a place."""
-        places = self.waits if kind is Kind.WAITS else self.work
+        places = self.waits if kind is CallKind.WAITS else self.work
         if not is_admitted:
             places.require(holder)
         places.count(holder, 1)
         if holder.meter is not None:
             holder.meter.in_flight += 1
-        return Place(places, self.waits, holder)
+        return Slot(places, self.waits, holder)

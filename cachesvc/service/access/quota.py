@@ -15,7 +15,7 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.models.tenant_budget import Budget
 from cachesvc.ledger.sequence_state import AWAY
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
-from cachesvc.model.text.sizes import parse_size
+from cachesvc.model.text.sizes import parse_amount
 from cachesvc.questions.owned import leases_of, private_pages, private_pages_of, usage
 from cachesvc.questions.view import View
 
@@ -65,7 +65,7 @@ def parse_quota(table: Any, where: str) -> Quota:
     if not isinstance(table, dict) or not set(table) <= known:
         raise InvalidRequest(f"{where}: known quotas are {', '.join(sorted(known))}")
     try:
-        return Quota(**{name: parse_size(value) if name in _SIZES else value for name, value in table.items()})
+        return Quota(**{name: parse_amount(value) if name in _SIZES else value for name, value in table.items()})
     except InvalidRequest as error:
         raise InvalidRequest(f"{where}: {error}") from error
 

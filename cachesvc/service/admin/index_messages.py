@@ -10,7 +10,7 @@ from kvcache.v1 import admin_pb2, inspect_pb2
 from cachesvc.ledger.recent_requests import ID_BYTES, RecentRequest
 from cachesvc.model.words import Tier
 from cachesvc.questions.dump import Columns, Dump
-from cachesvc.questions.explanation import BlockExplanation, EventLine, Explanation, Holder
+from cachesvc.questions.explanation import BlockExplanation, BlockHolder, EventLine, Explanation
 from cachesvc.questions.query import BlockLine, TreeLine
 from cachesvc.questions.view import Listed
 
@@ -106,7 +106,7 @@ def _explained(found: BlockExplanation) -> admin_pb2.BlockStory:
     )
 
 
-def _holder(holder: Holder) -> inspect_pb2.BlockHolder:
+def _holder(holder: BlockHolder) -> inspect_pb2.BlockHolder:
     return inspect_pb2.BlockHolder(
         lease_id=holder.lease_id,
         engine=holder.engine,

@@ -72,7 +72,12 @@ class Inspection:
         if self._dumps >= DUMPS_MAX:
             raise LimitExceeded("dumps at a time", self._dumps + 1, DUMPS_MAX)
         self._dumps += 1
+        slices = self.slices()
         try:
-            yield await self.slices().answer(dump(self.view(), model_id))
+            taken = await slices.answer(dump(self.view(), model_id))
+            try:
+                yield taken
+            finally:
+                await slices.answer(taken.columns.forget())
         finally:
             self._dumps -= 1

@@ -154,9 +154,12 @@ def _reuse(reading: Reading, model: Model) -> None:
     reading.put("requested_tokens", reuse.requested * tokens, *labels)
     reading.put("ceiling_tokens", reuse.ceiling * tokens, *labels)
     reading.put("computed_tokens", reuse.published * tokens, *labels)
+    reading.put("unloaded_tokens", reuse.unloaded * tokens, *labels)
     reading.put("remembered_keys", reuse.remembered, *labels)
     for tier, blocks in model.hit_blocks.items():
         reading.put("hit_tokens", blocks * tokens, *labels, tier)
+    for kind, blocks in model.lost_blocks.items() if model.layout.window_groups else ():
+        reading.put("lost_hit_tokens", blocks * tokens, *labels, kind)
     shadows = [replica.shadow for replica in model.replicas if replica.shadow is not None]
     for shadow in (*shadows, *([model.compared] if model.compared.asked else ())):
         reading.put("compared_tokens", shadow.asked * tokens, *labels)

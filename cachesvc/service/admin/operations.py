@@ -12,7 +12,7 @@ from cachesvc.flows.models import admin
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.questions.view import View
-from cachesvc.service.calls.idempotency import Mark, Purse, Repeats, mark_of
+from cachesvc.service.calls.idempotency import AnswerBudget, Mark, Repeats, mark_of
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
@@ -32,7 +32,7 @@ class Administration:
         self._node = node
         self._health = health
         self.drain_seconds = drain_seconds
-        self._repeats = Repeats(Purse())
+        self._repeats = Repeats(AnswerBudget())
 
     async def drain(self) -> int:
         """Open nothing new and say so in health checks; returns how many leases are live. Idempotent."""

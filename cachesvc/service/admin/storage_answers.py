@@ -5,34 +5,39 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvcache.v1 import storage_pb2
 
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.storage.presence import forget_all
-from cachesvc.model.errors import NotFound, Unavailable
+from cachesvc.model.errors import InvalidRequest, NotFound, Unavailable
+from cachesvc.model.text.printable import one_line
 from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller
 from cachesvc.service.loop.node import Node
-from cachesvc.storage.canary import SCOPE
 from cachesvc.storage.objects import Way
-from cachesvc.storage.seam import Scope
-from cachesvc.storage.tier import Tier
+from cachesvc.storage.seam import CAME, Kept, Scope, StoreStatus
+from cachesvc.storage.spec import StorageSpec
+from cachesvc.storage.tier.canary import SCOPE
+from cachesvc.storage.tier.tier import Tier
+from cachesvc.storage.tier.tiers import Tiers
 from cachesvc.telemetry import events
 
+LAST_OF_FIRST = 17
+"""Number of the last field of a tier that the whole answer has of the first tier."""
+SHOWN_DIGITS = 12
+MOST_SHOWN = 8
 SHOWN_NAMESPACE = "[0-9a-f]{12,64}"
 """A namespace as listings have it, or more of it."""
 
 
 class Configured(Protocol):
-    """``tier``: the daemon's, or None; ``text``: as it was configured."""
+    """``tiers``: the daemon's, or None; ``specs``: as they were configured."""
 
-    tier: Tier | None
-
-    @property
-    def text(self) -> str:
-        """Configured text; empty where there is none."""
+    tiers: Tiers | None
+    specs: tuple[StorageSpec, ...]
 
 
 class StorageAnswers:
@@ -46,88 +51,131 @@ class StorageAnswers:
     async def status(self, view: View) -> storage_pb2.GetStorageResponse:
         """Status of the scopes whose models the caller may see; a caller that sees all gets models too that are not
         registered now."""
-        tier = self._configured.tier
-        if tier is None:
+        tiers = self._configured.tiers
+        if tiers is None:
             return storage_pb2.GetStorageResponse()
-        found = await asyncio.to_thread(tier.backend.status)
-        counts, counters = tier.store.counts, self._node.core.counters
-        seen = None if caller().sees_all else {model.namespace for model in view.models()}
-        scopes = [
-            storage_pb2.StoredScope(
-                model=kept.label,
-                namespace_hex=scope.namespace.hex() if seen is None else "",
-                objects=kept.objects,
-                size_bytes=kept.size_bytes,
-                oldest_seconds=kept.oldest_seconds or 0.0,
-                newest_seconds=kept.newest_seconds or 0.0,
-            )
-            for scope, kept in sorted(found.scopes.items(), key=lambda each: -each[1].size_bytes)
-            if scope != SCOPE and (seen is None or scope.namespace in seen)
-        ]
+        counters = self._node.core.counters
+        tenants = {model.namespace: model.tenant for model in view.models()}
+        texts = [spec.text for spec in self._configured.specs]
+        shown: list[storage_pb2.StorageTier] = []
+        for number, tier in enumerate(tiers.all):
+            found = await asyncio.to_thread(tier.backend.status)
+            text = texts[number] if number < len(texts) and caller().sees_all else tier.backend.kind
+            shown.append(_tier(tier, text, found, tenants, sees_all=caller().sees_all))
+        first = {field.name: value for field, value in shown[0].ListFields() if field.number <= LAST_OF_FIRST}
         return storage_pb2.GetStorageResponse(
-            storage=self._configured.text if seen is None else tier.backend.kind,
-            engine=tier.backend.kind,
-            shared=tier.backend.caps.is_shared,
-            breaker=tier.breaker.state.value,
-            breaker_reason=tier.breaker.reason,
-            breaker_opened=tier.breaker.opened,
-            objects=found.objects,
-            size_bytes=found.size_bytes,
-            capacity_bytes=found.capacity_bytes,
-            evicted_objects=found.evicted_objects,
-            complete=found.is_complete,
-            scopes=scopes,
-            outcomes=[
-                storage_pb2.StorageOutcome(way=way.value, outcome=outcome.value, items=items)
-                for (way, outcome), items in sorted(counts.items.items(), key=lambda each: each[0][0].value)
-            ],
-            read_bytes=counts.size_bytes[Way.GET],
-            written_bytes=counts.size_bytes[Way.PUT],
-            read_bytes_per_second=tier.store.bandwidth(Way.GET),
-            items_under_way=tier.store.out(),
+            **first,
             fetched_blocks=counters.get(Count.STORAGE_FETCHED_BLOCKS, 0),
             kept_blocks=counters.get(Count.STORAGE_KEPT_BLOCKS, 0),
             not_kept_blocks=counters.get(Count.STORAGE_NOT_KEPT_BLOCKS, 0),
             waiting_blocks=sum(model.stored.waiting for model in view.models()),
+            tiers=shown,
         )
 
     async def check(self) -> storage_pb2.CheckStorageResponse:
-        """Check the store, one call at a time. Raises Unavailable, NotSupported."""
-        tier = self._require()
+        """Check every tier that can list what it keeps, one call at a time. Raises Unavailable, NotSupported."""
+        tiers = self._require()
         async with self._busy:
             began = time.monotonic()
-            found = await asyncio.to_thread(tier.store.check_all)
+            found = [await asyncio.to_thread(tier.store.check_all) for tier in tiers.all]
         return storage_pb2.CheckStorageResponse(
-            objects_checked=found.objects,
-            size_bytes=found.size_bytes,
-            wrong=found.wrong,
-            missing=found.missing,
-            unreadable=found.unreadable,
+            objects_checked=sum(each.objects for each in found),
+            size_bytes=sum(each.size_bytes for each in found),
+            wrong=sum(each.wrong for each in found),
+            missing=sum(each.missing for each in found),
+            unreadable=sum(each.unreadable for each in found),
             seconds=time.monotonic() - began,
         )
 
     async def purge(self, name: str) -> storage_pb2.PurgeStorageResponse:
-        """Remove the objects of every tenant's model of that name, or of the namespace whose number begins so; of all
-        models where the name is empty. Raises Unavailable, NotFound."""
-        tier = self._require()
+        """Remove the objects of the one namespace of that name, or whose number begins so, with all its layouts, from
+        every tier; of all where the name is empty. Raises Unavailable, NotFound, InvalidRequest."""
+        tiers = self._require()
         async with self._busy:
-            found = await asyncio.to_thread(tier.backend.status)
-            scopes: list[Scope | None] = [scope for scope, kept in found.scopes.items() if name in ("", kept.label)]
-            if not scopes and re.fullmatch(SHOWN_NAMESPACE, name):
-                scopes = [scope for scope in found.scopes if scope.namespace.hex().startswith(name)]
-            if name and not scopes:
-                raise NotFound("stored model", name, "cachesvc storage lists those that there are")
+            scopes: Sequence[Scope | None] = [None]
+            if name:
+                known: dict[Scope, Kept] = {}
+                for tier in tiers.all:
+                    known |= (await asyncio.to_thread(tier.backend.status)).scopes
+                scopes = _named(known, name)
             objects = 0
-            for scope in scopes if name else [None]:
-                objects += await asyncio.to_thread(tier.backend.purge, scope)
+            for tier in tiers.all:
+                for scope in scopes:
+                    objects += await asyncio.to_thread(tier.backend.purge, scope)
         for model in self._node.view().models():
-            if name in ("", model.name) or any(scope and scope.namespace == model.namespace for scope in scopes):
+            if any(scope is None or scope.namespace == model.namespace for scope in scopes):
                 self._node.run(forget_all, self._node.core, model)
         events.event("storage_purged", model_name=name, objects=objects)
         return storage_pb2.PurgeStorageResponse(objects=objects)
 
-    def _require(self) -> Tier:
-        tier = self._configured.tier
-        if tier is None:
+    def _require(self) -> Tiers:
+        tiers = self._configured.tiers
+        if tiers is None:
             raise Unavailable("no storage is configured; start the daemon with --storage")
-        return tier
+        return tiers
+
+
+def _tier(
+    tier: Tier, text: str, found: StoreStatus, tenants: Mapping[bytes, str], *, sees_all: bool
+) -> storage_pb2.StorageTier:
+    counts = tier.store.counts
+    scopes = [
+        storage_pb2.StoredScope(
+            model=kept.label,
+            namespace_hex=scope.namespace.hex() if sees_all else "",
+            objects=kept.objects,
+            size_bytes=kept.size_bytes,
+            oldest_seconds=kept.oldest_seconds or 0.0,
+            newest_seconds=kept.newest_seconds or 0.0,
+            tenant=tenants.get(scope.namespace, ""),
+        )
+        for scope, kept in sorted(found.scopes.items(), key=lambda each: -each[1].size_bytes)
+        if scope != SCOPE and (sees_all or scope.namespace in tenants)
+    ]
+    return storage_pb2.StorageTier(
+        storage=text,
+        engine=tier.backend.kind,
+        shared=tier.backend.caps.is_shared,
+        breaker=tier.breaker.state.value,
+        breaker_reason=tier.breaker.reason,
+        breaker_opened=tier.breaker.opened,
+        objects=found.objects,
+        size_bytes=found.size_bytes,
+        capacity_bytes=found.capacity_bytes,
+        evicted_objects=found.evicted_objects,
+        complete=found.is_complete,
+        scopes=scopes,
+        outcomes=[
+            storage_pb2.StorageOutcome(way=way.value, outcome=outcome.value, items=items)
+            for (way, outcome), items in sorted(counts.items.items(), key=lambda each: each[0][0].value)
+        ],
+        read_bytes=counts.size_bytes[Way.GET],
+        written_bytes=counts.size_bytes[Way.PUT],
+        read_bytes_per_second=tier.store.bandwidth(Way.GET),
+        items_under_way=tier.store.out(),
+        write=tier.options.write.value,
+        hits=sum(counts.items[Way.GET, outcome] for outcome in CAME),
+        errors=found.errors,
+        last_error=found.last_error,
+        problem=found.problem,
+        read_p50_seconds=counts.latency(Way.GET, 0.5),
+        read_p99_seconds=counts.latency(Way.GET, 0.99),
+        write_p50_seconds=counts.latency(Way.PUT, 0.5),
+        write_p99_seconds=counts.latency(Way.PUT, 0.99),
+    )
+
+
+def _named(scopes: Mapping[Scope, Kept], name: str) -> Sequence[Scope | None]:
+    """Scopes of the one namespace that is meant. Raises NotFound, InvalidRequest where several could be."""
+    found = [scope for scope, kept in scopes.items() if kept.label == one_line(name)]
+    if not found and re.fullmatch(SHOWN_NAMESPACE, name):
+        found = [scope for scope in scopes if scope.namespace.hex().startswith(name)]
+    if not found:
+        raise NotFound("stored model", name, "cachesvc storage lists those that there are")
+    namespaces = sorted({scope.namespace.hex()[:SHOWN_DIGITS] for scope in found})
+    if len(namespaces) > 1:
+        raise InvalidRequest(
+            f"{len(namespaces)} namespaces, of tenants or versions of weights, are called {name!r}: name one by its "
+            f"number in the listing of cachesvc storage: {', '.join(namespaces[:MOST_SHOWN])}"
+        )
+    return found

@@ -31,11 +31,11 @@ from cachesvc.flows.context.call import Call, call_of
 from cachesvc.flows.context.counters import Count
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.service.access.admission import Admission, CallerKey, Holder, Kind, Place
+from cachesvc.service.access.admission import Admission, CallerKey, CallKind, Holder, Slot
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.owners import no_lease
 from cachesvc.service.access.quota import FREE_BYTES
-from cachesvc.service.calls.idempotency import Mark, Purse, Repeats, mark_of
+from cachesvc.service.calls.idempotency import AnswerBudget, Mark, Repeats, mark_of
 from cachesvc.service.calls.observe import CANCELLED, OK, CallWatch, Parent
 from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
@@ -109,7 +109,7 @@ class Operation(ABC, Generic[Q, R]):
     """
 
     name: str
-    kind: Kind = Kind.WORK
+    kind: CallKind = CallKind.WORK
     names_lease: bool = True
     is_repeatable: bool = False
     is_of_lease: bool = False
@@ -138,7 +138,7 @@ class Dispatcher:
         self.admission = admission
         self._watch = watch
         self._repeats: dict[str, Repeats] = {}
-        self._purses: dict[str, Purse] = {}
+        self._budgets: dict[str, AnswerBudget] = {}
         self._under_way: set[asyncio.Task[Any]] = set()
         self._is_stopping = False
 
@@ -166,6 +166,9 @@ class Dispatcher:
         began, watch, name = self.node.loop_watch.begin(), self._watch, operation.name
         span = None if watch is None or parent is None else watch.begin(name, parent)
         came = request.SerializeToString() if contents is None else contents
+        # One ``try`` around admission and operation: both refuse by raising, and a call without a task has no other
+        # root. An answer is kept once it is known, a defect's too: what was done before it is not known, so a retry
+        # must not carry it out again. A refusal in ``_admit`` leaves ``ask`` unset, and nothing is kept.
         served: Served[R]
         ask: Ask | None = None
         try:
@@ -176,7 +179,12 @@ class Dispatcher:
         except Exception:  # noqa: BLE001 - the root of a call
             served = self.broke(name, None if ask is None else ask.lease)
         if ask is not None and ask.repeats is not None and not ask.is_retry:
-            _remember(ask.repeats, ask.request_id, mark_of(name, request, came), served)
+            mark = mark_of(name, request, came)
+            if isinstance(served, asyncio.Future):
+                ask.repeats.begin(ask.request_id, mark, served)
+                served.add_done_callback(partial(_end_first, ask.repeats, ask.request_id, mark))
+            elif type(served) is not OperationError or is_final(served):
+                ask.repeats.keep(ask.request_id, mark, served)
         held = self.node.loop_watch.note(name, began)
         if watch is not None:
             if isinstance(served, asyncio.Future):
@@ -200,7 +208,7 @@ class Dispatcher:
         return refusal(error)
 
     def later(
-        self, ask: Ask, kind: Kind, work: Callable[[Place], Awaitable[R]], *, is_admitted: bool = False
+        self, ask: Ask, kind: CallKind, work: Callable[[Slot], Awaitable[R]], *, is_admitted: bool = False
     ) -> asyncio.Future[Any]:
         """Go on with a call beside others, in a task of its own that holds a place. Raises LimitExceeded, unless it
         ``is_admitted``: something was done already, or a call with a place does it.
@@ -256,7 +264,7 @@ class Dispatcher:
         repeats = self._repeats.get(lease_id) if request_id and lease is not None else None
         is_retry = repeats is not None and (request_id in repeats.given or request_id in repeats.under_way)
         # A retry takes no further place: its first call has one, or has been answered.
-        self.admission.admit(Kind.LIFE if is_retry else operation.kind, holder, now)
+        self.admission.admit(CallKind.LIFE if is_retry else operation.kind, holder, now)
         check_fields(request, size_bytes)
         deadline = math.inf if seconds is None else now + seconds
         ask = Ask(self, who, operation.name, holder, now, deadline, lease_id, lease, request_id, repeats, is_retry)
@@ -275,10 +283,10 @@ class Dispatcher:
         known = repeats.find(request_id, mark_of(ask.method, request, came))
         if isinstance(known, asyncio.Future):
             repeats.retry(request_id)
-            return self.later(ask, Kind.WAITS, lambda _: _first_answer(known), is_admitted=True)
+            return self.later(ask, CallKind.WAITS, lambda _: _first_answer(known), is_admitted=True)
         return known
 
-    async def _guarded(self, ask: Ask, work: Callable[[Place], Awaitable[R]], place: Place) -> Outcome[R]:
+    async def _guarded(self, ask: Ask, work: Callable[[Slot], Awaitable[R]], place: Slot) -> Outcome[R]:
         try:
             return await work(place)
         except CacheError as error:
@@ -286,7 +294,7 @@ class Dispatcher:
         except Exception:  # noqa: BLE001 - the root of a task
             return self.broke(ask.method, ask.lease)
 
-    def _over(self, place: Place, task: asyncio.Task[Any]) -> None:
+    def _over(self, place: Slot, task: asyncio.Task[Any]) -> None:
         place.leave()
         self._under_way.discard(task)
 
@@ -297,23 +305,14 @@ class Dispatcher:
         if known is None:
             for gone in [each for each in self._repeats if each not in leases]:
                 self._repeats.pop(gone).forget()
-            purse = self._purses.setdefault(ask.who.acts_for, Purse())
-            known = self._repeats[lease_id] = Repeats(purse)
+            budget = self._budgets.setdefault(ask.who.acts_for, AnswerBudget())
+            known = self._repeats[lease_id] = Repeats(budget)
         return known
 
 
 def is_final(outcome: Message) -> bool:
     """False for a refusal, which changed nothing: a retry starts anew. A defect is final."""
     return not isinstance(outcome, OperationError) or outcome.code == INTERNAL
-
-
-def _remember(repeats: Repeats, request_id: int, mark: Mark, served: Served[Any]) -> None:
-    """Keep the answer to a request_id that is new, or the future of it."""
-    if isinstance(served, asyncio.Future):
-        repeats.begin(request_id, mark, served)
-        served.add_done_callback(partial(_end_first, repeats, request_id, mark))
-    elif is_final(served):
-        repeats.keep(request_id, mark, served)
 
 
 async def _first_answer(first: asyncio.Future[Any]) -> Any:

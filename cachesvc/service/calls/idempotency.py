@@ -53,7 +53,7 @@ def _as_we_write(request: Message) -> bytes:
     return request.SerializeToString(deterministic=True)
 
 
-class Purse:
+class AnswerBudget:
     """Bytes of the answers of one tenant's leases."""
 
     __slots__ = ("held", "leases")
@@ -65,15 +65,15 @@ class Purse:
 
 class Repeats:
     """The last answers of one lease by request_id (never 0), in ``given``, and the calls that are ``under_way``.
-    ``purse``: its tenant's.
+    ``budget``: its tenant's.
 
     Those under way are not pushed out by answers: there are at most as many as a process may have waiting.
     """
 
-    def __init__(self, purse: Purse) -> None:
+    def __init__(self, budget: AnswerBudget) -> None:
         self._bytes = 0
-        self._purse = purse
-        purse.leases += 1
+        self._budget = budget
+        budget.leases += 1
         self.given: OrderedDict[int, tuple[Mark, Message, int]] = OrderedDict()
         self.under_way: dict[int, tuple[Mark, asyncio.Future[Any]]] = {}
         self._retries: dict[int, int] = {}
@@ -113,21 +113,21 @@ class Repeats:
         size_bytes = answer.ByteSize() + (len(contents) if isinstance(contents, bytes) else 0)
         self.given[request_id] = mark, answer, size_bytes
         self._bytes += size_bytes
-        self._purse.held += size_bytes
+        self._budget.held += size_bytes
         while self._is_too_much():
             _, (_, _, size_bytes) = self.given.popitem(last=False)
             self._bytes -= size_bytes
-            self._purse.held -= size_bytes
+            self._budget.held -= size_bytes
 
     def forget(self) -> None:
         """Take the lease's answers out of its tenant's account."""
-        self._purse.held -= self._bytes
-        self._purse.leases -= 1
+        self._budget.held -= self._bytes
+        self._budget.leases -= 1
 
     def _is_too_much(self) -> bool:
-        count, purse = len(self.given), self._purse
-        if purse.held > TENANT_BYTES and self._bytes > TENANT_BYTES // purse.leases:
-            return count > 1 or (count == 1 and purse.held > 2 * TENANT_BYTES)
+        count, budget = len(self.given), self._budget
+        if budget.held > TENANT_BYTES and self._bytes > TENANT_BYTES // budget.leases:
+            return count > 1 or (count == 1 and budget.held > 2 * TENANT_BYTES)
         if count <= 1:
             return False
         return count > KEEP_ANSWERS or self._bytes > (KEEP_BYTES if count > KEEP_LEAST else KEEP_MOST_BYTES)

@@ -13,7 +13,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE
-from cachesvc.peer.desk import Desk, Lent, LentObject
+from cachesvc.peer.desk import Lent, LentObject, LoanDesk
 from cachesvc.questions.owned import models_named
 from cachesvc.service.loop.line import OTHER_NODES
 from cachesvc.service.loop.node import Node
@@ -35,7 +35,7 @@ class LendingDesk:
 
     def __init__(self, node: Node, view: View, lease_seconds: float) -> None:
         self.lease_seconds = lease_seconds
-        self.desk = Desk(node.now, self._quiet)
+        self.desk = LoanDesk(node.now, self._quiet)
         self._node = node
         self._view = view
         self._lent: dict[int, tuple[Model, LentBlocks]] = {}

@@ -10,10 +10,15 @@ from cachesvc.flows.storage.fetch import fetched
 from cachesvc.flows.storage.presence import forget, forget_all
 from cachesvc.flows.storage.uses import spread_all
 from cachesvc.flows.storage.write import begin_soon, kept, pump_all
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
+from cachesvc.model.words import READY
 from cachesvc.storage.seam import Outcome, Use
-from cachesvc.storage.tier import News, Tier
+from cachesvc.storage.tier.coming import News
+from cachesvc.storage.tier.tiers import Tiers
 
+OWED_PATHS = 64
+"""Used paths of one batch that are looked at for what a tier lacks, some 50 us each."""
 Run = Callable[[int, Callable[[], None]], None]
 """``(model, flow)``: runs a flow of a model on the ledger thread, as the root of a callback."""
 
@@ -21,39 +26,62 @@ Run = Callable[[int, Callable[[], None]], None]
 class StorageFlows:
     """Storage seam of the flows. ``run``: see ``Run``."""
 
-    def __init__(self, tier: Tier, core: Core, run: Run) -> None:
-        self.tier = tier
+    def __init__(self, tiers: Tiers, core: Core, run: Run) -> None:
+        self.tiers = tiers
         self._core = core
         self._run = run
-        self.wait_seconds = tier.wait_seconds
-        self.keeps_all = tier.keeps_all
-        self.keeps_used = tier.keeps_used
-        self.expects = tier.expects
-        self.lagged = tier.lagged
-        self.room = tier.room
-        self.has = tier.has
-        self.forget = tier.forget
-        tier.tell = self._told
-        tier.tell_gone = self._gone
-        tier.tell_lost = self._lost
+        self.wait_seconds = tiers.wait_seconds
+        self.keeps_all = tiers.keeps_all
+        self.keeps_used = tiers.keeps_used
+        self.expects = tiers.expects
+        self.lagged = tiers.lagged
+        self.room = tiers.room
+        self.has = tiers.has
+        self.forget = tiers.forget
+        tiers.tell = self._told
+        tiers.tell_gone = self._gone
+        tiers.tell_lost = self._lost
+        tiers.owed = self._owed
         core.storage = self
         core.on_wanted = partial(begin_soon, core)
 
     def fetch(self, request: FetchRequest) -> list[int]:
         """See ``flows.core.Storage``."""
-        return self.tier.fetch(request.model, request.ticket, request.keys, request.pages, request.parent)
+        return self.tiers.fetch(request.model, request.ticket, request.keys, request.pages, request.parent)
 
     def keep(self, request: KeepRequest) -> int:
         """See ``flows.core.Storage``."""
-        return self.tier.keep(request.model, request.key, request.pages, request.parent)
+        return self.tiers.keep(request.model, request.key, request.pages, request.parent)
 
     def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
         """See ``flows.core.Storage``."""
-        self.tier.used(model, [Use(*each) for each in uses], model.blocks.chooser)
+        self.tiers.used(model, [Use(each.key, each.queue) for each in uses], model.blocks.chooser)
+        if not self.tiers.are_several:
+            return
+        index = model.blocks.index
+        hit = [each.key for each in uses if each.hits]
+        for key in hit[:OWED_PATHS]:
+            row = index.rows.get(key, NO_ROW)
+            if row != NO_ROW:
+                path = index.path(row)
+                self.tiers.owe(model, len(path), lambda depth, path=path: index.key_of(path[depth]))  # type: ignore[misc]
+
+    def _owed(self, model_id: int, keys: list[bytes]) -> None:
+        """Write blocks to tiers that lack them, where they are on the host, root first."""
+        model: Model | None = self._core.ledger.models.get(model_id)
+        if model is None:
+            return
+        stored, index, host = model.stored, model.blocks.index, model.blocks.host
+        idle = [key for key in keys if key not in stored.keeping and key not in stored.wanted]
+        rows = [index.rows.get(key, NO_ROW) for key in idle]
+        here = [row for row in rows if row != NO_ROW and host.states[host.lead][row] == READY]
+        stored.ready.extend(index.key_of(row) for row in sorted(here, key=index.depth.__getitem__))
+        if here:
+            begin_soon(self._core, model)
 
     def tick(self) -> None:
         """Do periodic work, on the ledger thread."""
-        self.tier.tick()
+        self.tiers.tick()
         spread_all(self._core)
         pump_all(self._core)
 
@@ -74,8 +102,8 @@ class StorageFlows:
 
     def _kept(self, model_id: int, key: bytes, outcomes: list[Fetched]) -> None:
         model: Model | None = self._core.ledger.models.get(model_id)
-        if model is not None and kept(self._core, model_id, key, outcomes):
-            self.tier.kept(model)
+        if model is not None:
+            kept(self._core, model_id, key, outcomes)
 
 
 def _as_fetched(outcome: Outcome | None) -> Fetched:

@@ -1,25 +1,27 @@
-"""Counts of the storage tier as metrics; zeros where there is none."""
+"""Counts of the storage tiers as metrics, over all of them; zeros where there is none."""
 
 from __future__ import annotations
 
 from cachesvc.storage.objects import Way
 from cachesvc.storage.seam import Outcome
-from cachesvc.storage.tier import Tier
+from cachesvc.storage.tier.tiers import Tiers
 from cachesvc.telemetry.metric_reader import Reading
 
 
-def read_storage(reading: Reading, tier: Tier | None) -> None:
+def read_storage(reading: Reading, tiers: Tiers | None) -> None:
     """Costs nothing that grows with what is stored."""
-    totals = None if tier is None else tier.backend.totals()
-    reading.put("storage_objects", totals.objects if totals else 0)
-    reading.put("storage_bytes", totals.size_bytes if totals else 0)
-    reading.put("storage_capacity_bytes", totals.capacity_bytes if totals else 0)
-    reading.put("storage_evicted_objects", totals.evicted_objects if totals else 0)
-    reading.put("storage_closed", int(tier is not None and tier.breaker.is_closed))
-    reading.put("storage_given_up", tier.breaker.opened if tier else 0)
-    reading.put("storage_items_under_way", tier.store.out() if tier else 0)
+    found = () if tiers is None else tiers.all
+    totals = [tier.backend.totals() for tier in found]
+    reading.put("storage_objects", sum(each.objects for each in totals))
+    reading.put("storage_bytes", sum(each.size_bytes for each in totals))
+    reading.put("storage_capacity_bytes", sum(each.capacity_bytes for each in totals))
+    reading.put("storage_evicted_objects", sum(each.evicted_objects for each in totals))
+    reading.put("storage_closed", int(bool(found) and all(tier.breaker.is_closed for tier in found)))
+    reading.put("storage_given_up", sum(tier.breaker.opened for tier in found))
+    reading.put("storage_items_under_way", sum(tier.store.out() for tier in found))
+    counts = [tier.store.counts for tier in found]
     for way in Way:
-        reading.put("storage_moved_bytes", tier.store.counts.size_bytes[way] if tier else 0, way.value)
+        reading.put("storage_moved_bytes", sum(each.size_bytes[way] for each in counts), way.value)
         for outcome in Outcome:
-            items = tier.store.counts.items[way, outcome] if tier else 0
+            items = sum(each.items[way, outcome] for each in counts)
             reading.put("storage_items", items, way.value, outcome.value)

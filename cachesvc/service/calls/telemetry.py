@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 
 from cachesvc.service.calls.observe import CallWatch
-from cachesvc.telemetry.metric_reader import Reader, Reading
+from cachesvc.telemetry.metric_reader import MetricReader, Reading
 from cachesvc.telemetry.otlp import Otlp
 from cachesvc.telemetry.prometheus import metrics_page
 from cachesvc.telemetry.scrape_server import Admit, ScrapeServer
@@ -45,7 +45,7 @@ class Telemetry:
     def start_metrics(self, gather: Callable[[Reading], None], admit: Admit | None) -> None:
         """Serve and push readings from now on, where they are wanted. ``admit``: to whom they are served; None: to
         all. Raises Unavailable."""
-        reader = Reader(asyncio.get_running_loop(), gather)
+        reader = MetricReader(asyncio.get_running_loop(), gather)
         if self._otlp is not None:
             self._otlp.start_metrics(reader)
         if self._metrics_listen:

@@ -74,12 +74,11 @@ class SocketClaim:
 
     def _try(self) -> bool:
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            descriptor = self._open()
+        except FileExistsError:  # another daemon has just made it
+            return False
         except OSError as error:
-            raise Unavailable(
-                f"cannot make the socket {self._socket}: {self._path}: {error.strerror}; choose another --socket, or "
-                "let the daemon write to its folder"
-            ) from error
+            raise Unavailable(f"cannot make the socket {self._socket}: {self._path}: {self._reason(error)}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = os.path.samestat(os.fstat(descriptor), Path(self._path).stat())
@@ -90,6 +89,29 @@ class SocketClaim:
         else:
             os.close(descriptor)
         return is_ours
+
+    def _open(self) -> int:
+        """Open the lock's file, or make it. Not both in one: the kernel refuses root a file of another user in a folder
+        such as /tmp where the call might make it. Raises OSError."""
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(self._path, flags)
+        except FileNotFoundError:
+            return os.open(self._path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def _reason(self, error: OSError) -> str:
+        """Reason why there is no lock, and what to do."""
+        try:
+            owner = os.lstat(self._path).st_uid
+        except OSError:
+            owner = os.geteuid()
+        if not isinstance(error, PermissionError) or owner == os.geteuid():
+            return f"{error.strerror}; choose another --socket, or let the daemon write to its folder"
+        return (
+            f"it belongs to user {owner}, and this daemon is user {os.geteuid()}: a daemon of that user runs, or was "
+            "killed and has left it; stop that daemon, or remove the file as that user or root, or choose another "
+            "--socket"
+        )
 
 
 def remove_socket(path: str) -> None:

@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class LaneContext:
     """Shared parts of all lanes. ``admit(token, process)``: the caller, or an Unauthenticated or PermissionDenied.
     ``tracer``: finds the parent of a call's span. ``check_memory`` closes a lane whose process has too much half-read.
     """
@@ -89,11 +89,11 @@ class _Call:
 class Lane:
     """The daemon's end. ``process``: the life socket's token of the process. ``ended(lane)`` is called once."""
 
-    def __init__(self, end: socket.socket, process: bytes, desk: Desk, ended: Callable[[Lane], None]) -> None:
+    def __init__(self, end: socket.socket, process: bytes, context: LaneContext, ended: Callable[[Lane], None]) -> None:
         self.process = process
         self.calls = 0
         self._socket = end
-        self._desk = desk
+        self._context = context
         self._ended = ended
         self._reader = FrameReader(is_welcome=False)
         self._who: Caller | None = None
@@ -157,11 +157,11 @@ class Lane:
         self._reader.add(count)
         self._take()
         if self._reader.size_bytes > READ_BYTES and not self._is_closed:
-            self._desk.check_memory(self)
+            self._context.check_memory(self)
 
     def _take(self) -> None:
         """Carry out the frames that have come, for one turn."""
-        until = self._desk.dispatcher.node.loop_watch.begin() + TURN_SECONDS
+        until = self._context.dispatcher.node.loop_watch.begin() + TURN_SECONDS
         try:
             while self._has_room():
                 frame = self._reader.next() if self._reader.end else None
@@ -194,7 +194,7 @@ class Lane:
 
     def _carry_out(self, frame: Frame) -> None:
         number, who = frame.method, self._who
-        row = self._desk.rows.get(number)
+        row = self._context.rows.get(number)
         if who is None or row is None:
             self._serve_own(frame)
         elif frame.tag in self._waiting:
@@ -227,15 +227,15 @@ class Lane:
             check_fields(hello)
             if hello.version < 1:
                 raise InvalidRequest("HELLO needs the version that its caller speaks, 1 or more")
-            self._who = self._desk.admit(hello.token, self.process)
+            self._who = self._context.admit(hello.token, self.process)
             self._reader.welcome()
         except CacheError as refused:
             self._break(frame.tag, refused)
         else:
             welcome = LaneWelcome(
                 version=min(hello.version, VERSION),
-                methods=[*self._desk.rows, CANCEL, HELLO, PING],
-                epoch=self._desk.epoch,
+                methods=[*self._context.rows, CANCEL, HELLO, PING],
+                epoch=self._context.epoch,
                 frames=MAX_UNANSWERED_FRAMES,
                 size_bytes=MAX_UNANSWERED_BYTES,
             )
@@ -243,7 +243,7 @@ class Lane:
 
     def _serve(self, who: Caller, row: Row, frame: Frame) -> None:
         self.calls += 1
-        dispatcher = self._desk.dispatcher
+        dispatcher = self._context.dispatcher
         try:
             if len(frame.body) > FREE_BYTES:
                 dispatcher.charge(who, len(frame.body))
@@ -259,10 +259,10 @@ class Lane:
 
     def _begin(self, who: Caller, row: Row, frame: Frame, request: Any) -> bool:
         """Carry out a call; True where it goes on by itself."""
-        parent, tracer = None, self._desk.tracer
+        parent, tracer = None, self._context.tracer
         if tracer is not None and (frame.traceparent or tracer.begins_traces):
             parent = tracer.parent_of((("traceparent", frame.traceparent),) if frame.traceparent else ())
-        served = self._desk.dispatcher.serve(
+        served = self._context.dispatcher.serve(
             who,
             row.operation,
             request,

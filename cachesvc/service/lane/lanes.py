@@ -9,7 +9,7 @@ from kvcache.v1 import cache_pb2
 from cachesvc.model.errors import LimitExceeded, NotSupported
 from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller, otherwise_local, scopes_of
 from cachesvc.service.calls.dispatcher import Dispatcher
-from cachesvc.service.lane.lane import Desk, Lane, Row
+from cachesvc.service.lane.lane import Lane, LaneContext, Row
 from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Tracer
@@ -40,7 +40,9 @@ class Lanes:
         self._calls = 0
         self._keeper = keeper
         self._lanes: dict[bytes, set[Lane]] = {}
-        self._desk = Desk(dispatcher, rows_of(cache), self._admit, dispatcher.node.epoch, tracer, self._check_memory)
+        self._context = LaneContext(
+            dispatcher, rows_of(cache), self._admit, dispatcher.node.epoch, tracer, self._check_memory
+        )
 
     def open(self, process: bytes) -> socket.socket:
         """The other end of a new lane, for the process to have and this one to close.
@@ -55,7 +57,7 @@ class Lanes:
         if self.count >= self._most:
             raise LimitExceeded("lanes", self.count + 1, self._most)
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        lane = Lane(own, process, self._desk, self._forget)
+        lane = Lane(own, process, self._context, self._forget)
         lanes.add(lane)
         lane.start()
         events.event("lane_opened", lanes=len(lanes))

@@ -18,7 +18,7 @@ from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.telemetry import events
 
 
-class Run(Protocol):
+class RunFlow(Protocol):
     """``Node.run``."""
 
     def __call__(self, flow: Callable[[], Any], /) -> Any: ...
@@ -28,7 +28,7 @@ class Sweeper:
     """Used on the loop alone. ``on_sweep`` is called now and then, with the time: for what has to be done sometime."""
 
     def __init__(
-        self, core: Core, lease_seconds: float, now: Callable[[], float], run: Run, loop_watch: LoopWatch
+        self, core: Core, lease_seconds: float, now: Callable[[], float], run: RunFlow, loop_watch: LoopWatch
     ) -> None:
         self.on_sweep: Callable[[float], None] | None = None
         self._core = core

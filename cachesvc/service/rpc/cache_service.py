@@ -12,7 +12,7 @@ from kvcache.v1.cache_pb2 import OperationError
 from cachesvc.flows.transfer.transfers import expedite, ticket_view
 from cachesvc.model.errors import ErrorCode, InvalidRequest, LimitExceeded
 from cachesvc.questions.owned import own_ticket
-from cachesvc.service.access.admission import Kind, Place
+from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.calls.dispatcher import INTERNAL, Ask, ServiceCall
 from cachesvc.service.rpc.edge import Context, Edge, end_with
 from cachesvc.service.rpc.operations import ALLOCATE, MATCH, PREFETCH, PUBLISH, RECYCLE, RELEASE, SWAP
@@ -38,7 +38,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self.operations: dict[tuple[str, str], int] = {}
         self.match, self.allocate, self.publish, self.swap = MATCH, ALLOCATE, PUBLISH, SWAP
         self.recycle, self.release, self.prefetch = RECYCLE, RELEASE, PREFETCH
-        self.wait_tickets = ServiceCall(name="CacheService/WaitTickets", handle=self._wait_tickets, kind=Kind.WAITS)
+        self.wait_tickets = ServiceCall(name="CacheService/WaitTickets", handle=self._wait_tickets, kind=CallKind.WAITS)
         self.step = ServiceCall(name="CacheService/Step", handle=self._step, is_repeatable=True, is_of_lease=True)
 
     async def Match(self, request: cache_pb2.MatchRequest, context: Context) -> cache_pb2.MatchResponse:
@@ -101,7 +101,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         def answer() -> cache_pb2.WaitTicketsResponse:
             return cache_pb2.WaitTicketsResponse(tickets=[ticket_to_proto(ticket_view(ticket)) for ticket in tickets])
 
-        async def wait_out(_: Place) -> cache_pb2.WaitTicketsResponse:
+        async def wait_out(_: Slot) -> cache_pb2.WaitTicketsResponse:
             until = min(ask.deadline, ask.began + min(request.wait_ms / 1000, LONGEST_WAIT_SECONDS))
             while awaited := running():
                 if not await node.wait_any(awaited, until - node.now(), ask.holder.process):
@@ -110,7 +110,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
         if not request.wait_ms or not running():
             return answer()
-        later = self._dispatcher.later(ask, Kind.WAITS, wait_out)
+        later = self._dispatcher.later(ask, CallKind.WAITS, wait_out)
         node.run(expedite, node.core, request.tickets)
         return later
 

@@ -28,7 +28,7 @@ _FLOWS: dict[Column, Callable[..., None]] = {
 }
 
 
-class Spot(NamedTuple):
+class EntryRef(NamedTuple):
     """An entry of a column; without a column, an operation of the step."""
 
     column: Column
@@ -77,18 +77,18 @@ class ColumnRun:
         self._look_on()
         return is_straight
 
-    def leave(self) -> Spot:
-        """Leave the next entry to its operation form; returns the spot of its answer."""
+    def leave(self) -> EntryRef:
+        """Leave the next entry to its operation form; returns the place of its answer."""
         assert self.column is not None
         numbers = self.numbers[self.column]
         numbers.append(ODD)
-        spot = Spot(self.column, len(numbers) - 1)
+        ref = EntryRef(self.column, len(numbers) - 1)
         self._look_on()
-        return spot
+        return ref
 
-    def odd(self, spot: Spot) -> cache_pb2.OperationResult:
+    def odd(self, ref: EntryRef) -> cache_pb2.OperationResult:
         """Result for an answer that takes more than a number."""
-        return self.answer.odd.add(column=spot.column, index=spot.entry).result
+        return self.answer.odd.add(column=ref.column, index=ref.entry).result
 
     def blocks(self, column: Column, first: int, last: int) -> int:
         """Blocks of some entries, one each where they name none."""

@@ -12,7 +12,7 @@ import grpc
 from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.model.errors import CacheError, LimitExceeded
-from cachesvc.service.access.admission import CallerKey, Kind
+from cachesvc.service.access.admission import CallerKey, CallKind
 from cachesvc.service.access.auth import caller, credentials_of
 from cachesvc.service.access.undecodable import unread
 from cachesvc.service.calls.dispatcher import INTERNAL, Dispatcher, Operation, Outcome, Q, R, Served, ServiceCall
@@ -64,7 +64,7 @@ class Edge:
         """A call under no lease of no service's table: an operator's, of any length, carried out as WORK."""
         later = self.dispatcher.later
         operation: ServiceCall[Q, R] = ServiceCall(
-            name=name, names_lease=False, handle=lambda ask, _: later(ask, Kind.WORK, lambda _: call())
+            name=name, names_lease=False, handle=lambda ask, _: later(ask, CallKind.WORK, lambda _: call())
         )
         return await self.answer(operation, request, context)
 

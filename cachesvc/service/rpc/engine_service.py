@@ -14,7 +14,7 @@ from cachesvc.flows.models.tenant_budget import Budget
 from cachesvc.memory.interface import DeviceMemory, Handle
 from cachesvc.model.geometry import device_geometry
 from cachesvc.questions.owned import require_no_others
-from cachesvc.service.access.admission import Kind, Place
+from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls.dispatcher import Ask, ServiceCall
 from cachesvc.service.calls.registrar import Registrar
@@ -34,7 +34,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self.registrar = Registrar(self._node)
         self.register = ServiceCall(name="EngineService/Register", handle=self._register, names_lease=False)
         self.attach = ServiceCall(name="EngineService/Attach", handle=self._attach, is_of_lease=True)
-        self.detach = ServiceCall(name="EngineService/Detach", handle=self._detach, kind=Kind.LIFE)
+        self.detach = ServiceCall(name="EngineService/Detach", handle=self._detach, kind=CallKind.LIFE)
 
     async def Register(self, request: engine_pb2.RegisterRequest, context: Context) -> engine_pb2.RegisterResponse:
         return await self._edge.answer(self.register, request, context)
@@ -67,10 +67,10 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         if found is not None:
             return self._registered(found)
 
-        async def make(_: Place) -> engine_pb2.RegisterResponse:
+        async def make(_: Slot) -> engine_pb2.RegisterResponse:
             return self._registered(await self.registrar.register(asked))
 
-        return self._edge.dispatcher.later(ask, Kind.WAITS, make)
+        return self._edge.dispatcher.later(ask, CallKind.WAITS, make)
 
     def _registered(self, made: Registered) -> engine_pb2.RegisterResponse:
         return engine_pb2.RegisterResponse(

@@ -12,7 +12,7 @@ from cachesvc.flows.leases.leases import close_lease, find_lease, open_lease, pa
 from cachesvc.ledger.leases import first_id
 from cachesvc.model.answers import Wait
 from cachesvc.questions.owned import require_model, require_no_others
-from cachesvc.service.access.admission import Kind, Place
+from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.access.owners import is_of_another_epoch, shown_id
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls.dispatcher import Ask, ServiceCall
@@ -29,8 +29,8 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         self._dispatcher = edge.dispatcher
         self._quotas = quotas
         self.open = ServiceCall(name="LeaseService/Open", handle=self._open, names_lease=False)
-        self.keep_alive = ServiceCall(name="LeaseService/KeepAlive", handle=self._beat, kind=Kind.LIFE)
-        self.close = ServiceCall(name="LeaseService/Close", handle=self._close, kind=Kind.LIFE)
+        self.keep_alive = ServiceCall(name="LeaseService/KeepAlive", handle=self._beat, kind=CallKind.LIFE)
+        self.close = ServiceCall(name="LeaseService/Close", handle=self._close, kind=CallKind.LIFE)
 
     async def Open(self, request: lease_pb2.OpenRequest, context: Context) -> lease_pb2.OpenResponse:
         return await self._edge.answer(self.open, request, context)
@@ -122,8 +122,8 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
         if wait is None:
             return lease_pb2.CloseResponse()
 
-        async def wait_out(_: Place) -> lease_pb2.CloseResponse:
+        async def wait_out(_: Slot) -> lease_pb2.CloseResponse:
             await node.wait_out(run, wait, self._dispatcher.until(ask), ask.holder.process, ask.method)
             return lease_pb2.CloseResponse()
 
-        return self._dispatcher.later(ask, Kind.WAITS, wait_out, is_admitted=True)
+        return self._dispatcher.later(ask, CallKind.WAITS, wait_out, is_admitted=True)

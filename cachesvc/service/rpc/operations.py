@@ -25,7 +25,7 @@ from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Re
 from cachesvc.model.columns import NO_POSITIONS
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.transfer import Urgency
-from cachesvc.service.access.admission import Kind, Place
+from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls.dispatcher import Ask, Dispatcher, Operation
 from cachesvc.service.loop.node import end_wait
@@ -85,11 +85,11 @@ class FlowOperation(Operation[Q, R], Generic[Q, M, A, R]):
             ask.goes_on = isinstance(again, Wait) and again.goes_on
             return again
 
-        async def wait_out(place: Place) -> R:
+        async def wait_out(place: Slot) -> R:
             node, until = dispatcher.node, dispatcher.until(ask)
             return self.reply(await node.wait_out(run, wait, until, ask.holder.process, ask.method, place.wait))
 
-        kind = Kind.WAITS if wait.tickets else Kind.WORK  # for which there was room, or nothing had been done
+        kind = CallKind.WAITS if wait.tickets else CallKind.WORK  # for which there was room, or nothing had been done
         try:
             later = dispatcher.later(ask, kind, wait_out, is_admitted=not wait.tickets)
         except LimitExceeded:
@@ -177,7 +177,7 @@ RELEASE: FlowOperation[cache_pb2.ReleaseRequest, None, int, cache_pb2.ReleaseRes
     flow=_release,
     memory=_nothing,
     reply=lambda freed: cache_pb2.ReleaseResponse(freed_pages=freed),
-    kind=Kind.LIFE,
+    kind=CallKind.LIFE,
 )
 PREFETCH: FlowOperation[cache_pb2.PrefetchRequest, Sharing, Prefetched, cache_pb2.PrefetchResponse] = FlowOperation(
     name="CacheService/Prefetch",

@@ -25,15 +25,15 @@ from kvcache.v1 import cache_pb2
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.engine.stock import check_stock, refill_stock
 from cachesvc.flows.transfer.make_room import room_left
-from cachesvc.ledger.index.tier_copies import Place as DevicePlace
+from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import member_of
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
-from cachesvc.service.access.admission import Kind, Place
+from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.calls.dispatcher import INTERNAL, Ask
 from cachesvc.service.calls.observe import OK
 from cachesvc.service.loop.node import end_wait
-from cachesvc.service.rpc.columns import TURN_BLOCKS, ColumnRun, Spot
+from cachesvc.service.rpc.columns import TURN_BLOCKS, ColumnRun, EntryRef
 from cachesvc.service.rpc.operations import OPERATIONS, FlowOperation
 from cachesvc.telemetry.tracing import current_span
 from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
@@ -51,7 +51,7 @@ NO_COLUMN = cache_pb2.STEP_COLUMN_UNSPECIFIED
 class Parked(NamedTuple):
     """An operation that waits for transfers, and what is to be run again."""
 
-    spot: Spot
+    ref: EntryRef
     name: str
     run: Callable[[], Any]
     wait: Wait
@@ -69,10 +69,10 @@ class StepRun:
         self._targets = tuple(request.stock_pages)
         self._response = cache_pb2.StepResponse(request_id=request.request_id)
         self._columns: ColumnRun | None = None
-        self._device: DevicePlace | None = None
+        self._device: Place | None = None
         self._next = 0
-        self._parked: list[tuple[Parked, deque[Spot]]] = []
-        self._behind: dict[int, deque[Spot]] = {}
+        self._parked: list[tuple[Parked, deque[EntryRef]]] = []
+        self._behind: dict[int, deque[EntryRef]] = {}
         self._is_broken = False
         self._all_counts = counts
         self._counts: dict[tuple[str, str], int] = {}
@@ -94,17 +94,17 @@ class StepRun:
     def _begin(self, call: Call) -> cache_pb2.StepResponse | asyncio.Future[Any]:
         self._take_turn(call)
         if not self._is_through:
-            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
+            return self._dispatcher.later(self._ask, CallKind.WORK, self._go_on, is_admitted=True)
         if self._parked:
             try:
-                return self._dispatcher.later(self._ask, Kind.WAITS, self._go_on)
+                return self._dispatcher.later(self._ask, CallKind.WAITS, self._go_on)
             except LimitExceeded as full:
                 self._give_up_waiting(full)
         if self._parked:
-            return self._dispatcher.later(self._ask, Kind.WORK, self._go_on, is_admitted=True)
+            return self._dispatcher.later(self._ask, CallKind.WORK, self._go_on, is_admitted=True)
         return self._end(call)
 
-    async def _go_on(self, place: Place) -> cache_pb2.StepResponse:
+    async def _go_on(self, place: Slot) -> cache_pb2.StepResponse:
         node = self._dispatcher.node
         while not self._is_through:
             await node.next_turn(self._ask.holder.process)
@@ -135,7 +135,7 @@ class StepRun:
         last = min(self._next + max(left, 0) // OPERATION_BLOCKS, len(self._operations))
         while self._next < last:
             self._next += 1
-            if self._enter(Spot(NO_COLUMN, self._next - 1), call):
+            if self._enter(EntryRef(NO_COLUMN, self._next - 1), call):
                 break
 
     def _take_entries(self, columns: ColumnRun, column: Column, left: int, call: Call | None) -> int:
@@ -161,38 +161,38 @@ class StepRun:
             return max(blocks, FEWEST_BLOCKS)
         return TURN_BLOCKS if self._enter(columns.leave(), call) else blocks + OPERATION_BLOCKS
 
-    def _enter(self, spot: Spot, call: Call | None) -> bool:
+    def _enter(self, ref: EntryRef, call: Call | None) -> bool:
         """Apply an operation, or have it wait, or put it behind one of its sequence that waits. True where it has taken
         a turn, and has more to do."""
-        sequence = self._sequence_of(spot) if self._behind else None
+        sequence = self._sequence_of(ref) if self._behind else None
         if sequence is not None and sequence in self._behind:
-            self._behind[sequence].append(spot)
-        elif (parked := self._start(spot, call)) is not None:
-            behind: deque[Spot] = deque()
+            self._behind[sequence].append(ref)
+        elif (parked := self._start(ref, call)) is not None:
+            behind: deque[EntryRef] = deque()
             self._parked.append((parked, behind))
-            sequence = self._sequence_of(spot)
+            sequence = self._sequence_of(ref)
             if sequence is not None:
                 self._behind[sequence] = behind
             return not parked.wait.tickets
         return False
 
-    def _read(self, spot: Spot) -> tuple[str, Any]:
+    def _read(self, ref: EntryRef) -> tuple[str, Any]:
         """Name and message of an operation."""
-        if spot.column and self._columns is not None:
-            return OPERATION_NAMES[spot.column], self._columns.columns.operation(spot.column, spot.entry)
-        message = self._operations[spot.entry]
+        if ref.column and self._columns is not None:
+            return OPERATION_NAMES[ref.column], self._columns.columns.operation(ref.column, ref.entry)
+        message = self._operations[ref.entry]
         name = message.WhichOneof("operation") or NONE
         return name, None if name == NONE else getattr(message, name)
 
-    def _sequence_of(self, spot: Spot) -> int | None:
+    def _sequence_of(self, ref: EntryRef) -> int | None:
         """Sequence whose order an operation keeps; None: of none."""
-        name, inner = self._read(spot)
+        name, inner = self._read(ref)
         operation = OPERATIONS.get(name)
         return inner.sequence_id if operation is not None and operation.has_order else None
 
-    def _start(self, spot: Spot, call: Call | None) -> Parked | None:
+    def _start(self, ref: EntryRef, call: Call | None) -> Parked | None:
         """Run one operation for the first time, and tell its result unless it has to wait."""
-        name, inner = self._read(spot)
+        name, inner = self._read(ref)
         try:
             if self._is_broken:
                 raise Unavailable("not carried out: an operation of this step met a defect of the daemon")
@@ -208,33 +208,33 @@ class StepRun:
                     run = partial(_without_waiting, run)
                     answer = _turns_alone(answer, run)
                 if isinstance(answer, Wait):
-                    return Parked(spot, name, run, answer)
-            self._tell(spot, name, answer)
+                    return Parked(ref, name, run, answer)
+            self._tell(ref, name, answer)
         except CacheError as error:
-            self._refuse(spot, name, error)
+            self._refuse(ref, name, error)
         except Exception:  # noqa: BLE001 - the root of an operation: the others have results of their own
-            self._break(spot, name)
+            self._break(ref, name)
         return None
 
     def _run_again(self, operation: FlowOperation[Any, Any, Any, Any], inner: Any, memory: Any) -> Any:
         return operation.run(self._dispatcher, self._ask.renewed(), inner, memory)
 
-    async def _wait_out(self, parked: Parked, behind: deque[Spot]) -> None:
+    async def _wait_out(self, parked: Parked, behind: deque[EntryRef]) -> None:
         """See an operation through that waits, and those behind it in turn."""
         waiting: Parked | None = parked
         until = self._dispatcher.until(self._ask)
         while waiting is not None:
-            spot, name, run, wait = waiting
+            ref, name, run, wait = waiting
             try:
                 party, what = self._ask.holder.process, self._ask.method
-                self._tell(spot, name, await self._dispatcher.node.wait_out(run, wait, until, party, what))
+                self._tell(ref, name, await self._dispatcher.node.wait_out(run, wait, until, party, what))
             except CacheError as error:
-                self._refuse(spot, name, error)
+                self._refuse(ref, name, error)
             except Exception:  # noqa: BLE001 - the root of an operation
-                self._break(spot, name)
+                self._break(ref, name)
             waiting = self._run_behind(behind)
 
-    def _run_behind(self, behind: deque[Spot]) -> Parked | None:
+    def _run_behind(self, behind: deque[EntryRef]) -> Parked | None:
         """Run the operations of one sequence in order, up to one that has to wait."""
         waiting: Parked | None = None
         while behind and waiting is None:
@@ -249,22 +249,22 @@ class StepRun:
             waiting: Parked | None = each
             while waiting is not None and waiting.wait.tickets:
                 end_wait(waiting.wait)
-                self._refuse(waiting.spot, waiting.name, why)
+                self._refuse(waiting.ref, waiting.name, why)
                 waiting = self._run_behind(behind)
             if waiting is not None:
                 self._parked.append((waiting, behind))
 
-    def _tell(self, spot: Spot, name: str, answer: Any) -> None:
+    def _tell(self, ref: EntryRef, name: str, answer: Any) -> None:
         reply = OPERATIONS[name].reply(answer)
-        number = plain_number(spot.column, reply) if spot.column else None
+        number = plain_number(ref.column, reply) if ref.column else None
         if number is None or self._columns is None:
-            getattr(self._result(spot), name).CopyFrom(reply)
+            getattr(self._result(ref), name).CopyFrom(reply)
         else:
-            self._columns.numbers[spot.column][spot.entry] = number
+            self._columns.numbers[ref.column][ref.entry] = number
         self._count(name, OK)
 
-    def _refuse(self, spot: Spot, name: str, error: CacheError) -> None:
-        self._result(spot).error.CopyFrom(refusal(error))
+    def _refuse(self, ref: EntryRef, name: str, error: CacheError) -> None:
+        self._result(ref).error.CopyFrom(refusal(error))
         self._count(name, error.code.value)
 
     def _distrust(self, broken: Exception) -> None:
@@ -273,20 +273,20 @@ class StepRun:
         if lease is not None:
             self._dispatcher.node.distrust(lease.model, f"{type(broken).__name__}: {broken}")
 
-    def _break(self, spot: Spot, name: str) -> None:
+    def _break(self, ref: EntryRef, name: str) -> None:
         """A defect, from within its ``except``: nothing of this step is carried out any more."""
         self._is_broken = True
-        self._result(spot).error.CopyFrom(self._dispatcher.broke(f"{self._ask.method}/{name}", self._ask.lease))
+        self._result(ref).error.CopyFrom(self._dispatcher.broke(f"{self._ask.method}/{name}", self._ask.lease))
         self._count(name, INTERNAL)
 
-    def _result(self, spot: Spot) -> cache_pb2.OperationResult:
+    def _result(self, ref: EntryRef) -> cache_pb2.OperationResult:
         """Result message for an operation. Those before it are made too, and all at once would hold the loop."""
-        if spot.column and self._columns is not None:
-            return self._columns.odd(spot)
+        if ref.column and self._columns is not None:
+            return self._columns.odd(ref)
         results = self._response.results
-        while len(results) <= spot.entry:
+        while len(results) <= ref.entry:
             results.add()
-        return results[spot.entry]
+        return results[ref.entry]
 
     def _count(self, name: str, code: str, count: int = 1) -> None:
         if not count:

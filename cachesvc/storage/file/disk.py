@@ -20,9 +20,9 @@ from cachesvc.storage.file.folder import Folder
 from cachesvc.telemetry import events
 
 REFUSED = NO_ROOM | {errno.EROFS, errno.EACCES, errno.EPERM}
-"""What a disk answers that takes no writes, and can be read."""
+"""Error numbers of a disk that takes no writes, and can be read."""
 PASSING = REFUSED | {errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE, errno.ENOENT, errno.ETIMEDOUT}
-"""What may pass by itself, or by what an operator does beside the daemon."""
+"""Error numbers that may pass by themselves, or by what an operator does beside the daemon."""
 REFUSED_SECONDS = 5.0
 """Time without writes after the disk has refused one, seconds."""
 
@@ -77,8 +77,8 @@ class Disk:
             is_denied = error.errno in (errno.EACCES, errno.EPERM) and not self._folder.is_ours
             if error.errno not in PASSING or is_denied:
                 raise Unavailable(
-                    f"storage: {self._folder.root} cannot be used: {error}; make it a folder that the daemon's user "
-                    "may write to"
+                    f"storage: {self._folder.root} cannot be used: {error}{_whose(error)}; make it a folder that the "
+                    "daemon's user may write to"
                 ) from error
             self._degrade(error)
 
@@ -159,3 +159,12 @@ class Disk:
         self._is_flag_known = True
         if not self.flag:
             events.event("storage_not_direct", folder=str(self._folder.root))
+
+
+def _whose(error: OSError) -> str:
+    """Owner of what a permission was denied for, where that is another user."""
+    path = str(error.filename or "")
+    owners = [os.lstat(each).st_uid for each in (path, os.path.dirname(path)) if os.path.lexists(each)]
+    if not isinstance(error, PermissionError) or owners[:1] in ([], [os.geteuid()]):
+        return ""
+    return f", which belongs to user {owners[0]} (this daemon is user {os.geteuid()})"

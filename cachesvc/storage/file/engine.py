@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.file.clock import FolderClock, Moments
 from cachesvc.storage.file.direct import ALIGN_BYTES, Mover, padded
 from cachesvc.storage.file.disk import Condition, Disk
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.keeper import Keeper, set_used
-from cachesvc.storage.file.lane import Job, Lane
+from cachesvc.storage.file.lane import Job, Lane, UnderWay
 from cachesvc.storage.file.options import FileOptions
 from cachesvc.storage.file.paths import object_path
 from cachesvc.storage.file.space import Room, Space, allocated_bytes
@@ -39,10 +38,9 @@ from cachesvc.storage.seam import (
     Use,
     oldest_first,
 )
+from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
 
-NOTE_SECONDS = 10.0
-"""Interval between two log lines about objects that could not be read, or written, seconds."""
 PARENT_END = 120
 SCAN_SECONDS = 0.25
 """Time that a start waits for the scan of a folder, seconds: of a small one all is known then."""
@@ -71,8 +69,8 @@ class FileStorage:
         self._readers = Lane("storage-read", options.readers, clock)
         self._writers = Lane("storage-write", options.writers, clock)
         self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
-        self._noting = threading.Lock()
-        self._noted: dict[str, tuple[int, float]] = {}
+        self._under_way = UnderWay()
+        self._troubles = Troubles(clock)
 
     def start(self) -> None:
         """Claim the folder and begin; what is there already is found behind it. A disk that is full, mounted for
@@ -158,7 +156,7 @@ class FileStorage:
                 self._catalogue.drop(name)
                 continue
             except OSError as error:
-                self._note("storage_read_failed", error)
+                self._note_unread(error)
                 found.unreadable += 1
                 continue
             found.objects += 1
@@ -188,6 +186,7 @@ class FileStorage:
         status.is_complete = self._keeper.found.is_set()
         status.stuck_objects, status.stuck_bytes = len(self._space.stuck), self._space.stuck.all_bytes
         status.problem = self._problem()
+        status.errors, status.last_error = self._troubles.count, self._troubles.last
         return status
 
     def totals(self) -> Totals:
@@ -235,7 +234,7 @@ class FileStorage:
         try:
             outcome = self._read_file(item, mover)
         except OSError as error:
-            self._note("storage_read_failed", error)
+            self._note_unread(error)
             outcome = Outcome.FAILED
         finally:
             self._catalogue.end_read(item.name)
@@ -243,14 +242,9 @@ class FileStorage:
             self._catalogue.drop(item.name)
         each(index, outcome)
 
-    def _note(self, event: str, error: OSError) -> None:
-        """Log a failure, once in a while for all objects: a disk that breaks has many."""
-        with self._noting:
-            failed, note_at = self._noted.get(event, (0, 0.0))
-            is_due = self._clock() >= note_at
-            self._noted[event] = (0, self._clock() + NOTE_SECONDS) if is_due else (failed + 1, note_at)
-        if is_due:
-            events.event(event, reason=str(error), objects=failed + 1)
+    def _note_unread(self, error: OSError) -> None:
+        if objects := self._troubles.note("read", str(error)):
+            events.event("storage_read_failed", reason=str(error), objects=objects)
 
     def _read_file(self, item: Item, mover: Mover) -> Outcome:
         path = object_path(self._folder.objects, item.name)
@@ -297,12 +291,12 @@ class FileStorage:
         try:
             if self._catalogue.use(item.name, self._age.now_ms()) is not None:
                 outcome = Outcome.OK
-            elif self._disk.takes_writes and self._keeper.counted.is_set():
-                room = self._space.take(size_bytes)
-                if room is not None:
-                    self._write_file(item, room, mover, size_bytes)
-                    self._disk.took()
-                    outcome, room = Outcome.OK, None
+            elif self._disk.takes_writes and self._keeper.counted.is_set() and self._may_come(item):
+                with self._under_way.writing(item.name.key):
+                    room = self._space.take(size_bytes)
+                    if room is not None and self._write_file(item, room, mover, size_bytes):
+                        self._disk.took()
+                        outcome, room = Outcome.OK, None
         except OSError as error:
             outcome = Outcome.BUSY if self._disk.refuse(error, size_bytes) else self._failed(error)
         finally:
@@ -311,13 +305,15 @@ class FileStorage:
         each(index, outcome)
 
     def _failed(self, error: OSError) -> Outcome:
-        self._note("storage_write_failed", error)
+        if objects := self._troubles.note("write", str(error)):
+            events.event("storage_write_failed", reason=str(error), objects=objects)
         if not self._folder.is_claimed:
             self._keeper.hurry()
         return Outcome.FAILED
 
-    def _write_file(self, item: Item, room: Room, mover: Mover, size_bytes: int) -> None:
-        """Write a nameless file, and give it its name when it is whole. Raises OSError."""
+    def _write_file(self, item: Item, room: Room, mover: Mover, size_bytes: int) -> bool:
+        """Write a nameless file, and give it its name when it is whole, and the block above is there; False where that
+        is not. Raises OSError."""
         path, temporary = object_path(self._folder.objects, item.name), room.spare or self._space.next_path()
         new = 0 if room.spare else os.O_CREAT | os.O_EXCL
         try:
@@ -328,6 +324,9 @@ class FileStorage:
                 set_used(fd, now)
             finally:
                 os.close(fd)
+            if not self._has_above(item):
+                self._space.discard(temporary, room.size_bytes)
+                return False
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
@@ -337,6 +336,19 @@ class FileStorage:
             self._space.discard(temporary, room.size_bytes)
             raise
         self._space.placed(room, path, size_bytes, Entry(item.name, allocated, now, item.parent))
+        return True
+
+    def _may_come(self, item: Item) -> bool:
+        """True where the block above is there, or on its way."""
+        return item.parent in self._under_way or self._has_above(item)
+
+    def _has_above(self, item: Item) -> bool:
+        """True where a hit can come down to the block: it has none above it, or that one is there, once it is not being
+        written."""
+        if item.parent in (b"", item.name.key):
+            return True
+        self._under_way.wait_for(item.parent)
+        return self._catalogue.has_block(item.name.scope, item.parent)
 
 
 def _nothing() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.storage.file.catalogue import Entry
+from cachesvc.model.text.printable import one_line
+from cachesvc.storage.file.blocks.catalogue import Entry
 from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_of, scope_folder, scope_of
 from cachesvc.storage.file.space import allocated_bytes
 from cachesvc.storage.seam import ObjectName, Scope
@@ -19,8 +21,11 @@ from cachesvc.storage.seam import ObjectName, Scope
 MOST_LABEL_BYTES = 256
 NEW = "claim."
 CLAIM_TRIES = 16
-RECOVERED = "lost+found"
-"""A folder that a fresh ext4 filesystem has; nothing of it is touched."""
+FURNITURE = re.compile(
+    r"lost\+found|\.snapshots?|\.zfs|\.Trash.*|\$RECYCLE\.BIN|System Volume Information|\.nfs.*|\.fuse_hidden.*"
+    r"|\.glusterfs|a?quota\.(user|group|project)(\.new)?|\.journal|\.autorelabel|\.(lustre|mmSharedTmpDir|fscrypt|DS_Store)"
+)
+"""Names in the root of a mounted filesystem that are its own; nothing of it is touched."""
 
 
 class Folder:
@@ -112,9 +117,11 @@ class Folder:
     def _check_format(self) -> None:
         path = self.root / "format"
         if not path.exists():
-            if _strange(self.root) and not path.exists():  # else another daemon has just begun here, too
+            strange = _strange(self.root)
+            if strange and not path.exists():  # else another daemon has just begun here, too
                 raise InvalidRequest(
-                    f"storage: {self.root} is not empty, and not ours; give the cache a folder of its own"
+                    f"storage: {self.root} is not empty, and not ours (it has {one_line(min(strange))!r}); give the "
+                    "cache a folder of its own"
                 )
             new = self.root / f"format.{secrets.token_hex(4)}"
             try:
@@ -147,7 +154,8 @@ class Folder:
             if scope is not None:
                 found[scope] = ""
                 with contextlib.suppress(OSError):
-                    found[scope] = (Path(folder.path) / LABEL).read_text(errors="replace")[:MOST_LABEL_BYTES]
+                    text = (Path(folder.path) / LABEL).read_text(errors="replace")
+                    found[scope] = one_line(text[:MOST_LABEL_BYTES])
         return found
 
     def describe(self, scope: Scope, label: str) -> None:
@@ -210,8 +218,9 @@ def _files(path: str) -> list[os.DirEntry[str]]:
 
 
 def _strange(root: Path) -> list[str]:
-    """Names in a folder that are not ours, nor of a fresh filesystem."""
-    return [name for name in os.listdir(root) if not name.startswith(("format", NEW, RECOVERED))]
+    """Names in a folder that are not ours, nor its filesystem's."""
+    names = os.listdir(root)
+    return [name for name in names if not name.startswith(("format", NEW)) and FURNITURE.fullmatch(name) is None]
 
 
 def _is_dead(folder: Path) -> bool:

@@ -7,7 +7,7 @@ import threading
 import time
 
 from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.file.clock import FolderClock
 from cachesvc.storage.file.disk import Condition, Disk
 from cachesvc.storage.file.folder import Folder
@@ -153,6 +153,8 @@ class Keeper:
         while self._headless and not self._stopping.is_set():
             name = self._headless.pop().name
             self._catalogue.link(name, self._parent_of(object_path(self._folder.objects, name), name.key))
+            if not self._headless:
+                self._catalogue.demote_detached()
 
     @staticmethod
     def _parent_of(path: str, key: bytes) -> bytes:

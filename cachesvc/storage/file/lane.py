@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from cachesvc.memory.mapped import yield_to_callers
@@ -24,6 +25,39 @@ class Job(NamedTuple):
     run: Callable[[Mover], None]
     refuse: Callable[[], None]
     deadline: float
+
+
+class UnderWay:
+    """Blocks that are being written. A block becomes an object after the one above it, so that a kill leaves no path
+    without its beginning."""
+
+    def __init__(self) -> None:
+        self._keys: Counter[bytes] = Counter()
+        self._changed = threading.Condition()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    @contextmanager
+    def writing(self, key: bytes) -> Iterator[None]:
+        """Note that a block is written within the context."""
+        with self._changed:
+            self._keys[key] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._keys[key] -= 1
+                if not self._keys[key]:
+                    del self._keys[key]
+                self._changed.notify_all()
+
+    def wait_for(self, key: bytes) -> None:
+        """Wait until the block is not being written. Those above are written by threads that began before, so no two
+        wait for each other."""
+        with self._changed:
+            while key in self._keys:
+                self._changed.wait()
 
 
 class Lane:

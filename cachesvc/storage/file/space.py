@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.file.paths import object_path
 from cachesvc.storage.file.stuck import StuckFiles
 from cachesvc.storage.seam import Gone, ObjectName, Scope

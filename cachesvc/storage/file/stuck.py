@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachesvc.storage.file.catalogue import Entry
+from cachesvc.storage.file.blocks.catalogue import Entry
 from cachesvc.telemetry import events
 
 FIRST_PAUSE_SECONDS = 1.0

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cachesvc.model.layout import Layout
+from cachesvc.model.layout import Layout, PlaneGroup
 from cachesvc_client.adapters.known_tokens import Adapter, KnownBlock, KnownTokens
 from cachesvc_client.adapters.kv_event_form import CLEARED, MEDIA, Event, Form, hash_of, wire_batch
 from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Spot, with_spot, without_spot
@@ -167,7 +167,8 @@ class KvEventMapper:
         return block
 
     def _stored_event(self, spot: Spot, keys: Sequence[bytes], blocks: Sequence[KnownBlock]) -> Event:
-        window = self._groups[spot.group].window_tokens
+        group = self._groups[spot.group]
+        window = group.window_tokens
         parent = self.mirror.parents[keys[0]]
         adapter = blocks[0].adapter
         event: Event = {
@@ -180,7 +181,7 @@ class KvEventMapper:
             "medium": self.media[spot.tier],
             "lora_name": adapter.lora_name or self.lora_name,
             "group_idx": spot.group,
-            "kv_cache_spec_kind": "full_attention" if window is None else "sliding_window",
+            "kv_cache_spec_kind": _kind_of(group),
         }
         if window is not None:
             event["kv_cache_spec_sliding_window"] = window
@@ -208,3 +209,10 @@ class KvEventMapper:
                 "group_idx": spot.group,
             }
         ]
+
+
+def _kind_of(group: PlaneGroup) -> str:
+    """The word of vLLM's events for a group's kind."""
+    if group.is_state:
+        return "mamba"
+    return "full_attention" if group.is_full else "sliding_window"

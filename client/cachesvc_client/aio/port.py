@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -15,7 +15,7 @@ import grpc.aio
 from cachesvc_client.wire.channel import AsyncChannelMaker
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.methods import STEP, Method, Q, R
-from cachesvc_client.wire.port import NUDGE, ChannelClosed, Line, Running, StepLine
+from cachesvc_client.wire.port import NUDGE, ChannelClosed, Line, Running, StepLine, Work
 from cachesvc_client.wire.settings import ChannelOptions
 
 T = TypeVar("T")
@@ -97,11 +97,11 @@ class AsyncPort:
                 log.debug("work_failed_after_its_caller_left why=%s", working.exception())
             raise
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> Running:
+    def spawn(self, work: Work, name: str) -> Running:
         """Begin a task."""
         return _RunningTask(asyncio.create_task(work, name=name))
 
-    def send_later(self, work: Coroutine[Any, Any, None]) -> None:
+    def send_later(self, work: Work) -> None:
         """Run ``work`` as a task of the loop, or drop it where the loop is closed."""
         assert self._loop is not None
         try:
@@ -130,7 +130,7 @@ class AsyncPort:
         if self._channel is not None:
             await self._channel.close()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Work) -> None:
         task = asyncio.ensure_future(work)
         self._later.add(task)
         task.add_done_callback(self._later.discard)

@@ -23,7 +23,7 @@ OWN_REFERENCES = 2
 """References to a counted object that are not arrays: the local name, and the argument of the count."""
 
 
-class Owner:
+class ArrayOwner:
     """Object that the arrays of a mapping hold, so that it is known whether any is left."""
 
     __slots__ = ("__weakref__",)
@@ -36,8 +36,8 @@ class DeviceMapping(ABC):
         self._handle = handle
         self._device = device
         self._address = 0
-        self._owner: Owner | None = None
-        self._left: weakref.ref[Owner] | None = None
+        self._owner: ArrayOwner | None = None
+        self._left: weakref.ref[ArrayOwner] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -54,7 +54,7 @@ class DeviceMapping(ABC):
     def start(self) -> None:
         """Map it. Raises NotSupported, GpuFailed, DaemonFault; and what fetching a descriptor raises."""
         self._address = self._map(self._handle)
-        self._owner = Owner()
+        self._owner = ArrayOwner()
 
     def plane(self, view: PlaneView) -> DevicePlane:
         """A plane of it. Raises AlreadyClosed."""

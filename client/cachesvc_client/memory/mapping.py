@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -17,11 +18,11 @@ from cachesvc_client.core.errors import AlreadyClosed, DaemonFault, NotSupported
 from cachesvc_client.memory.cuda_mapping import OWN_REFERENCES, FdMemory, IpcMemory
 from cachesvc_client.memory.device import Device
 from cachesvc_client.memory.placement import PlaneView
-from cachesvc_client.memory.remapping import map_over
 
 FdSource = Callable[[bytes], int]
 """Fetches the descriptor behind a handle's token."""
 
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 DEVICE_KINDS = ("cuda_ipc", "cuda_fd")
 
 
@@ -150,3 +151,13 @@ def memory_of(handle: common_pb2.MemoryHandle, fetch_fd: FdSource, device: Devic
         f"the daemon's memory is of kind {handle.kind!r}, which this client cannot map; it maps memfd, "
         f"{', '.join(DEVICE_KINDS)}: update it"
     )
+
+
+def map_over(address: int, source: int, size_bytes: int) -> None:
+    """Map the shared memory at ``source`` at ``address`` too, so that what points there sees it. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+    if libc.mremap(source, 0, size_bytes, flags, address) != address:  # of length 0: the old mapping stays too
+        raise OSError(ctypes.get_errno(), f"mapping {size_bytes} bytes of {source:#x} at {address:#x}")

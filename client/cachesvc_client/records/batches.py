@@ -9,6 +9,7 @@ from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.entries import Entry, Publish, Recycle, Release
+from cachesvc_client.records.launches import Due
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.tables import NO_DEAD, NO_STATES, States
@@ -87,6 +88,13 @@ class StepBatch(Generic[H]):
         if due.pages or record.layout.window_groups or not self._fits(record, RECYCLE):
             return self._add(record.give_back(due))
         return self._enter(Recycle(record, due.computed_tokens))
+
+    def give_back(self, sequence: H, dead: Mapping[int, int], pages: list[tuple[int, int]]) -> int:
+        """Give back what lies before the first block that is needed still (``dead``, by windowed group), and ``pages``,
+        as ``(group, page)``, that other engines' took the place of. Unlike ``recycle`` it leaves other spares, which
+        the engine's kernels may use on. The result is a Recycled."""
+        blocks = tuple(dead.get(group, 0) for group in sequence.record.layout.window_groups)
+        return self._add(sequence.record.give_back(Due(pages, 0, blocks)))
 
     def swap_out(self, sequence: H, *, launch: int | None = None) -> int:
         """Add a ``Sequence.swap_out``; the result is a Swapped."""

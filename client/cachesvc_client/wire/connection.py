@@ -6,8 +6,10 @@ A connection never comes back. Reconnecting makes a new one, and everything made
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -24,14 +26,12 @@ from cachesvc_client.core.errors import (
     error_of,
 )
 from cachesvc_client.core.fork import Maker
-from cachesvc_client.wire.attachments import Attachments
 from cachesvc_client.wire.attempts import Attempts, is_broken_way
 from cachesvc_client.wire.credentials import Credentials, Metadata, Proof
 from cachesvc_client.wire.life import LifeConnection
 from cachesvc_client.wire.methods import Method, Q, R
 from cachesvc_client.wire.port import Line, Port, StepLine
 from cachesvc_client.wire.settings import Retries, Timeouts, Transport
-from cachesvc_client.wire.trace import trace_headers
 from cachesvc_client.wire.trust import may_show, require_daemon
 
 NO_CREDENTIALS = Credentials()
@@ -42,6 +42,36 @@ LANE_PAUSE_S = 1.0
 GONE = "the daemon went away; go on without the cache, reconnect and recompute"
 
 log = logging.getLogger(__name__)
+
+
+class Attachments:
+    """Count of the pools of a rank that this process has mapped under a lease. Safe to use from several threads.
+
+    The daemon treats the process as no writer after a Detach of the rank: so only the last pool may send one.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int]] = Counter()
+        self._lock = threading.Lock()
+
+    def begin(self, lease_id: str, rank: int) -> None:
+        """Count a pool that is about to be attached."""
+        with self._lock:
+            self._counts[lease_id, rank] += 1
+
+    def end(self, lease_id: str, rank: int) -> bool:
+        """Note that one was unmapped, or never came; True when it was the last."""
+        with self._lock:
+            self._counts[lease_id, rank] -= 1
+            left = self._counts[lease_id, rank]
+            if not left:
+                del self._counts[lease_id, rank]
+        return not left
+
+    def has(self, lease_id: str, rank: int) -> bool:
+        """True while one is mapped."""
+        with self._lock:
+            return (lease_id, rank) in self._counts
 
 
 class Connection:
@@ -227,3 +257,23 @@ class Connection:
         """Note the loss, from the thread that noticed it."""
         self.port.end_calls()
         self.port.tell(self._on_lost)
+
+
+def trace_headers() -> tuple[tuple[str, str], ...]:
+    """W3C headers of the span that records now: ``traceparent`` and, if there is one, ``tracestate``.
+
+    OpenTelemetry is never imported here: a span can only record where the engine has imported it already.
+    """
+    api = sys.modules.get("opentelemetry.trace")
+    if api is None:
+        return ()
+    span = api.get_current_span()
+    if not span.is_recording():
+        return ()
+    context = span.get_span_context()
+    flags = int(context.trace_flags)
+    headers: tuple[tuple[str, str], ...] = (
+        ("traceparent", f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"),
+    )
+    state = context.trace_state.to_header()
+    return (*headers, ("tracestate", state)) if state else headers

@@ -6,10 +6,10 @@ import collections
 import logging
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -175,6 +175,12 @@ class _Details(
     """Call details that can be made anew."""
 
 
+Q = TypeVar("Q")
+A = TypeVar("A")
+CallDetails = grpc.ClientCallDetails
+Continuation = Callable[[CallDetails, Q], A]
+
+
 class _WithMetadata(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
@@ -187,23 +193,31 @@ class _WithMetadata(
         self._metadata = metadata
         self._address = address
 
-    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+    def intercept_unary_unary(
+        self, continuation: Continuation[Q, A], client_call_details: CallDetails, request: Q
+    ) -> A:
         """Add the token."""
         return continuation(self._proven(client_call_details), request)
 
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+    def intercept_unary_stream(
+        self, continuation: Continuation[Q, A], client_call_details: CallDetails, request: Q
+    ) -> A:
         """Add the token."""
         return continuation(self._proven(client_call_details), request)
 
-    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+    def intercept_stream_unary(
+        self, continuation: Continuation[Q, A], client_call_details: CallDetails, request_iterator: Q
+    ) -> A:
         """Add the token."""
         return continuation(self._proven(client_call_details), request_iterator)
 
-    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+    def intercept_stream_stream(
+        self, continuation: Continuation[Q, A], client_call_details: CallDetails, request_iterator: Q
+    ) -> A:
         """Add the token."""
         return continuation(self._proven(client_call_details), request_iterator)
 
-    def _proven(self, details: Any) -> _Details:
+    def _proven(self, details: CallDetails) -> _Details:
         shown = self._metadata if may_show(self._address) else ()
         metadata = (*(details.metadata or ()), *shown)
         known = (details.method, details.timeout, metadata, details.credentials)

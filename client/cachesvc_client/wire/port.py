@@ -18,6 +18,8 @@ from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.methods import Method, Q, R
 
 T = TypeVar("T")
+Work = Coroutine[Any, Any, None]
+"""Background work of a client."""
 
 INTERRUPTS = (asyncio.CancelledError, KeyboardInterrupt)
 """Exceptions that may end a call half-way without its answer: it may have taken effect."""
@@ -113,10 +115,10 @@ class Port(Protocol):
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Do what may block. An interrupt is raised once it has ended: what it made is the caller's to give back."""
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> Running:
+    def spawn(self, work: Work, name: str) -> Running:
         """Begin work that goes on beside the caller."""
 
-    def send_later(self, work: Coroutine[Any, Any, None]) -> None:
+    def send_later(self, work: Work) -> None:
         """Do it soon, from any thread; at once where the caller may block."""
 
     async def settle(self) -> None:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cachesvc.model.text.printable import one_line
 
-def one_line(text: str) -> str:
-    """Escape what a terminal would act on: control characters, newlines, and marks that change the writing direction.
-
-    Names of models, engines and tenants come from callers. Printed as they are they could clear an operator's screen or
-    forge a row of a table.
-    """
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+__all__ = ["describe_bytes", "for_terminal", "left_out", "one_line", "table"]
 
 
 def for_terminal(text: str) -> str:

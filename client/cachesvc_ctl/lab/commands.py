@@ -137,6 +137,8 @@ class Simulate(Command):
         ),
         flag("--device-blocks", type=pool_sizes, default="1%,2%,5%,10%,20%,50%", metavar="D,D", help="device pools"),
         flag("--host-blocks", type=pool_sizes, default="0", metavar="H,H", help="host pools (default 0)"),
+        flag("--disk-blocks", type=pool_sizes, default="0", metavar="S,S", help="disks below them (default 0)"),
+        flag("--restart-every", type=count, default=0, metavar="R", help="stop and start the daemon every R requests"),
         flag("--write-policies", type=_names, default="write_back", metavar="W,W", help="default write_back"),
         flag("--block-bytes", type=_block_bytes, default=0, metavar="B", help="of a block, for sizes in bytes"),
         flag("--block-tokens", type=at_least_one, default=512, metavar="T", help="of a trace's block (default 512)"),
@@ -176,18 +178,21 @@ class Simulate(Command):
         said = self.arguments
         requests = read_trace(trace, block_tokens=said.block_tokens, limit=said.limit)
         prompts = prompts_of(Path(trace).name, requests, said.block_tokens)
-        device, host = (self._blocks(sizes, prompts) for sizes in (said.device_blocks, said.host_blocks))
+        sizes = (said.device_blocks, said.host_blocks, said.disk_blocks)
+        device, host, disk = (self._blocks(each, prompts) for each in sizes)
         if min(device) < 1:
             raise SimulationFailed("--device-blocks must be at least 1")
-        if said.layout and (host != [0] or OPTIMUM in policies):
-            raise SimulationFailed("--layout is simulated without a host, and there is no opt of it: leave both out")
+        if said.layout and (host != [0] or disk != [0] or said.restart_every or OPTIMUM in policies):
+            raise SimulationFailed(
+                "--layout is simulated without host, disk and restarts, and there is no opt of it: leave these out"
+            )
         if said.layout:
             try:
                 cells = hybrid_grid(policies, device, said.layout.copies(said.block_tokens))
             except HybridRejected as error:
                 raise SimulationFailed(str(error)) from error
         else:
-            cells = grid(policies, said.write_policies, device, host)
+            cells = grid(policies, said.write_policies, device, host, disk, said.restart_every)
         began = time.monotonic()
         rows = run_grid(prompts, cells, said.processes or len(os.sched_getaffinity(0)), _tell)
         simulated = sum(row.requests for row in rows if row.cell.policy != OPTIMUM)

@@ -32,7 +32,7 @@ class Node(NamedTuple):
     below: int
 
 
-class Tree(NamedTuple):
+class NodeList(NamedTuple):
     """Nodes in depth-first order. ``is_deep``, ``is_long``: levels, or nodes, were left out."""
 
     nodes: list[Node]
@@ -66,7 +66,7 @@ def find(index: StoredIndex, digits: str) -> int:
     return found[0]
 
 
-def tree(index: StoredIndex, top: int, depth: int, limit: int) -> Tree:
+def tree(index: StoredIndex, top: int, depth: int, limit: int) -> NodeList:
     """The index below ``top`` (-1: the roots), the biggest branches first."""
     below = descendants(index)
     children: dict[int, list[int]] = {}
@@ -78,13 +78,13 @@ def tree(index: StoredIndex, top: int, depth: int, limit: int) -> Tree:
     while stack:
         block, level = stack.pop()
         if len(out) >= limit:
-            return Tree(out, is_deep, is_long=True)
+            return NodeList(out, is_deep, is_long=True)
         out.append(Node(block, level, int(below[block])))
         if level + 1 < depth:
             stack += [(child, level + 1) for child in _largest_last(children.get(block, []), below)]
         else:
             is_deep = is_deep or block in children
-    return Tree(out, is_deep, is_long=False)
+    return NodeList(out, is_deep, is_long=False)
 
 
 def _largest_last(blocks: list[int], below: npt.NDArray[np.int64]) -> list[int]:

@@ -19,7 +19,6 @@ from cachesvc_vllm.daemon.errors import ConnectorRefused, News
 from cachesvc_vllm.daemon.keeper import Keeper
 from cachesvc_vllm.daemon.page_check import PageCheck
 from cachesvc_vllm.daemon.settings import Settings
-from cachesvc_vllm.daemon.slab_layout import GROUP
 from cachesvc_vllm.daemon.weights_version import Announced
 
 RESERVED_PAGES = 1
@@ -55,6 +54,15 @@ class Share:
     devices: tuple[str, ...] = ()
     display_name: str = ""
     longest_blocks: int = 0
+
+    @property
+    def slab(self) -> str:
+        """A group that lies on the slab, as all of them do."""
+        return self.layout.groups[0].name
+
+    def each(self, pages: int) -> tuple[int, ...]:
+        """Pages of the one pool, as said for each group."""
+        return (pages,) * len(self.layout.groups)
 
 
 def new_instance(engine_id: str) -> str:
@@ -143,7 +151,7 @@ class Node:
 
     def keep_address(self) -> None:
         """The engine's tensors lie on the slab where it is mapped now: a later slab will be mapped there too."""
-        memory = self.pool.memory(GROUP)
+        memory = self.pool.memory(self.share.slab)
         self._address, self._size_bytes = memory.address, memory.size_bytes
 
     def wait_back(self, timeout_s: float) -> bool:
@@ -210,13 +218,13 @@ class Node:
             share.layout,
             tenant_salt=_salt(settings.tenant_salt),
             devices=share.devices,
-            device_pages=[share.pages],
-            host_pages=None if settings.host_blocks is None else [settings.host_blocks],
+            device_pages=share.each(share.pages),
+            host_pages=None if settings.host_blocks is None else share.each(settings.host_blocks),
             reserved_pages=RESERVED_PAGES,
             display_name=share.display_name,
             timeout_s=timeout_s,
         )
-        if registration.device_pages != (share.pages,):
+        if registration.device_pages != share.each(share.pages):
             raise ConnectorRefused(
                 f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
                 f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
@@ -237,7 +245,7 @@ class Node:
         """The slab of a new lease, where the tensors are."""
         pool = lease.attach(self._rank)
         try:
-            memory = pool.memory(GROUP)
+            memory = pool.memory(self.share.slab)
             if memory.size_bytes != self._size_bytes or not memory.can_map_over:
                 raise ConnectorRefused(
                     "the daemon came back with memory that is mapped in another way: start it as before"
@@ -283,7 +291,7 @@ class Node:
 
     def _come_back(self) -> bool:
         """Try to get a new lease; True when there is one."""
-        client, pages = self._client, self.share.pages
+        client, share = self._client, self.share
         self._came.clear()
         lease = None
         try:
@@ -291,10 +299,9 @@ class Node:
                 lease = client.open_lease(self._register(), instance=self._instance)
             else:
                 lease = client.reconnect()[-1]
-            if lease.registration.device_pages != (pages,):
-                raise ConnectorRefused(
-                    f"the daemon came back with {lease.registration.device_pages} blocks, not {pages}"
-                )
+            if lease.registration.device_pages != share.each(share.pages):
+                found = lease.registration.device_pages[0]
+                raise ConnectorRefused(f"the daemon came back with {found} blocks, not {share.pages}")
             self._require_room(lease)
         except (CacheClientError, ConnectorRefused) as error:
             is_news = self._news.is_new(type(error))
@@ -306,7 +313,7 @@ class Node:
         with self._changing:
             self._back = self._watched(lease)
             self._came.set()
-        log.warning("daemon_back blocks=%s", pages)
+        log.warning("daemon_back blocks=%s", share.pages)
         return True
 
 

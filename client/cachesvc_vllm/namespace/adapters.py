@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc_vllm.daemon.vllm_objects import LoraRequest
 from cachesvc_vllm.namespace.checkpoint import WEIGHTS, files_digest
 
 CONFIG = "adapter_config.json"
@@ -58,7 +58,7 @@ class Adapters:
         self._known: dict[int, Adapter] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-vllm-adapters")
 
-    def salt(self, asked: Any) -> bytes | None:
+    def salt(self, asked: LoraRequest | None) -> bytes | None:
         """Salt for the keys of a request with this ``LoRARequest``: 32 bytes, empty without one. None while the files
         are read, which the first call begins, or looked at, which one call in ``LOOK_S`` begins.
 
@@ -89,7 +89,7 @@ class Adapters:
             return self._keep_apart(adapter, asked, "its files have changed since they were read")
         return found.digest
 
-    def _keep_apart(self, adapter: Adapter, asked: Any, why: str) -> bytes:
+    def _keep_apart(self, adapter: Adapter, asked: LoraRequest, why: str) -> bytes:
         adapter.own = secrets.token_bytes(KEY_BYTES)
         log.warning("adapter_not_shared name=%s path=%s why=%s", asked.lora_name, asked.lora_path, why)
         return adapter.own

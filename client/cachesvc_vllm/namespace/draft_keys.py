@@ -22,6 +22,7 @@ import numpy as np
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_vllm.daemon.vllm_objects import HashedRequest, Request, VllmConfig
 
 PERSON = b"kv-lookahead"
 
@@ -29,7 +30,7 @@ ExtraKeys = Callable[[Any, int, int], object]
 """``extra_keys(request, first, end)``: what vLLM hashes of these tokens beside their ids (images, embeddings)."""
 
 
-def draft_lookahead(vllm_config: Any) -> int:
+def draft_lookahead(vllm_config: VllmConfig) -> int:
     """Return how many tokens behind a position its drafter's KV depends on; 0 without such a drafter."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.use_eagle():
@@ -37,13 +38,13 @@ def draft_lookahead(vllm_config: Any) -> int:
     return int(vllm_config.num_prefill_lookahead_tokens)
 
 
-def drafts_with_kv(vllm_config: Any) -> bool:
+def drafts_with_kv(vllm_config: VllmConfig) -> bool:
     """Return True where a drafter has KV of its own: its kernels may run on when a step's output has come."""
     speculative = vllm_config.speculative_config
     return speculative is not None and bool(speculative.uses_draft_kv_cache())
 
 
-def extra_keys_of(request: Any, first: int, end: int) -> object:
+def extra_keys_of(request: Request, first: int, end: int) -> object:
     """Ask vLLM for what it hashes of tokens beside their ids. Requests without images and embeddings have nothing."""
     if not request.mm_features and request.prompt_embeds is None:
         return None
@@ -86,7 +87,7 @@ class LookaheadKeys:
         self._extra_keys = extra_keys
         self._known: dict[str, _Known] = {}
 
-    def of(self, request: Any) -> Sequence[bytes]:
+    def of(self, request: HashedRequest) -> Sequence[bytes]:
         """Return the keys of the request's leading full blocks whose lookahead tokens are known."""
         hashes: Sequence[bytes] = request.block_hashes
         if not self._lookahead:
@@ -109,7 +110,7 @@ class LookaheadKeys:
         end = (block + 1) * self._block_tokens
         return list(tokens[end : end + self._lookahead])
 
-    def _key(self, request: Any, block: int, block_hash: bytes, ahead: list[int]) -> bytes:
+    def _key(self, request: HashedRequest, block: int, block_hash: bytes, ahead: list[int]) -> bytes:
         digest = hashlib.blake2b(block_hash, digest_size=KEY_BYTES, person=PERSON)
         digest.update(array("q", ahead).tobytes())
         end = (block + 1) * self._block_tokens
@@ -125,5 +126,7 @@ def keep_last_blocks(coordinator: Any) -> None:
         coordinator.drop_eagle_group_ids = set()
     else:
         coordinator.eagle_group_ids = set()
+    if hasattr(coordinator, "attention_groups"):  # several groups
+        coordinator.attention_groups = [each._replace(use_eagle=False) for each in coordinator.attention_groups]
     for manager in coordinator.single_type_managers:
         manager.use_eagle = False

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+
+from cachesvc_vllm.daemon.vllm_objects import ModelConfig
 
 SHOWN_CHARACTERS = 48
 """Operators see longer values as digests."""
@@ -176,19 +177,19 @@ LENGTH_READERS = ("llama4",)
 """Beginnings of the names of model types that use ``max_model_len`` and the generation config to scale attention."""
 
 
-def config_facts(vllm_config: Any) -> dict[str, str]:
+def config_facts(vllm_config: object) -> dict[str, str]:
     """Return a digest of each part of a configuration that decides bytes, by its name."""
     return {name: digest_of(part) for name, part in _deciding_parts(vllm_config).items()}
 
 
-def config_details(vllm_config: Any, factors: Mapping[str, Any]) -> dict[str, str]:
+def config_details(vllm_config: object, factors: Mapping[str, object]) -> dict[str, str]:
     """Return the values behind ``config_facts`` and ``environment_fact`` that are set, for operators to compare."""
     parts = {**_deciding_parts(vllm_config), "environment": _deciding_factors(factors)}
     named = {f"{part}.{name}": each for part, value in parts.items() for name, each in _fields_of(value).items()}
     return {name: _shown(each) for name, each in sorted(named.items()) if each not in (None, False, "", [], {})}
 
 
-def length_fact(model_config: Any) -> str:
+def length_fact(model_config: ModelConfig) -> str:
     """Return what a model's attention takes from ``max_model_len``, an empty text where it takes nothing."""
     config = canonical(model_config.hf_text_config)
     if str(config.get("model_type") if isinstance(config, dict) else "").startswith(LENGTH_READERS):
@@ -197,12 +198,12 @@ def length_fact(model_config: Any) -> str:
     return "" if kinds <= LENGTH_FREE_ROPES else str(model_config.max_model_len)
 
 
-def environment_fact(factors: Mapping[str, Any]) -> str:
+def environment_fact(factors: Mapping[str, object]) -> str:
     """Return a digest of the variables that may change kernels. ``factors``: vLLM's ``envs.compile_factors()``."""
     return digest_of(_deciding_factors(factors))
 
 
-def canonical(value: Any, inside: tuple[int, ...] = ()) -> Any:
+def canonical(value: object, inside: tuple[int, ...] = ()) -> object:
     """Turn a value into what JSON has, equal in all processes for equal values. ``inside``: the values around it, which
     it may lead back to."""
     if value is None or isinstance(value, bool | int | float | str):
@@ -216,8 +217,9 @@ def canonical(value: Any, inside: tuple[int, ...] = ()) -> Any:
     if isinstance(value, Path):
         return str(value)
     inside = (*inside, id(value))
-    if callable(getattr(value, "to_dict", None)):  # a configuration of a model
-        return canonical(without_notes(value.to_dict()), inside)
+    to_dict = getattr(value, "to_dict", None)
+    if callable(to_dict):  # a configuration of a model
+        return canonical(without_notes(to_dict()), inside)
     if isinstance(value, Mapping):
         return {str(key): canonical(each, inside) for key, each in value.items()}
     if isinstance(value, set | frozenset):
@@ -233,7 +235,7 @@ def canonical(value: Any, inside: tuple[int, ...] = ()) -> Any:
     return [_type_name(type(value)), {name: canonical(parts[name], inside) for name in sorted(parts)}]
 
 
-def without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_notes(config: Mapping[str, object]) -> dict[str, object]:
     """Leave out where a model's configuration came from, at each level."""
     return {
         key: without_notes(each) if isinstance(each, Mapping) else each
@@ -242,29 +244,29 @@ def without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def digest_of(value: Any) -> str:
+def digest_of(value: object) -> str:
     """Return 16 hexadecimal digits of what ``canonical`` made."""
     text = json.dumps(value, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=8, person=b"kv-vllm-fact").hexdigest()
 
 
-def _deciding_parts(vllm_config: Any) -> dict[str, Any]:
+def _deciding_parts(vllm_config: object) -> dict[str, object]:
     parts = {name: part for name, part in _parts(vllm_config).items() if name not in WHOLE and part is not None}
     return {name: canonical(part) for name, part in parts.items()}
 
 
-def _deciding_factors(factors: Mapping[str, Any]) -> Any:
+def _deciding_factors(factors: Mapping[str, object]) -> object:
     return canonical({name: factors[name] for name in factors if name not in HARMLESS_ENVIRONMENT})
 
 
-def _fields_of(value: Any) -> dict[str, Any]:
+def _fields_of(value: object) -> dict[str, object]:
     """Return the fields of what ``canonical`` made, by their names; anything without names is one field."""
     if isinstance(value, list) and len(value) == 2 and isinstance(value[1], dict):
         return dict(value[1])
     return dict(value) if isinstance(value, dict) else {"value": value}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A short value; the digest of a long one, and of one with names in it, some of which may be secrets."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
     return text if len(text) <= SHOWN_CHARACTERS and "{" not in text else digest_of(value)
@@ -274,14 +276,14 @@ def _type_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _parts(value: Any) -> dict[str, Any]:
+def _parts(value: object) -> dict[str, object]:
     """Fields of a value, or what else it has; nothing of what is no data."""
     if is_dataclass(value):
         return {each.name: getattr(value, each.name, None) for each in fields(value)}
     return dict(vars(value)) if hasattr(value, "__dict__") else {}
 
 
-def _rope_kinds(config: Any, *, is_rope: bool = False) -> Iterable[Any]:
+def _rope_kinds(config: object, *, is_rope: bool = False) -> Iterable[object]:
     """All kinds of position embeddings that a model's configuration names, at any depth."""
     for key, each in config.items() if isinstance(config, Mapping) else ():
         if is_rope and key in ("rope_type", "type"):

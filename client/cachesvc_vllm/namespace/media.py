@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc_vllm.daemon.vllm_objects import Feature
 
 CONTENT_HASH = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
 """Form of vLLM's hashes: 32 bytes, or 64 with ``--mm-hasher-algorithm sha512``. A client's name of this form, and a
@@ -25,7 +25,7 @@ class Media:
         self._is_shared = is_shared
         self._own = secrets.token_bytes(KEY_BYTES)
 
-    def salt(self, features: Sequence[Any] | None, salt: bytes) -> bytes:
+    def salt(self, features: Sequence[Feature] | None, salt: bytes) -> bytes:
         """Salt for the keys of a request with these items, beside ``salt``: nothing more where all engines name them
         alike, else what this engine alone knows, so that its requests share among themselves."""
         if not features or (self._is_shared and all(map(_is_named_by_content, features))):
@@ -33,6 +33,6 @@ class Media:
         return bytes(ours ^ other for ours, other in zip(self._own, salt or bytes(KEY_BYTES), strict=True))
 
 
-def _is_named_by_content(feature: Any) -> bool:
+def _is_named_by_content(feature: Feature) -> bool:
     name = feature.identifier if feature.mm_hash is None else feature.mm_hash
     return CONTENT_HASH.fullmatch(name) is not None

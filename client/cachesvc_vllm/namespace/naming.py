@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
 
 from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_vllm.daemon.vllm_objects import KvCacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 from cachesvc_vllm.namespace.checkpoint import checkpoint_digest
 from cachesvc_vllm.namespace.draft_keys import draft_lookahead
 from cachesvc_vllm.namespace.identity import config_facts, digest_of, environment_fact, length_fact
@@ -32,11 +32,15 @@ class Runtime:
     backends: tuple[str, ...]
     packages: Mapping[str, str] = field(default_factory=dict)
     processor: str = ""
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, object] = field(default_factory=dict)
 
 
 def model_facts(
-    vllm_config: Any, kv_cache_config: Any, weights: str | None, runtime: Runtime, draft_blocks: str = "lookahead"
+    vllm_config: VllmConfig,
+    kv_cache_config: KvCacheConfig,
+    weights: str | None,
+    runtime: Runtime,
+    draft_blocks: str = "lookahead",
 ) -> dict[str, str]:
     """Return what the name stands for. ``weights``: the operator's own word for them; ``draft_blocks``: the setting.
     Raises ConnectorRefused."""
@@ -75,40 +79,40 @@ def display_name(model: str) -> str:
     return text.encode(errors="replace")[:DISPLAY_BYTES].decode(errors="ignore")
 
 
-def _sizes(parallel: Any) -> str:
+def _sizes(parallel: ParallelConfig) -> str:
     return (
         f"tp{parallel.tensor_parallel_size}.pp{parallel.pipeline_parallel_size}"
         f".pcp{parallel.prefill_context_parallel_size}.dcp{parallel.decode_context_parallel_size}"
     )
 
 
-def _weights(vllm_config: Any) -> str:
+def _weights(vllm_config: VllmConfig) -> str:
     model = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy, seed {model.seed}"
     return _checkpoint(model, vllm_config.load_config)
 
 
-def _drafter(vllm_config: Any) -> str:
+def _drafter(vllm_config: VllmConfig) -> str:
     """Return a drafter's weights and what it takes from its longest sequence; ``speculative_config`` has the rest."""
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
-    if draft is None:
+    if speculative is None or draft is None:
         return ""
     length = length_fact(draft)
-    return _drafter_weights(vllm_config, draft) + (f", of {length}" if length else "")
+    load = speculative.draft_load_config or vllm_config.load_config
+    return _drafter_weights(vllm_config.model_config, draft, load) + (f", of {length}" if length else "")
 
 
-def _drafter_weights(vllm_config: Any, draft: Any) -> str:
-    load = vllm_config.speculative_config.draft_load_config or vllm_config.load_config
+def _drafter_weights(target: ModelConfig, draft: ModelConfig, load: LoadConfig) -> str:
     if load.load_format == "dummy":
         return f"dummy, seed {draft.seed}"
-    if draft.model == vllm_config.model_config.model:  # modules of the target's own checkpoint
+    if draft.model == target.model:  # modules of the target's own checkpoint
         return "the target's"
     return _checkpoint(draft, load)
 
 
-def _checkpoint(model: Any, load: Any) -> str:
+def _checkpoint(model: ModelConfig, load: LoadConfig) -> str:
     """Name of the checkpoint of a ``ModelConfig``, as a ``LoadConfig`` reads it."""
     name = getattr(model, "model_weights", "") or model.model
     commit = None if getattr(model, "hf_config_path", None) else getattr(model.hf_config, "_commit_hash", None)

@@ -1,90 +1,132 @@
 """vLLM's block pool, whose block ids are the daemon's pages: a method for each that vLLM's scheduler calls.
 
-Blocks are objects of one request each, also where requests share a page: the block then tells which request frees it.
+Blocks are objects of one request each, also where requests share a page: the block then tells which request frees it,
+and in which group. Each of vLLM's managers, one a group, has a view of the pool that knows its group. The position of a
+block is its place in the manager's table.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from cachesvc.model.words import NO_PAGE
+from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.weights_version import WeightsVersion
+from cachesvc_vllm.pages.group_tables import GroupTable
 from cachesvc_vllm.pages.page_book import PageBook
 from cachesvc_vllm.pages.request_pages import RequestPages
 
 
 class RequestBlock(KVCacheBlock):  # type: ignore[misc]
-    """A page in the table of one request."""
+    """A page in the table of one request. ``table``: of its group, None for the leading one."""
 
-    __slots__ = ("request",)
+    __slots__ = ("position", "request", "table")
 
-    def __init__(self, page: int, request: RequestPages, pool: BlockPool) -> None:
+    def __init__(
+        self, page: int, request: RequestPages, pool: BlockPool, position: int, table: GroupTable | None = None
+    ) -> None:
         super().__init__(page, pool=pool)
         self.request = request
+        self.position = position
+        self.table = table
+
+
+@dataclass(slots=True)
+class _Now:
+    """State of the iteration that all views share. ``current``: the request that is scheduled; ``hits``: the positions
+    of its hit, by hash. ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where.
+    ``counts_own``: set while a request takes pages that it has already, when no others need to be counted."""
+
+    current: RequestPages | None = None
+    hits: dict[bytes, int] = field(default_factory=dict)
+    filling: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    counts_own: bool = False
 
 
 class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     """Takes the place of ``replaced``, with all that it knows. Used from vLLM's scheduler thread.
 
-    ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where. ``counts_own``: set while
-    a request takes pages that it has already, when no others need to be counted. ``on_reset``: called when
-    nothing older is found any more.
+    ``on_reset``: called when nothing older is found any more.
     """
 
     def __init__(self, replaced: BlockPool, book: PageBook, weights: WeightsVersion) -> None:
         self.__dict__.update(replaced.__dict__)
         self.book = book
         self.weights = weights
-        self.filling: dict[str, tuple[Any, int]] = {}
-        self._current: RequestPages | None = None
-        self.counts_own = False
-        self._hits: dict[bytes, RequestBlock] = {}
+        self.now = _Now()
         self.on_reset: Callable[[], None] = lambda: None
+        self.group = book.lead
+        self.manager: Any = None
+
+    def of_group(self, group: int, manager: Any) -> DaemonBlockPool:
+        """Return the view of a group's manager."""
+        view = copy(self)
+        view.group, view.manager = group, manager
+        return view
 
     def schedule(self, request: RequestPages) -> None:
         """Serve the next allocations for this request."""
-        self._current = request
+        self.now.current = request
 
     def show_hits(self, request: RequestPages, hashes: Sequence[bytes]) -> None:
         """Let vLLM find the blocks that the request's match has found in place."""
-        self._current = request
-        self._hits = {
-            key: RequestBlock(page, request, self)
-            for key, page in zip(hashes, request.pages[: request.hit_blocks], strict=False)
-        }
-
-    def hits(self) -> list[KVCacheBlock]:
-        """Return the blocks of the current request's hit, in order."""
-        return list(self._hits.values())
+        self.now.current = request
+        self.now.hits = {key: position for position, key in zip(range(request.hit_blocks), hashes, strict=False)}
 
     def hide_hits(self) -> None:
         """Hide the hits of the current request from vLLM."""
-        self._current, self._hits = None, {}
+        self.now.current, self.now.hits = None, {}
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
-        """Find a block of the current request's hit."""
-        block = self._hits.get(block_hash)
-        return None if block is None else [block]
+        """Find a block of the current request's hit, in all of these groups."""
+        position, request = self.now.hits.get(block_hash), self.now.current
+        if position is None or request is None:
+            return None
+        found: list[KVCacheBlock] = []
+        for group in kv_cache_group_ids:
+            table = None if group == self.book.lead else request.table_of(group)
+            page = request.pages[position] if table is None else table.page_at(position)
+            if page == NO_PAGE:
+                return None
+            found.append(RequestBlock(page, request, self, position, table))
+        return found
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """vLLM takes the current request's hit: all of it, for the daemon has it in the request's table."""
-        request = self._current
+        """vLLM takes the current request's hit: in the leading group all of it, for the daemon has it in the request's
+        table; in others what the tokens behind the hit need."""
+        request = self.now.current
         assert request is not None
-        if len(blocks) != request.hit_blocks:
-            raise RuntimeError(f"vLLM uses {len(blocks)} blocks of a hit of {request.hit_blocks}")
-        for block in blocks:
+        used = [block for block in blocks if isinstance(block, RequestBlock)]
+        for block in used:
             block.ref_cnt += 1
+        if self.group != self.book.lead:
+            if used:
+                request.table_of(self.group).hold(used[0].position, len(used))
+                self.book.hold(request, len(used))
+            return
+        if len(used) != request.hit_blocks:
+            raise RuntimeError(f"vLLM uses {len(used)} blocks of a hit of {request.hit_blocks}")
         self.book.use_hits(request)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Pages that were reserved for the current request."""
-        request = self._current
+        """Pages that were reserved for the current request, for the next cells of the manager's table."""
+        request, table = self.now.current, None
         assert request is not None
-        blocks = [RequestBlock(page, request, self) for page in self.book.take(request, num_blocks)]
+        first = request.taken
+        if self.group == self.book.lead:
+            pages = self.book.take(request, num_blocks)
+        else:
+            first, table = len(self.manager.req_to_blocks[request.request_id]), request.table_of(self.group)
+            pages = table.take(first, num_blocks)
+            self.book.hold(request, num_blocks)
+        blocks = [RequestBlock(page, request, self, first + at, table) for at, page in enumerate(pages)]
         for block in blocks:
             block.ref_cnt = 1
         return blocks
@@ -99,35 +141,45 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
-        """Note that these blocks will be full. vLLM says so when it schedules: they are sealed once they are
-        computed."""
-        self.filling[request.request_id] = (request, num_full_blocks)
+        """Note that these blocks will be full. vLLM says so when it schedules: they are sealed once they are computed.
+        ``block_mask`` leaves out windows and states that vLLM would not keep: here the daemon decides."""
+        self.now.filling[request.request_id] = (request, num_full_blocks)
         if (pages := self.book.find(request.request_id)) is not None:
             pages.full_blocks = num_full_blocks
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Blocks that nothing of this engine uses any more."""
         freed: Counter[RequestPages] = Counter()
+        moved: set[RequestPages] = set()
         for block in ordered_blocks:
             if isinstance(block, RequestBlock):
                 block.ref_cnt -= 1
                 freed[block.request] += 1
+                if block.table is not None:
+                    block.table.free(block.position)
+                    moved.add(block.request)
         for request, count in freed.items():
             self.book.drop(request, count)
+            if request in moved and request.held:
+                self.book.move_windows(request)
 
     def get_num_free_blocks(self) -> int:
         """Blocks that vLLM may count on; page 0 is none."""
-        if self.counts_own and self._current is not None:
-            return len(self._current.pages) - self._current.taken
-        return self.book.free_blocks(self.num_gpu_blocks - 1, self._current)
+        current = self.now.current
+        if self.now.counts_own and current is not None:
+            return current.spare_pages
+        return self.book.free_blocks(self.num_gpu_blocks - 1, current)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """No-op: what vLLM did not compute well was never sealed, and all engines share what is sealed."""
 
     def reset_prefix_cache(self) -> bool:
-        """Go on under the keys of the weights that the engine has now. False while requests have blocks."""
+        """Go on under the keys of the weights that the engine has now. False while requests have blocks. vLLM asks
+        every view of the pool."""
         if not self.book.is_empty:
             return False
+        if self.group != self.book.lead:
+            return True
         self.weights.reset()
         self.book.change_keys(self.weights.salt)
         self.on_reset()
@@ -136,14 +188,41 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     def emit_cached_block_events(self, *args: Any, **kwargs: Any) -> None:
         """No-op: ``kv_events`` announces what the daemon has."""
 
-    def cache_partial_block(self, *args: Any, **kwargs: Any) -> None:
-        """Raise: models with several groups alone need it, and these are refused."""
-        raise NotImplementedError("partial blocks cannot be shared")
+    def cache_partial_block(
+        self,
+        request: Any,
+        block: KVCacheBlock,
+        num_tokens: int,
+        kv_cache_group_id: int,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> None:
+        """No-op at the end of a block, which ``cache_full_blocks`` has noted. Raises ConnectorRefused within one:
+        keys as fine as that are refused at the start."""
+        if num_tokens % block_size:
+            raise ConnectorRefused(
+                f"vLLM keeps a state at token {num_tokens}, within a block of {block_size}, and goes on to write its "
+                "page: leave out --prefix-match-unit"
+            )
+
+    def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
+        """vLLM will overwrite a state: it is not sealed."""
+        if isinstance(block, RequestBlock) and block.table is not None:
+            block.table.states.pop(block.position, None)
+        return False
 
     def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
-        """Raise, like ``cache_partial_block``."""
+        """Raise: vLLM does it for states within a block alone, as ``cache_partial_block``."""
         raise NotImplementedError("a sealed block stays in its page")
 
     def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: Any) -> None:
         """Raise: sparse attention with a host pool of vLLM's own alone needs it, and that is refused."""
         raise NotImplementedError("pages that were freed may be another engine's at once")
+
+
+def take_place(manager: Any, pool: DaemonBlockPool) -> None:
+    """Give vLLM's ``KVCacheManager``, and its manager of each group, this pool for the one that they made."""
+    manager.block_pool = manager.coordinator.block_pool = pool
+    for group, each in enumerate(manager.coordinator.single_type_managers):
+        each.block_pool = pool.of_group(group, each)
+        each._null_block = pool.null_block  # noqa: SLF001 - there is no other way to it

@@ -12,16 +12,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, StepStream
 
 from cachesvc_vllm.namespace.draft_keys import salted
 from cachesvc_vllm.pages.giving_way import GivingWay
+from cachesvc_vllm.pages.group_tables import Positions, other_tables
 from cachesvc_vllm.pages.matches import Matches, refused
 from cachesvc_vllm.pages.private_pages import PrivatePages
+from cachesvc_vllm.pages.reports import put_reports
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
-from cachesvc_vllm.pages.untold import Untold
+from cachesvc_vllm.pages.untold import Sealing, Untold
 
 SHORT_PAUSE_S = 0.002
 """vLLM's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""
@@ -48,12 +49,14 @@ class PageBook:
         self, lease: Lease, stock_blocks: int, ahead_blocks: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._lease = lease
+        self._layout = lease.registration.layout
+        self.lead = self._layout.full_groups[0]
         self._ahead_blocks = ahead_blocks
-        self._stock_blocks = max(1, min(stock_blocks, lease.registration.device_pages[0] // STOCK_DIVISOR))
+        self._stock_blocks = max(1, min(stock_blocks, lease.registration.device_pages[self.lead] // STOCK_DIVISOR))
         self._stream: StepStream = lease.step(self._stock_blocks)
         self._clock = clock
         self._requests: dict[str, RequestPages] = {}
-        self._matches = Matches(self._stream, self.keys)
+        self._matches = Matches(self._stream, self.keys, self._layout)
         self.untold = Untold()
         self._pending: PendingStep | None = None
         self._private = PrivatePages()
@@ -71,11 +74,12 @@ class PageBook:
         """True when no request has a page."""
         return not self.held_blocks
 
-    def is_beyond(self, blocks: int) -> bool:
+    def is_beyond(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """True where a request of ``blocks`` blocks finds no room before there is a new lease, whatever ends by
         then."""
-        mine = len(self._private) + sum(len(each.pages) for each in self._requests.values())
-        return self.is_adrift and (self.is_moving or (self.is_empty and blocks > mine))
+        mine = len(self._private) + sum(each.spare_pages for each in self._requests.values() if each is not request)
+        missing = request.missing_pages(blocks, states)
+        return self.is_adrift and (self.is_moving or (self.is_empty and missing > mine))
 
     def find(self, request_id: str) -> RequestPages | None:
         """Pages of a request, if it has begun."""
@@ -122,28 +126,28 @@ class PageBook:
         if not request.is_matching:
             self.untold.ready.ended.append(request)
 
-    def has(self, request: RequestPages, blocks: int) -> bool:
-        """True where a request that runs has ``blocks`` pages already, and may go on in them. A loss of the daemon is
+    def has(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+        """True where a request that runs has these pages already, and may go on in them. A loss of the daemon is
         noticed elsewhere, in each iteration."""
-        return request.taken > 0 and len(request.pages) >= blocks and not self.is_adrift and not self.is_moving
+        return request.taken > 0 and request.has_pages(blocks, states) and not self.is_adrift and not self.is_moving
 
-    def reserve(self, request: RequestPages, blocks: int) -> bool:
-        """Make the request's table ``blocks`` long; False where there is no room now."""
+    def reserve(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+        """Make the request's table ``blocks`` long, with pages for ``states``; False where there is no room now."""
         if not self.is_with_daemon() and not self.is_moving:
             self.untold.settle()
             self._private.take_ended(self.untold.ready.ended)
             self.untold.clear()
-            return self._private.lengthen(request, blocks)
+            return self._private.lengthen(request, blocks, states)
         if self.is_moving or request.sequence is None or request.is_growing:
             return False
         request.take_cells()
-        if len(request.pages) >= blocks or self._grow(request, blocks):
+        if request.has_pages(blocks, states) or self._grow(request, blocks, states):
             return True
-        if self.untold.ready.ended:  # vLLM has preempted a request for this
+        if self.untold.ready.ended or self.untold.ready.dead:  # vLLM has freed pages for this
             self.flush()
         elif self._clock() < self._short_until_s:
             return False
-        if self._ask(request, blocks):
+        if self._ask(request, blocks, states):
             return True
         self._short_until_s = self._clock() + SHORT_PAUSE_S
         return False
@@ -158,6 +162,11 @@ class PageBook:
         self.held_blocks += blocks
         self._way.admit()
         return request.take(blocks)
+
+    def hold(self, request: RequestPages, cells: int) -> None:
+        """vLLM uses cells of another group than the leading one."""
+        self.held_blocks += cells
+        request.held += cells
 
     def finish(self, request: RequestPages, output_tokens: int) -> None:
         """A request has ended, and vLLM frees what it has of it; one that never was admitted has only what was got
@@ -176,24 +185,33 @@ class PageBook:
             del self._requests[request.request_id]
         self.untold.end(request)
 
+    def move_windows(self, request: RequestPages) -> None:
+        """vLLM has freed cells of a request that goes on, which nothing reads any more."""
+        for table in request.others:
+            if table.first <= table.told:
+                continue
+            if self.is_adrift:
+                self._private.add(table.drop_pages(max(table.told, request.first_private), table.first))
+            else:
+                self.untold.recycle(request, table.group, table.first)
+            table.told = table.first
+
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
-        """The first ``blocks`` blocks are computed: everybody's from the next ``flush`` on."""
+        """The first ``blocks`` blocks are computed: all engines' from the next ``flush`` on."""
         if blocks > request.wanted and request.is_shared and not self.is_adrift:
             request.wanted = blocks
-            self.untold.seal(request, blocks, hashes)
+            self.untold.seal(request, Sealing(blocks, hashes, request.take_states(blocks)))
 
     def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
         """Count the blocks that vLLM may take, ``request``'s reservation and its untouched hits included."""
-        spare = 0 if request is None else len(request.pages) - request.taken
+        spare = 0 if request is None else request.spare_pages
         if self.is_adrift:
             return len(self._private) + spare
         not_held = pool_blocks - self.held_blocks
         free = self._stream.free_pages
         if not free:
             return not_held
-        stock = self._lease.record.stock
-        assert stock is not None
-        to_be_had = free[0] + self._stream.evictable_pages[0] + stock.blocks + spare
+        to_be_had = free[self.lead] + self._stream.evictable_pages[self.lead] + self._stock_pages + spare
         return min(not_held, to_be_had)
 
     def flush(self) -> None:
@@ -203,10 +221,7 @@ class PageBook:
         try:
             self._collect()
             batch = self._stream.batch()
-            for request, (blocks, hashes) in self.untold.ready.sealing.items():
-                self._publish(batch, request, blocks, hashes)
-            for request in self.untold.ready.ended:
-                self._release(batch, request)
+            put_reports(batch, self.untold.ready, self.keys)
             self.untold.ready.clear()
             self._pending = self._stream.send(batch)
         except CacheClientError as error:
@@ -268,14 +283,13 @@ class PageBook:
             ahead = sum(each.first_blocks for each in self._requests.values() if each.is_ahead)
             self._send_matches({request_id: wish, **self._matches.next_coming(self._ahead_blocks - ahead)})
             self._take_matches()
-        return self._requests.setdefault(request_id, RequestPages(request_id, self._clock()))
+        begun = RequestPages(request_id, self._clock(), lead=self.lead, others=other_tables(self._layout))
+        return self._requests.setdefault(request_id, begun)
 
     def _is_fresh(self, request: RequestPages, wish: Wish) -> bool:
         """True where a request that waits need not be matched again: what it has is recent, or has its pages, and is no
         more than it may have."""
-        if request.held or not request.is_usable or request.salt != wish.salt:
-            return False
-        if request.hit_blocks + request.host_blocks > wish.most_blocks:
+        if not request.answers(wish):
             return False
         if request.host_blocks and request.request_id in self.without_host:
             return False
@@ -292,79 +306,62 @@ class PageBook:
     def _take_matches(self) -> None:
         self.untold.ready.ended += self._matches.take(ANSWER_S)
 
-    def _publish(self, batch: Any, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
-        assert request.sequence is not None
-        record = request.sequence.record
-        if blocks <= record.asked_blocks:
-            return
-        first = record.asked_blocks
-        keys = b"" if blocks <= record.known_keys else self.keys(hashes[first:blocks], request.salt)
-        try:
-            batch.publish(request.sequence, blocks, keys, first_key=first)
-        except CacheClientError as error:
-            refused("publish", request.request_id, error)
-
-    def _release(self, batch: Any, request: RequestPages) -> None:
-        if request.sequence is None:
-            return
-        try:
-            batch.release(request.sequence, output_tokens=request.output_tokens)
-        except CacheClientError as error:
-            refused("release", request.request_id, error)
-
-    def _ask(self, request: RequestPages, blocks: int) -> bool:
+    def _ask(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Ask the daemon for pages; where it has too few, with what this engine can spare: hits of requests that wait,
         and its stock. True once the request has them."""
-        if self._allocate(request, blocks):
+        if self._allocate(request, blocks, states):
             return True
         assert request.sequence is not None
-        if self._drop_idle(request) and self._allocate(request, blocks):
+        if self._drop_idle(request) and self._allocate(request, blocks, states):
             return True
         hit_blocks = request.sequence.hit_blocks
-        if len(request.pages) < hit_blocks and not self._allocate(request, hit_blocks):
+        if len(request.pages) < hit_blocks and not self._allocate(request, hit_blocks, {}):
             return False
-        stock = self._lease.record.stock
-        assert stock is not None
-        missing = blocks - len(request.pages)
-        if missing > 0 and stock.blocks and self._grow(request, len(request.pages) + min(missing, stock.blocks)):
-            return len(request.pages) >= blocks or self._allocate(request, blocks)
-        return missing <= 0
+        rows = min(blocks - len(request.pages), self._stock_pages // request.row_pages)
+        if rows > 0:
+            self._grow(request, len(request.pages) + rows, {})
+        return request.has_pages(blocks, states) or self._allocate(request, blocks, states)
 
-    def _grow(self, request: RequestPages, blocks: int) -> bool:
+    def _grow(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Take pages of the stock; False where it has too few, or the hit's own pages must be asked for first."""
-        sequence, stock = request.sequence, self._lease.record.stock
+        sequence = request.sequence
         assert sequence is not None
-        assert stock is not None
-        missing = blocks - len(request.pages)
-        if stock.blocks < missing or sequence.blocks < sequence.hit_blocks:
+        if self._stock_pages < request.missing_pages(blocks, states) or sequence.blocks < sequence.hit_blocks:
             return False
+        growth = request.growth(blocks, states)
         try:
-            sequence.grow_from_stock(missing)
+            sequence.grow_from_stock(growth.blocks - len(request.pages), positions=growth.positions)
         except CacheClientError as error:
             refused("grow", request.request_id, error)
             return False
         request.take_cells()
         return True
 
-    def _allocate(self, request: RequestPages, blocks: int) -> bool:
+    @property
+    def _stock_pages(self) -> int:
+        stock = self._lease.record.stock
+        assert stock is not None
+        return stock.pages[self.lead]
+
+    def _allocate(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Have the daemon make the table ``blocks`` long, in a step that reports growth first; and, as far as they go,
         those of others that were matched and may run next."""
         try:
             self._collect()
-            wanting = [(request, blocks)]
+            wanting = [(request, request.growth(blocks, states))]
             if self._clock() >= self._short_until_s:
                 others = (other for other in self._requests.values() if other is not request and other.wants_pages)
-                wanting += [(other, other.first_blocks) for other in others]
+                wanting += [(other, other.growth(other.first_blocks, {})) for other in others]
             batch = self._stream.batch()
-            for each, wanted in wanting:
+            for each, (wanted, positions) in wanting:
                 assert each.sequence is not None
-                batch.allocate(each.sequence, max(wanted, each.sequence.hit_blocks), short_suffix=True)
+                batch.allocate(each.sequence, wanted, short_suffix=True, positions=positions)
             self._pending = self._stream.send(batch)
             self._collect()
         except CacheClientError as error:
             refused("allocate", request.request_id, error)
         request.take_cells()
-        return len(request.pages) >= blocks
+        return request.has_pages(blocks, states)
 
     def _drop_idle(self, but_for: RequestPages | None = None) -> bool:
         """Give back what requests pin that vLLM has not admitted; True where there was one."""

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from cachesvc_client.records.stock import Stock
 
+from cachesvc.model.words import NO_PAGE
+from cachesvc_vllm.pages.group_tables import Positions
 from cachesvc_vllm.pages.request_pages import RequestPages
 
 
@@ -28,13 +30,26 @@ class PrivatePages:
         for request in ended:
             self._pages += request.private_pages()
 
-    def lengthen(self, request: RequestPages, blocks: int) -> bool:
-        """Make a request's table ``blocks`` long; False where there are too few pages, or what it was to load will not
-        come."""
-        missing = blocks - len(request.pages)
-        if len(request.pages) < request.hit_blocks + request.host_blocks or missing > len(self._pages):
+    def add(self, pages: Iterable[int]) -> None:
+        """Take pages that a request reads no more."""
+        self._pages += pages
+
+    def lengthen(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+        """Make a request's table ``blocks`` long, with pages for ``states``; False where there are too few pages, or
+        what it was to load will not come."""
+        if len(request.pages) < request.loaded_blocks:
             return False
-        if missing > 0:
-            request.pages += self._pages[:missing]
-            del self._pages[:missing]
+        if request.missing_pages(blocks, states) > len(self._pages):
+            return False
+        end, positions = request.growth(blocks, states)
+        new = range(len(request.pages), end)
+        request.pages += self._take(len(new))
+        for table in request.others:
+            wanted = positions[table.group] if table.is_state else new
+            table.add([self._take(1)[0] if position in wanted else NO_PAGE for position in new])
         return True
+
+    def _take(self, pages: int) -> list[int]:
+        taken = self._pages[:pages]
+        del self._pages[:pages]
+        return taken

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachesvc_client import Sequence as DaemonSequence
+
+from cachesvc.model.words import NO_PAGE
+from cachesvc_vllm.pages.group_tables import GroupTable, Positions
 
 
 def computed_blocks(
@@ -28,12 +31,16 @@ def blocks_wanted(
     lookahead_tokens: int,
     longest_tokens: int,
     block_tokens: int,
+    step_tokens: int | None = None,
 ) -> int:
     """Return how long a request's table has to be for ``new_tokens`` behind what is computed, ``external_tokens`` that
-    are loaded and ``lookahead_tokens`` of a drafter; no longer than ``longest_tokens``."""
+    are loaded and ``lookahead_tokens`` of a drafter; no longer than ``longest_tokens``. ``step_tokens``: the most that
+    is computed in a step, where pages come back between two of them; None where none does."""
     tokens = new_tokens + external_tokens + lookahead_tokens
     if external_tokens:  # it holds them while it waits, so it gets all that it needs to run
-        tokens = max(tokens, request.num_tokens + max(block_tokens, lookahead_tokens))
+        rest = request.num_tokens - tokens
+        rest = rest if step_tokens is None else min(rest, step_tokens)
+        tokens += max(0, rest + max(block_tokens, lookahead_tokens))
     tokens = min(int(request.num_computed_tokens) + tokens, longest_tokens)
     return -(-tokens // block_tokens)
 
@@ -49,23 +56,33 @@ class Wish:
     salt: bytes = b""
 
 
+class Growth(NamedTuple):
+    """Length of a request's tables, and by state group the new blocks that get a page."""
+
+    blocks: int
+    positions: dict[int, list[int]]
+
+
 @dataclass(slots=True, eq=False)
 class RequestPages:
     """``sequence``: None where there was no daemon to match it: all pages are private then.
 
-    ``pages``: the request's table, which only grows. A page keeps its place when another engine was faster to publish
-    its block, because kernels have the table. ``hit_blocks`` of them were found in place, ``host_blocks`` behind these
-    have to be loaded. vLLM has taken the first ``taken`` pages and not freed ``held`` of them. ``wanted``: up to where
-    blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will be once
-    what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room. ``is_shortened``: the
-    last block of its hit was left out already. ``is_loading``: its loads were handed to workers. ``is_foreign``:
-    another connector loads a part of it, which the daemon cannot vouch for: it is not shared. ``is_matching``: its
-    match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``salt``: as the wish had it.
+    ``pages``: the request's table in the leading group ``lead``, which only grows; ``others``: those of other groups.
+    A page keeps its place when another engine was faster to publish its block, because kernels have the table.
+    ``hit_blocks`` of them were found in place, ``host_blocks`` behind these have to be loaded. vLLM has taken the first
+    ``taken`` pages; of all groups' it has not freed ``held``. ``wanted``: up to where blocks are computed and to be
+    sealed; vLLM has said of the first ``full_blocks`` that they are full, or will be once what is scheduled is
+    computed. ``first_blocks``: as many as vLLM takes first, if it has room. ``is_shortened``: the last block of its hit
+    was left out already. ``is_loading``: its loads were handed to workers. ``is_foreign``: another connector loads a
+    part of it, which the daemon cannot vouch for: it is not shared. ``is_matching``: its match has no answer yet;
+    ``is_forgotten``: and the request ended meanwhile. ``salt``: as the wish had it.
     """
 
     request_id: str
     begun_s: float
     sequence: DaemonSequence | None = None
+    lead: int = 0
+    others: list[GroupTable] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     hit_blocks: int = 0
     host_blocks: int = 0
@@ -97,6 +114,8 @@ class RequestPages:
         """True while it was matched, waits, and was given no pages yet."""
         if not self.is_ahead or not self.is_usable or self.sequence is None:
             return False
+        if any(each.is_state for each in self.others):
+            return False  # how long its first chunk is, vLLM knows alone
         return len(self.pages) <= self.hit_blocks < self.first_blocks and not self.is_growing
 
     @property
@@ -111,17 +130,81 @@ class RequestPages:
             return False
         return self.sequence.record.failure is None and not self.sequence.record.has_failed_load
 
+    def table_of(self, group: int) -> GroupTable:
+        """The table of another group than the leading one."""
+        return self.others[group - (group > self.lead)]
+
+    def answers(self, wish: Wish) -> bool:
+        """True where it waits with a match that is no more than ``wish`` may have."""
+        is_like = self.salt == wish.salt and self.loaded_blocks <= wish.most_blocks
+        return not self.held and self.is_usable and is_like
+
+    def fills_nothing(self, request: Any, new_tokens: int, block_tokens: int) -> bool:
+        """True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs, has a slot for each
+        token, and whose full blocks vLLM has reported: most of what decoding costs there, in most iterations. With
+        several groups, it may free what has left a window."""
+        if self.others or new_tokens <= 0:
+            return False
+        tokens = request.num_computed_tokens + new_tokens
+        full = min(int(tokens) // block_tokens, len(request.block_hashes))
+        return full <= self.full_blocks
+
     def match(self, sequence: DaemonSequence) -> None:
         """Begin with a hit."""
         self.sequence = sequence
         self.hit_blocks, self.host_blocks = sequence.device_blocks, sequence.host_blocks
         self.take_cells()
 
+    @property
+    def spare_pages(self) -> int:
+        """Number of pages that vLLM has not taken, of all groups."""
+        return len(self.pages) - self.taken + sum(each.spare for each in self.others)
+
+    @property
+    def loaded_blocks(self) -> int:
+        """Number of leading blocks that are not this request's own."""
+        return self.hit_blocks + self.host_blocks
+
+    def has_pages(self, blocks: int, states: Positions) -> bool:
+        """True where vLLM can take ``blocks`` blocks, and ``states``."""
+        return len(self.pages) >= blocks and not any(self._lacking(states).values())
+
+    def growth(self, blocks: int, states: Positions) -> Growth:
+        """Length and new cells with which the table has these. Pages come with new blocks alone, so a state in a hole
+        of the table makes it longer."""
+        lacking = self._lacking(states)
+        first = max(len(self.pages), self.loaded_blocks)
+        end = max(blocks, first, first + max(map(len, lacking.values()), default=0))
+        positions = {}
+        for group, holes in lacking.items():
+            new = [position for position in holes if position >= first]
+            others = (position for position in range(first, end) if position not in new)
+            positions[group] = sorted(new + [next(others) for _ in range(len(holes) - len(new))])
+        return Growth(end, positions)
+
+    def missing_pages(self, blocks: int, states: Positions) -> int:
+        """Number of pages that it takes to have these."""
+        growth = self.growth(blocks, states)
+        return max(0, growth.blocks - len(self.pages)) * self.row_pages + sum(map(len, growth.positions.values()))
+
+    def _lacking(self, states: Positions) -> dict[int, list[int]]:
+        loaded = self.loaded_blocks
+        return {each.group: each.lacking(states.get(each.group, ()), loaded) for each in self.others if each.is_state}
+
+    @property
+    def row_pages(self) -> int:
+        """Number of pages that a further block takes, without states."""
+        return 1 + sum(not each.is_state for each in self.others)
+
     def take_cells(self) -> None:
         """Add the pages that came since."""
         assert self.sequence is not None
-        if self.sequence.blocks > len(self.pages):
-            self.pages += self.sequence.tables[0][len(self.pages) :].tolist()
+        if self.sequence.blocks <= len(self.pages):
+            return
+        tables = self.sequence.tables
+        self.pages += tables[self.lead][len(self.pages) :].tolist()
+        for each in self.others:
+            each.read(tables[each.group], self.loaded_blocks)
 
     def take_hits(self) -> None:
         """vLLM uses all of the hit that is in place."""
@@ -138,6 +221,34 @@ class RequestPages:
         self.held += blocks
         return self.pages[first : self.taken]
 
+    def take_states(self, blocks: int) -> dict[int, dict[int, int]]:
+        """States at the end of computed blocks, which are to be sealed, by group and position."""
+        return {each.group: ready for each in self.others if each.states and (ready := each.take_states(blocks))}
+
+    def take_replaced(self, dead: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Pages ``(group, page)`` of cells that are dead and for which another engine's were sealed: the kernels had
+        this request's own until now."""
+        assert self.sequence is not None
+        tables, replaced = self.sequence.tables, []
+        for each in self.others:
+            if each.is_state:
+                continue  # its page stays where it was granted, and goes with that cell
+            first, end = each.given_back, min(dead.get(each.group, 0), len(each.pages))
+            if end > first:
+                cells = tables[each.group][first:end].tolist()
+                mine = each.pages[first:end]
+                pairs = zip(mine, cells, strict=True)
+                replaced += [(each.group, page) for page, cell in pairs if NO_PAGE != page != cell]
+                each.given_back = end
+        return replaced
+
     def private_pages(self) -> list[int]:
         """Pages that only this request ever wrote, and that were never published."""
-        return self.pages[max(self.wanted, self.hit_blocks + self.host_blocks) :]
+        first = self.first_private
+        rest = [page for each in self.others for page in each.pages[first:] if page != NO_PAGE]
+        return self.pages[first:] + rest
+
+    @property
+    def first_private(self) -> int:
+        """Number of leading blocks that are others' too, or were to be."""
+        return max(self.wanted, self.loaded_blocks)

@@ -1,4 +1,4 @@
-"""Reports to the daemon that must wait: computed blocks, and ended requests.
+"""Reports to the daemon that must wait: computed blocks, cells that are not read any more, and ended requests.
 
 A drafter's kernels may run on when a step's output has come, for vLLM copies sampled tokens out before it drafts. They
 write KV behind what the step has computed. With a drafter the daemon gets the report of an output's blocks after the
@@ -17,21 +17,49 @@ from cachesvc_vllm.pages.request_pages import RequestPages
 
 
 @dataclass(slots=True)
-class _Part:
-    """``sealing``: how many leading blocks, and the keys of these."""
+class Sealing:
+    """``blocks``: how many leading blocks are computed; ``keys``: of these. ``states``: by group and position, the
+    pages of states that are among them."""
 
-    sealing: dict[RequestPages, tuple[int, Sequence[bytes]]] = field(default_factory=dict)
+    blocks: int
+    keys: Sequence[bytes]
+    states: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def add(self, newer: Sealing) -> None:
+        """Take what is known since."""
+        self.blocks, self.keys = newer.blocks, newer.keys
+        for group, states in newer.states.items():
+            self.states.setdefault(group, {}).update(states)
+
+
+@dataclass(slots=True)
+class Part:
+    """Reports to make. ``dead``: by group, the first cell that a request may still read."""
+
+    sealing: dict[RequestPages, Sealing] = field(default_factory=dict)
+    dead: dict[RequestPages, dict[int, int]] = field(default_factory=dict)
     ended: list[RequestPages] = field(default_factory=list)
 
-    def add(self, other: _Part) -> None:
+    def add(self, other: Part) -> None:
         """Take all that ``other`` has, which is newer."""
-        self.sealing.update(other.sealing)
+        for request, sealing in other.sealing.items():
+            self.seal(request, sealing)
+        for request, dead in other.dead.items():
+            self.dead.setdefault(request, {}).update(dead)
         self.ended += other.ended
         other.clear()
+
+    def seal(self, request: RequestPages, sealing: Sealing) -> None:
+        """Add what is computed."""
+        if (older := self.sealing.get(request)) is None:
+            self.sealing[request] = sealing
+        else:
+            older.add(sealing)
 
     def clear(self) -> None:
         """Forget it all."""
         self.sealing.clear()
+        self.dead.clear()
         self.ended.clear()
 
 
@@ -40,24 +68,32 @@ class Untold:
 
     def __init__(self) -> None:
         self.is_late = False
-        self.ready, self._late, self._fresh = _Part(), _Part(), _Part()
+        self.ready, self._late, self._fresh = Part(), Part(), Part()
 
     def __bool__(self) -> bool:
         """True where a report may be sent."""
-        return bool(self.ready.sealing or self.ready.ended)
+        return bool(self.ready.sealing or self.ready.dead or self.ready.ended)
 
     @property
     def has_late_pages(self) -> bool:
         """True where requests that have ended will give pages back without anything else."""
         return bool(self._late.ended or self._fresh.ended)
 
-    def seal(self, request: RequestPages, blocks: int, keys: Sequence[bytes]) -> None:
-        """Note that the first ``blocks`` blocks are computed."""
-        (self._fresh if self.is_late else self.ready).sealing[request] = blocks, keys
+    def seal(self, request: RequestPages, sealing: Sealing) -> None:
+        """Note what is computed."""
+        self._newest.seal(request, sealing)
+
+    def recycle(self, request: RequestPages, group: int, first: int) -> None:
+        """Note that the request reads no cell of the group before ``first``."""
+        self._newest.dead.setdefault(request, {})[group] = first
 
     def end(self, request: RequestPages) -> None:
         """Note that vLLM has freed all pages of the request."""
-        (self._fresh if self.is_late else self.ready).ended.append(request)
+        self._newest.ended.append(request)
+
+    @property
+    def _newest(self) -> Part:
+        return self._fresh if self.is_late else self.ready
 
     def begin_step(self) -> None:
         """Note that what is fresh was said without an output: kernels of the last output were the last to write it."""

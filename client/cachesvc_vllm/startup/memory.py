@@ -36,10 +36,12 @@ def _size(args: tuple[Any, ...]) -> int | None:
 
 def require_on_slab(kv_caches: Mapping[str, Any], slab: Any, given: int) -> None:
     """Raises ConnectorRefused unless vLLM took the slab, once, and every layer lies on it."""
+    storage = slab.untyped_storage().data_ptr()
     elsewhere = [
         name
-        for name, tensor in kv_caches.items()
-        if tensor.untyped_storage().data_ptr() != slab.untyped_storage().data_ptr()
+        for name, tensors in kv_caches.items()
+        for tensor in (tensors if isinstance(tensors, list | tuple) else [tensors])  # a state has several
+        if tensor.untyped_storage().data_ptr() != storage
     ]
     if given != 1 or elsewhere:
         raise ConnectorRefused(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from cachesvc_vllm.daemon.cache_groups import cache_groups
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 
-FULL_ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs")
-"""Kinds of groups whose blocks are kept until their request ends, and form one prefix."""
-
+TESTED = ((0, 32), (0, 33))
+"""Releases of vLLM that the connector was tested with: it replaces vLLM's block pool, which is no public API."""
 DIGESTS = ("sha256", "sha256_cbor")
 """Hash algorithms whose digests are 32 bytes, and the same in every process."""
 
@@ -37,9 +38,9 @@ def require_supported(vllm_config: Any, kv_cache_config: Any, whole_config: Any 
         *_of_siblings(whole.kv_transfer_config),
         *_of_parallelism(vllm_config.parallel_config),
         *_of_caching(vllm_config),
-        *_of_groups(kv_cache_config),
     ):
         raise ConnectorRefused(f"cachesvc_vllm: {why}")
+    cache_groups(kv_cache_config)
 
 
 def _of_role(transfer: Any) -> list[str]:
@@ -100,21 +101,14 @@ def _of_caching(vllm_config: Any) -> list[str]:
     return found
 
 
-def _of_groups(kv_cache_config: Any) -> list[str]:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        why = (
-            f"this model has {len(groups)} KV cache groups ({kinds}), and only one, of whole sequences, is supported: "
-            "leave the connector out"
+def require_version(version: str, *, allow_any: bool) -> None:
+    """Raises ConnectorRefused for a release of vLLM that is not among ``TESTED``, unless ``allow_any``."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is not None and (int(found[1]), int(found[2])) in TESTED:
+        return
+    known = " and ".join(f"{major}.{minor}" for major, minor in TESTED)
+    if not allow_any:
+        raise ConnectorRefused(
+            f"cachesvc_vllm works with vLLM {known}, and this is {version}: install one of these, or try it at your "
+            'own risk with "allow_untested_vllm": true in kv_connector_extra_config'
         )
-        return [why]
-    kind, block = type(groups[0].kv_cache_spec).__name__, groups[0].kv_cache_spec.block_size
-    if kind not in FULL_ATTENTION:
-        return [f"KV cache groups of {kind} are not supported; {', '.join(FULL_ATTENTION)} are"]
-    if groups[0].kv_cache_spec.prefix_replay_tokens:
-        return [f"KV cache groups of {kind} that compute a part of each hit again are not supported"]
-    hashed = kv_cache_config.hash_block_size
-    if hashed not in (None, block):
-        return [f"keys are of {hashed} tokens and blocks of {block}: make them equal (--block-size)"]
-    return []

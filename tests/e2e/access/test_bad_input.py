@@ -311,6 +311,12 @@ def test_the_facts_of_a_refusal_reach_the_client_as_fields(shared_node: Node) ->
         assert (facts["wanted"], facts["capacity"]) == (17, 16)
         assert f"free {facts['free']}, evictable {facts['evictable']}" in str(full.value)
         assert full.value.can_never_fit
+        assert full.value.reason == "too large"
+        with engine.lease.match(b"") as sequence, engine.lease.match(b"") as other:
+            sequence.allocate(16)
+            with pytest.raises(PoolExhausted) as later:
+                other.allocate(1)
+        assert (later.value.reason, later.value.can_never_fit) == ("full", False)
         with pytest.raises(LimitExceeded) as long:
             engine.lease.match(b"k" * 32 * 65537)
         assert (long.value.what, long.value.got, long.value.limit) == ("block keys", 65537, 65536)

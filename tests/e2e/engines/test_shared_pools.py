@@ -5,56 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cachesvc_client import KEY_BYTES, NO_PAGE, InvalidRequest, Layout, NotOwned, Plane, PlaneGroup, PoolExhausted
+from cachesvc_client import KEY_BYTES, NO_PAGE, InvalidRequest, NotOwned, PoolExhausted
 
-from tests.e2e.engine import BLOCK_TOKENS, WAIT_SECONDS, WINDOW_TOKENS, WINDOWED, Engine, Served, prompt
+from tests.e2e.engine import BLOCK_TOKENS, WINDOWED, Engine, prompt
+from tests.e2e.hybrid import FULL, HYBRID, STATE, WINDOW, serve_hybrid
 from tests.e2e.rig import Node
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
 PAGES = 24
 ONE = replace(WINDOWED, groups=tuple(replace(group, pool="kv") for group in WINDOWED.groups))
-FULL, WINDOW, STATE = range(3)
-HYBRID = Layout(
-    BLOCK_TOKENS,
-    1,
-    (
-        PlaneGroup("full", pool="kv"),
-        PlaneGroup("window", WINDOW_TOKENS, pool="kv"),
-        PlaneGroup("state", pool="kv", is_state=True),
-    ),
-    (
-        *(Plane(name, 0, "full", (2, BLOCK_TOKENS, 4), "float16") for name in ("k", "v")),
-        *(Plane(name, 1, "window", (2, BLOCK_TOKENS, 4), "float16") for name in ("k", "v")),
-        Plane("conv", 2, "state", (3, 20), "float16"),
-        Plane("ssm", 2, "state", (2, 7, 7), "float32"),
-    ),
-)
-
-
-def serve_hybrid(engine: Engine, tokens: list[int], chunk: int = 4) -> Served:
-    """``Engine.serve`` in chunks, at whose ends a state is published; the windows are recycled."""
-    keys = engine.keys(tokens)
-    blocks = len(keys) // KEY_BYTES
-    with engine.lease.match(keys) as sequence:
-        hit = sequence.hit_blocks
-        sequence.allocate(hit)
-        sequence.wait_loaded(WAIT_SECONDS)
-        bad = engine.bad(sequence, keys, range(hit))
-        if hit:
-            assert [int(page != NO_PAGE) for page in sequence.tables[STATE]] == [0] * (hit - 1) + [1]
-        computed = hit
-        while computed < blocks:
-            last = min(computed + chunk, blocks)
-            sequence.allocate(last)
-            engine.fill(sequence, keys, range(computed, last))
-            page = int(sequence.tables[STATE][last - 1])
-            answer = sequence.publish(last, states={STATE: {last - 1: page}})
-            assert not answer.kept
-            computed = last
-            sequence.recycle(computed * BLOCK_TOKENS)
-        pages = [table.tolist() for table in sequence.tables]
-        return Served(sequence.device_blocks, sequence.host_blocks, blocks - hit, 0, pages, bad)
 
 
 def test_groups_of_one_pool_take_the_pages_that_they_need(node: Node) -> None:

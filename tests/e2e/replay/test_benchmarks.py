@@ -33,7 +33,7 @@ def has_gpu() -> bool:
 def test_a_simulation_says_what_policies_hit_and_how_fast(tmp_path: Path) -> None:
     trace, out = tmp_path / "chats.jsonl", tmp_path / "out.json"
     write_synthetic_trace(trace, SyntheticTraceSpec(requests=80, seed=2))
-    ended = run("simulation", str(trace), "--json", str(out))
+    ended = run("ledger.simulation", str(trace), "--json", str(out))
     assert ended.returncode == 0, ended.stderr
     (found,) = json.loads(out.read_text(encoding="utf-8"))["traces"]
     assert (found["trace"], found["requests"], len(found["rows"])) == ("chats", 80, 6)
@@ -47,19 +47,19 @@ def test_a_simulation_says_what_policies_hit_and_how_fast(tmp_path: Path) -> Non
     "arguments",
     [
         ("swap", "--backend", "cuda"),
-        ("fairness", "--backend", "cuda"),
+        ("swap.fairness", "--backend", "cuda"),
         ("gpus", "--backend", "cuda"),
-        ("interference",),
-        ("overlap",),
+        ("attach.interference",),
+        ("swap.overlap",),
         ("attach",),
-        ("storage_ttft",),
+        ("storage.ttft",),
     ],
     ids=lambda arguments: str(arguments[0]),
 )
 def test_without_a_gpu_a_benchmark_says_so(arguments: tuple[str, ...]) -> None:
     ended = run(*arguments)
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"{arguments[0]}: ")
+    assert ended.stderr.startswith(f"{arguments[0].rpartition('.')[2]}: ")
     assert len(ended.stderr.splitlines()) == 1
     assert ended.stdout == ""
 
@@ -78,7 +78,7 @@ def test_swaps_on_shm_give_rows_that_add_up(tmp_path: Path) -> None:
 
 def test_fairness_on_shm_gives_both_times(tmp_path: Path) -> None:
     out = tmp_path / "fairness.json"
-    ended = run("fairness", "--rounds", "3", "--json", str(out))
+    ended = run("swap.fairness", "--rounds", "3", "--json", str(out))
     assert ended.returncode == 0, ended.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     assert 0 < found["alone_ms"] <= found["alone_worst_ms"]
@@ -116,7 +116,7 @@ def test_two_devices_at_once_on_shm_give_every_part(tmp_path: Path) -> None:
 def test_a_prefix_comes_from_every_tier_on_shm(tmp_path: Path) -> None:
     out = tmp_path / "ttft.json"
     small = ("--backend", "shm", "--prefix", "256", "--new", "64", "--repeats", "2", "--folder", str(tmp_path))
-    ended = run("storage_ttft", *small, "--json", str(out))
+    ended = run("storage.ttft", *small, "--json", str(out))
     assert ended.returncode == 0, ended.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     rows = {row["tier"]: row for row in found["rows"]}

@@ -54,7 +54,7 @@ def test_rows_have_what_is_promised_and_count_as_the_oracle(trace: Path, tmp_pat
     assert {row["host_blocks"] for row in rows} == {0, pool_capacity(distinct, 30)}
     for row in rows:
         if row["policy"] == "lru" and not row["host_blocks"]:
-            assert row["hits"] == {"device": lru_hits(requests, row["device_blocks"]).hits, "host": 0}
+            assert row["hits"] == {"device": lru_hits(requests, row["device_blocks"]).hits, "host": 0, "disk": 0}
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "together" in ended.stdout
     assert "requests a minute" in ended.stderr

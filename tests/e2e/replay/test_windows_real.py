@@ -11,7 +11,7 @@ from tests.e2e.replay.test_benchmarks import run
 
 def test_recycling_in_a_small_pool_changes_no_answer(tmp_path: Path) -> None:
     out = tmp_path / "windows.json"
-    ended = run("windows_real", "--quick", "--json", str(out))
+    ended = run("windows.real", "--quick", "--json", str(out))
     assert ended.returncode == 0, ended.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     assert [row["share"] for row in found["rows"]] == list(SHARES)

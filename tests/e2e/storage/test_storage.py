@@ -17,6 +17,7 @@ from cachesvc_client.events import Spot
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from tests.e2e.engine import Engine, prompt
+from tests.e2e.hybrid import HYBRID, STATE, serve_hybrid
 from tests.e2e.remote import ROOT
 from tests.e2e.rig import FLAGS, Node, running_node, wait_until
 
@@ -55,6 +56,24 @@ def test_after_a_kill_every_stored_block_is_a_hit_with_its_bytes(tmp_path: Path)
         assert (again.device, again.computed) == (BLOCKS, 0)
         assert counters["hit_blocks_storage"] == node.counters()["hit_blocks_storage"]
         wait_until(lambda: node.held() == {"private": 0, "in_flight": 0, "quarantined": 0}, "no page is held")
+        assert node.problems() == []
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_hybrid_models_prefix_outlives_the_daemon_with_its_windows_and_states(tmp_path: Path, is_late: bool) -> None:
+    pages = {"device_pages": 256 if is_late else 64, "host_pages": 256}
+    with storing(tmp_path) as node, Engine(node.socket, layout=HYBRID, **pages) as engine:
+        for seed in range(PROMPTS):
+            assert serve_hybrid(engine, prompt(seed, BLOCKS), is_late=is_late).computed == BLOCKS
+        states = PROMPTS * BLOCKS // 4
+        wait_until(lambda: len(list(tmp_path.glob(f"**/*.{STATE}.0of1"))) == states, "all states are stored")
+        wait_until(lambda: stored(node, PROMPTS * BLOCKS), "all is stored")
+        node.daemon.process.kill()
+        node.daemon.process.wait()
+    with storing(tmp_path) as node, Engine(node.socket, layout=HYBRID, **pages) as engine:
+        for seed in range(PROMPTS):
+            served = serve_hybrid(engine, prompt(seed, BLOCKS + 1))
+            assert (served.device, served.host, served.computed, served.bad) == (0, BLOCKS, 1, [])
         assert node.problems() == []
 
 
@@ -160,6 +179,27 @@ def test_one_namespace_of_the_listing_is_purged_alone(tmp_path: Path) -> None:
         assert cachesvc(node, "--purge", namespace) == (0, f"removed {BLOCKS} objects\n")
         assert re.search(rf"another +\w{{12}} +{BLOCKS} ", cachesvc(node)[1])
         assert cachesvc(node, "--purge", namespace)[0] == 2
+
+
+def test_a_name_of_two_namespaces_is_not_guessed_at(tmp_path: Path) -> None:
+    """Two tenants with one name of a model: a purge by the name would take both."""
+    with (
+        storing(tmp_path) as node,
+        Engine(node.socket, salt=b"a" * 16, device_pages=64, host_pages=256) as one,
+        Engine(node.socket, salt=b"b" * 16, device_pages=64, host_pages=256) as other,
+    ):
+        one.serve(prompt(1, BLOCKS))
+        other.serve(prompt(1, 2 * BLOCKS))
+        wait_until(lambda: stored(node, 3 * BLOCKS), "all is stored")
+        numbers = dict(re.findall(r"model@1 +(\w{12}) +(\d+) ", cachesvc(node)[1]))
+        assert sorted(numbers.values()) == ["16", "8"]
+        code, said = cachesvc(node, "--purge", "model@1")
+        assert code == 2
+        assert "2 namespaces, of tenants or versions of weights, are called 'model@1'" in said
+        assert all(number in said for number in numbers)
+        (small,) = (number for number, objects in numbers.items() if objects == "8")
+        assert cachesvc(node, "--purge", small) == (0, f"removed {BLOCKS} objects\n")
+        assert re.search(rf"model@1 +\w{{12}} +{2 * BLOCKS} ", cachesvc(node)[1])
 
 
 def test_without_storage_the_command_says_so(node: Node) -> None:

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.simulation import EVICTIONS, WRITE_POLICIES, Pools, Simulation
+from cachesvc.simulation import EVICTIONS, WRITE_POLICIES, SimulatedPools, Simulation
 from tests.conservation import audit
 from tests.oracle import best_hits_naive, distinct_blocks, infinite_hits, lru_hits, pool_capacity
 from tests.unit.tools.test_oracle import Prompt, tree_traces
@@ -95,7 +95,7 @@ def test_a_host_adds_hits_and_the_optimum_bounds_them(chats: Chats, writes: str)
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_what_is_simulated_adds_up(chats: Chats, eviction: str) -> None:
-    simulation = Simulation(Pools(eviction, "write_back", chats.blocks(5), chats.blocks(20)), 512)
+    simulation = Simulation(SimulatedPools(eviction, "write_back", chats.blocks(5), chats.blocks(20)), 512)
     for number, now in enumerate(chats.prompts.seconds.tolist()):
         simulation.serve(chats.prompts.keys(number), now)
         if number % 50 == 0:
@@ -104,7 +104,7 @@ def test_what_is_simulated_adds_up(chats: Chats, eviction: str) -> None:
 
 
 def test_a_prompt_longer_than_the_device_is_cut_also_where_the_host_has_more_of_it() -> None:
-    simulation = Simulation(Pools("lru", "write_through", 3, 9), 512)
+    simulation = Simulation(SimulatedPools("lru", "write_through", 3, 9), 512)
     prompts = columns([Prompt((1, 2, 3, 4, 5)), Prompt((7, 8)), Prompt((1, 2, 3, 4, 5))])
     hits = [simulation.serve(prompts.keys(number), float(number)) for number in range(3)]
     assert [tuple(each) for each in hits] == [(0, 0), (0, 0), (1, 2)]
@@ -134,9 +134,9 @@ def test_a_name_that_there_is_not_is_refused_with_those_that_there_are() -> None
     with pytest.raises(SimulationFailed, match=r"--write-policies: there is no 'never'; .*write_through"):
         check_names([OPTIMUM], ["never"])
     with pytest.raises(InvalidRequest):
-        Simulation(Pools("mru", "write_back", 1, 0), 512)
+        Simulation(SimulatedPools("mru", "write_back", 1, 0), 512)
     with pytest.raises(ValueError, match="no pools of 0"):
-        Simulation(Pools("lru", "write_back", 0, 0), 512)
+        Simulation(SimulatedPools("lru", "write_back", 0, 0), 512)
 
 
 def test_time_does_not_go_back_and_empty_prompts_count() -> None:
@@ -156,3 +156,40 @@ def test_compute_saved_counts_attention() -> None:
     assert compute_saved(prompts_of("t", [], 1), []) == 0.0
     row = run_cell(columns(short), Cell("lru", "write_back", 2, 0))
     assert row.compute_saved == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "hazard"])
+def test_a_disk_adds_hits_and_what_is_simulated_adds_up(chats: Chats, eviction: str) -> None:
+    device, host, disk = chats.blocks(2), chats.blocks(5), chats.blocks(40)
+    two = run_cell(chats.prompts, Cell(eviction, "write_back", device, host))
+    three = run_cell(chats.prompts, Cell(eviction, "write_back", device, host, disk))
+    best = run_cell(chats.prompts, Cell(OPTIMUM, "write_back", device, host, disk))
+    assert two.disk_hits == 0
+    assert three.disk_hits > 0
+    assert two.hit_ratio < three.hit_ratio <= best.hit_ratio
+    simulation = Simulation(SimulatedPools(eviction, "write_back", device, host, disk), 512)
+    for number, now in enumerate(chats.prompts.seconds.tolist()):
+        simulation.serve(chats.prompts.keys(number), now)
+        if number % 50 == 0:
+            assert audit(simulation.ledger).problems == []
+
+
+def test_after_a_restart_only_the_disk_is_left_and_it_has_what_was_used_again(chats: Chats) -> None:
+    pools = SimulatedPools("lru", "write_back", chats.blocks(20), chats.blocks(20), chats.blocks(100))
+    simulation = Simulation(pools, 512)
+    keys = chats.prompts.keys(0)
+    for _ in range(2):
+        simulation.serve(keys, 0.0)
+    again = simulation.restarted()
+    assert again.serve(keys, 1.0) == (0, 0, len(keys) // 32)
+    without = Simulation(pools._replace(disk_blocks=0), 512)
+    without.serve(keys, 0.0)
+    assert without.restarted().serve(keys, 1.0) == (0, 0, 0)
+
+
+def test_restarts_cost_few_hits_where_a_disk_is_there(chats: Chats) -> None:
+    cell = Cell("lru", "write_back", chats.blocks(2), chats.blocks(10), chats.blocks(60))
+    alone = run_cell(chats.prompts, cell)
+    restarted = run_cell(chats.prompts, cell._replace(restart_every=50))
+    assert restarted.disk_hits >= 0.9 * alone.disk_hits
+    assert restarted.hit_ratio >= 0.9 * alone.hit_ratio

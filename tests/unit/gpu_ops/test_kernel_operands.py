@@ -53,7 +53,7 @@ def test_an_array_is_read_with_its_strides_and_raw_types() -> None:
     with pytest.raises(ValueError, match=r"x: strides .* no gaps from axis 1 on"):
         read.dense(1)
     with pytest.raises(ValueError, match="x: float is no array on a device"):
-        bytes_operand("x", 1.0)
+        bytes_operand("x", 1.0)  # type: ignore[arg-type]
     for wrong, kind, why in (
         (on_device((2, 3)), Kind.INT64, "x: dtype int32, not int64"),
         (on_device((2, 3), np.uint32), Kind.INT32, "x: dtype uint32, not int32"),

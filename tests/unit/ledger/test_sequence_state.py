@@ -7,10 +7,13 @@ from itertools import product
 import pytest
 
 from cachesvc.flows.context.call import refusal_of, require_active
+from cachesvc.flows.context.turns import Turns
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.publish import publish, publish_many
+from cachesvc.flows.engine.recycle import recycle_many
 from cachesvc.flows.engine.release import release
+from cachesvc.flows.engine.stock import extend, extend_many, refill_stock
 from cachesvc.flows.engine.swap import swap_in, swap_out
 from cachesvc.ledger.sequence_state import (
     ACTIVE,
@@ -26,10 +29,12 @@ from cachesvc.ledger.sequence_state import (
     move,
 )
 from cachesvc.ledger.sequences import Sequence
+from cachesvc.model.answers import Wait
+from cachesvc.model.columns import Growth, Publishes
 from cachesvc.model.errors import Conflict, LedgerBroken, LoadFailed, NotFound
 from tests.unit.flows.engine.test_flows_refused import hosted
 from tests.unit.flows.engine.test_flows_swap import half_published
-from tests.unit.rigs.ledger_rig import Rig, chain
+from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 
 ILLEGAL = [pair for pair in product(SequenceState, repeat=2) if pair not in MOVES]
 REFUSALS = {LEAVING: Conflict, AWAY: Conflict, RETURNING: Conflict, FAILED: LoadFailed, ENDED: NotFound}
@@ -95,3 +100,25 @@ def test_each_state_has_its_refusal() -> None:
         else:
             with pytest.raises(REFUSALS[state]):
                 require_active(sequence)
+
+
+def test_a_sequence_that_has_begun_to_end_serves_no_batch_any_more() -> None:
+    rig = rig_of(one_group(), device=(64,))
+    a = rig.lease()
+    rig.run(match, a, 1, chain(*range(16)), 0)
+    rig.run(allocate, a, 1, 16)
+    [stock] = rig.run(refill_stock, a, (1,))
+    rig.core.turns = Turns(pages=4)
+    assert isinstance(rig.once(release, a, 1), Wait), "a slice of it; the lease has the sequence still"
+    assert sequence_of(rig, a).state is ENDED
+    told: list[int] = []
+    rig.once(publish_many, a, Publishes((1,), (0,), (0, 1), b""), range(1), told)
+    growth = Growth((1,), (0, 1), [list(stock.pages)], [list(stock.generations)])
+    rig.once(extend_many, a, growth, range(1), told)
+    rig.once(recycle_many, a, ((1,), (4,)), range(1), told)
+    assert told == []
+    with pytest.raises(NotFound):
+        rig.run(publish, a, 1, 0, b"", 1)
+    with pytest.raises(NotFound):
+        rig.run(extend, a, 1, (stock,))
+    assert rig.run(release, a, 1) == 16

@@ -15,8 +15,8 @@ from cachesvc.mover import records
 from cachesvc.mover.channel import Message, answer_all
 from cachesvc.mover.device import DeviceMover
 from cachesvc.mover.life import Life
-from cachesvc.mover.process import Process, child
-from cachesvc.mover.processes import Processes
+from cachesvc.mover.process import MoverProcess, child
+from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.ring import Part, Ring, Writer
 from cachesvc.mover.settings import ENDS_BYTES, Settings
 from cachesvc.swap.movers import RankEnd, RankJob
@@ -32,7 +32,7 @@ class Late:
     """A mover that, when asked for its device, tells first of the end of a job and then of its beginning, and last
     that job 1 has ended."""
 
-    def __call__(self) -> tuple[socket.socket, Process | None]:
+    def __call__(self) -> tuple[socket.socket, MoverProcess | None]:
         ours, self._connection = socket.socketpair()
         threading.Thread(target=self._serve, daemon=True).start()
         return ours, None
@@ -56,7 +56,7 @@ class Late:
 
 
 def test_the_beginning_of_a_job_that_has_ended_is_forgotten() -> None:
-    movers, ended = Processes([SETTINGS], __version__, begins=[Late()]), threading.Semaphore(0)
+    movers, ended = MoverProcesses([SETTINGS], __version__, begins=[Late()]), threading.Semaphore(0)
     movers.start()
     movers.listen(lambda _: ended.release())
     for ticket in range(2):

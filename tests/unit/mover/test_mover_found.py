@@ -23,9 +23,9 @@ from cachesvc.memory.cuda.backend import CudaBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.mover.channel import Channel, MoverGone
 from cachesvc.mover.process import found
-from cachesvc.mover.processes import Processes
+from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.ring import Ring, Writer
-from cachesvc.mover.server import Equipment, Server
+from cachesvc.mover.server import Equipment, MoverServer
 from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 from cachesvc.swap.engine import SwapEngine
 from tests.contracts.host_gpu import HostGpu
@@ -50,11 +50,11 @@ def test_a_mover_that_was_started_by_hand_is_found_by_its_socket(tmp_path: Path)
 
     def serve() -> None:
         connection, _ = listening.accept()
-        Server(connection, __version__, lambda _: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict)).serve()
+        MoverServer(connection, __version__, lambda _: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict)).serve()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    movers = Processes([Settings("cuda", "GPU-host-0", 1 << 20)], __version__, begins=[lambda: found(path)])
+    movers = MoverProcesses([Settings("cuda", "GPU-host-0", 1 << 20)], __version__, begins=[lambda: found(path)])
     movers.start()
     movers.listen(lambda _: None)
     slab = movers.create_slab("GPU-host-0", 4096)
@@ -86,7 +86,7 @@ def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, hea
     path = str(tmp_path / "mover.sock")
     with by_hand(path) as mover:
         settings = Settings("shm", "shm-0", 1 << 20, timeline_words=64)
-        movers = Processes([settings], __version__, begins=[lambda: found(path)], probe_seconds=0.2)
+        movers = MoverProcesses([settings], __version__, begins=[lambda: found(path)], probe_seconds=0.2)
         movers.start()
         rig = Rig(mixed_layout(1), movers)
         rig.engine = SwapEngine(movers, rig.done)
@@ -106,11 +106,11 @@ def test_a_mover_that_was_started_by_hand_and_hangs_is_ended(tmp_path: Path, hea
 def test_a_mover_that_was_started_by_hand_and_refuses_is_left_alone(tmp_path: Path) -> None:
     path = str(tmp_path / "mover.sock")
     with by_hand(path) as mover:
-        movers = Processes([Settings("tape", "t", 1 << 20)], __version__, begins=[lambda: found(path)])
+        movers = MoverProcesses([Settings("tape", "t", 1 << 20)], __version__, begins=[lambda: found(path)])
         with pytest.raises(InvalidRequest, match="tape"):
             movers.start()
         movers.close()
-        movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
+        movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
         movers.start()
         assert list(movers.mover_pids().values()) == [mover.pid]
         movers.close()
@@ -137,7 +137,7 @@ def test_a_mover_takes_no_path_that_is_not_its_own(tmp_path: Path) -> None:
 def serve_in_a_thread() -> tuple[socket.socket, threading.Thread]:
     """A mover in a thread, and a daemon's end of its connection."""
     ours, theirs = socket.socketpair()
-    server = Server(theirs, __version__, lambda _: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict))
+    server = MoverServer(theirs, __version__, lambda _: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict))
     thread = threading.Thread(target=server.serve)
     thread.start()
     return ours, thread
@@ -201,7 +201,7 @@ def descriptors() -> int:
 
 def test_who_is_not_there_is_said(tmp_path: Path) -> None:
     path = str(tmp_path / "absent.sock")
-    movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
+    movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__, begins=[lambda: found(path)])
     with pytest.raises(Unavailable, match=r"no mover for shm-0: .*absent\.sock: No such file"):
         movers.start()
     movers.close()

@@ -18,9 +18,9 @@ from cachesvc.memory.cuda.backend import CudaBackend
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import CopiesHang, PagePairs, Transfer
-from cachesvc.mover.process import Process
-from cachesvc.mover.processes import Processes
-from cachesvc.mover.server import Equipment, Server
+from cachesvc.mover.process import MoverProcess
+from cachesvc.mover.processes import MoverProcesses
+from cachesvc.mover.server import Equipment, MoverServer
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.costs import costs_of
 from cachesvc.swap.engine import SwapEngine
@@ -62,11 +62,11 @@ def heard() -> Iterator[Heard]:
 class InThreads:
     """Begins movers as threads, on GPUs that ``gpus`` gives one after another."""
 
-    def __init__(self, gpus: list[HostGpu], process: Process | None = None) -> None:
+    def __init__(self, gpus: list[HostGpu], process: MoverProcess | None = None) -> None:
         self._gpus = iter(gpus)
         self._process = process
 
-    def __call__(self) -> tuple[socket.socket, Process | None]:
+    def __call__(self) -> tuple[socket.socket, MoverProcess | None]:
         ours, theirs = socket.socketpair()
         gpu = next(self._gpus)
 
@@ -74,7 +74,7 @@ class InThreads:
             backend = CudaBackend((gpu,), settings.device_bytes, timeline_words=settings.timeline_words)
             return Equipment(backend, dict, lambda: (asdict(FIGURES), costs_of(FIGURES)))
 
-        threading.Thread(target=Server(theirs, __version__, equip).serve, daemon=True).start()
+        threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
         return ours, self._process
 
 
@@ -96,12 +96,12 @@ class Unkillable:
 
 
 @contextlib.contextmanager
-def on_gpus(*gpus: HostGpu, process: Process | None = None, probe_seconds: float = 10.0) -> Iterator[Rig]:
+def on_gpus(*gpus: HostGpu, process: MoverProcess | None = None, probe_seconds: float = 10.0) -> Iterator[Rig]:
     """An engine on one GPU, whose mover is each of ``gpus`` in turn."""
     layout = mixed_layout(1)
     settings = Settings("cuda", "GPU-host-0", 1 << 20, timeline_words=64)
     begins = [InThreads(list(gpus), process)]
-    movers = Processes([settings], __version__, begins=begins, probe_seconds=probe_seconds)
+    movers = MoverProcesses([settings], __version__, begins=begins, probe_seconds=probe_seconds)
     movers.start()
     rig = Rig(layout, movers)
     rig.engine = SwapEngine(movers, rig.done, layers_per_step=1)
@@ -147,7 +147,7 @@ def test_a_gpu_that_broke_gives_way_to_a_new_mover(heard: Heard) -> None:
 def test_a_new_mover_plans_by_what_was_measured_on_the_first(heard: Heard) -> None:
     broken, fresh = HostGpu(), HostGpu()
     with on_gpus(broken, fresh) as rig:
-        assert isinstance(rig.backend, Processes)
+        assert isinstance(rig.backend, MoverProcesses)
         rig.backend.measure()
         rig.engine.layers_per_step = None
         rig.move(LOAD, (0, [1], [1]), layered=True)
@@ -176,7 +176,7 @@ def test_a_gpu_that_fell_off_is_found_by_asking(heard: Heard) -> None:
 @pytest.mark.parametrize("process", [None, Unkillable(), Unkillable(is_child=False)])
 @pytest.mark.parametrize("call", ["wait", "submit"])
 def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
-    call: str, process: Process | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
+    call: str, process: MoverProcess | None, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that reads jobs may stand in the driver's call: it submits the first slice of an idle device."""
     hung, fresh = HostGpu(), HostGpu()
@@ -222,7 +222,7 @@ def test_a_mover_that_does_not_answer_nor_die_is_waited_for_by_nobody(
 
 
 @pytest.mark.parametrize(("process", "pause"), [(None, "again_s=0.05"), (Unkillable(), "again_s=600.00")])
-def test_processes_that_cannot_be_killed_do_not_pile_up(process: Process | None, pause: str, heard: Heard) -> None:
+def test_processes_that_cannot_be_killed_do_not_pile_up(process: MoverProcess | None, pause: str, heard: Heard) -> None:
     """A GPU that hangs may hang for the next mover too."""
     broken, refused, fresh = HostGpu(), HostGpu(), HostGpu()
     refused.is_dead = True
@@ -233,12 +233,12 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(process: Process | None,
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostGpu, HostGpu, Processes]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostGpu, HostGpu, MoverProcesses]]:
     """Two GPUs, each with a mover of its own."""
     monkeypatch.setattr("cachesvc.mover.processes.ASKED_SECONDS", 0.05)
     gpus = HostGpu(0), HostGpu(1)
     settings = [Settings("cuda", gpu.uuid, 1 << 20, timeline_words=64) for gpu in gpus]
-    movers = Processes(settings, __version__, begins=[InThreads([gpu]) for gpu in gpus])
+    movers = MoverProcesses(settings, __version__, begins=[InThreads([gpu]) for gpu in gpus])
     movers.start()
     movers.listen(lambda _: None)
     yield *gpus, movers
@@ -247,7 +247,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostGpu, HostGpu, Pr
 
 
 def test_a_question_that_takes_long_keeps_nobody_from_looking_at_the_other_gpus(
-    pair: tuple[HostGpu, HostGpu, Processes], heard: Heard
+    pair: tuple[HostGpu, HostGpu, MoverProcesses], heard: Heard
 ) -> None:
     hung, other, movers = pair
     hung.hangs = {"allocate"}
@@ -263,7 +263,7 @@ def test_a_question_that_takes_long_keeps_nobody_from_looking_at_the_other_gpus(
 
 
 def test_a_gpu_that_cannot_pin_for_it_is_broken_takes_host_memory_from_no_other(
-    pair: tuple[HostGpu, HostGpu, Processes], heard: Heard
+    pair: tuple[HostGpu, HostGpu, MoverProcesses], heard: Heard
 ) -> None:
     broken, other, movers = pair
     broken.is_dead = True
@@ -280,7 +280,7 @@ def test_a_gpu_that_cannot_pin_for_it_is_broken_takes_host_memory_from_no_other(
 
 @pytest.mark.parametrize("call", ["free", "unregister_host"])
 def test_memory_is_given_back_to_a_gpu_that_hangs_without_waiting_for_it(
-    call: str, pair: tuple[HostGpu, HostGpu, Processes]
+    call: str, pair: tuple[HostGpu, HostGpu, MoverProcesses]
 ) -> None:
     """Making pools frees what others left, on any device."""
     hung, _, movers = pair

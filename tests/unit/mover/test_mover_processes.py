@@ -23,8 +23,8 @@ from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.mover import processes
 from cachesvc.mover.channel import MoverFault
 from cachesvc.mover.life import Life
-from cachesvc.mover.process import Process, child
-from cachesvc.mover.processes import Processes
+from cachesvc.mover.process import MoverProcess, child
+from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.settings import Settings
 from tests.unit.mover.mover_rig import Heard
 from tests.unit.rigs.swap_rig import (
@@ -58,12 +58,12 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def movers_of(rig: Rig) -> Processes:
-    assert isinstance(rig.backend, Processes)
+def movers_of(rig: Rig) -> MoverProcesses:
+    assert isinstance(rig.backend, MoverProcesses)
     return rig.backend
 
 
-def kill(movers: Processes, device: str) -> None:
+def kill(movers: MoverProcesses, device: str) -> None:
     os.kill(movers.mover_pids()[device], signal.SIGKILL)
 
 
@@ -127,7 +127,7 @@ def test_a_mover_killed_again_and_again_comes_back_each_time(rig: Rig, heard: He
 
 
 def test_a_mover_that_hangs_is_replaced(heard: Heard) -> None:
-    movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__, probe_seconds=0.2)
+    movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__, probe_seconds=0.2)
     movers.start()
     movers.listen(lambda _: None)
     os.kill(movers.mover_pids()["shm-0"], signal.SIGSTOP)
@@ -165,7 +165,7 @@ def test_host_memory_that_comes_while_there_is_no_mover_is_there_for_the_next(ri
 
 
 def test_chunks_that_come_together_are_all_learned_and_a_bad_one_is_told_to_who_brought_it() -> None:
-    movers = Processes([Settings("shm", "shm-0", 1 << 20)], __version__)
+    movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__)
     movers.start()
     sizes = [4096] * 5 + [8192] + [4096] * 7
     files = [sealed_memfd(f"chunk-{at}", 4096) for at in range(len(sizes))]
@@ -245,7 +245,7 @@ def test_replicas_share_from_device_to_device_through_both_movers(rig: Rig) -> N
 
 def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ASKED_SECONDS", 0.05)
-    movers = Processes([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
+    movers = MoverProcesses([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
     movers.start()
     movers.listen(lambda _: None)
     hung = movers.mover_pids()["shm-1"]
@@ -271,7 +271,7 @@ def test_a_slab_that_a_mover_refused_is_not_reached_until_a_new_mover_knows_it(
     def refuse(life: Life, region: int, handle: object, fd: int | None) -> None:
         raise Unavailable(f"mover {life.pid} maps no region {region}, neither {handle} nor {fd}")
 
-    movers = Processes([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
+    movers = MoverProcesses([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
     movers.start()
     movers.listen(lambda _: None)
     with monkeypatch.context() as patched:
@@ -327,7 +327,7 @@ def test_nothing_is_left_after_close() -> None:
 
 
 def test_a_mover_of_another_version_is_refused() -> None:
-    movers = Processes([Settings("shm", "shm-0", 1 << 20)], "0.0.1")
+    movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], "0.0.1")
     with pytest.raises(Unavailable, match=f"version {__version__}"):
         movers.start()
     movers.close()
@@ -336,13 +336,13 @@ def test_a_mover_of_another_version_is_refused() -> None:
 def test_a_device_whose_mover_cannot_start_yet_is_broken_and_others_serve(heard: Heard) -> None:
     can_start = threading.Event()
 
-    def second() -> tuple[socket.socket, Process | None]:
+    def second() -> tuple[socket.socket, MoverProcess | None]:
         if not can_start.is_set():
             raise OSError("no such device yet")
         return child("shm-1")
 
     settings = [Settings("shm", device, 1 << 20) for device in ("shm-0", "shm-1")]
-    movers = Processes(settings, __version__, begins=[partial(child, "shm-0"), second])
+    movers = MoverProcesses(settings, __version__, begins=[partial(child, "shm-0"), second])
     movers.start()
     try:
         assert (movers.fault("shm-0"), "no such device yet" in movers.fault("shm-1")) == ("", True)
@@ -359,15 +359,15 @@ def test_a_device_whose_mover_cannot_start_yet_is_broken_and_others_serve(heard:
 
 
 def test_a_start_without_any_mover_or_with_one_that_was_asked_wrongly_is_refused() -> None:
-    def absent() -> tuple[socket.socket, Process | None]:
+    def absent() -> tuple[socket.socket, MoverProcess | None]:
         raise OSError("no such device")
 
     fine, wrong = Settings("shm", "shm-0", 1 << 20), Settings("tape", "t", 1 << 20)
-    movers = Processes([fine, replace(fine, device="shm-1")], __version__, begins=[absent, absent])
+    movers = MoverProcesses([fine, replace(fine, device="shm-1")], __version__, begins=[absent, absent])
     with pytest.raises(Unavailable, match="no such device"):
         movers.start()
     movers.close()
-    movers = Processes([fine, wrong], __version__)
+    movers = MoverProcesses([fine, wrong], __version__)
     with pytest.raises(InvalidRequest, match="tape"):
         movers.start()
     assert movers.mover_pids() == {"shm-0": 0, "t": 0}
@@ -375,7 +375,7 @@ def test_a_start_without_any_mover_or_with_one_that_was_asked_wrongly_is_refused
 
 
 def test_what_a_mover_refuses_is_what_the_start_says() -> None:
-    movers = Processes([Settings("tape", "t", 1 << 20)], __version__)
+    movers = MoverProcesses([Settings("tape", "t", 1 << 20)], __version__)
     with pytest.raises(InvalidRequest, match="tape"):
         movers.start()
     movers.close()

@@ -11,7 +11,7 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.control import Loan
-from cachesvc.peer.desk import Desk, Lent, LentObject
+from cachesvc.peer.desk import Lent, LentObject, LoanDesk
 from cachesvc.peer.lender import Lender
 from cachesvc.peer.sources import Nowhere, Sources
 from cachesvc.storage.objects import ObjectStore
@@ -27,7 +27,7 @@ class LendingNode:
         self.now = 100.0
         self.quiet: list[int] = []
         self.changed = threading.Condition()
-        self.desk = Desk(lambda: self.now, self._note_quiet)
+        self.desk = LoanDesk(lambda: self.now, self._note_quiet)
         self.lender = Lender(self.desk, "127.0.0.1", 0)
         self.lender.start()
         self.pages: dict[ObjectName, memoryview] = {}
@@ -112,8 +112,8 @@ class Reader:
         told: list[bool] = []
         done = threading.Event()
 
-        def found(there: Sequence[bool]) -> None:
-            told.extend(there)
+        def found(there: Sequence[bool] | None) -> None:
+            told.extend(there or ())
             done.set()
 
         self.storage.exists(names, deadline, found)

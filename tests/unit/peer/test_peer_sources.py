@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachesvc.peer.desk import Desk, LentObject
+from cachesvc.peer.desk import LentObject, LoanDesk
 from cachesvc.peer.health import ABSENT_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Peer
 from cachesvc.peer.sources import Nowhere
 from cachesvc.storage.objects import ObjectStore
@@ -112,7 +112,7 @@ def test_another_life_of_a_peer_may_have_what_the_last_one_lacked(control: NearC
 
 def test_leases_of_two_lives_never_meet() -> None:
     quiet: list[int] = []
-    first, second = (Desk(lambda: 0.0, quiet.append) for _ in range(2))
+    first, second = (LoanDesk(lambda: 0.0, quiet.append) for _ in range(2))
     lease = first.lend([], 30.0).lease
     second.lend([], 30.0)
     assert not second.beat(lease, 30.0)

@@ -25,7 +25,7 @@ from cachesvc.policy.hazard.history import REMEMBERED, SEGMENTS_LOOKED, History
 from cachesvc.policy.hazard.rates import Open, Rates
 from cachesvc.policy.hazard.segments import LANDMARKS
 from cachesvc.policy.hazard.uses import HostUses
-from cachesvc.policy.shadow import Shadow
+from cachesvc.policy.shadow import ShadowLru
 from tests.hazard_oracle import Oracle, Prompt
 from tests.unit.rigs.ledger_rig import chain, one_group, prefill, rig_of
 
@@ -213,7 +213,7 @@ def _keys(prompt: str) -> list[bytes]:
 
 def test_the_shadow_of_a_small_cache_is_least_recently_used_itself() -> None:
     prompts = list(conversations(7, 800))
-    shadow, lru = Shadow(200), Cache("lru", 200)
+    shadow, lru = ShadowLru(200), Cache("lru", 200)
     hits = 0
     for prompt in prompts:
         hit = lru.serve(prompt)
@@ -226,7 +226,7 @@ def test_the_shadow_of_a_small_cache_is_least_recently_used_itself() -> None:
 
 def test_of_a_large_cache_the_shadow_follows_a_sample() -> None:
     rng = random.Random(3)
-    shadow, whole = Shadow(1 << 16), 0
+    shadow, whole = ShadowLru(1 << 16), 0
     prompts = [rng.randbytes(KEY_BYTES * 64) for _ in range(1 << 11)]  # twice as many blocks as it has
     for number in range(1 << 12):
         prompt = prompts[number % 700 if number % 2 else rng.randrange(len(prompts))]

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 from cachesvc_client.memory.device import DevicePlane
+from cachesvc_client.memory.mapping import map_over
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.memory.remapping import map_over
 from cachesvc_client.wire.life import LifeConnection
 from kvcache.v1 import engine_pb2
 

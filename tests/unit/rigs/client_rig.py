@@ -25,7 +25,7 @@ from kvcache.v1 import (
 )
 
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.memory.timeline import Sheet
+from cachesvc.memory.timeline import MappedSheet
 from cachesvc.model.errors import ErrorCode
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
@@ -94,7 +94,7 @@ class FakeDaemon:
         self.first_id = 0
         self.layout: Layout | None = None
         self.memory_kind = "memfd"
-        self.timeline = Sheet(64, is_shared=True)
+        self.timeline = MappedSheet(64, is_shared=True)
         self.timeline.seal()
         self.slab_fds: list[int] = []
         self.is_asked = threading.Event()

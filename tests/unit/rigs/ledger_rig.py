@@ -53,6 +53,18 @@ def windowed(window_tokens: int = 8, sink_tokens: int = 0, pool: str = "") -> La
     return Layout(BLOCK_TOKENS, 1, groups, planes)
 
 
+def hybrid(window_tokens: int = 8) -> Layout:
+    """A full group, a window, and states, of one pool."""
+    names = ("full", "window", "state")
+    planes = tuple(Plane("k", layer, name, (8,), "uint8") for layer, name in enumerate(names))
+    groups = (
+        PlaneGroup("full", pool="kv"),
+        PlaneGroup("window", window_tokens, pool="kv"),
+        PlaneGroup("state", pool="kv", is_state=True),
+    )
+    return Layout(BLOCK_TOKENS, 1, groups, planes)
+
+
 def chain(*names: object, namespace: bytes = b"") -> bytes:
     """Packed keys of a prompt whose blocks are called so; each stands for its whole prefix."""
     keys = bytearray()
@@ -136,7 +148,8 @@ class CountedVault:
             assert pieces is not None, "what was planned fits"
             places += [place for _, place in pieces]
         self._on_host[model] = places
-        self._news[model] = [(group, Run(0, min(count, self.arrived))) for group, count in enumerate(pages) if count]
+        leads = [(groups[0], pages[groups[0]]) for groups in layout.host_pools]
+        self._news[model] = [(group, Run(0, min(count, self.arrived))) for group, count in leads if count]
 
     def open_replica(
         self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]

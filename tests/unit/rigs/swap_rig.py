@@ -19,10 +19,10 @@ from cachesvc.memory.shm.backend import ShmBackend
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
-from cachesvc.mover.processes import Processes
+from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside, Movers
+from cachesvc.swap.movers import InProcessMovers, Movers
 from tests.sim.stepped_backend import SteppedBackend
 
 LOAD, STORE = Direction
@@ -146,11 +146,11 @@ def rig_of(kind: str, layout: Layout, *, words: int = 64, layers_per_step: int |
     movers: Movers
     if kind == "process":
         names = [f"shm-{rank}" for rank in range(layout.ranks)]
-        movers = Processes([Settings("shm", name, 1 << 20, timeline_words=words) for name in names], __version__)
+        movers = MoverProcesses([Settings("shm", name, 1 << 20, timeline_words=words) for name in names], __version__)
     elif kind == "shm":
-        movers = Inside(ShmBackend(layout.ranks, 1 << 20, timeline_words=words))
+        movers = InProcessMovers(ShmBackend(layout.ranks, 1 << 20, timeline_words=words))
     else:
-        movers = Inside(SteppedBackend(layout.ranks, 1 << 20, timeline_words=words))
+        movers = InProcessMovers(SteppedBackend(layout.ranks, 1 << 20, timeline_words=words))
     backend = movers.memory
     backend.start()
     rig = Rig(layout, backend)

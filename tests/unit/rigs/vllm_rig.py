@@ -19,6 +19,32 @@ class FullAttentionSpec:
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(FullAttentionSpec):
+    """Stand-in for vLLM's own."""
+
+    sliding_window: int = 64
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """Stand-in for vLLM's own."""
+
+    block_size: int = 32
+    mamba_cache_mode: str = "align"
+    num_speculative_blocks: int = 0
+    prefix_replay_tokens: int = 0
+    tp_replicated: bool = False
+
+
+@dataclass(frozen=True)
+class UniformTypeKVCacheSpecs:
+    """Stand-in for vLLM's own."""
+
+    kv_cache_specs: dict[str, Any]
+    block_size: int = 32
+
+
+@dataclass(frozen=True)
+class CircularBufferSpec(FullAttentionSpec):
     """A kind that is refused."""
 
 
@@ -50,6 +76,16 @@ def layers_outermost(blocks: int = 8, page_bytes: int = 512, layers: int = 3) ->
     names = [f"layer.{each}" for each in range(layers)]
     tensor = KVCacheTensor(blocks * page_bytes * layers, names, blocks * page_bytes, page_bytes)
     return KVCacheConfig(blocks, [tensor])
+
+
+def overlaid(*specs: Any, blocks: int = 8, page_bytes: int = 512, layers: int = 2) -> KVCacheConfig:
+    """Groups that lie over each other, of a spec each; the last one has a layer less."""
+    size, tensors, groups = blocks * page_bytes * layers, [], []
+    for group, spec in enumerate(specs):
+        names = [f"layer.{group}.{each}" for each in range(layers - (group == len(specs) - 1))]
+        tensors.append(KVCacheTensor(size, names, blocks * page_bytes, page_bytes))
+        groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=names))
+    return KVCacheConfig(blocks, tensors, groups)
 
 
 def blocks_outermost(blocks: int = 8, page_bytes: int = 512, layers: int = 3) -> KVCacheConfig:

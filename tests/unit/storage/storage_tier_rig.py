@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cachesvc.model.layout import Layout
-from cachesvc.storage.courier import Carrier
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import Outcome
 from cachesvc.storage.spec import TierOptions
-from cachesvc.storage.tier import News, Tier
+from cachesvc.storage.tier.coming import News
+from cachesvc.storage.tier.courier import Carrier
+from cachesvc.storage.tier.tier import Tier
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
 from tests.unit.rigs.ledger_rig import chain, one_group

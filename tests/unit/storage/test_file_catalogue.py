@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from cachesvc.policy.eviction import EVICTION_POLICIES
-from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.seam import ObjectName, Part, Rank, Use, oldest_first
 from tests.contracts.storage_rig import OTHER, SCOPE, name_of
 
@@ -87,6 +87,18 @@ def test_a_block_whose_parent_is_lost_and_comes_again_hangs_below_it() -> None:
     assert catalogue.drop(names[1])
     catalogue.add(names[1], 4096, 50, names[0].key)
     assert gone(catalogue, 3) == names[::-1]
+
+
+def test_what_no_hit_reaches_for_a_block_above_is_missing_goes_first() -> None:
+    catalogue, cut, whole = Catalogue(), chain("cut", 6), chain("whole", 3)
+    write(catalogue, whole, used=10)
+    write(catalogue, cut, used=1000)
+    catalogue.drop(cut[2])
+    catalogue.demote_detached()
+    assert gone(catalogue, 3) == cut[:2:-1]
+    assert gone(catalogue, 3) == whole[::-1]
+    catalogue.add(cut[2], 4096, 2000, cut[1].key)
+    assert gone(catalogue, 9) == cut[2::-1]
 
 
 def test_all_objects_of_a_block_go_together() -> None:

@@ -82,9 +82,11 @@ class Asking:
         self.engine.get([item], time.monotonic() + 1e6, lambda _, outcome: self.told.put(outcome))
 
     def exists(self) -> Sequence[bool]:
-        answers: queue.SimpleQueue[Sequence[bool]] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[Sequence[bool] | None] = queue.SimpleQueue()
         self.engine.exists([name_of("a")], time.monotonic() + 1e6, answers.put)
-        return answers.get()
+        answer = answers.get()
+        assert answer is not None
+        return answer
 
 
 @pytest.fixture

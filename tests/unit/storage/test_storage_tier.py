@@ -7,13 +7,13 @@ import pytest
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
-from cachesvc.storage.breaker import LAST_OUTCOMES, LONGEST_PAUSE_SECONDS, Breaker, State
-from cachesvc.storage.budget import WriteBudget
-from cachesvc.storage.canary import SCOPE as CANARY
 from cachesvc.storage.seam import WHOLE, Caps, ObjectName, Outcome, Use
 from cachesvc.storage.shapes import SMALL_PAGE_BYTES, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier import BAD, TRY_ANYWAY, Tier
+from cachesvc.storage.tier.breaker import LAST_OUTCOMES, LONGEST_PAUSE_SECONDS, Breaker, State
+from cachesvc.storage.tier.budget import WriteBudget
+from cachesvc.storage.tier.canary import SCOPE as CANARY
+from cachesvc.storage.tier.tier import BAD, TRY_ANYWAY, Tier
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
 from tests.unit.rigs.ledger_rig import chain, one_group, windowed

@@ -10,13 +10,13 @@ import pytest
 
 from cachesvc.memory.cuda.backend import CudaBackend
 from cachesvc.memory.shm.backend import ShmBackend
-from cachesvc.memory.timeline import HostTimeline, Sheet
+from cachesvc.memory.timeline import HostTimeline, MappedSheet
 from cachesvc.model.errors import LedgerBroken, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.futex import Words, words_of
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.slots import SlotPool
 from tests.contracts.host_gpu import HostGpu
 from tests.contracts.test_backend import open_descriptors
@@ -31,16 +31,16 @@ FAR_AHEAD = 0x3FFFFFFF
 
 def shared_timeline() -> HostTimeline:
     """A timeline like a GPU's: engines may write the words that they get."""
-    return HostTimeline(WORDS, lambda fd: Sheet(WORDS, is_shared=True, fd=fd))
+    return HostTimeline(WORDS, lambda fd: MappedSheet(WORDS, is_shared=True, fd=fd))
 
 
-def as_engine(sheet: Sheet) -> Words:
+def as_engine(sheet: MappedSheet) -> Words:
     """Writable words of a sheet, by its descriptor alone."""
     assert sheet.fd is not None
     return words_of(memoryview(mmap.mmap(sheet.fd, os.fstat(sheet.fd).st_size)))
 
 
-def file_of(sheet: Sheet) -> int:
+def file_of(sheet: MappedSheet) -> int:
     """Identity of its file."""
     assert sheet.fd is not None
     return os.fstat(sheet.fd).st_ino
@@ -195,7 +195,7 @@ def test_a_flood_of_ones_own_words_neither_ends_nor_fails_what_others_wait_for()
     backend.start()
     own = gpu.pins()
     rig = Rig(mixed_layout(1), backend)
-    rig.engine = SwapEngine(Inside(backend), rig.done, layers_per_step=1)
+    rig.engine = SwapEngine(InProcessMovers(backend), rig.done, layers_per_step=1)
     rig.engine.start()
     rig.add_hosts()
     rig.engine.attach_model(OTHER, rig.layout, rig.hosts)
@@ -265,7 +265,7 @@ def test_a_replica_whose_words_cannot_be_made_is_not_attached() -> None:
     backend = CudaBackend((gpu,), 1 << 20, timeline_words=WORDS)
     backend.start()
     rig = Rig(mixed_layout(1), backend)
-    rig.engine = SwapEngine(Inside(backend), rig.done)
+    rig.engine = SwapEngine(InProcessMovers(backend), rig.done)
     rig.engine.start()
     rig.add_hosts()
     slab = backend.create_slab(gpu.uuid, device_geometry(rig.layout, 0, 1).total_bytes)

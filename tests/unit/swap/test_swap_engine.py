@@ -17,7 +17,7 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.slots import SlotPool
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.rigs.swap_rig import (
@@ -120,7 +120,7 @@ def test_before_a_short_suffix_all_layers_but_the_first_arrive_together(short_su
     rig = rig_of("stepped", mixed_layout(1), layers_per_step=None)
     backend, movers = rig.backend, rig.engine._movers  # noqa: SLF001 - what a step costs is measured on a GPU alone
     assert isinstance(backend, SteppedBackend)
-    assert isinstance(movers, Inside)
+    assert isinstance(movers, InProcessMovers)
     movers.plan_by(LinkCosts(per_copy_us=0.0, per_row_ns=0.0, per_step_us=0.0, per_slice_us=0.0))
     slot = rig.move(LOAD, (0, [2], [3]), (1, [2], [4]), layered=True, short_suffix=short_suffix)
     seen = set[int]()
@@ -329,7 +329,7 @@ def test_an_owner_that_raises_is_logged_and_the_engine_goes_on(caplog: pytest.Lo
     def broken(ticket: int, error: Exception | None) -> None:
         raise ZeroDivisionError
 
-    engine = SwapEngine(Inside(backend), broken)
+    engine = SwapEngine(InProcessMovers(backend), broken)
     engine.start()
     memory = memoryview(bytearray(layout.page_bytes(0) * HOST_PAGES + 16))
     host = HostArray(layout.page_bytes(0), HOST_PAGES, memory, backend.register_host(memory), HOST_PAGES)

@@ -10,7 +10,7 @@ import pytest
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside, RankJob
+from cachesvc.swap.movers import InProcessMovers, RankJob
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.rigs.swap_rig import (
     DEVICE_PAGES,
@@ -93,7 +93,7 @@ def test_ranks_run_on_the_load_streams_of_the_target(rig: Rig) -> None:
 def test_jobs_say_whether_they_come_from_another_replica() -> None:
     told: list[tuple[int, bool]] = []
 
-    class Told(Inside):
+    class Told(InProcessMovers):
         def submit(self, job: RankJob) -> None:
             told.append((job.ticket, job.is_from_peer))
             super().submit(job)

@@ -32,7 +32,7 @@ from cachesvc.policy.eviction import eviction_policy
 from cachesvc.policy.writing import WriteRule
 from cachesvc.swap import vault
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.vault import Arrivals, Vault
 from tests.contracts.host_gpu import UNIT_BYTES, HostGpu
 from tests.sim.node import HOST_CHUNK_BYTES, SteppedHostPool
@@ -51,7 +51,7 @@ class Desk:
         self.backend = backend
         backend.start()
         self.ended = threading.Semaphore(0)
-        self.engine = engine = SwapEngine(Inside(backend), lambda *_: self.ended.release())
+        self.engine = engine = SwapEngine(InProcessMovers(backend), lambda *_: self.ended.release())
         engine.start()
         self.core = Core(Ledger(), engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         pool = HostPool(0, 1 << 20, 1, None, backend)
@@ -108,7 +108,7 @@ class Store:
         self.backend.start()
         self.told: list[tuple[int, int, Run]] = []
         self.pool = SteppedHostPool(chunks * HOST_CHUNK_BYTES, HOST_CHUNK_BYTES, 1, None, self.backend)
-        self.engine = SwapEngine(Inside(self.backend), lambda *_: None)
+        self.engine = SwapEngine(InProcessMovers(self.backend), lambda *_: None)
         self.engine.start()
         self.vault = Vault(self.backend, self.pool, self.engine, lambda *arrived: self.told.append(arrived))
 

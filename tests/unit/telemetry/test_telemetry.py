@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from cachesvc_client.wire.trace import trace_headers
+from cachesvc_client.wire.connection import trace_headers
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -22,7 +22,7 @@ from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.numbers.histogram import Histogram
 from cachesvc.telemetry.catalogue import CATALOGUE
-from cachesvc.telemetry.metric_reader import LABEL_CHARACTERS, Reader, Reading, label_text
+from cachesvc.telemetry.metric_reader import LABEL_CHARACTERS, MetricReader, Reading, label_text
 from cachesvc.telemetry.otlp import metrics_data
 from cachesvc.telemetry.prometheus import families
 from cachesvc.telemetry.tracing import Tracer
@@ -100,7 +100,7 @@ async def test_readings_are_taken_on_the_loop_whoever_asks() -> None:
         threads.append(threading.get_ident())
         reading.put("draining", 1)
 
-    reader = Reader(asyncio.get_running_loop(), gather)
+    reader = MetricReader(asyncio.get_running_loop(), gather)
     readings = await asyncio.gather(*(asyncio.to_thread(reader.read) for _ in range(8)))
     assert threads == [threading.get_ident()] * 8
     assert all(reading.series["draining"] == {(): 1} for reading in readings)
@@ -111,7 +111,7 @@ async def test_a_reading_that_breaks_tells_who_asked() -> None:
         raise LookupError("no such thing")
 
     with pytest.raises(LookupError, match="no such thing"):
-        await asyncio.to_thread(Reader(asyncio.get_running_loop(), gather).read)
+        await asyncio.to_thread(MetricReader(asyncio.get_running_loop(), gather).read)
 
 
 @pytest.fixture

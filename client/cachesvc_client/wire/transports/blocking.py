@@ -17,7 +17,7 @@ from kvcache.v1 import cache_pb2
 from cachesvc_client.wire.channel import ChannelMaker
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.methods import STEP, Method, Q, R
-from cachesvc_client.wire.port import NUDGE, ChannelClosed, Lanes, Line, Running, StepLine
+from cachesvc_client.wire.port import NUDGE, ChannelClosed, Lanes, Line, Running, StepLine, Work
 from cachesvc_client.wire.settings import ChannelOptions
 from cachesvc_client.wire.transports.blocking_lane import BlockingLane
 from cachesvc_client.wire.transports.lane import Inbox, SentSteps, number_of
@@ -128,11 +128,11 @@ class BlockingPort:
         """The caller's own thread may block."""
         return work()
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> Running:
+    def spawn(self, work: Work, name: str) -> Running:
         """Begin a thread."""
         return _RunningThread(work, name)
 
-    def send_later(self, work: Coroutine[Any, Any, None]) -> None:
+    def send_later(self, work: Work) -> None:
         """Send at once."""
         drive(work)
 
@@ -256,7 +256,7 @@ class LaneSteps:
 class _RunningThread:
     """A thread that drives a coroutine."""
 
-    def __init__(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def __init__(self, work: Work, name: str) -> None:
         self._thread = threading.Thread(target=drive, args=(work,), name=name, daemon=True)
         self._thread.start()
 

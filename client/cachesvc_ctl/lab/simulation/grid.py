@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +31,15 @@ class SimulationFailed(Exception):
 
 
 class Cell(NamedTuple):
-    """Parameters of one simulation; pools in blocks. ``copies``: what a hybrid model keeps in the same pools."""
+    """Parameters of one simulation; pools in blocks. ``restart_every``: requests after which the daemon is started
+    anew, with its disk alone; 0: never. ``copies``: what a hybrid model keeps in the same pools."""
 
     policy: str
     write_policy: str
     device_blocks: int
     host_blocks: int
+    disk_blocks: int = 0
+    restart_every: int = 0
     copies: Copies = NO_COPIES
 
 
@@ -53,11 +56,12 @@ class Row:
     host_hits: int
     compute_saved: float
     seconds: float
+    disk_hits: int = 0
 
     @property
     def hit_ratio(self) -> float:
-        """Hits of both tiers over block accesses; 0 where nothing was accessed."""
-        return (self.device_hits + self.host_hits) / self.blocks if self.blocks else 0.0
+        """Hits of all tiers over block accesses; 0 where nothing was accessed."""
+        return (self.device_hits + self.host_hits + self.disk_hits) / self.blocks if self.blocks else 0.0
 
 
 def check_names(policies: Sequence[str], write_policies: Sequence[str]) -> None:
@@ -75,19 +79,28 @@ def check_names(policies: Sequence[str], write_policies: Sequence[str]) -> None:
 
 
 def grid(
-    policies: Sequence[str], write_policies: Sequence[str], device_blocks: Sequence[int], host_blocks: Sequence[int]
+    policies: Sequence[str],
+    write_policies: Sequence[str],
+    device_blocks: Sequence[int],
+    host_blocks: Sequence[int],
+    disk_blocks: Sequence[int] = (0,),
+    restart_every: int = 0,
 ) -> list[Cell]:
     """All combinations, the policies side by side."""
-    combinations = product(device_blocks, host_blocks, write_policies, policies)
-    return [Cell(policy, writes, device, host) for device, host, writes, policy in combinations]
+    combinations = product(device_blocks, host_blocks, disk_blocks, write_policies, policies)
+    return [
+        Cell(policy, writes, device, host, disk, restart_every) for device, host, disk, writes, policy in combinations
+    ]
 
 
 def hybrid_grid(policies: Sequence[str], device_blocks: Sequence[int], copies: Copies) -> list[Cell]:
     """For each size the reference rules, then each policy with the copies of a hybrid model, and without any."""
     cells = []
     for blocks in device_blocks:
-        cells += [Cell(rule, "write_back", blocks, 0, copies) for rule in (EVERY, ENDS)]
-        cells += [Cell(policy, "write_back", blocks, 0, kept) for policy in policies for kept in (copies, NO_COPIES)]
+        cells += [Cell(rule, "write_back", blocks, 0, copies=copies) for rule in (EVERY, ENDS)]
+        cells += [
+            Cell(policy, "write_back", blocks, 0, copies=kept) for policy in policies for kept in (copies, NO_COPIES)
+        ]
     return cells
 
 
@@ -108,17 +121,17 @@ def run_cell(prompts: Prompts, cell: Cell) -> Row:
     """Simulate one cell. Raises InvalidRequest, ValueError for what cannot be simulated."""
     began = time.perf_counter()
     if cell.policy == OPTIMUM:
-        hits = device = optimal_hits(prompts, cell.device_blocks)
-        if cell.host_blocks:
-            hits = optimal_hits(prompts, cell.device_blocks, cell.host_blocks)
+        tiers = [optimal_hits(prompts, cell.device_blocks, more) for more in (0, cell.host_blocks)]
+        tiers.append(optimal_hits(prompts, cell.device_blocks, cell.host_blocks + cell.disk_blocks))
     elif cell.policy in (EVERY, ENDS):
-        hits = device = reference_hits(prompts, cell.device_blocks, cell.copies, keeps_every=cell.policy == EVERY)
+        tiers = [reference_hits(prompts, cell.device_blocks, cell.copies, keeps_every=cell.policy == EVERY)] * 3
     else:
-        device, hits = _serve_all(prompts, cell)
+        tiers = _serve_all(prompts, cell)
     seconds = time.perf_counter() - began
-    on_device, all_hits = sum(device), sum(hits)
-    saved = compute_saved(prompts, hits)
-    return Row(prompts.trace, cell, len(prompts), len(prompts.path), on_device, all_hits - on_device, saved, seconds)
+    device, host, disk = map(sum, tiers)
+    saved = compute_saved(prompts, tiers[-1])
+    blocks = len(prompts.path)
+    return Row(prompts.trace, cell, len(prompts), blocks, device, host - device, saved, seconds, disk - host)
 
 
 def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
@@ -131,18 +144,20 @@ def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
     return cost(np.array(hits, np.float64)) / whole if whole else 0.0
 
 
-def _serve_all(prompts: Prompts, cell: Cell) -> tuple[list[int], list[int]]:
-    """Serve all prompts; of each prompt the hits on the device, and all hits."""
-    from cachesvc.simulation import Copies, Pools, Simulation
+def _serve_all(prompts: Prompts, cell: Cell) -> list[list[int]]:
+    """Serve all prompts; of each prompt the hits on the device, those on the host too, and all hits."""
+    from cachesvc.simulation import Copies, SimulatedPools, Simulation
 
-    simulation = Simulation(Pools(*cell[:-1], Copies(*cell.copies)), prompts.block_tokens)
-    device, both = [], []
+    simulation = Simulation(SimulatedPools(*cell[:-1], Copies(*cell.copies)), prompts.block_tokens)
+    tiers: list[list[int]] = [[], [], []]
     for number, (now, output) in enumerate(zip(prompts.seconds.tolist(), prompts.output_tokens.tolist(), strict=True)):
+        if cell.restart_every and number and number % cell.restart_every == 0:
+            simulation = simulation.restarted()
         keys = prompts.keys(number)
-        hits = simulation.serve(keys, now, Ended(output, now + output * SECONDS_A_TOKEN)) if keys else (0, 0)
-        device.append(hits[0])
-        both.append(sum(hits))
-    return device, both
+        hits = simulation.serve(keys, now, Ended(output, now + output * SECONDS_A_TOKEN)) if keys else (0, 0, 0)
+        for tier, upto in zip(tiers, accumulate(hits), strict=True):
+            tier.append(upto)
+    return tiers
 
 
 def _decisive(cell: Cell) -> Cell:

@@ -46,10 +46,12 @@ def rows_json(rows: Sequence[Row], block_bytes: int) -> str:
                 "write_policy": row.cell.write_policy,
                 "device_blocks": row.cell.device_blocks,
                 "host_blocks": row.cell.host_blocks,
+                "disk_blocks": row.cell.disk_blocks,
+                "restart_every": row.cell.restart_every,
                 "copies": row.cell.copies._asdict(),
                 "requests": row.requests,
                 "blocks": row.blocks,
-                "hits": {"device": row.device_hits, "host": row.host_hits},
+                "hits": {"device": row.device_hits, "host": row.host_hits, "disk": row.disk_hits},
                 "compute_saved": row.compute_saved,
                 "seconds": row.seconds,
             }
@@ -64,8 +66,13 @@ def rows_table(rows: Sequence[Row], block_bytes: int) -> str:
     parts = []
     for trace in dict.fromkeys(row.trace for row in rows):
         of_trace = [row for row in rows if row.trace == trace]
-        head = ("device", "host", "writes", "policy", "hits on device", "on host", "together", "compute saved")
-        cells = [_cells(row, block_bytes) for row in of_trace]
+        has_disk = any(row.cell.disk_blocks for row in of_trace)
+        pools: tuple[str, ...] = ("device", "host")
+        tiers: tuple[str, ...] = ("hits on device", "on host")
+        if has_disk:
+            pools, tiers = (*pools, "disk"), (*tiers, "on disk")
+        head = (*pools, "writes", "policy", *tiers, "together", "compute saved")
+        cells = [_cells(row, block_bytes, has_disk=has_disk) for row in of_trace]
         about = f"{trace}: {of_trace[0].requests:,} requests, {of_trace[0].blocks:,} block accesses"
         parts.append(f"{about}\n\n{table(head, cells)}")
     return "\n\n".join(parts)
@@ -90,10 +97,12 @@ def hybrid_table(rows: Sequence[Row], name: str, block_bytes: int) -> str:
     return "\n\n".join(parts)
 
 
-def _cells(row: Row, block_bytes: int) -> tuple[str, ...]:
+def _cells(row: Row, block_bytes: int, *, has_disk: bool) -> tuple[str, ...]:
     cell, whole = row.cell, row.blocks or 1
-    ratios = (row.device_hits / whole, row.host_hits / whole, row.hit_ratio, row.compute_saved)
-    sizes = (_size(blocks, block_bytes) for blocks in (cell.device_blocks, cell.host_blocks))
+    hits = (row.device_hits, row.host_hits, *((row.disk_hits,) if has_disk else ()))
+    ratios = (*(each / whole for each in hits), row.hit_ratio, row.compute_saved)
+    pools = (cell.device_blocks, cell.host_blocks, *((cell.disk_blocks,) if has_disk else ()))
+    sizes = (_size(blocks, block_bytes) for blocks in pools)
     return (*sizes, cell.write_policy if cell.host_blocks else "-", cell.policy, *(f"{r:8.2%}" for r in ratios))
 
 

@@ -45,12 +45,15 @@ class StoredScope(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     OLDEST_SECONDS_FIELD_NUMBER: _builtins.int
     NEWEST_SECONDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     namespace_hex: _builtins.str
     objects: _builtins.int
     size_bytes: _builtins.int
     oldest_seconds: _builtins.float
     newest_seconds: _builtins.float
+    tenant: _builtins.str
+    """Its tenant, where the model is registered now and has one."""
     def __init__(
         self,
         *,
@@ -60,10 +63,11 @@ class StoredScope(_message.Message):
         size_bytes: _builtins.int = ...,
         oldest_seconds: _builtins.float = ...,
         newest_seconds: _builtins.float = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "namespace_hex", b"namespace_hex", "newest_seconds", b"newest_seconds", "objects", b"objects", "oldest_seconds", b"oldest_seconds", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "namespace_hex", b"namespace_hex", "newest_seconds", b"newest_seconds", "objects", b"objects", "oldest_seconds", b"oldest_seconds", "size_bytes", b"size_bytes", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,7 +105,112 @@ class StorageOutcome(_message.Message):
 Global___StorageOutcome: _TypeAlias = StorageOutcome  # noqa: Y015
 
 @_typing.final
+class StorageTier(_message.Message):
+    """One tier, as the fields of GetStorageResponse say of the first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORAGE_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
+    BREAKER_REASON_FIELD_NUMBER: _builtins.int
+    BREAKER_OPENED_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    EVICTED_OBJECTS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    READ_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    ITEMS_UNDER_WAY_FIELD_NUMBER: _builtins.int
+    WRITE_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    READ_P50_SECONDS_FIELD_NUMBER: _builtins.int
+    READ_P99_SECONDS_FIELD_NUMBER: _builtins.int
+    WRITE_P50_SECONDS_FIELD_NUMBER: _builtins.int
+    WRITE_P99_SECONDS_FIELD_NUMBER: _builtins.int
+    storage: _builtins.str
+    engine: _builtins.str
+    shared: _builtins.bool
+    breaker: _builtins.str
+    breaker_reason: _builtins.str
+    breaker_opened: _builtins.int
+    objects: _builtins.int
+    size_bytes: _builtins.int
+    capacity_bytes: _builtins.int
+    evicted_objects: _builtins.int
+    complete: _builtins.bool
+    read_bytes: _builtins.int
+    written_bytes: _builtins.int
+    read_bytes_per_second: _builtins.float
+    items_under_way: _builtins.int
+    write: _builtins.str
+    """Which blocks are written: "never", "selective" or "through"."""
+    hits: _builtins.int
+    """Objects that were read whole and verified."""
+    errors: _builtins.int
+    """Of the engine's requests, since the start; the text of the last one."""
+    last_error: _builtins.str
+    problem: _builtins.str
+    """What keeps it from writing; empty where nothing does."""
+    read_p50_seconds: _builtins.float
+    """Of the last objects that were read, or written, from the request to the end; 0 before any was."""
+    read_p99_seconds: _builtins.float
+    write_p50_seconds: _builtins.float
+    write_p99_seconds: _builtins.float
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredScope]: ...
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageOutcome]: ...
+    def __init__(
+        self,
+        *,
+        storage: _builtins.str = ...,
+        engine: _builtins.str = ...,
+        shared: _builtins.bool = ...,
+        breaker: _builtins.str = ...,
+        breaker_reason: _builtins.str = ...,
+        breaker_opened: _builtins.int = ...,
+        objects: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
+        evicted_objects: _builtins.int = ...,
+        complete: _builtins.bool = ...,
+        scopes: _abc.Iterable[Global___StoredScope] | None = ...,
+        outcomes: _abc.Iterable[Global___StorageOutcome] | None = ...,
+        read_bytes: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
+        read_bytes_per_second: _builtins.float = ...,
+        items_under_way: _builtins.int = ...,
+        write: _builtins.str = ...,
+        hits: _builtins.int = ...,
+        errors: _builtins.int = ...,
+        last_error: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        read_p50_seconds: _builtins.float = ...,
+        read_p99_seconds: _builtins.float = ...,
+        write_p50_seconds: _builtins.float = ...,
+        write_p99_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "breaker_opened", b"breaker_opened", "breaker_reason", b"breaker_reason", "capacity_bytes", b"capacity_bytes", "complete", b"complete", "engine", b"engine", "errors", b"errors", "evicted_objects", b"evicted_objects", "hits", b"hits", "items_under_way", b"items_under_way", "last_error", b"last_error", "objects", b"objects", "outcomes", b"outcomes", "problem", b"problem", "read_bytes", b"read_bytes", "read_bytes_per_second", b"read_bytes_per_second", "read_p50_seconds", b"read_p50_seconds", "read_p99_seconds", b"read_p99_seconds", "scopes", b"scopes", "shared", b"shared", "size_bytes", b"size_bytes", "storage", b"storage", "write", b"write", "write_p50_seconds", b"write_p50_seconds", "write_p99_seconds", b"write_p99_seconds", "written_bytes", b"written_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StorageTier: _TypeAlias = StorageTier  # noqa: Y015
+
+@_typing.final
 class GetStorageResponse(_message.Message):
+    """Of several tiers, the fields up to ``outcomes``, and those of bytes and items, are of the first one."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STORAGE_FIELD_NUMBER: _builtins.int
@@ -125,6 +234,7 @@ class GetStorageResponse(_message.Message):
     KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
     NOT_KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
     WAITING_BLOCKS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     storage: _builtins.str
     """As configured; empty where there is no storage, and then all else too."""
     engine: _builtins.str
@@ -161,6 +271,10 @@ class GetStorageResponse(_message.Message):
 
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageOutcome]: ...
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StorageTier]:
+        """All tiers, the fastest first."""
+
     def __init__(
         self,
         *,
@@ -185,10 +299,11 @@ class GetStorageResponse(_message.Message):
         kept_blocks: _builtins.int = ...,
         not_kept_blocks: _builtins.int = ...,
         waiting_blocks: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___StorageTier] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "breaker_opened", b"breaker_opened", "breaker_reason", b"breaker_reason", "capacity_bytes", b"capacity_bytes", "complete", b"complete", "engine", b"engine", "evicted_objects", b"evicted_objects", "fetched_blocks", b"fetched_blocks", "items_under_way", b"items_under_way", "kept_blocks", b"kept_blocks", "not_kept_blocks", b"not_kept_blocks", "objects", b"objects", "outcomes", b"outcomes", "read_bytes", b"read_bytes", "read_bytes_per_second", b"read_bytes_per_second", "scopes", b"scopes", "shared", b"shared", "size_bytes", b"size_bytes", "storage", b"storage", "waiting_blocks", b"waiting_blocks", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "breaker_opened", b"breaker_opened", "breaker_reason", b"breaker_reason", "capacity_bytes", b"capacity_bytes", "complete", b"complete", "engine", b"engine", "evicted_objects", b"evicted_objects", "fetched_blocks", b"fetched_blocks", "items_under_way", b"items_under_way", "kept_blocks", b"kept_blocks", "not_kept_blocks", b"not_kept_blocks", "objects", b"objects", "outcomes", b"outcomes", "read_bytes", b"read_bytes", "read_bytes_per_second", b"read_bytes_per_second", "scopes", b"scopes", "shared", b"shared", "size_bytes", b"size_bytes", "storage", b"storage", "tiers", b"tiers", "waiting_blocks", b"waiting_blocks", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from cachesvc_client.memory.remapping import map_over
+from cachesvc_client.memory.mapping import map_over
 
 
 def shared(fill: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from cachesvc_client import CacheClient
 from cachesvc_client.memory.writers import Writers
 
-from cachesvc.memory.timeline import Sheet
+from cachesvc.memory.timeline import MappedSheet
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.unit.rigs.client_rig import FakeDaemon
 
@@ -17,14 +17,14 @@ WORDS = 64
 LAYOUT = Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (64,), "uint8"),))
 
 
-def engine_of(sheet: Sheet) -> Writers:
+def engine_of(sheet: MappedSheet) -> Writers:
     """The end of the pipe that an engine gets."""
     assert sheet.writers is not None
     return Writers(os.dup(sheet.writers[1]))
 
 
 def test_an_engine_sees_the_end_of_the_last_who_copies() -> None:
-    sheet, held = Sheet(WORDS), list[int]()
+    sheet, held = MappedSheet(WORDS), list[int]()
     engine = engine_of(sheet)
     sheet.hand_over(lambda _, writers: held.extend(os.dup(writers) for _ in range(2)))
     assert not engine.wait_over(0.0)
@@ -42,7 +42,7 @@ def test_an_engine_sees_the_end_of_the_last_who_copies() -> None:
 
 
 def test_what_this_process_copies_is_over_with_its_sheet() -> None:
-    sheet = Sheet(WORDS)
+    sheet = MappedSheet(WORDS)
     engine = engine_of(sheet)
     assert not engine.wait_over(0.0)
     sheet.close()
@@ -50,7 +50,7 @@ def test_what_this_process_copies_is_over_with_its_sheet() -> None:
 
 
 def test_an_end_that_was_closed_unseen_is_never_told() -> None:
-    sheet = Sheet(WORDS)
+    sheet = MappedSheet(WORDS)
     engine = engine_of(sheet)
     engine.close()
     sheet.close()

@@ -65,6 +65,6 @@ def test_a_full_list_of_wanted_blocks_costs_a_landing_nothing() -> None:
     rig = rig_of(one_group(), device=(64,))
     serve(rig, rig.lease("a"), 1, range(64))
     rows = list(rig.model.blocks.index.rows.values())
-    rig.model.stored.wanted |= dict.fromkeys(number.to_bytes(32, "big") for number in range(MOST_WANTED))
+    rig.model.stored.wanted.extend(number.to_bytes(32, "big") for number in range(MOST_WANTED))
     assert steps_of(partial(want, rig.core, rig.model, rows)) < 100
     assert len(rig.model.stored.wanted) == MOST_WANTED

@@ -18,7 +18,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency
 from cachesvc.model.words import WritePolicy
 from cachesvc.questions.explanation import PREFETCH, explain, holders_of
-from cachesvc.questions.follow import Changes, Feed, Part, find_model, runs_of
+from cachesvc.questions.follow import Changes, Feed, Position, find_model, runs_of
 from cachesvc.questions.steps import answer_at_once
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
@@ -180,7 +180,7 @@ def test_a_feed_without_a_snapshot_says_first_where_it_stands() -> None:
     lease = rig.lease()
     serve(rig, lease, 1, ["a"])
     feed = Feed(rig.model, snapshot=False)
-    assert feed.next() == Changes(Part.NONE, 2, 1, [])
+    assert feed.next() == Changes(Position.NONE, 2, 1, [])
     assert feed.next() is None
     serve(rig, lease, 2, ["b"])
     changes = feed.next()

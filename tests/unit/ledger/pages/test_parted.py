@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from cachesvc.ledger.index.reuse_stats import LEAST_REMEMBERED, Miss, Reuse
-from cachesvc.ledger.pages.sharded_dict import PARTS, PartedDict
+from cachesvc.ledger.pages.sharded_dict import PARTS, KeyQueue, PartedDict
 from cachesvc.model.keys import KEY_BYTES
 
 
@@ -35,6 +35,24 @@ def test_no_part_is_large() -> None:
     for at in range(40_000):
         parted[rng.randbytes(KEY_BYTES)] = at
     assert max(map(len, parted.parts)) < 2 * len(parted) / PARTS
+
+
+def test_a_queue_of_keys_keeps_their_order_and_no_part_is_large() -> None:
+    """Found by measuring: a full list of 65,536 keys, of which the first went one by one, held the loop for 4 ms."""
+    rng = random.Random(6)
+    queue, plain = KeyQueue(), list[bytes]()
+    for turn in range(40_000):
+        more = [rng.randbytes(KEY_BYTES) for _ in range(2)]
+        queue.extend([*more, more[0]])
+        plain += more
+        if turn % 3 == 0:
+            assert queue.first == plain[0]
+            queue.drop_first()
+            assert plain.pop(0) not in queue
+    assert list(queue) == plain
+    assert len(queue) == len(plain)
+    assert all(key in queue for key in plain[:100])
+    assert max(map(len, queue.known.parts)) < 2 * len(queue) / PARTS
 
 
 def test_a_generation_is_forgotten_little_by_little() -> None:

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from cachesvc.model.errors import LimitExceeded, QuotaExceeded
-from cachesvc.service.access.admission import Admission, Holder, Kind, Place
+from cachesvc.service.access.admission import Admission, CallKind, Holder, Slot
 from cachesvc.service.access.auth import EVERYONE, set_caller
 from cachesvc.service.access.quota import NO_QUOTA, Quota, Quotas
 from tests.fuzz.target import CallContext
@@ -18,7 +18,7 @@ from tests.unit.rigs.dispatch_rig import Desk, turns
 from tests.unit.rigs.ledger_rig import one_group, rig_of
 
 
-def take(admission: Admission, kind: Kind, process: str, count: int, tenant: str = "") -> list[Place]:
+def take(admission: Admission, kind: CallKind, process: str, count: int, tenant: str = "") -> list[Slot]:
     """Take up to ``count`` places."""
     places = []
     for _ in range(count):
@@ -35,32 +35,32 @@ def quotas(quota: Quota = NO_QUOTA) -> Quotas:
 
 def test_one_process_leaves_room_for_the_next_and_two_share() -> None:
     admission = Admission(8, 8, 4)
-    first = take(admission, Kind.WORK, "a", 8)
+    first = take(admission, CallKind.WORK, "a", 8)
     assert len(first) == 6, "three quarters"
-    assert len(take(admission, Kind.WORK, "b", 8)) == 2, "what is left"
+    assert len(take(admission, CallKind.WORK, "b", 8)) == 2, "what is left"
     for place in first[2:]:
         place.leave()
-    assert len(take(admission, Kind.WORK, "a", 8)) == 2, "a has its half"
-    assert len(take(admission, Kind.WORK, "b", 8)) == 2, "and b"
+    assert len(take(admission, CallKind.WORK, "a", 8)) == 2, "a has its half"
+    assert len(take(admission, CallKind.WORK, "b", 8)) == 2, "and b"
     with pytest.raises(LimitExceeded, match="calls in flight: 9 is more than the limit of 8"):
-        admission.take(Kind.WORK, Holder("c", None))
+        admission.take(CallKind.WORK, Holder("c", None))
 
 
 def test_waiting_calls_have_places_of_their_own() -> None:
     admission = Admission(2, 8, 4)
-    assert len(take(admission, Kind.WAITS, "a", 100)) == 4
-    assert len(take(admission, Kind.WAITS, "b", 100)) == 4
+    assert len(take(admission, CallKind.WAITS, "a", 100)) == 4
+    assert len(take(admission, CallKind.WAITS, "b", 100)) == 4
     with pytest.raises(LimitExceeded, match="waiting calls: 9 is more than the limit of 8"):
-        admission.take(Kind.WAITS, Holder("c", None))
-    assert len(take(admission, Kind.WORK, "a", 1)) == 1
+        admission.take(CallKind.WAITS, Holder("c", None))
+    assert len(take(admission, CallKind.WORK, "a", 1)) == 1
 
 
 def test_a_call_that_begins_to_wait_gives_its_place_back() -> None:
     admission = Admission(1, 1, 1)
-    [place] = take(admission, Kind.WORK, "a", 1)
+    [place] = take(admission, CallKind.WORK, "a", 1)
     place.wait()
     assert (admission.work.held, admission.waits.held) == (0, 1)
-    [other] = take(admission, Kind.WORK, "b", 1)
+    [other] = take(admission, CallKind.WORK, "b", 1)
     with pytest.raises(LimitExceeded):
         other.wait()
     assert (admission.work.held, admission.waits.held) == (1, 1), "it stays what it was"
@@ -74,45 +74,45 @@ def test_a_call_that_begins_to_wait_gives_its_place_back() -> None:
 
 def test_signs_of_life_find_room_in_a_full_house() -> None:
     admission = Admission(1, 1, 1, quotas(Quota(calls_per_second=1, calls_in_flight=1)))
-    take(admission, Kind.WORK, "a", 1)
+    take(admission, CallKind.WORK, "a", 1)
     holder = admission.holder("a", "")
-    for kind in (Kind.WORK, Kind.WAITS):
+    for kind in (CallKind.WORK, CallKind.WAITS):
         with pytest.raises((LimitExceeded, QuotaExceeded)):
             admission.admit(kind, holder, 1.0)
     for _ in range(1000):
-        admission.admit(Kind.LIFE, holder, 1.0)
+        admission.admit(CallKind.LIFE, holder, 1.0)
 
 
 def test_signs_of_life_are_charged_and_the_debt_ends() -> None:
     admission = Admission(8, 8, 8, quotas(Quota(calls_per_second=2)))
     holder = admission.holder("a", "")
     for _ in range(100):
-        admission.admit(Kind.LIFE, holder, 1.0)
+        admission.admit(CallKind.LIFE, holder, 1.0)
     with pytest.raises(QuotaExceeded, match="calls_per_second"):
-        admission.admit(Kind.WORK, holder, 2.0)
-    admission.admit(Kind.WORK, holder, 3.0)
+        admission.admit(CallKind.WORK, holder, 2.0)
+    admission.admit(CallKind.WORK, holder, 3.0)
 
 
 def test_a_tenant_alone_leaves_room_and_two_share_whatever_their_processes() -> None:
     admission = Admission(16, 16, 16, quotas())
-    first = [place for name in "abcd" for place in take(admission, Kind.WORK, name, 4, "one")]
+    first = [place for name in "abcd" for place in take(admission, CallKind.WORK, name, 4, "one")]
     assert len(first) == 12
-    assert len(take(admission, Kind.WORK, "e", 16, "two")) == 4, "its process is one of four"
+    assert len(take(admission, CallKind.WORK, "e", 16, "two")) == 4, "its process is one of four"
     for place in first[:2]:
         place.leave()
     with pytest.raises(LimitExceeded, match="calls in flight of this tenant: 11 is more than the limit of 8"):
-        admission.admit(Kind.WORK, admission.holder("a", "one"), 1.0)
+        admission.admit(CallKind.WORK, admission.holder("a", "one"), 1.0)
 
 
 def test_a_quota_of_calls_in_flight_counts_those_that_wait_too() -> None:
     admission = Admission(8, 8, 8, quotas(Quota(calls_in_flight=1)))
     holder = admission.holder("a", "")
     told = "quota calls_in_flight of the shared tenant: 2 is more than the limit of 1"
-    for kind in (Kind.WORK, Kind.WAITS):
+    for kind in (CallKind.WORK, CallKind.WAITS):
         admission.admit(kind, holder, 1.0)
         place = admission.take(kind, holder)
         with pytest.raises(QuotaExceeded, match=told):
-            admission.admit(Kind.WORK, holder, 1.0)
+            admission.admit(CallKind.WORK, holder, 1.0)
         place.leave()
 
 

@@ -10,7 +10,7 @@ from kvcache.v1 import cache_pb2, lease_pb2
 
 from cachesvc.flows.context.call import resolve
 from cachesvc.flows.context.core import Limits
-from cachesvc.service.access.admission import Holder, Kind
+from cachesvc.service.access.admission import CallKind, Holder
 from cachesvc.service.access.auth import Caller, Scope
 from cachesvc.service.access.owners import lease_name
 from cachesvc.service.access.quota import Quota, Quotas
@@ -92,7 +92,7 @@ async def test_what_is_reserved_for_a_call_that_waits_ends_with_it(end: str) -> 
     async with Desk(rig, waiting=1) as desk:
         lease = desk.lease()
         if end == "no room to wait":
-            desk.admission.take(Kind.WAITS, Holder("a process", None))
+            desk.admission.take(CallKind.WAITS, Holder("a process", None))
         serve(rig, lease, 1, "abc")
         desk.ask(desk.cache.match, match(lease, 2, ""))
         served = desk.ask(desk.cache.allocate, allocate(lease, 2, 3))
@@ -219,7 +219,7 @@ async def test_a_call_that_finds_no_room_is_a_sign_of_life_and_one_of_a_stranger
     async with Desk(calls=1) as desk:
         lease = desk.lease()
         held = desk.rig.core.ledger.leases[lease]
-        desk.admission.take(Kind.WORK, Holder("a process", None))
+        desk.admission.take(CallKind.WORK, Holder("a process", None))
         held.last_heard = -1000.0
         stranger = Caller("stranger", frozenset({Scope.ENGINE}), "another tenant")
         assert desk.ask(desk.cache.release, release(lease, 2), who=stranger).code == "NOT_FOUND"

@@ -23,7 +23,7 @@ from cachesvc.policy.writing import WriteRule
 from cachesvc.service.calls.registrar import Registrar
 from cachesvc.service.loop.node import Node
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import Inside
+from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.vault import Vault
 from tests.conservation import audit
 from tests.unit.rigs.ledger_rig import windowed
@@ -56,7 +56,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.backend = GatedBackend()
-        self.engine = SwapEngine(Inside(self.backend), lambda *_: None)
+        self.engine = SwapEngine(InProcessMovers(self.backend), lambda *_: None)
         self.core = Core(Ledger(), self.engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         self.node = Node(self.core, epoch=1, wait_seconds=1.0, lease_seconds=3600.0)
         self.host_pool = HostPool(HOST_BYTES, HOST_BYTES, 1, None, self.backend)

@@ -16,8 +16,8 @@ from cachesvc.service.calls.idempotency import (
     KEEP_LEAST,
     KEEP_MOST_BYTES,
     TENANT_BYTES,
+    AnswerBudget,
     Mark,
-    Purse,
     Repeats,
     mark_of,
 )
@@ -32,7 +32,7 @@ def as_we_write(name: str, request: Message) -> Mark:
 
 def kept(answers: int, size_bytes: int) -> list[int]:
     """Remembered ones of ``answers`` answers of a size."""
-    repeats = Repeats(Purse())
+    repeats = Repeats(AnswerBudget())
     text = "x" * size_bytes
     for number in range(1, answers + 1):
         repeats.keep(number, MARK, cache_pb2.OperationError(message=text))
@@ -51,7 +51,7 @@ def test_large_ones_are_kept_as_far_as_their_bytes_allow() -> None:
 
 
 def test_an_id_with_other_contents_is_refused() -> None:
-    repeats = Repeats(Purse())
+    repeats = Repeats(AnswerBudget())
     release = cache_pb2.ReleaseRequest(lease_id="a", sequence_id=1)
     mark = as_we_write("Release", release)
     repeats.keep(7, mark, cache_pb2.ReleaseResponse(freed_pages=3))
@@ -73,7 +73,7 @@ def test_an_equal_request_may_be_written_otherwise(key_bytes: int) -> None:
     assert ours.startswith(b"\x18\x05")
     theirs = ours[2:] + ours[:2] + b"\x28\x00"
     assert cache_pb2.MatchRequest.FromString(theirs) == request
-    repeats = Repeats(Purse())
+    repeats = Repeats(AnswerBudget())
     repeats.keep(1, mark_of("Match", request, theirs), cache_pb2.MatchResponse(device_blocks=2))
     assert repeats.find(1, mark_of("Match", request, ours)).device_blocks == 2
     repeats.keep(2, mark_of("Match", request, ours), cache_pb2.MatchResponse(device_blocks=3))
@@ -81,7 +81,7 @@ def test_an_equal_request_may_be_written_otherwise(key_bytes: int) -> None:
 
 
 async def test_a_call_under_way_is_found_and_never_pushed_out() -> None:
-    repeats = Repeats(Purse())
+    repeats = Repeats(AnswerBudget())
     first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
     repeats.begin(1, MARK, first)
     for number in range(2, 2 + 2 * KEEP_ANSWERS):
@@ -94,13 +94,13 @@ async def test_a_call_under_way_is_found_and_never_pushed_out() -> None:
 
 
 def test_answers_of_many_leases_cost_their_tenant_and_not_the_daemon() -> None:
-    purse = Purse()
+    budget = AnswerBudget()
     answer = cache_pb2.OperationError(message="x" * (4 << 20))
-    leases = [Repeats(purse) for _ in range(100)]
+    leases = [Repeats(budget) for _ in range(100)]
     for repeats in leases:
         for number in (1, 2, 3):
             repeats.keep(number, MARK, answer)
-    assert purse.held <= 2 * TENANT_BYTES + answer.ByteSize()
+    assert budget.held <= 2 * TENANT_BYTES + answer.ByteSize()
     assert sum(repeats.find(1, MARK) is not None for repeats in leases) < TENANT_BYTES // answer.ByteSize()
     assert leases[0].find(3, MARK) is answer, "who was there first keeps its own"
     small = cache_pb2.ReleaseResponse()
@@ -109,4 +109,4 @@ def test_answers_of_many_leases_cost_their_tenant_and_not_the_daemon() -> None:
         assert repeats.find(9, MARK) is small
     for repeats in leases:
         repeats.forget()
-    assert (purse.held, purse.leases) == (0, 0)
+    assert (budget.held, budget.leases) == (0, 0)

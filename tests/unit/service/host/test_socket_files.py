@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.service.host.socket_files import LOCK_SUFFIX, SocketClaim, open_to_group
 from cachesvc.wire.status import LIFE_SUFFIX
 from tests.e2e.rig import short_folder
+from tests.other_user import as_user
 
 
 @pytest.fixture
@@ -53,6 +55,23 @@ async def test_the_next_daemon_waits_until_the_last_one_has_let_go(path: str) ->
     assert files_beside(path) == []
     await third.take()
     third.release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_a_lock_of_another_user_is_told_with_whose_it_is_and_what_to_do(path: str) -> None:
+    leave(path + LOCK_SUFFIX)
+    Path(path + LOCK_SUFFIX).chmod(0o600)
+    Path(path).parent.chmod(0o777)
+    told = as_user(65534, lambda: asyncio.run(SocketClaim(path).take()))
+    assert "it belongs to user 0, and this daemon is user 65534" in told
+    assert "was killed and has left it" in told
+    assert "remove the file as that user or root" in told
+    Path(path + LOCK_SUFFIX).unlink()
+    assert as_user(65534, lambda: asyncio.run(SocketClaim(path).take())) == ""
+    assert Path(path + LOCK_SUFFIX).stat().st_uid == 65534, "a killed daemon of that user"
+    as_root = SocketClaim(path)
+    asyncio.run(as_root.take())
+    as_root.release()
 
 
 async def test_a_daemon_that_serves_is_not_waited_for(path: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachesvc.flows.context.turns import Chore
+from cachesvc.flows.context.turns import Chore, tidy
 from cachesvc.service.loop.garbage import (
     FREEZE_ROWS,
     FULL_EVERY_SECONDS,
@@ -55,6 +55,16 @@ def rig() -> Iterator[Rig]:
     made.collector.close()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_is_new_is_passed_over_before_other_chores(rig: Rig) -> None:
+    gone = rig.ring()
+    chores = deque(Chore(1, bool) for _ in range(3))
+    for _ in range(MOST_FLOWS):
+        rig.collector.glance(chores)
+    assert len(chores) == 4
+    tidy(chores)
+    assert gone() is None
 
 
 def test_it_runs_by_itself_never_and_when_nothing_is_served(rig: Rig) -> None:

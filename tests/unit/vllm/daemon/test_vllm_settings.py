@@ -8,7 +8,7 @@ import cachesvc_vllm
 import pytest
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.settings import Settings, read_settings
-from cachesvc_vllm.startup.versions import require_version
+from cachesvc_vllm.startup.refusals import require_version
 
 
 def test_nothing_said_is_every_default() -> None:

@@ -9,8 +9,17 @@ import pytest
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.slab_layout import place_wider_first, slab_layout
 
-from cachesvc.model.geometry import device_geometry
-from tests.unit.rigs.vllm_rig import FullAttentionSpec, KVCacheConfig, KVCacheTensor, blocks_outermost, layers_outermost
+from cachesvc.model.geometry import device_bytes, device_geometry
+from tests.unit.rigs.vllm_rig import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+    blocks_outermost,
+    layers_outermost,
+    overlaid,
+)
 
 
 def starts(config: KVCacheConfig) -> list[tuple[int, int]]:
@@ -43,6 +52,26 @@ def test_layers_of_several_tensors_are_planes_too() -> None:
 
 def test_block_after_block_is_one_plane() -> None:
     assert starts(blocks_outermost(8, 512, 3)) == [(0, 1536)]
+
+
+def test_groups_lie_over_each_other_in_one_pool() -> None:
+    config = overlaid(SlidingWindowSpec(), MambaSpec(), FullAttentionSpec())
+    layout = slab_layout(config)
+    assert [each.name for each in layout.groups] == ["window-0", "state-1", "full-2"]
+    assert layout.pools == ((0, 1, 2),)
+    assert [(each.window_tokens, each.is_state) for each in layout.groups] == [(64, False), (None, True), (None, False)]
+    spans = [[span.offset for span in device_geometry(layout, group, 8).spans] for group in range(3)]
+    assert spans == [[0, 4096], [0, 4096], [0]]
+    assert device_bytes(layout, (8, 8, 8)) == config.kv_cache_tensors[0].size
+
+
+def test_groups_of_blocks_in_a_row_have_a_plane_each() -> None:
+    config = overlaid(SlidingWindowSpec(), FullAttentionSpec())
+    for tensor in config.kv_cache_tensors:
+        tensor.layer_stride, tensor.block_stride = 512, 1024
+    layout = slab_layout(config)
+    assert [plane.page_shape for plane in layout.planes] == [(1024,), (1024,)]
+    assert device_bytes(layout, (8, 8)) == config.kv_cache_tensors[0].size
 
 
 def test_a_drafter_that_is_wider_than_its_target_has_a_slab_too() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cachesvc_vllm.daemon.errors import ConnectorRefused
@@ -93,7 +94,7 @@ def test_what_a_drafter_of_several_modules_writes_again_is_not_sealed(redrafted:
 
 
 def test_how_far_a_drafter_reads_ahead_is_what_vllm_says() -> None:
-    def config(speculative: object) -> object:
+    def config(speculative: object) -> Any:
         return SimpleNamespace(speculative_config=speculative, num_prefill_lookahead_tokens=3)
 
     assert draft_lookahead(config(None)) == 0

@@ -6,10 +6,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cachesvc_vllm.daemon.cache_groups import CacheGroup, Retention, cache_groups
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.startup.refusals import require_supported
 
-from tests.unit.rigs.vllm_rig import SlidingWindowSpec, layers_outermost, vllm_config
+from tests.unit.rigs.vllm_rig import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    layers_outermost,
+    overlaid,
+    vllm_config,
+)
 
 
 def test_a_plain_engine_is_served() -> None:
@@ -53,18 +63,47 @@ def test_ngram_speculation_tensor_parallelism_and_adapters_are_served() -> None:
     require_supported(config, layers_outermost())
 
 
-def test_hybrid_models_windows_and_finer_hashes_are_refused() -> None:
-    hybrid, window, finer = layers_outermost(), layers_outermost(), layers_outermost()
-    hybrid.kv_cache_groups = hybrid.kv_cache_groups * 2
-    window.kv_cache_groups = [SimpleNamespace(kv_cache_spec=SlidingWindowSpec())]
+def test_groups_of_windows_and_states_are_served_beside_whole_sequences() -> None:
+    config = overlaid(SlidingWindowSpec(), MambaSpec(), FullAttentionSpec())
+    require_supported(vllm_config(), config)
+    assert cache_groups(config) == (
+        CacheGroup(Retention.WINDOW, 64),
+        CacheGroup(Retention.STATE),
+        CacheGroup(Retention.FULL),
+    )
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ([SlidingWindowSpec()], "no layer of this model keeps whole sequences .SlidingWindowSpec."),
+        ([MambaSpec(), SlidingWindowSpec()], "MambaSpec, SlidingWindowSpec"),
+        ([FullAttentionSpec()] * 17, "17 KV cache groups, and 16 are supported"),
+        ([FullAttentionSpec(), CircularBufferSpec()], "groups of CircularBufferSpec are not supported; Full"),
+        ([FullAttentionSpec(), MambaSpec(mamba_cache_mode="all")], "--mamba-cache-mode all cannot be shared"),
+        ([FullAttentionSpec(), MambaSpec(num_speculative_blocks=2)], "for drafts move them"),
+        ([FullAttentionSpec(), SlidingWindowSpec(block_size=64)], r"blocks of \[32, 64\] tokens"),
+        ([FullAttentionSpec(), SlidingWindowSpec(prefix_replay_tokens=8)], "compute a part of each hit again"),
+    ],
+)
+def test_groups_that_cannot_be_served_are_refused_by_name(specs: list[Any], words: str) -> None:
+    with pytest.raises(ConnectorRefused, match=words):
+        require_supported(vllm_config(), overlaid(*specs))
+
+
+def test_finer_keys_than_blocks_are_refused() -> None:
+    finer = overlaid(MambaSpec(), FullAttentionSpec())
     finer.hash_block_size = 16
-    for config, words in (
-        (hybrid, "2 KV cache groups .*only one, of whole sequences, is supported"),
-        (window, "groups of SlidingWindowSpec are not supported"),
-        (finer, "keys are of 16 tokens and blocks of 32"),
-    ):
-        with pytest.raises(ConnectorRefused, match=words):
-            require_supported(vllm_config(), config)
+    with pytest.raises(ConnectorRefused, match=r"keys are of 16 tokens and blocks of 32.*--prefix-match-unit"):
+        require_supported(vllm_config(), finer)
+
+
+def test_layers_of_one_group_keep_the_same() -> None:
+    mixed = UniformTypeKVCacheSpecs({"a": FullAttentionSpec(), "b": SlidingWindowSpec()})
+    config = layers_outermost()
+    config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=mixed)]
+    with pytest.raises(ConnectorRefused, match="whose layers keep different blocks"):
+        require_supported(vllm_config(), config)
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])

@@ -7,25 +7,26 @@ comes back in batches, by ``post``, in the order in which it arose.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 from cachesvc.model.errors import CacheError
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.text.printable import one_line
 from cachesvc.model.words import NO_PAGE
-from cachesvc.storage.asked import Asked
-from cachesvc.storage.breaker import Breaker, State
-from cachesvc.storage.budget import WriteBudget
-from cachesvc.storage.canary import Canary
-from cachesvc.storage.courier import Carrier, Courier
 from cachesvc.storage.objects import ObjectStore, Way
-from cachesvc.storage.presence import Presence
 from cachesvc.storage.seam import Chooser, ObjectName, Outcome, Scope, StorageBackend, Use, key_at
 from cachesvc.storage.shapes import ModelFacts, Shape, Shapes, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
+from cachesvc.storage.tier.asked import Asked
+from cachesvc.storage.tier.breaker import Breaker, State
+from cachesvc.storage.tier.budget import WriteBudget
+from cachesvc.storage.tier.canary import Canary
+from cachesvc.storage.tier.coming import Coming, News, Tell, TellGone
+from cachesvc.storage.tier.courier import Carrier, Courier
+from cachesvc.storage.tier.presence import Presence
 
 UNDER_WAY_BYTES = 64 << 20
 """Host blocks that are pinned for writing at a time."""
@@ -45,54 +46,6 @@ View = Callable[[int, int, int, int], memoryview]
 """``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError for one that is gone."""
 Post = Callable[[Callable[[], None]], None]
 """Has something called on the ledger thread."""
-
-
-class News(NamedTuple):
-    """News of an object: of a fetch (``ticket``), or of a block that was written (``key``)."""
-
-    model: int
-    ticket: int
-    key: bytes
-    block: int
-    groups: tuple[int, ...]
-    outcome: Outcome | None  # None: it was LATE, and is back
-
-
-class Coming(NamedTuple):
-    """Blocks of a fetch: ``pages[g]`` has a host page for each of packed ``keys``, or NO_PAGE. ``parent``: the key of
-    the block above the first; empty for none."""
-
-    model: int
-    shapes: Shapes
-    ticket: int
-    keys: bytes
-    pages: Sequence[Sequence[int]]
-    parent: bytes
-
-    def parent_of(self, block: int) -> bytes:
-        """The key of the block above one of them."""
-        return key_at(self.keys, block - 1) if block else self.parent
-
-    def wanted(self) -> list[tuple[int, Shape]]:
-        """Objects of the fetch, by block."""
-        return [
-            (block, shape)
-            for block in range(len(self.keys) // KEY_BYTES)
-            for shape in (*self.shapes.full, *self.shapes.windows)
-            if all(self.pages[group][block] != NO_PAGE for group in shape.groups)
-        ]
-
-    def news(self) -> list[News]:
-        """News of each, without an outcome."""
-        return [News(self.model, self.ticket, b"", block, shape.groups, None) for block, shape in self.wanted()]
-
-
-Tell = Callable[[int, int, bytes, list[News]], None]
-"""``(model, ticket, key, news)``: of one fetch or one written block. On the ledger thread."""
-
-
-TellGone = Callable[[int, list[bytes]], None]
-"""``(model, keys)``: of blocks that the engine has let go of. On the ledger thread."""
 
 
 class Tier:
@@ -154,7 +107,7 @@ class Tier:
         known = self._shapes.get(model.id)
         if known is None:
             known = self._shapes[model.id] = shapes_of(model)
-            self.backend.describe(known.scope, model.name)
+            self.backend.describe(known.scope, one_line(model.name))
         return known
 
     def forget(self, model_id: int) -> None:
@@ -181,6 +134,11 @@ class Tier:
         shapes = self.shapes(model)
         return bool(self.store.expects(shapes.scope, key, shapes.parts))
 
+    def has_by_number(self, model_id: int, key: bytes) -> bool:
+        """As ``has``, of a model that was asked about before."""
+        shapes = self._shapes.get(model_id)
+        return shapes is not None and bool(self.store.expects(shapes.scope, key, shapes.parts))
+
     def _is_fast_enough(self, model: ModelFacts, shapes: Shapes) -> bool:
         rate, seen = self.options.recompute, self.store.bandwidth(Way.GET)
         if not rate or not seen or shapes.block_bytes / seen <= model.layout.block_tokens / rate:
@@ -189,19 +147,21 @@ class Tier:
         return self._passed_over % TRY_ANYWAY == 0
 
     def fetch(
-        self, model: ModelFacts, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes = b""
+        self,
+        model: ModelFacts,
+        ticket: int,
+        keys: bytes,
+        pages: Sequence[Sequence[int]],
+        parent: bytes = b"",
+        some: Sequence[tuple[int, Shape]] | None = None,
     ) -> list[int]:
-        """Bring blocks to host pages, the first of them below the block ``parent``; returns of each how many objects
-        come."""
-        shapes = self.shapes(model)
-        out = [len(shapes.full)] * (len(keys) // KEY_BYTES)
-        for shape in shapes.windows:
-            for block, page in enumerate(pages[shape.groups[0]]):
-                out[block] += page != NO_PAGE
-        coming = Coming(model.id, shapes, ticket, keys, pages, parent)
+        """Bring blocks to host pages, the first of them below the block ``parent``; returns of each block how many
+        objects come. ``some``: objects to bring, by block; None: all that have pages."""
+        coming = Coming(model.id, self.shapes(model), ticket, keys, pages, parent, some)
         asked = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
         self._getting.add(partial(self._fetch, asked, coming), asked.fail)
-        return out
+        counts = Counter(block for block, _ in coming.wanted())
+        return [counts[block] for block in range(len(keys) // KEY_BYTES)]
 
     def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int], parent: bytes = b"") -> int:
         """Write a block below the block ``parent`` from its host pages; returns how many objects are on their way."""
@@ -252,7 +212,8 @@ class Tier:
             self._putting.add(partial(self._canary.fly, deadline, self._flown), partial(self._flown, False))
 
     def _flown(self, is_good: bool) -> None:
-        self._post(lambda: self.breaker.probed(self._clock(), is_good=is_good))
+        is_in_time = self._clock() <= self._canary_until - LOST_SECONDS  # else BUSY may be of one that waited too long
+        self._post(lambda: self.breaker.probed(self._clock(), is_good=is_good and is_in_time))
 
     # -- on couriers ---------------------------------------------------------------------------------------------
 
@@ -260,13 +221,17 @@ class Tier:
         shapes, keys = coming.shapes, coming.keys
         if asked.is_settled:
             return
-        if self.store.expects(shapes.scope, keys[:KEY_BYTES], shapes.parts) is not None:
+        wanted = coming.wanted()
+        first = key_at(keys, wanted[0][0]) if wanted else b""
+        if self.store.expects(shapes.scope, first, shapes.parts) is not None:
             self._get(asked, coming)
             return
-        wanted = coming.wanted()
         names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
 
-        def found(there: Sequence[bool]) -> None:
+        def found(there: Sequence[bool] | None) -> None:
+            if there is None:
+                asked.fail()
+                return
             missing = (
                 block
                 for (block, shape), is_there in zip(wanted, there, strict=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cachesvc.storage.breaker import Breaker
 from cachesvc.storage.seam import StorageBackend
+from cachesvc.storage.tier.breaker import Breaker
 
 
 class Presence:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cachesvc.storage.file.leaves import Group
+from cachesvc.storage.file.blocks.leaves import Group
 
 NO_ROW = -1
 NO_PART = (1 << 48) - 1
@@ -135,6 +135,20 @@ class BlockTree:
             row = above
         if row != NO_ROW:
             yield row
+
+    def detached(self) -> list[int]:
+        """Rows with objects below a block that is known by name alone: no hit reaches them."""
+        unknown, reached, cut_off = 0, 1, 2
+        state = bytearray(len(self.keys))
+        for tip in self.rows.values():
+            path, row = [], tip
+            while row != NO_ROW and state[row] == unknown:
+                path.append(row)
+                row = self.parent[row]
+            verdict = reached if row == NO_ROW else state[row]
+            for each in reversed(path):
+                verdict = state[each] = cut_off if self.parts[each] == NO_PART else verdict
+        return [row for row in self.rows.values() if state[row] == cut_off and self.parts[row] != NO_PART]
 
     def unused_since(self, before: int) -> list[int]:
         """Rows without children that were not used since ``before``, the longest unused last."""

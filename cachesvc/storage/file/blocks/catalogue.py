@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.storage.file.leaves import Leaves
-from cachesvc.storage.file.tree import NO_PART, NO_ROW, BlockTree, key_of
+from cachesvc.storage.file.blocks.leaves import Leaves
+from cachesvc.storage.file.blocks.tree import NO_PART, NO_ROW, BlockTree, key_of
 from cachesvc.storage.seam import Chooser, Kept, ObjectName, Part, Rank, Scope, StoreStatus, Use, oldest_first
 
 AT_ONCE = 512
@@ -57,6 +57,12 @@ class Catalogue:
     def __contains__(self, name: ObjectName) -> bool:
         row = self._row_of(name)
         return row != NO_ROW and self._tree.has(row, _packed(name.part))
+
+    def has_block(self, scope: Scope, key: bytes) -> bool:
+        """True where a block has any object. Takes no lock."""
+        number, tree = self._numbers.get(scope), self._tree
+        row = NO_ROW if number is None else tree.rows.get(key_of(number, key), NO_ROW)
+        return row != NO_ROW and tree.parts[row] != NO_PART
 
     @property
     def labels(self) -> dict[Scope, str]:
@@ -103,6 +109,14 @@ class Catalogue:
             row = self._row_of(name)
             if row != NO_ROW:
                 self._tree.link(row, self._numbers[name.scope], parent)
+                self._leaves.file(row)
+
+    def demote_detached(self) -> None:
+        """All that was found is linked: blocks that no hit reaches, for a block above them is missing, go first."""
+        with self._lock:
+            for row in self._tree.detached():
+                self._tree.used[row] = 0
+                self._leaves.forget(row)
                 self._leaves.file(row)
 
     def drop(self, name: ObjectName) -> bool:
@@ -183,6 +197,12 @@ class Catalogue:
                     break
                 victims += self._take(chosen)
         return victims
+
+    def entries(self) -> list[Entry]:
+        """All objects, the longest unused first."""
+        with self._lock:
+            found = [entry for row in self._tree.rows.values() for entry in self._entries(row)]
+        return sorted(found, key=lambda entry: entry.used)
 
     def names(self, scope: Scope | None = None) -> list[ObjectName]:
         """Names of all objects, or of a scope's."""

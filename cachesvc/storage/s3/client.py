@@ -1,0 +1,192 @@
+"""A bucket behind obstore, typed: calls that block outside of the GIL, and errors that are few.
+
+Bytes come into memory of the library's own. What it is given to write it may read for as long as its request lives,
+which may be longer than the call: so callers give it copies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.storage.s3.credentials import file_credentials
+from cachesvc.storage.s3.options import S3Options
+
+REGION = "us-east-1"
+FIRST_PAUSE = timedelta(milliseconds=50)
+LONGEST_PAUSE = timedelta(seconds=1)
+"""Between tries of a request, with jitter."""
+CONNECT_SECONDS = 2.0
+MULTIPART_PARTS = 4
+"""Parts of one object that are sent at a time."""
+REASON_CHARACTERS = 300
+LIST_OBJECTS = 1000
+_NO_SUCH_RANGE, _NOT_IMPLEMENTED = "416", "501"
+_CODE = re.compile(r"status code: ([0-9]{3})")
+_LONG_HEX = re.compile(r"([0-9a-f]{8})[0-9a-f]{8,}")
+
+
+class RequestFailed(Exception):
+    """A request that was not answered, or answered with an error. Its text is one line."""
+
+
+class FoundObject(NamedTuple):
+    """Part of an object: ``content``, and ``size_bytes`` of all of it. No content where the size is another one than
+    was expected."""
+
+    content: memoryview
+    size_bytes: int
+
+
+class ListedObject(NamedTuple):
+    """An object of a listing; ``modified`` in seconds since 1970."""
+
+    path: str
+    size_bytes: int
+    modified: int
+
+
+def load() -> Any:
+    """The library. Raises Unavailable with what is missing."""
+    try:
+        importlib.import_module("obstore.store")
+        return importlib.import_module("obstore")
+    except ImportError as missing:
+        raise Unavailable(
+            f"storage s3 needs the package obstore, which cannot be loaded ({missing}); install cachesvc[s3]"
+        ) from missing
+
+
+class S3Bucket:
+    """Objects below the prefix. Raises InvalidRequest for settings that the library refuses, Unavailable."""
+
+    def __init__(self, options: S3Options) -> None:
+        self._library = load()
+        self._options = options
+        self._moving = self._store(options.retries)
+        self._asking = self._store(0)
+        self._creates = True
+
+    def _store(self, retries: int) -> Any:
+        options = self._options
+        config: dict[str, object] = {
+            "region": options.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or REGION,
+            "virtual_hosted_style_request": options.addressing == "virtual",
+            "unsigned_payload": not self._is_plain(),
+        }
+        if options.endpoint:
+            config["endpoint"] = options.endpoint
+        client: dict[str, object] = {
+            "timeout": timedelta(seconds=options.timeout),
+            "connect_timeout": timedelta(seconds=min(CONNECT_SECONDS, options.timeout)),
+            "allow_http": self._is_plain(),
+        }
+        try:
+            if options.ca:
+                client["root_certificate"] = Path(options.ca).read_bytes()
+            return self._library.store.S3Store(
+                options.bucket,
+                prefix=options.prefix or None,
+                config=config,
+                client_options=client,
+                credential_provider=file_credentials(options.profile, os.environ, Path.home()),
+                retry_config={
+                    "max_retries": retries,
+                    "retry_timeout": timedelta(seconds=options.timeout),
+                    "backoff": {"init_backoff": FIRST_PAUSE, "max_backoff": LONGEST_PAUSE, "base": 2},
+                },
+            )
+        except OSError as error:
+            raise InvalidRequest(f"storage: ca={options.ca} cannot be read: {error}") from error
+        except self._library.exceptions.BaseError as error:
+            raise InvalidRequest(f"storage: s3 cannot be set up so: {reason_of(error)}") from error
+
+    def _is_plain(self) -> bool:
+        return self._options.is_plain
+
+    def get(self, path: str, start: int, length: int, size_bytes: int) -> FoundObject | None:
+        """Read ``length`` bytes of an object that is expected to have ``size_bytes``; None where there is no such
+        object. Raises RequestFailed."""
+        is_whole = length == size_bytes
+        ranged = {} if is_whole else {"range": (start, start + length)}
+        try:
+            answer = self._library.get(self._moving, path, options=ranged)
+            size = int(answer.meta["size"])
+            return FoundObject(memoryview(answer.bytes() if size == size_bytes else b""), size)
+        except FileNotFoundError:
+            return None
+        except (OSError, self._library.exceptions.BaseError) as error:
+            if not is_whole and _code_of(error) == _NO_SUCH_RANGE:
+                return FoundObject(memoryview(b""), 0)  # it ends before this part of it
+            raise RequestFailed(reason_of(error)) from error
+
+    def put(self, path: str, content: memoryview | bytes) -> None:
+        """Write an object; one that is there may stay. The library may read ``content`` after this has returned: it
+        must not change any more. Raises RequestFailed: the object may be there nevertheless."""
+        part = self._options.part
+        is_large = len(content) >= 2 * part
+        call: dict[str, object] = {"use_multipart": is_large}
+        if is_large:
+            call |= {"chunk_size": part, "max_concurrency": MULTIPART_PARTS}
+        elif self._creates:
+            call["mode"] = "create"
+        errors = self._library.exceptions
+        try:
+            self._library.put(self._moving, path, content, **call)
+        except errors.AlreadyExistsError:
+            return
+        except (OSError, errors.BaseError) as error:
+            if "mode" in call and (_code_of(error) == _NOT_IMPLEMENTED or isinstance(error, errors.NotSupportedError)):
+                self._creates = False  # a store without conditional writes
+                self.put(path, content)
+                return
+            raise RequestFailed(reason_of(error)) from error
+
+    def has(self, path: str) -> bool:
+        """True where there is such an object. One try. Raises RequestFailed."""
+        try:
+            self._library.head(self._asking, path)
+        except FileNotFoundError:
+            return False
+        except (OSError, self._library.exceptions.BaseError) as error:
+            raise RequestFailed(reason_of(error)) from error
+        return True
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete objects that may be gone. Raises RequestFailed."""
+        try:
+            self._library.delete(self._moving, list(paths))
+        except FileNotFoundError:
+            return
+        except (OSError, self._library.exceptions.BaseError) as error:
+            raise RequestFailed(reason_of(error)) from error
+
+    def list(self, folder: str) -> Iterator[list[ListedObject]]:
+        """List objects below a folder, some at a time. Raises RequestFailed."""
+        try:
+            for some in self._library.list(self._moving, prefix=folder, chunk_size=LIST_OBJECTS):
+                yield [ListedObject(each["path"], each["size"], _seconds(each["last_modified"])) for each in some]
+        except (OSError, self._library.exceptions.BaseError) as error:
+            raise RequestFailed(reason_of(error)) from error
+
+
+def _seconds(when: datetime) -> int:
+    return int(when.timestamp())
+
+
+def reason_of(error: BaseException) -> str:
+    """One line of an error, without the library's debugging text; names of objects are cut short."""
+    first = str(error).partition("\n\nDebug source")[0]
+    return _LONG_HEX.sub(r"\1..", " ".join(first.split()))[:REASON_CHARACTERS] or type(error).__name__
+
+
+def _code_of(error: BaseException) -> str:
+    """Status code of the store's answer; empty where there was none."""
+    found = _CODE.search(str(error))
+    return "" if found is None else found[1]

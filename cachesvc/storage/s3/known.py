@@ -1,0 +1,169 @@
+"""Objects of the bucket as far as this daemon knows: listed, written or read here. Hints, never hits.
+
+Other daemons write and the bucket's rules delete meanwhile. What is unknown has to be asked for; what was asked for and
+was absent is remembered for a while, so that a prompt that is asked again costs no question.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.storage.seam import Kept, ObjectName, Part, Scope, StoreStatus
+
+MOST_KNOWN = 1 << 19
+"""Objects that are remembered, some 220 bytes each. Others are asked for."""
+MOST_ABSENT = 1 << 16
+_PART = struct.Struct("<3H")
+_NUMBER = struct.Struct("<I")
+
+
+class Fact(NamedTuple):
+    """Facts of an object, kept as one number: a tuple for each takes twice the memory. ``round``: the last listing that
+    has seen it, or that was under way when it was written."""
+
+    size_bytes: int
+    seconds: int
+    round: int
+
+    @classmethod
+    def of(cls, packed: int) -> Fact:
+        """Facts of a number."""
+        return cls(packed >> 80, packed >> 32 & (1 << 48) - 1, packed & (1 << 32) - 1)
+
+    @property
+    def packed(self) -> int:
+        """Their number."""
+        return self.size_bytes << 80 | max(0, self.seconds) << 32 | self.round
+
+
+class KnownObjects:
+    """Any thread. ``clock``: monotonic seconds."""
+
+    def __init__(self, absent_seconds: float, clock: Callable[[], float]) -> None:
+        self._facts: dict[bytes, int] = {}
+        self._absent: OrderedDict[bytes, float] = OrderedDict()
+        self._absent_seconds = absent_seconds
+        self._clock = clock
+        self._numbers: dict[Scope, bytes] = {}
+        self._scopes: list[Scope] = []
+        self._labels: dict[Scope, str] = {}
+        self._lock = threading.Lock()
+        self._round = 0
+        self.size_bytes = 0
+        self.is_complete = False
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __contains__(self, name: ObjectName) -> bool:
+        return self._packed(name.scope, name.key, name.part) in self._facts
+
+    def describe(self, scope: Scope, label: str) -> bool:
+        """Set the label of a scope; False where it has that already."""
+        with self._lock:
+            self._number(scope)
+            is_new = self._labels.get(scope) != label
+            self._labels[scope] = label
+        return is_new
+
+    def unlabelled(self) -> list[Scope]:
+        """Scopes without a label."""
+        with self._lock:
+            return [scope for scope in self._scopes if scope not in self._labels]
+
+    def add(self, name: ObjectName, size_bytes: int, seconds: int) -> None:
+        """Note an object that is there; ``seconds`` since 1970: its age."""
+        with self._lock:
+            self._number(name.scope)
+            packed = self._packed(name.scope, name.key, name.part)
+            self._drop(packed)
+            self._absent.pop(packed, None)
+            self._facts[packed] = Fact(size_bytes, seconds, self._round).packed
+            self.size_bytes += size_bytes
+            if len(self._facts) > MOST_KNOWN:
+                self._drop(next(iter(self._facts)))
+
+    def drop(self, name: ObjectName) -> None:
+        """Note that there is no such object now."""
+        with self._lock:
+            packed = self._packed(name.scope, name.key, name.part)
+            self._drop(packed)
+            self._absent[packed] = self._clock() + self._absent_seconds
+            if len(self._absent) > MOST_ABSENT:
+                self._absent.popitem(last=False)
+
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
+        """Number of leading keys whose parts are all known, or 0 where the first was absent a moment ago; None where
+        that has to be asked."""
+        number = self._numbers.get(scope, b"")
+        ends = [_PART.pack(*part) for part in parts]
+        facts, count = self._facts, 0
+        for at in range(0, len(keys), KEY_BYTES):
+            start = number + keys[at : at + KEY_BYTES]
+            if not all(start + end in facts for end in ends):
+                break
+            count += 1
+        if count or not keys:
+            return count
+        until = [self._absent.get(number + keys[:KEY_BYTES] + end, 0.0) for end in ends]
+        return 0 if number and max(until, default=0.0) > self._clock() else None
+
+    def begin_listing(self) -> int:
+        """Begin a listing of the bucket; returns its number."""
+        with self._lock:
+            self._round += 1
+            return self._round
+
+    def end_listing(self, number: int) -> None:
+        """Forget what a whole listing has not seen and what was not written meanwhile."""
+        with self._lock:
+            gone = [packed for packed, fact in self._facts.items() if Fact.of(fact).round < number]
+            for packed in gone:
+                self._drop(packed)
+            self.is_complete = True
+
+    def forget(self, scope: Scope | None) -> int:
+        """Forget all of a scope, or all; how many objects were known."""
+        with self._lock:
+            start = b"" if scope is None else self._number(scope)
+            gone = [packed for packed in self._facts if packed.startswith(start)]
+            for packed in gone:
+                self._drop(packed)
+        return len(gone)
+
+    def status(self, now: int) -> StoreStatus:
+        """Sums by scope, with ages at ``now`` (seconds since 1970)."""
+        with self._lock:
+            kept = {scope: Kept(self._labels.get(scope, "")) for scope in self._scopes}
+            by_number = {self._numbers[scope]: each for scope, each in kept.items()}
+            facts = list(self._facts.items())
+        size_bytes = 0
+        for packed, number in facts:
+            fact = Fact.of(number)
+            of, age = by_number[packed[: _NUMBER.size]], float(max(0, now - fact.seconds))
+            of.objects += 1
+            of.size_bytes += fact.size_bytes
+            size_bytes += fact.size_bytes
+            of.newest_seconds = age if of.newest_seconds is None else min(of.newest_seconds, age)
+            of.oldest_seconds = age if of.oldest_seconds is None else max(of.oldest_seconds, age)
+        return StoreStatus(len(facts), size_bytes, is_complete=self.is_complete, scopes=kept)
+
+    def _number(self, scope: Scope) -> bytes:
+        known = self._numbers.get(scope)
+        if known is None:
+            known = self._numbers[scope] = _NUMBER.pack(len(self._scopes))
+            self._scopes.append(scope)
+        return known
+
+    def _packed(self, scope: Scope, key: bytes, part: Part) -> bytes:
+        return self._numbers.get(scope, b"") + key + _PART.pack(*part)
+
+    def _drop(self, packed: bytes) -> None:
+        fact = self._facts.pop(packed, None)
+        if fact is not None:
+            self.size_bytes -= Fact.of(fact).size_bytes

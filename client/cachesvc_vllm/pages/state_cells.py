@@ -1,0 +1,47 @@
+"""Cells of states that vLLM takes next: at the end of what it schedules, as many as its managers will ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cachesvc_vllm.pages.group_tables import Positions
+
+
+class StateCells:
+    """``manager``: vLLM's ``KVCacheManager``. ``groups``: those of states."""
+
+    def __init__(self, manager: Any, groups: Sequence[int]) -> None:
+        self._manager = manager
+        self._groups = groups
+
+    def wanted(
+        self, request: Any, new_tokens: int, local_tokens: int, external_tokens: int, computed_blocks: Any
+    ) -> Positions:
+        """Return where an allocation for ``new_tokens`` takes cells, behind ``local_tokens`` of a hit in place, whose
+        blocks are ``computed_blocks``, and ``external_tokens`` that are loaded."""
+        found: dict[int, range] = {}
+        for group in self._groups:
+            manager = self._manager.coordinator.single_type_managers[group]
+            computed = () if computed_blocks is None else computed_blocks.blocks[group]
+            local = int(request.num_computed_tokens) + local_tokens
+            tokens = local + external_tokens + new_tokens
+            pages = manager.get_num_blocks_to_allocate(
+                request.request_id,
+                tokens,
+                computed,
+                local + external_tokens,
+                local,
+                tokens,
+                prefill_end=self._prefill_end(request),
+            )
+            pages -= sum(block.ref_cnt == 0 and not block.is_null for block in computed)
+            end = -(-tokens // manager.block_size)
+            found[group] = range(end - pages, end)
+        return found
+
+    def _prefill_end(self, request: Any) -> int:
+        """Token at which vLLM saves a state within a chunk, as its ``allocate_slots`` says."""
+        if self._manager.coordinator.retention_interval != 0:
+            return 0
+        return max(int(request.num_prompt_tokens), int(request.num_tokens) - 1)

@@ -1,0 +1,122 @@
+"""Tables of windows and states: taken in order, freed from their beginning, given back below what is still read."""
+
+from __future__ import annotations
+
+import numpy as np
+from cachesvc_vllm.pages.group_tables import GroupTable, other_tables
+from cachesvc_vllm.pages.private_pages import PrivatePages
+from cachesvc_vllm.pages.request_pages import RequestPages, blocks_wanted
+
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.words import NO_PAGE
+
+LAYOUT = Layout(
+    4,
+    1,
+    (PlaneGroup("w", 8, pool="kv"), PlaneGroup("f", pool="kv"), PlaneGroup("s", pool="kv", is_state=True)),
+    tuple(Plane("kv", 0, group, (64,), "uint8") for group in "wfs"),
+)
+
+
+def test_a_request_has_a_table_for_each_group_beside_the_leading_one() -> None:
+    request = RequestPages("r", 0, lead=LAYOUT.full_groups[0], others=other_tables(LAYOUT))
+    assert [(each.group, each.is_state) for each in request.others] == [(0, False), (2, True)]
+    assert [request.table_of(group).group for group in (0, 2)] == [0, 2]
+    assert request.row_pages == 2
+    assert request.missing_pages(3, {2: [2]}) == 7
+
+
+def test_what_a_window_has_left_is_known_by_what_vllm_frees() -> None:
+    table = GroupTable(0, is_state=False, pages=[NO_PAGE, 5, 6, 7, 8])
+    table.hold(1, 2)
+    assert (table.first, table.taken, table.spare) == (1, 3, 2)
+    assert table.take(3, 2) == [7, 8]
+    table.free(1)
+    table.free(2)
+    assert (table.first, table.held, table.spare) == (3, 2, 0)
+
+
+def test_cells_stay_where_another_engine_was_faster_to_publish() -> None:
+    table = GroupTable(0, is_state=False, pages=[5, 6])
+    table.read(np.array([9, 6, 7], np.int32), 0)
+    assert table.pages == [5, 6, 7], "kernels have the table"
+
+
+def states(*pages: int, loaded_blocks: int = 0) -> GroupTable:
+    """A table of states."""
+    table = GroupTable(2, is_state=True)
+    table.read(np.array(pages, np.int32), loaded_blocks)
+    return table
+
+
+def test_a_state_that_was_granted_for_a_longer_chunk_does_for_a_shorter_one() -> None:
+    table = states(NO_PAGE, NO_PAGE, NO_PAGE, 6)
+    assert table.lacking([1], 0) == []
+    assert table.take(1, 1) == [6]
+    assert table.pages == [NO_PAGE, 6, NO_PAGE, NO_PAGE]
+    assert table.lacking([3], 0) == [3]
+
+
+def test_a_state_of_an_earlier_block_is_not_used_for_a_later_one() -> None:
+    """The daemon takes it back with the cells before the first one that is needed."""
+    assert states(NO_PAGE, 5, NO_PAGE).lacking([2], 0) == [2]
+
+
+def test_a_state_that_is_loaded_is_no_page_for_others() -> None:
+    table = states(NO_PAGE, 5, NO_PAGE, 6, loaded_blocks=2)
+    assert table.lacking([1, 3], 2) == []
+    assert table.take(1, 1) == [5]
+    assert table.states == {}, "it is sealed"
+
+
+def test_states_are_sealed_once_their_blocks_are_computed_and_not_after_they_were_freed() -> None:
+    table = states(NO_PAGE, 5, NO_PAGE, 6, 7)
+    for position in (1, 3, 4):
+        table.take(position, 1)
+    assert table.take_states(1) == {}
+    assert table.take_states(3) == {1: 5}
+    table.free(3)
+    assert table.take_states(9) == {4: 7}
+
+
+def test_a_table_grows_by_a_block_where_a_state_is_wanted_in_a_hole() -> None:
+    request = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT), pages=[1, 2, 3])
+    request.others[1].add([NO_PAGE] * 3)
+    assert request.growth(3, {2: [2]}) == (4, {2: [3]})
+    assert request.growth(5, {2: [2, 4]}) == (5, {2: [3, 4]})
+    assert request.growth(5, {2: [4]}) == (5, {2: [4]})
+    assert request.missing_pages(3, {2: [2]}) == 3
+
+
+def test_a_hit_that_is_loaded_comes_before_what_the_table_grows_by() -> None:
+    request = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT), pages=[1], hit_blocks=1, host_blocks=2)
+    assert request.growth(2, {2: [2]}) == (3, {2: []})
+    assert request.growth(4, {2: [3]}) == (4, {2: [3]})
+
+
+def test_pages_of_a_request_that_no_other_engine_knows_are_private() -> None:
+    request = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT), pages=[1, 2, 3], hit_blocks=1)
+    request.others[0].pages = [NO_PAGE, 4, 5]
+    request.others[1].pages = [6, NO_PAGE, 7]
+    assert request.private_pages() == [2, 3, 4, 5, 7]
+    assert request.others[0].drop_pages(1, 2) == [4]
+    assert request.private_pages() == [2, 3, 5, 7]
+
+
+def test_without_the_daemon_a_request_grows_by_pages_that_no_other_engine_knows() -> None:
+    request, private = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT)), PrivatePages()
+    private.add(range(1, 6))
+    assert not private.lengthen(request, 3, {2: [2]})
+    assert private.lengthen(request, 2, {2: [1]})
+    assert request.pages == [1, 2]
+    assert [each.pages for each in request.others] == [[3, 4], [NO_PAGE, 5]]
+
+
+def test_a_loaded_request_waits_with_the_pages_of_a_step_where_windows_give_back_the_rest() -> None:
+    class Request:
+        num_tokens, num_computed_tokens = 1000, 0
+
+    common = {"external_tokens": 100, "lookahead_tokens": 0, "longest_tokens": 2000, "block_tokens": 4}
+    assert blocks_wanted(Request(), 0, **common) == (1000 + 4) // 4
+    assert blocks_wanted(Request(), 0, **common, step_tokens=64) == (100 + 64 + 4) // 4
+    assert blocks_wanted(Request(), 8, **common, step_tokens=64) == (108 + 64 + 4) // 4

@@ -1,0 +1,93 @@
+"""Tiny models with several cache groups: windows beside whole sequences, and recurrent states beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.rig import BLOCK_TOKENS, MODEL, Fleet
+
+WINDOW_TOKENS = 2 * BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class HybridModel:
+    """``config``: its config.json. ``block_tokens``: as vLLM makes them. ``blocks``: of its pool, in the tests.
+    ``options``: of its engines."""
+
+    config: Mapping[str, Any]
+    block_tokens: int = BLOCK_TOKENS
+    blocks: int = 256
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def fleet(self, folder: Path) -> Fleet:
+        """Engines of random weights, the same in each of them."""
+        (folder / "config.json").write_text(json.dumps(dict(self.config)), encoding="utf-8")
+        return Fleet(folder)
+
+
+def _gqa(**values: Any) -> dict[str, Any]:
+    return {**MODEL, "num_hidden_layers": 4, "rms_norm_eps": 1e-6, **values}
+
+
+GEMMA_3 = HybridModel(
+    _gqa(
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        num_hidden_layers=6,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=32,
+        rope_local_base_freq=10000.0,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    ),
+    blocks=384,
+    options={"max_num_batched_tokens": 256},
+)
+"""Five groups of windows and one of whole sequences."""
+
+GPT_OSS = HybridModel(
+    _gqa(
+        architectures=["GptOssForCausalLM"],
+        model_type="gpt_oss",
+        sliding_window=WINDOW_TOKENS,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initial_context_length=4096,
+        swiglu_limit=7.0,
+        attention_bias=True,
+    ),
+    blocks=192,
+    options={"max_num_batched_tokens": 512},
+)
+"""Sinks, experts, and a group of windows beside one of whole sequences."""
+
+QWEN_3_NEXT = HybridModel(
+    _gqa(
+        architectures=["Qwen3NextForCausalLM"],
+        model_type="qwen3_next",
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        full_attention_interval=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        mlp_only_layers=[],
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        partial_rotary_factor=0.25,
+    ),
+    block_tokens=288,
+    blocks=64,
+    options={"max_num_batched_tokens": 576},
+)
+"""Three groups of gated delta networks' states, and one of whole sequences, whose blocks are as large as a state."""

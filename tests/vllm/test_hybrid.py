@@ -1,0 +1,111 @@
+"""Models with windows and with recurrent states, their groups in one pool: tokens, log-probabilities and cached tokens
+are those of vLLM alone with its own prefix cache."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.rig import running_node, short_folder
+from tests.vllm.hybrid_models import GEMMA_3, GPT_OSS, QWEN_3_NEXT, HybridModel
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, engines, random_prompt
+
+MODELS = [
+    pytest.param(GEMMA_3, id="gemma-3"),
+    pytest.param(GPT_OSS, id="gpt-oss"),
+    pytest.param(QWEN_3_NEXT, id="qwen3-next"),
+]
+BATCH = 6
+
+
+def prompts_of(model: HybridModel, count: int, blocks: int | None = None, new: int = 40) -> list[Prompt]:
+    """Prompts of some whole blocks and a half."""
+    whole = blocks or (10 if model.block_tokens == BLOCK_TOKENS else 2)
+    return [random_prompt(each, (whole + 0.5) * model.block_tokens / BLOCK_TOKENS, new=new) for each in range(count)]
+
+
+def mixed_requests(model: HybridModel, seed: int, count: int) -> list[Prompt]:
+    """Requests most of which begin as others do and go on otherwise."""
+    rng = random.Random(seed)
+    longest = 10 * BLOCK_TOKENS if model.block_tokens == BLOCK_TOKENS else 3 * model.block_tokens
+    heads = [random_prompt(each, longest / BLOCK_TOKENS).tokens for each in range(3)]
+    return [
+        random_prompt(
+            1000 + each, rng.random() * 3 + 0.1, rng.randrange(1, 40), rng.choice(heads)[: rng.randrange(longest)]
+        )
+        for each in range(count)
+    ]
+
+
+def engine_of(fleet: Fleet, model: HybridModel, socket: str | None, blocks: int = 0, **extra: int) -> Engine:
+    """An engine that starts."""
+    return fleet.engine(socket, blocks or model.blocks, extra=extra, options=dict(model.options))
+
+
+def ask_each(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[object], list[int]]:
+    """Answers one after another, and the cached tokens of each."""
+    answers = [engine.ask(prompt)[0] for prompt in prompts]
+    return [answer.said for answer in answers], [answer.cached for answer in answers]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_one_engine_computed_is_in_place_for_the_next(model: HybridModel, tmp_path: Path) -> None:
+    fleet, prompts = model.fleet(tmp_path), prompts_of(model, 3)
+    longer = [replace(each, tokens=each.tokens + random_prompt(99, 1.2).tokens) for each in prompts]
+    with engines(engine_of(fleet, model, None)) as (alone,):
+        expected = [ask_each(alone, each) for each in (prompts, prompts, longer)]
+    with running_node() as node:
+        with engines(engine_of(fleet, model, node.socket)) as (one,):
+            assert [ask_each(one, each) for each in (prompts, prompts)] == expected[:2]
+        with engines(engine_of(fleet, model, node.socket)) as (two,):
+            assert ask_each(two, prompts) == expected[1], "from its first request on"
+            assert ask_each(two, longer) == expected[2]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_engines_at_once_on_a_pool_that_is_too_small_for_both(model: HybridModel, tmp_path: Path) -> None:
+    """Requests are preempted, and what is coldest goes to the host and comes back; one engine is killed in mid-request,
+    and the other one goes on."""
+    fleet, requests = model.fleet(tmp_path), mixed_requests(model, 7, 4 * BATCH)
+    with engines(engine_of(fleet, model, None)) as (alone,):
+        expected = [answer.said for answer in alone.ask(*requests)]
+    small = 2 * model.blocks // 3
+    with short_folder() as folder, running_node(["--checksums", "all"], folder=folder) as node:
+        with engines(*(engine_of(fleet, model, node.socket, small, host_blocks=400) for _ in range(2))) as two:
+            said: list[object] = []
+            for first in range(0, len(requests), 2 * BATCH):
+                both = requests[first : first + 2 * BATCH]
+                two[0].send(*both[:BATCH])
+                two[1].send(*both[BATCH:])
+                said += [answer.said for engine in two for answer in engine.collect()]
+            assert said == expected
+            two[0].send(*(replace(each, new=400) for each in requests[:BATCH]))
+            two[1].send(*requests[:BATCH])
+            two[0].process.send_signal(signal.SIGKILL)
+            two[0].wait_dead()
+            assert [answer.said for answer in two[1].collect()] == expected[:BATCH]
+        assert node.counters().get("hit_blocks_device", 0) > 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prompt_that_left_the_device_is_loaded_in_all_groups(model: HybridModel, tmp_path: Path) -> None:
+    prompts = prompts_of(model, 8, new=4)
+    fleet, small = model.fleet(tmp_path), 2 * model.blocks // 3
+    with engines(engine_of(fleet, model, None)) as (alone,):
+        expected, _ = ask_each(alone, prompts)
+    with (
+        running_node(["--checksums", "all"]) as node,
+        engines(engine_of(fleet, model, node.socket, small, host_blocks=800, verify_steps=10)) as (mine,),
+    ):
+        assert ask_each(mine, prompts)[0] == expected
+        said, cached = ask_each(mine, prompts)
+        assert said == expected
+        whole = (len(prompts[0].tokens) - 1) // model.block_tokens * model.block_tokens
+        assert cached == [whole] * len(prompts)
+        assert node.counters()["hit_blocks_host"] > 0
+        assert [answer.said for answer in mine.ask(*prompts)] == expected
