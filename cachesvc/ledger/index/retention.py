@@ -70,7 +70,9 @@ class Retention:
 
         def position(row: int) -> int:
             served = serves[row] if kin.window > 1 else row
-            return served if served != NO_ROW and 0 <= depth[served] - depth[row] < kin.window else row
+            if served == NO_ROW or not rule.classes[served]:
+                return row
+            return served if 0 <= depth[served] - depth[row] < kin.window else row
 
         def may_go(row: int) -> bool:
             if states[row] != READY or pins[row]:

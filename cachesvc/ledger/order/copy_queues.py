@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, LeafOrder, Rank, SortedEntries
 
+NO_QUEUE = 0
+"""Of the class that no position has."""
 OCTAVES = 16
 """Queues of a class: distances to the copies above of 1, 2 to 3, 4 to 7 blocks and so on."""
 
@@ -102,7 +104,9 @@ class CopyQueues(LeafOrder):
         serves: array[int],
         on_grow: Callable[[int], None],
     ) -> None:
-        super().__init__(may_go, rank)
+        super().__init__(may_go, self._rank_when_filed)
+        self._rank_now = rank
+        self._filed_rank = array("q")
         self._class_of = class_of
         self._serves = serves
         self._on_grow = on_grow
@@ -113,6 +117,7 @@ class CopyQueues(LeafOrder):
         """Make room for ``rows`` rows."""
         super().grow(rows)
         self._queue_of_row.frombytes(bytes(2 * (rows - len(self._queue_of_row))))
+        self._filed_rank.frombytes(bytes(8 * (rows - len(self._filed_rank))))
         self._serves.frombytes(b"\xff" * (4 * (rows - len(self._serves))))
         self._on_grow(rows)
 
@@ -137,6 +142,12 @@ class CopyQueues(LeafOrder):
             self._unfile(entry)
             self._file_at(entry, queue_number(self._class_of(row), distance))
 
+    def _rank_when_filed(self, row: int) -> Rank:
+        """Rank that a candidate was filed under: that of its position may have changed since, as when its row left."""
+        if not self._queue_of_row[row]:
+            self._filed_rank[row] = self._rank_now(row)
+        return self._filed_rank[row]
+
     def _file(self, entry: int) -> None:
         self._file_at(entry, queue_number(self._class_of(entry & ROW_MASK), 1))
 
@@ -149,6 +160,7 @@ class CopyQueues(LeafOrder):
 
     def _unfile(self, entry: int) -> None:
         self.queues[self._queue_of_row[entry & ROW_MASK]].delete(entry)
+        self._queue_of_row[entry & ROW_MASK] = NO_QUEUE
 
     def _file_all(self, entries: list[int]) -> None:
         for entry in entries:
