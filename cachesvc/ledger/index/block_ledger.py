@@ -197,6 +197,13 @@ class BlockLedger(Lookup):
                 place.seal(group, row, page)
         self.come(place, row)
 
+    def seal_alone(self, place: Place, group: int, row: int, page: int) -> None:
+        """A private page becomes a windowed copy of a block that is there already."""
+        is_leaf = bool(place.kin) and place.leaves.remove(row)  # its copies are part of a leaf's rank
+        place.seal(group, row, page)
+        if is_leaf:
+            place.leaves.update(row)
+
     def come(self, place: Place, row: int) -> None:
         """A row has its first copy on a place; nothing else of the ledger has changed with it yet."""
         place.used[row] = 0
