@@ -16,7 +16,8 @@ from cachesvc.ledger.index.retention import TICKS, Retention
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, SortedEntries
 from cachesvc.ledger.order.class_queues import QueuedLeaves
-from cachesvc.ledger.order.copy_queues import OCTAVES, CopyQueues, Kin, least_distance, queue_number
+from cachesvc.ledger.order.copy_queues import OCTAVES, CopyQueues, least_distance, queue_number
+from cachesvc.ledger.pages.place_pools import Kin
 
 LOOKS, LOOKS_A_PAGE = 256, 4
 """Copies that a search for cheap ones looks at, in all and for each page: others are left to the next."""

@@ -15,7 +15,8 @@ from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.index.windows import hit_window_blocks
 from cachesvc.ledger.order.clock import Clock
-from cachesvc.ledger.order.copy_queues import CopyQueues, Kin, PositionRule
+from cachesvc.ledger.order.copy_queues import CopyQueues, PositionRule
+from cachesvc.ledger.pages.place_pools import Kin
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, READY
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, LeafOrder, Rank, SortedEntries
 
@@ -18,26 +18,6 @@ NO_QUEUE = 0
 """Of the class that no position has."""
 OCTAVES = 16
 """Queues of a class: distances to the copies above of 1, 2 to 3, 4 to 7 blocks and so on."""
-
-
-class Kin(NamedTuple):
-    """Windowed groups of one shared pool whose copies a hit needs at the same rows. ``window``, ``sinks``: in blocks.
-    ``cost``: memory that one position takes, in blocks of the pool's full groups, each of ``full`` pages."""
-
-    groups: tuple[int, ...]
-    window: int
-    sinks: int
-    full: int
-
-    @property
-    def lead(self) -> int:
-        """The group that tells where there are copies."""
-        return self.groups[0]
-
-    @property
-    def cost(self) -> float:
-        """See the class."""
-        return self.window * len(self.groups) / self.full
 
 
 class PositionRule(Protocol):

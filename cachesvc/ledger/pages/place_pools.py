@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from cachesvc.ledger.order.copy_queues import Kin
 from cachesvc.ledger.pages.page_pool import AT_ONCE, PagePool
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT
+
+
+class Kin(NamedTuple):
+    """Windowed groups of one shared pool whose copies a hit needs at the same rows. ``window``, ``sinks``: in blocks.
+    ``cost``: memory that one position takes, in blocks of the pool's full groups, each of ``full`` pages."""
+
+    groups: tuple[int, ...]
+    window: int
+    sinks: int
+    full: int
+
+    @property
+    def lead(self) -> int:
+        """The group that tells where there are copies."""
+        return self.groups[0]
+
+    @property
+    def cost(self) -> float:
+        """See the class."""
+        return self.window * len(self.groups) / self.full
 
 
 class PlacePools:
