@@ -13,7 +13,8 @@ CALLS = {"match": "Match, resident", "match_absent": "Match, absent", "step": "S
 def storage_calls() -> str:
     """Calls beside storage and peers, whole and broken, as multiples of those without."""
     found = load("storage_calls.json")
-    body = [[name, *(_call(calls[call]) for call in CALLS)] for name, calls in found["cases"].items()]
+    cases = found["cases"] | load("storage_calls_s3.json")["cases"]
+    body = [[name, *(_call(calls[call]) for call in CALLS)] for name, calls in cases.items()]
     return rows(["p50, p99 ms (of those without storage)", *CALLS.values()], body, found["machine"])
 
 
@@ -24,7 +25,11 @@ def _call(row: dict[str, Any]) -> str:
 def storage_engines() -> str:
     """Reads and writes of verified objects, as shares of what there is without the daemon."""
     body = []
-    kinds = {"file": ("storage.json", "file"), "mooncake": ("storage_mooncake.json", "rows")}
+    kinds = {
+        "file": ("storage.json", "file"),
+        "mooncake": ("storage_mooncake.json", "rows"),
+        "s3": ("storage_s3.json", "rows"),
+    }
     machines = []
     for kind, (name, key) in kinds.items():
         found = load(name)

@@ -38,7 +38,7 @@ FAR = 1e9
 
 
 class Found(NamedTuple):
-    """What the next daemon finds after a kill."""
+    """Findings of the next daemon after a kill."""
 
     objects: int
     wrong: int

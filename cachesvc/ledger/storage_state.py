@@ -150,7 +150,7 @@ class Fetch:
         row = index.rows.get(key, NO_ROW)
         if row == NO_ROW:
             row = index.insert(key, above, stamps())
-        elif index.parent[row] != above:
+        elif index.parent[row] != above or self._comes_otherwise(row):
             self.cut(at)
             return False
         self._take_copies(at, row)
@@ -160,6 +160,11 @@ class Fetch:
             raise LedgerBroken(f"row {row} was admitted, and is nowhere whole")
         self._blocks.offer(self._blocks.host, row)
         return True
+
+    def _comes_otherwise(self, row: int) -> bool:
+        """True where a backup fills the host's copy, and no other is whole: its source has gone, and it may fail."""
+        is_whole = any(place.is_hittable(row) for place in self._blocks.index.places)
+        return self._blocks.host.is_filling(row) and not is_whole
 
     def _take_copies(self, at: int, row: int) -> None:
         """Pages become copies of the row where the host has none: of all groups without a window, or of none."""

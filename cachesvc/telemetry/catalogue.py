@@ -163,7 +163,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge("storage_bytes", (), "Bytes of the stored objects."),
         _gauge("storage_capacity_bytes", (), "Capacity in bytes; 0: the engine has no limit of its own."),
         _counter("storage_evicted_objects", (), "Objects that made room for others, or were not used for too long."),
-        _gauge("storage_closed", (), "1 while storage is used; 0 while it is given up, or there is none."),
+        _gauge("storage_closed", (), "1 while all storage tiers are used; 0 while one is given up, or there is none."),
         _counter("storage_given_up", (), "Times that storage was given up: for errors, or because nothing came."),
         _gauge(
             "storage_items_under_way",

@@ -12,12 +12,12 @@ import numpy as np
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-FOUND = ("asked_tokens", "device_tokens", "host_tokens")
+FOUND = ("asked_tokens", "device_tokens", "host_tokens", "lost_tokens")
 AGAIN = tuple(f"preempted_{name}" for name in FOUND)
 COUNTS = (*FOUND, *AGAIN, "loads", "failed_loads")
-"""Counts of matched requests: their prompts' tokens, and those found in place and in the host pool; the same of
-requests that were preempted before, or not loaded, with what they had generated; loads that have ended, and those whose
-blocks did not come."""
+"""Counts of matched requests: their prompts' tokens, those found in place and in the host pool, and those that were not
+found because a window or a state was missing; the same of requests that were preempted before, or not loaded, with what
+they had generated; loads that have ended, and those whose blocks did not come."""
 
 STEP_SECONDS = "step_seconds"
 """Time of each active iteration in vLLM's scheduler thread."""
@@ -121,6 +121,11 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         asked = metric_types[Counter](
             "vllm:cachesvc_asked_tokens", "Prompt tokens that the daemon was asked for.", labelnames=labelnames
         )
+        self._lost = metric_types[Counter](
+            "vllm:cachesvc_lost_tokens",
+            "Prompt tokens that were computed although the daemon had them, for lack of a window or a state.",
+            labelnames=labelnames,
+        )
         again = metric_types[Counter](
             "vllm:cachesvc_preempted_tokens",
             "Tokens of requests that were admitted again after a preemption: asked for, and where the daemon had them.",
@@ -152,6 +157,7 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._loads.labels(*labels, "came").inc(told["loads"] - told["failed_loads"])
         self._loads.labels(*labels, "failed").inc(told["failed_loads"])
         self._asked.labels(*labels).inc(told["asked_tokens"])
+        self._lost.labels(*labels).inc(told["lost_tokens"])
         self._shares.labels(*labels).set(told[SHARES])
         for name in AGAIN:
             self._again.labels(*labels, name.removeprefix("preempted_").removesuffix("_tokens")).inc(told[name])

@@ -343,6 +343,7 @@ class SchedulerSide:
             self._unfinished[request.request_id] = request
             self._count(request, "asked_tokens", request.num_tokens)
             self._count(request, "device_tokens", pages.hit_blocks * self._block_tokens)
+            self._count(request, "lost_tokens", pages.lost_blocks * self._block_tokens)
         return blocks
 
     def _reserve(self, request: Any, blocks: int, states: Positions) -> RequestPages | None:

@@ -18,7 +18,9 @@ AHEAD_DIVISOR = 8
 
 def blocks_ahead(step_tokens: int, registration: Registration) -> int:
     """Return the number of blocks up to which waiting requests are matched and given pages together."""
-    return min(step_tokens // registration.layout.block_tokens, registration.device_pages[0] // AHEAD_DIVISOR)
+    layout = registration.layout
+    row_pages = len(layout.own_groups) - len(layout.state_groups)
+    return min(step_tokens // layout.block_tokens, registration.device_pages[0] // (AHEAD_DIVISOR * row_pages))
 
 
 class Wishes:

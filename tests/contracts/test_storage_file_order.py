@@ -248,13 +248,18 @@ def test_a_writer_that_is_killed_in_mid_write_leaves_what_verifies_and_nothing_e
         assert found.is_sound, found
 
 
-def test_a_block_is_no_object_without_the_one_above_it(tmp_path: Path) -> None:
+def test_a_block_becomes_an_object_after_the_one_above_it(tmp_path: Path) -> None:
+    """However many threads write a path."""
     with opened(tmp_path / "cache", writers=8) as bench:
         names = path_of("a", 40)
-        assert keep(bench, names[:1]) == [OK]
-        parents = [name.key for name in names[1:-2]]
-        for name, parent in zip(names[2:-1], parents, strict=True):
-            assert put(bench, [name], [parent]) == [Outcome.BUSY]
-        assert keep(bench, names) == [OK] * 40, "by eight threads, each after the one above"
-        assert fetch(bench, names) == [OK] * 40
-        assert len(files(tmp_path / "cache")) == 40
+        asked = Asked(names, [bench.memory((PAGE,)) for _ in names])
+        order: list[int] = []
+
+        def each(index: int, outcome: Outcome) -> None:
+            order.extend([index] * (outcome is OK))
+            assert there(bench, names) >= index + 1, "all above it are there"
+            asked.each(index, outcome)
+
+        bench.store.put(names, asked.pages, FAR, each, asked.back.append, above(names))
+        assert asked.told() == [OK] * 40
+        assert sorted(order) == list(range(40))

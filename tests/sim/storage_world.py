@@ -43,32 +43,39 @@ class InboxCarrier:
 
 
 class StorageWorld(World):
-    """``storage`` is what another world left, or new."""
+    """``before``: the world of the daemon before, whose objects are there still. Of each third seed there are
+    two tiers."""
 
-    def __init__(self, seed: int, storage: SimStorage | None = None, looks: float = LOOKS) -> None:
+    def __init__(self, seed: int, before: StorageWorld | None = None, looks: float = LOOKS) -> None:
         super().__init__(seed, looks)
         self._luck = random.Random(f"storage of {seed}")
         policies = (WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK)
         self.node.core.writing = WriteRule(self._luck.choice(policies))
+        node = self.node
+        self.stores = [self._engine(seed + number) for number in range(1 + (seed % 3 == 1))]
+        for engine, old in zip(self.stores, before.stores if before else (), strict=False):
+            engine.objects = old.objects
+        self.tiers = Tiers([self._tier(engine) for engine in self.stores], lambda: node.now)
+        self.flows = StorageFlows(self.tiers, node.core, lambda _, flow: node.run(flow))
+        self.tiers.start()
+
+    def _engine(self, seed: int) -> SimStorage:
         odds = {fault: self._luck.choice((0.0, 0.0, 0.0, 0.03, 0.15)) for fault in FAULTS}
         odds["invent"] = self._luck.choice((0.0, 0.0, 0.02))
-        self.storage = SimStorage(seed, odds, knows=self._luck.random() < 0.6)
-        if storage is not None:
-            self.storage.objects = storage.objects
+        return SimStorage(seed, odds, knows=self._luck.random() < 0.6)
+
+    def _tier(self, engine: SimStorage) -> Tier:
         node = self.node
-        store = ObjectStore(self.storage, lambda: node.now)
         write = self._luck.choice((WriteWhen.THROUGH, WriteWhen.THROUGH, WriteWhen.SELECTIVE, WriteWhen.NEVER))
         options = TierOptions(write=write, write_rate=self._luck.choice((4096, 1 << 20)), deadline=8.0)
-        self.tier = Tier(
-            store,
+        return Tier(
+            ObjectStore(engine, lambda: node.now),
             options,
             node.vault.host_view,
             node.inbox.append,
             lambda: node.now,
             carriers=lambda _: InboxCarrier(node.inbox),
         )
-        self.flows = StorageFlows(Tiers([self.tier], lambda: node.now), node.core, lambda _, flow: node.run(flow))
-        self.tier.start()
 
     def step(self) -> None:
         """An event of the storage, or any other."""
@@ -77,7 +84,7 @@ class StorageWorld(World):
             return
         self.steps += 1
         events: dict[str, tuple[float, Callable[[], object]]] = {
-            "moves": (20, partial(self.storage.step, self.node.now)),
+            "moves": (20, self._move),
             "delivers": (20, self.node.deliver),
             "tidies": (20, self.node.tidy),
             "ticks": (5, partial(self.node.run, self.flows.tick)),
@@ -90,6 +97,10 @@ class StorageWorld(World):
         self._luck.choices([call for _, call in events.values()], [weight for weight, _ in events.values()])[0]()
         self.check()
 
+    def _move(self) -> None:
+        for store in self.stores:
+            store.step(self.node.now)
+
     def _evict_all(self) -> None:
         """Nothing is left in memory that may go: what comes next is asked of storage."""
         for model in list(self.node.core.ledger.models.values()):
@@ -98,30 +109,35 @@ class StorageWorld(World):
 
     def _lose(self) -> None:
         """The storage is away, with all that it had."""
-        if not self.storage.away:
-            self.storage.lose("its folder is gone")
+        store = self._luck.choice(self.stores)
+        if not store.away:
+            store.lose("its folder is gone")
             self.faults["storage_lost"] += 1
 
     def _return(self) -> None:
-        self.storage.away = ""
+        for store in self.stores:
+            store.away = ""
 
     def _freeze(self) -> None:
-        self.storage.frozen = True
+        self._luck.choice(self.stores).frozen = True
         self.faults["storage_frozen"] += 1
 
     def _thaw(self) -> None:
-        if self.storage.frozen:
-            self.storage.frozen = False
-            if self._luck.random() < 0.5:
-                self.storage.land_late()
-                self.faults["storage_landed_late"] += 1
+        for engine in self.stores:
+            if engine.frozen:
+                engine.frozen = False
+                if self._luck.random() < 0.5:
+                    engine.land_late()
+                    self.faults["storage_landed_late"] += 1
 
     def _settle(self) -> None:
         """All that was begun ends, late as it may be."""
-        self.storage.frozen = False
+        for engine in self.stores:
+            engine.frozen = False
         super()._settle()
-        while self.storage.waiting:
-            self.storage.land_late()
+        while any(engine.waiting for engine in self.stores):
+            for engine in self.stores:
+                engine.land_late()
             super()._settle()
 
     def finish(self) -> None:
@@ -136,15 +152,20 @@ class StorageWorld(World):
             self.node.events["storage_hits"] += model.hit_blocks["storage"]
         running = self.node.core.ledger.tickets.running.values()
         assert not [ticket for ticket in running if ticket.direction is Inward.FETCH]
-        self.faults.update(self.storage.faults)
-        self.faults["breaker_opened"] += self.tier.breaker.opened
+        assert self.tiers.is_idle, "a fetch or a write has no end"
+        for engine, tier in zip(self.stores, self.tiers.all, strict=True):
+            assert not tier.budget.under_way, "bytes of a write that ended are under way"
+            self.faults.update(engine.faults)
+            self.faults["breaker_opened"] += tier.breaker.opened
+        if len(self.stores) > 1:
+            self.node.events["blocks_promoted"] += self.flows.promoted_blocks
 
 
 def run_twice(seed: int, steps: int, looks: float = LOOKS) -> tuple[StorageWorld, StorageWorld]:
     """A daemon's life, and the next one's on the same storage. An AssertionError names the seed and the step."""
     worlds: list[StorageWorld] = []
     for storage in range(2):
-        world = StorageWorld(seed, worlds[0].storage if storage else None, looks)
+        world = StorageWorld(seed, worlds[0] if storage else None, looks)
         worlds.append(world)
         try:
             while world.steps < steps:

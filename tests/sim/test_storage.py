@@ -13,6 +13,7 @@ SEEDS = 64
 STEPS = 700
 BATCHES = 4
 SEEN = (
+    "blocks_promoted",
     *(fault for fault in FAULTS if fault != "invent"),
     "breaker_opened",
     "storage_fetched_blocks",

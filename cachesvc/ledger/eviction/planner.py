@@ -98,23 +98,17 @@ class Evictor:
         spent_only: bool = False,
     ) -> tuple[EvictionPlan, bool]:
         """Victims that meet the ``demand``, which counts them, or a number of blocks; and whether as many can go.
-
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
         which the search is given up. ``most_work``: this number of blocks, or many more in runs that the host has, is
-        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same.
-        ``spent_only``: only blocks behind which no prompt can go on. Nothing is changed yet; the caller passes the plan
-        to ``carry_out`` or drops it.
-        """
+        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts. See ``walk_of``."""
         demand = demand if isinstance(demand, BlockDemand) else BlockDemand(demand)
-        index, walk = self.ledger.index, walk_of(self.ledger, place)
+        index, walk = self.ledger.index, walk_of(self.ledger, place, spent_only=spent_only)
         host = _HostRoom(self.ledger, walk.taken.__contains__)
         plan = EvictionPlan(place, host_drops=host.victims)
-        gone, lingering = Counter[int](), set[int]()
         others = [each.states[each.lead] for each in index.places if each is not place]
-        looks, work = 0, 0.0
-        next_row = walk.next_spent if spent_only else walk.next
-        while demand.left > 0 and looks < most_looks and work < most_work and (row := next_row()) is not None:
+        gone, lingering, looks, work = Counter[int](), set[int](), 0, 0.0
+        while demand.left > 0 and looks < most_looks and work < most_work and (row := walk.next()) is not None:
             looks += 1
             lasting_children = index.children[row] - gone[row]
             is_elsewhere = READY in map(itemgetter(row), others)

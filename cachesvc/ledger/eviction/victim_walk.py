@@ -65,14 +65,12 @@ class Walk:
 
     def next(self) -> int | None:
         """The next candidate, or None."""
+        row = self._next()
+        return None if row is None or (self.spent_only and not self.place.is_spent(row)) else row
+
+    def _next(self) -> int | None:
         entry = self._front.pop()
         return None if entry is None else entry & ROW_MASK
-
-    def next_spent(self) -> int | None:
-        """The next candidate where no prompt can go on behind it, or None; ends the walk. Runs end likewise."""
-        self.spent_only = True
-        row = self.next()
-        return row if row is not None and self.place.is_spent(row) else None
 
     def take(self, row: int) -> None:
         """Count ``row`` as gone from the place; its parent may become a candidate."""
@@ -173,8 +171,7 @@ class QueueWalk(Walk):
         self._above = NO_ROW
         self._segment = NO_SEGMENT
 
-    def next(self) -> int | None:
-        """The next candidate, or None."""
+    def _next(self) -> int | None:
         if self._above != NO_ROW:
             row, self._above = self._above, NO_ROW
             return row
@@ -218,7 +215,10 @@ class QueueWalk(Walk):
         return front
 
 
-def walk_of(ledger: BlockLedger, place: Place) -> Walk:
-    """The candidates of a place, in the order of its policy."""
+def walk_of(ledger: BlockLedger, place: Place, *, spent_only: bool = False) -> Walk:
+    """The candidates of a place, in the order of its policy. ``spent_only``: as long as no prompt can go on behind
+    them, because windowed groups have no copies there; these come first."""
     leaves = place.leaves
-    return QueueWalk(ledger, place, leaves) if isinstance(leaves, QueuedLeaves) else Walk(ledger, place)
+    walk = QueueWalk(ledger, place, leaves) if isinstance(leaves, QueuedLeaves) else Walk(ledger, place)
+    walk.spent_only = spent_only
+    return walk

@@ -28,6 +28,7 @@ class StorageFlows:
 
     def __init__(self, tiers: Tiers, core: Core, run: Run) -> None:
         self.tiers = tiers
+        self.promoted_blocks = 0
         self._core = core
         self._run = run
         self.wait_seconds = tiers.wait_seconds
@@ -75,6 +76,7 @@ class StorageFlows:
         idle = [key for key in keys if key not in stored.keeping and key not in stored.wanted]
         rows = [index.rows.get(key, NO_ROW) for key in idle]
         here = [row for row in rows if row != NO_ROW and host.states[host.lead][row] == READY]
+        self.promoted_blocks += len(here)
         stored.ready.extend(index.key_of(row) for row in sorted(here, key=index.depth.__getitem__))
         if here:
             begin_soon(self._core, model)

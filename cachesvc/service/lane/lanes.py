@@ -7,6 +7,7 @@ import socket
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import LimitExceeded, NotSupported
+from cachesvc.model.numbers.sharing import Party
 from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller, otherwise_local, scopes_of
 from cachesvc.service.calls.dispatcher import Dispatcher
 from cachesvc.service.lane.lane import Lane, LaneContext, Row
@@ -19,7 +20,7 @@ SCOPES = scopes_of("/kvcache.v1.CacheService/Step")
 
 
 MOST_HALF_READ_BYTES = 64 << 20
-"""Memory for frames that have not come whole, of all lanes of one life connection."""
+"""Memory for frames that have not come whole, of all lanes of one process."""
 
 
 class Lanes:
@@ -39,6 +40,7 @@ class Lanes:
         self._most = most
         self._calls = 0
         self._keeper = keeper
+        self._processes = dispatcher.node.core.ledger.processes
         self._lanes: dict[bytes, set[Lane]] = {}
         self._context = LaneContext(
             dispatcher, rows_of(cache), self._admit, dispatcher.node.epoch, tracer, self._check_memory
@@ -89,9 +91,19 @@ class Lanes:
         return allow(found or otherwise_local(self._keeper), SCOPES, "/kvcache.v1.CacheService/lane")
 
     def _check_memory(self, lane: Lane) -> None:
-        held = sum(each.half_read_bytes for each in self._lanes[lane.process])
+        mine = self._party(lane.process)  # a process may have many life connections
+        held = sum(
+            each.half_read_bytes
+            for process, lanes in self._lanes.items()
+            if self._party(process) == mine
+            for each in lanes
+        )
         if held > MOST_HALF_READ_BYTES:
             lane.close(f"{held} bytes of frames that have not come whole, {MOST_HALF_READ_BYTES} are a process's part")
+
+    def _party(self, process: bytes) -> Party:
+        known = self._processes.get(process)
+        return process if known is None else known.party
 
     def _forget(self, lane: Lane) -> None:
         self._calls += lane.calls

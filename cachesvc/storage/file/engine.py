@@ -291,10 +291,11 @@ class FileStorage:
         try:
             if self._catalogue.use(item.name, self._age.now_ms()) is not None:
                 outcome = Outcome.OK
-            elif self._disk.takes_writes and self._keeper.counted.is_set() and self._may_come(item):
+            elif self._disk.takes_writes and self._keeper.counted.is_set():
                 with self._under_way.writing(item.name.key):
                     room = self._space.take(size_bytes)
-                    if room is not None and self._write_file(item, room, mover, size_bytes):
+                    if room is not None:
+                        self._write_file(item, room, mover, size_bytes)
                         self._disk.took()
                         outcome, room = Outcome.OK, None
         except OSError as error:
@@ -311,9 +312,9 @@ class FileStorage:
             self._keeper.hurry()
         return Outcome.FAILED
 
-    def _write_file(self, item: Item, room: Room, mover: Mover, size_bytes: int) -> bool:
-        """Write a nameless file, and give it its name when it is whole, and the block above is there; False where that
-        is not. Raises OSError."""
+    def _write_file(self, item: Item, room: Room, mover: Mover, size_bytes: int) -> None:
+        """Write a nameless file, and give it its name when it is whole, and the block above is not being written: a
+        kill leaves no path without its beginning. Raises OSError."""
         path, temporary = object_path(self._folder.objects, item.name), room.spare or self._space.next_path()
         new = 0 if room.spare else os.O_CREAT | os.O_EXCL
         try:
@@ -324,9 +325,8 @@ class FileStorage:
                 set_used(fd, now)
             finally:
                 os.close(fd)
-            if not self._has_above(item):
-                self._space.discard(temporary, room.size_bytes)
-                return False
+            if item.parent != item.name.key:
+                self._under_way.wait_for(item.parent)
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
@@ -336,19 +336,6 @@ class FileStorage:
             self._space.discard(temporary, room.size_bytes)
             raise
         self._space.placed(room, path, size_bytes, Entry(item.name, allocated, now, item.parent))
-        return True
-
-    def _may_come(self, item: Item) -> bool:
-        """True where the block above is there, or on its way."""
-        return item.parent in self._under_way or self._has_above(item)
-
-    def _has_above(self, item: Item) -> bool:
-        """True where a hit can come down to the block: it has none above it, or that one is there, once it is not being
-        written."""
-        if item.parent in (b"", item.name.key):
-            return True
-        self._under_way.wait_for(item.parent)
-        return self._catalogue.has_block(item.name.scope, item.parent)
 
 
 def _nothing() -> None:

@@ -35,9 +35,6 @@ class UnderWay:
         self._keys: Counter[bytes] = Counter()
         self._changed = threading.Condition()
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
-
     @contextmanager
     def writing(self, key: bytes) -> Iterator[None]:
         """Note that a block is written within the context."""

@@ -135,7 +135,7 @@ class Tier:
         return bool(self.store.expects(shapes.scope, key, shapes.parts))
 
     def has_by_number(self, model_id: int, key: bytes) -> bool:
-        """As ``has``, of a model that was asked about before."""
+        """Answer as ``has``, of a model that was asked about before."""
         shapes = self._shapes.get(model_id)
         return shapes is not None and bool(self.store.expects(shapes.scope, key, shapes.parts))
 

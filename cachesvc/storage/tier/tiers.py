@@ -78,6 +78,11 @@ class Tiers:
         """True where there is more than one."""
         return len(self.all) > 1
 
+    @property
+    def is_idle(self) -> bool:
+        """True where nothing is read or written."""
+        return not self._routes and not self._writing
+
     def start(self) -> None:
         """Begin. Raises a CacheError that says what is missing."""
         for tier in self.all:

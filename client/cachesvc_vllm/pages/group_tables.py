@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from cachesvc_client.records.tables import Pages
 
@@ -18,6 +19,8 @@ from cachesvc.model.words import NO_PAGE
 
 Positions = Mapping[int, Sequence[int]]
 """By state group, where vLLM takes a page next."""
+
+NO_POSITIONS: Positions = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,7 @@ from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, Ste
 
 from cachesvc_vllm.namespace.draft_keys import salted
 from cachesvc_vllm.pages.giving_way import GivingWay
-from cachesvc_vllm.pages.group_tables import Positions, other_tables
+from cachesvc_vllm.pages.group_tables import NO_POSITIONS, Positions, other_tables
 from cachesvc_vllm.pages.matches import Matches, refused
 from cachesvc_vllm.pages.private_pages import PrivatePages
 from cachesvc_vllm.pages.reports import put_reports
@@ -52,7 +52,8 @@ class PageBook:
         self._layout = lease.registration.layout
         self.lead = self._layout.full_groups[0]
         self._ahead_blocks = ahead_blocks
-        self._stock_blocks = max(1, min(stock_blocks, lease.registration.device_pages[self.lead] // STOCK_DIVISOR))
+        pages = lease.registration.device_pages[self.lead] // len(self._layout.groups)
+        self._stock_blocks = max(1, min(stock_blocks, pages // STOCK_DIVISOR))
         self._stream: StepStream = lease.step(self._stock_blocks)
         self._clock = clock
         self._requests: dict[str, RequestPages] = {}
@@ -74,7 +75,7 @@ class PageBook:
         """True when no request has a page."""
         return not self.held_blocks
 
-    def is_beyond(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+    def is_beyond(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
         """True where a request of ``blocks`` blocks finds no room before there is a new lease, whatever ends by
         then."""
         mine = len(self._private) + sum(each.spare_pages for each in self._requests.values() if each is not request)
@@ -126,12 +127,12 @@ class PageBook:
         if not request.is_matching:
             self.untold.ready.ended.append(request)
 
-    def has(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+    def has(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
         """True where a request that runs has these pages already, and may go on in them. A loss of the daemon is
         noticed elsewhere, in each iteration."""
         return request.taken > 0 and request.has_pages(blocks, states) and not self.is_adrift and not self.is_moving
 
-    def reserve(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+    def reserve(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
         """Make the request's table ``blocks`` long, with pages for ``states``; False where there is no room now."""
         if not self.is_with_daemon() and not self.is_moving:
             self.untold.settle()
@@ -315,11 +316,11 @@ class PageBook:
         if self._drop_idle(request) and self._allocate(request, blocks, states):
             return True
         hit_blocks = request.sequence.hit_blocks
-        if len(request.pages) < hit_blocks and not self._allocate(request, hit_blocks, {}):
+        if len(request.pages) < hit_blocks and not self._allocate(request, hit_blocks, NO_POSITIONS):
             return False
         rows = min(blocks - len(request.pages), self._stock_pages // request.row_pages)
         if rows > 0:
-            self._grow(request, len(request.pages) + rows, {})
+            self._grow(request, len(request.pages) + rows, NO_POSITIONS)
         return request.has_pages(blocks, states) or self._allocate(request, blocks, states)
 
     def _grow(self, request: RequestPages, blocks: int, states: Positions) -> bool:
@@ -351,7 +352,7 @@ class PageBook:
             wanting = [(request, request.growth(blocks, states))]
             if self._clock() >= self._short_until_s:
                 others = (other for other in self._requests.values() if other is not request and other.wants_pages)
-                wanting += [(other, other.growth(other.first_blocks, {})) for other in others]
+                wanting += [(other, other.growth(other.first_blocks, NO_POSITIONS)) for other in others]
             batch = self._stream.batch()
             for each, (wanted, positions) in wanting:
                 assert each.sequence is not None

@@ -100,6 +100,11 @@ class RequestPages:
     salt: bytes = b""
 
     @property
+    def lost_blocks(self) -> int:
+        """Number of blocks by which a missing window or state has made the hit shorter."""
+        return 0 if self.sequence is None else max(0, self.sequence.full_blocks - self.loaded_blocks)
+
+    @property
     def is_ahead(self) -> bool:
         """True while vLLM has taken nothing of it."""
         return not self.held and not self.taken

@@ -226,14 +226,14 @@ def test_when_the_daemon_has_gone_requests_get_pages_that_nobody_else_was_offere
     assert not set(request.pages) & offered
     assert set(request.pages) & own
     assert not engine.book.reserve(request, 20)
-    assert engine.book.is_beyond(20)
+    assert engine.book.is_beyond(request, 20)
     engine.book.take(request, 5)
     engine.end(request)
     request = engine.book.begin("too long", Wish([], 0, 0))
     assert not engine.book.reserve(request, 20)
-    assert engine.book.is_beyond(20)
+    assert engine.book.is_beyond(request, 20)
     assert engine.book.reserve(request, 4)
-    assert not engine.book.is_beyond(4)
+    assert not engine.book.is_beyond(request, 4)
 
 
 def test_a_hit_that_was_to_come_from_the_host_is_nothing_once_the_daemon_has_gone(node: Node) -> None:
@@ -332,7 +332,7 @@ def test_a_lease_that_the_living_daemon_took_away_leaves_nothing_to_go_on_with()
         lease_pb2_grpc.LeaseServiceStub(node.channel).Close(closing)
         wait_until(lambda: engine.lease.is_lost, "the engine knows")
         assert not engine.book.reserve(request, 4)
-        assert engine.book.is_beyond(4)
+        assert engine.book.is_beyond(request, 4)
         engine.close()
 
 

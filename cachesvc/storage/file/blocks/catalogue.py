@@ -58,12 +58,6 @@ class Catalogue:
         row = self._row_of(name)
         return row != NO_ROW and self._tree.has(row, _packed(name.part))
 
-    def has_block(self, scope: Scope, key: bytes) -> bool:
-        """True where a block has any object. Takes no lock."""
-        number, tree = self._numbers.get(scope), self._tree
-        row = NO_ROW if number is None else tree.rows.get(key_of(number, key), NO_ROW)
-        return row != NO_ROW and tree.parts[row] != NO_PART
-
     @property
     def labels(self) -> dict[Scope, str]:
         """Labels of scopes."""

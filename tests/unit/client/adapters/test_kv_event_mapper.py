@@ -13,6 +13,7 @@ from cachesvc_client.records.event_batch import Spot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.unit.client.adapters.test_kv_events import (
     BLOCK_TOKENS,
     GPU,
@@ -144,6 +145,18 @@ def test_a_marker_group_is_no_place() -> None:
     for mapper in (KvEventMapper(layout), KvEventMapper(layout, tokens=knowing())):
         events = mapper.events_of(Feeder().changes(*(stored(spot, KEYS[:2]) for spot in spots)))
         assert [(event["group_idx"], event["kv_cache_spec_kind"]) for event in events] == [(0, "sliding_window")]
+
+
+def test_groups_are_named_by_their_kind() -> None:
+    groups = (PlaneGroup("w", 8, pool="kv"), PlaneGroup("s", pool="kv", is_state=True), PlaneGroup("f", pool="kv"))
+    layout = Layout(BLOCK_TOKENS, 1, groups, tuple(Plane("kv", 0, each.name, (64,), "uint8") for each in groups))
+    spots = [Spot(group, "device", 0) for group in range(3)]
+    events = KvEventMapper(layout).events_of(Feeder().changes(*(stored(spot, KEYS[:2]) for spot in spots)))
+    assert {event["group_idx"]: event["kv_cache_spec_kind"] for event in events} == {
+        0: "sliding_window",
+        1: "mamba",
+        2: "full_attention",
+    }
 
 
 def test_keys_are_learned_as_hashers_have_them() -> None:

@@ -9,7 +9,7 @@ import pytest
 from cachesvc.flows.context.core import Limits
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.leases import close_lease
+from cachesvc.flows.leases.leases import close_lease, process_arrived
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.service.lane import lanes
 from cachesvc.wire.lane import HEADER, HELLO_BYTES, METHODS, PING, READ_BYTES, FrameReader, encode
@@ -84,6 +84,25 @@ async def test_a_process_with_too_many_half_read_frames_loses_the_lane_that_goes
         answer = await other.frame()
         assert answer is not None
         assert answer.tag == 9
+
+
+async def test_life_connections_of_one_process_share_its_part_for_half_read_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "MOST_HALF_READ_BYTES", 4 * READ_BYTES)
+    async with LaneSite() as site:
+        half_read = HEADER.pack(FRAME_BYTES, METHODS["Match"], 0, 0, 1) + bytes(READ_BYTES)
+        peers = []
+        for number in range(3):
+            token = b"%016d" % number
+            process_arrived(site.desk.rig.core, token, 7, 1000)
+            peers.append(site.connect(token))
+            await peers[-1].hello()
+        for peer in peers:
+            await peer.send(half_read)
+            await turns(8)
+        assert await peers[-1].frame() is None, "each has room for 512 KiB: the third goes beyond"
+        assert site.lanes.count == 2
 
 
 async def test_a_long_frame_before_hello_ends_its_lane() -> None:
