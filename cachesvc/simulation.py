@@ -56,7 +56,7 @@ Answer = TypeVar("Answer")
 
 
 class Copies(NamedTuple):
-    """What a hybrid model keeps beside its blocks, in the same pools: ``state_pages`` pages at the end of every
+    """Copies that a hybrid model keeps in the pools of its blocks: ``state_pages`` pages at the end of every
     ``state_blocks`` blocks, and ``window_pages`` pages for each block, of which the last ``window_blocks`` are needed.
     A page has the size of a block."""
 

@@ -53,7 +53,7 @@ class Eviction:
         return History(block_tokens, weighs_cost=self.weighs_cost) if self.learns else None
 
     def new_positions(self) -> Positions:
-        """What is learned of one model's positions, by which copies of windows and states are kept beside blocks."""
+        """Positions of one model, by which copies of windows and states are kept beside blocks."""
         return Positions()
 
     def new_shadow(self, blocks: int) -> ShadowLru | None:

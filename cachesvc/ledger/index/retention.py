@@ -1,4 +1,4 @@
-"""Which copies of windows and recurrent states stay, where they share a pool with blocks: what a policy is told of
+"""Retention of windows and recurrent states that share a pool with blocks: facts for a policy about
 positions, and the distances between copies by which it values them.
 
 A position is a row at whose end a request can continue. For a window it takes the copies of the window's blocks, for a

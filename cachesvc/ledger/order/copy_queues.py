@@ -15,7 +15,7 @@ from typing import Protocol
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, LeafOrder, Rank, SortedEntries
 
 NO_QUEUE = 0
-"""Of the class that no position has."""
+"""Queue of the class that no position has."""
 OCTAVES = 16
 """Queues of a class: distances to the copies above of 1, 2 to 3, 4 to 7 blocks and so on."""
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from cachesvc.policy.hazard.ages import BINS, begin_of, bin_of
 from cachesvc.policy.hazard.rates import LANDMARKS_A_STEP, Floats, Ints
-from cachesvc.policy.positions.rates import PositionRates, Waiting
+from cachesvc.policy.positions.rates import PositionRates, WaitingPositions
 from cachesvc.policy.positions.worth import branch_worth, copy_worth, fallback
 
 NO_CLASS = 0
@@ -30,7 +30,7 @@ REMEMBERED = 8192
 """Positions that are remembered after they have left the index."""
 
 
-class Kind(IntEnum):
+class PositionKind(IntEnum):
     """Kinds of positions.
 
     MIDDLE: inside of a prompt, where no request has ended or continued. END: a request ended here. PASSED: an END where
@@ -52,14 +52,14 @@ class Positions:
         self.since = array("d")
         self.rates = PositionRates()
         self.requests = 0
-        self._kinds: list[Kind] = []
+        self._kinds: list[PositionKind] = []
         self._gone: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
-        self._numbers: dict[tuple[Kind, int], int] = {}
+        self._numbers: dict[tuple[PositionKind, int], int] = {}
         self._next_fit = FIRST_FIT
         self._refit: Iterator[None] | None = None
         self._has_lesson = False
-        self.rates.add_class(Kind.MIDDLE)  # number 0 is no class
-        self._kinds.append(Kind.MIDDLE)
+        self.rates.add_class(PositionKind.MIDDLE)  # number 0 is no class
+        self._kinds.append(PositionKind.MIDDLE)
 
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows."""
@@ -68,8 +68,8 @@ class Positions:
             self.classes.frombytes(bytes(2 * more))
             self.since.frombytes(bytes(8 * more))
 
-    def kind(self, row: int) -> Kind | None:
-        """Kind of a position; None for a row that is none."""
+    def kind(self, row: int) -> PositionKind | None:
+        """PositionKind of a position; None for a row that is none."""
         number = self.classes[row]
         return self._kinds[number] if number else None
 
@@ -78,7 +78,7 @@ class Positions:
     def opened(self, row: int, depth: int, now: float) -> None:
         """A row has its first copy. No-op for a position."""
         if not self.classes[row]:
-            self._begin(row, Kind.MIDDLE, depth, now)
+            self._begin(row, PositionKind.MIDDLE, depth, now)
 
     def continued(self, row: int, depth: int, now: float, *, goes_on: bool) -> None:
         """A request continues at a position; ``goes_on``: it has blocks behind it."""
@@ -86,16 +86,16 @@ class Positions:
         self.rates.continued(number, now - self.since[row])
         kind = self._kinds[number]
         if goes_on:
-            kind = Kind.PASSED if kind is Kind.END else Kind.BRANCH
+            kind = PositionKind.PASSED if kind is PositionKind.END else PositionKind.BRANCH
         self._begin(row, kind, depth, now)
 
     def ended(self, row: int, depth: int, now: float) -> None:
         """A request has ended, and this is its last position."""
         if not self.classes[row]:
-            self._begin(row, Kind.END, depth, now)
-        elif self._kinds[self.classes[row]] in (Kind.MIDDLE, Kind.PASSED):
+            self._begin(row, PositionKind.END, depth, now)
+        elif self._kinds[self.classes[row]] in (PositionKind.MIDDLE, PositionKind.PASSED):
             self.rates.left(self.classes[row], now - self.since[row])
-            self._begin(row, Kind.END, depth, now)
+            self._begin(row, PositionKind.END, depth, now)
 
     def left(self, row: int, key: bytes, now: float) -> None:
         """The row leaves the index. No-op where it is no position. All but the middles are remembered by their keys:
@@ -104,7 +104,7 @@ class Positions:
         if not number:
             return
         self.classes[row] = NO_CLASS
-        if self._kinds[number] is Kind.MIDDLE:
+        if self._kinds[number] is PositionKind.MIDDLE:
             self.rates.left(number, now - self.since[row])
             return
         self._gone[key] = (number, self.since[row])
@@ -120,11 +120,11 @@ class Positions:
         self.rates.continued(gone[0], now - gone[1])
         return True
 
-    def _begin(self, row: int, kind: Kind, depth: int, now: float) -> None:
+    def _begin(self, row: int, kind: PositionKind, depth: int, now: float) -> None:
         self.classes[row] = self._class_of(kind, depth)
         self.since[row] = now
 
-    def _class_of(self, kind: Kind, depth: int) -> int:
+    def _class_of(self, kind: PositionKind, depth: int) -> int:
         name = (kind, min((depth + 1).bit_length(), DEPTH_OCTAVES))
         number = self._numbers.get(name)
         if number is None:
@@ -154,21 +154,21 @@ class Positions:
             self._refit = None
         return self._refit is None
 
-    def _waiting(self, now: float) -> Iterator[Waiting]:
+    def _waiting(self, now: float) -> Iterator[WaitingPositions]:
         """Positions that wait for a request, some at a time."""
         for first in range(0, len(self.classes), LANDMARKS_A_STEP):
             classes: Ints = np.array(self.classes[first : first + LANDMARKS_A_STEP], np.int64)
             ages: Floats = now - np.array(self.since[first : first + LANDMARKS_A_STEP])
             known = classes > NO_CLASS
-            yield Waiting(classes[known], np.maximum(ages[known], 0.0))
+            yield WaitingPositions(classes[known], np.maximum(ages[known], 0.0))
         gone = np.array(list(self._gone.values()), np.float64).reshape(-1, 2)
-        yield Waiting(gone[:, 0].astype(np.int64), np.maximum(now - gone[:, 1], 0.0))
+        yield WaitingPositions(gone[:, 0].astype(np.int64), np.maximum(now - gone[:, 1], 0.0))
 
     # -- what is known -----------------------------------------------------------------------------------------
 
     def is_end(self, number: int) -> bool:
         """True for the classes of ends, whose copies go with their blocks."""
-        return self._kinds[number] is Kind.END
+        return self._kinds[number] is PositionKind.END
 
     def density(self, number: int, age: float) -> float:
         """Requests a second that are expected to continue at a position of a class and age."""
@@ -182,7 +182,7 @@ class Positions:
 
     def end_density(self, depth: int, age: float) -> float:
         """``density`` of a request's end of that depth and age."""
-        return self.density(self._class_of(Kind.END, depth), age)
+        return self.density(self._class_of(PositionKind.END, depth), age)
 
     def copy_worth(self, density: float, saved: int, cost: float) -> float:
         """See ``worth.py``."""

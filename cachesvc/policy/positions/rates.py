@@ -23,7 +23,7 @@ LEAST_SHARE = 1e-6
 """Least share of positions of a bin, so that rates stay numbers."""
 
 
-class Waiting(NamedTuple):
+class WaitingPositions(NamedTuple):
     """Positions that wait for a request: class and age of each."""
 
     classes: Ints
@@ -63,7 +63,7 @@ class PositionRates:
         """A position of that class and age is no longer known, or has changed its class."""
         self._left[number, bin_of(age)] += 1
 
-    def refit(self, waiting: Iterable[Waiting]) -> Iterator[None]:
+    def refit(self, waiting: Iterable[WaitingPositions]) -> Iterator[None]:
         """Learn from all that was seen, then let it fade. To be gone through to its end, a step at a time."""
         count = self.classes
         continued, ended = self._continued[:count].copy(), self._left[:count].copy()

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from cachesvc.policy.hazard.ages import BINS
-from cachesvc.policy.positions.positions import FIRST_FIT, REMEMBERED, Kind, Positions
+from cachesvc.policy.positions.positions import FIRST_FIT, REMEMBERED, PositionKind, Positions
 from cachesvc.policy.positions.worth import branch_worth, copy_worth, fallback
 
 DEPTH = 30
@@ -35,15 +35,15 @@ def filled(rows: int) -> Positions:
 
 def test_a_position_begins_in_a_middle_and_tells_what_has_happened_there() -> None:
     positions = filled(5)
-    assert [positions.kind(row) for row in range(5)] == [Kind.MIDDLE] * 5
+    assert [positions.kind(row) for row in range(5)] == [PositionKind.MIDDLE] * 5
     positions.ended(0, DEPTH, 1.0)
     positions.continued(1, DEPTH, 1.0, goes_on=True)
     positions.continued(2, DEPTH, 1.0, goes_on=False)
-    assert [positions.kind(row) for row in range(3)] == [Kind.END, Kind.BRANCH, Kind.MIDDLE]
+    assert [positions.kind(row) for row in range(3)] == [PositionKind.END, PositionKind.BRANCH, PositionKind.MIDDLE]
     positions.continued(0, DEPTH, 2.0, goes_on=True)
-    assert positions.kind(0) is Kind.PASSED
+    assert positions.kind(0) is PositionKind.PASSED
     positions.ended(0, DEPTH, 3.0)
-    assert positions.kind(0) is Kind.END
+    assert positions.kind(0) is PositionKind.END
     positions.left(4, b"key", 3.0)
     assert positions.kind(4) is None
 
