@@ -16,6 +16,7 @@ from cachesvc.flows.context.turns import Turns, tidy
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.recycle import recycle
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.leases.leases import open_lease, process_arrived
 from cachesvc.flows.transfer.replicas import Sharing
@@ -24,7 +25,8 @@ from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.pages.page_pool import PagePool
-from cachesvc.model.answers import Wait
+from cachesvc.ledger.pages.shared_pool import group_pools
+from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.requests import Ended
@@ -43,16 +45,31 @@ AT_ONCE = 1 << 40
 PROCESS = b"simulation"
 """Flows are never cut: no call waits for its turn here."""
 
+STEP_BLOCKS = 16
+"""Blocks that an engine of a hybrid model computes in one step, as with chunked prefill."""
+POOL = "kv"
+
 EVENTS_KEPT = 64
 """Short history: no operator asks for it."""
 
 Answer = TypeVar("Answer")
 
 
+class Copies(NamedTuple):
+    """Copies that a hybrid model keeps in the pools of its blocks: ``state_pages`` pages at the end of every
+    ``state_blocks`` blocks, and ``window_pages`` pages for each block, of which the last ``window_blocks`` are needed.
+    A page has the size of a block."""
+
+    state_pages: int = 0
+    state_blocks: int = 1
+    window_pages: int = 0
+    window_blocks: int = 1
+
+
 class SimulatedPools(NamedTuple):
     """Parameters of a simulation: one device and one host pool, in blocks, and the policies by their names.
     ``disk_blocks``: of a disk below them; 0: none. ``restart_every``: requests after which the daemon is started anew;
-    0: never."""
+    0: never. ``copies``: what else lies in the pools."""
 
     eviction: str
     write_policy: str
@@ -60,6 +77,7 @@ class SimulatedPools(NamedTuple):
     host_blocks: int
     disk_blocks: int = 0
     restart_every: int = 0
+    copies: Copies = Copies()
 
 
 class Hits(NamedTuple):
@@ -89,7 +107,8 @@ class Simulation:
         self._core = Core(self.ledger, self._mover, eviction_policy(pools.eviction), rule, limits, turns)
         if self._disk is not None:
             self._disk.connect(self._core)
-        self._device_blocks = pools.device_blocks
+        self._copies = pools.copies
+        self._most_blocks = _most_blocks(pools)
         model = _model(self._core, pools, block_tokens)
         process_arrived(self._core, PROCESS, 0, 0)
         lease = open_lease(self._core, model.id, 0, "", PROCESS, 0, 0.0)
@@ -115,17 +134,15 @@ class Simulation:
         core, call = self._core, self._call._replace(now=now)
         self.ledger.mark_time(now)
         self.ledger.moment.seconds = now
-        blocks = min(len(keys) // KEY_BYTES, self._device_blocks)
+        blocks = min(len(keys) // KEY_BYTES, self._most_blocks)
         if self._disk is not None:
             self._disk.seconds = now
         sharing, before = Sharing(), self._core.ledger.models[1].hit_blocks.copy()
         hit = self._run(match, core, call, sequence, keys, blocks, sharing)
-        self._run(allocate, core, call, sequence, blocks)
-        self._settle()
         first = hit.device_blocks + hit.host_blocks
-        if first < blocks:
-            sealed = keys[first * KEY_BYTES : blocks * KEY_BYTES]
-            self._run(publish, core, call, sequence, first, sealed, blocks - first)
+        step = STEP_BLOCKS if call.model.layout.window_groups else AT_ONCE
+        for at in range(first, blocks, step) if first < blocks else (blocks,):
+            self._compute(call, keys, at, min(blocks, at + step))
         self._run(release, core, call, sequence, ended)
         if self._disk is not None:
             self._disk.tick()
@@ -139,8 +156,26 @@ class Simulation:
         while self._disk is not None and (self._disk.run() or self._mover.is_busy):
             self._mover.land_all(self._core)
 
-    def _run(self, flow: Callable[..., Answer | Wait], *arguments: object) -> Answer:
-        while isinstance(answer := flow(*arguments), Wait):
+    def _compute(self, call: Call, keys: bytes, first: int, blocks: int) -> None:
+        """One step of an engine: it computes the blocks from ``first`` on, publishes them with their states, and lets
+        go of what no later block of its sequence needs."""
+        core, sequence, layout = self._core, self._sequence, call.model.layout
+        ends = [at for at in range(first, blocks) if (at + 1) % self._copies.state_blocks == 0]
+        self._run(allocate, core, call, sequence, blocks, positions=dict.fromkeys(layout.state_groups, ends))
+        self._settle()
+        if first == blocks:
+            return
+        tables = call.sequence(sequence).tables
+        states = tuple(GroupCells(group, at, (tables[group][at],)) for group in layout.state_groups for at in ends)
+        sealed = keys[first * KEY_BYTES : blocks * KEY_BYTES]
+        answer = self._run(publish, core, call, sequence, first, sealed, blocks - first, states=states)
+        if layout.window_groups:
+            dead = tuple(ends[-1] if ends and group in layout.state_groups else 0 for group in layout.window_groups)
+            idle = (*answer.kept, *answer.spares)
+            self._run(recycle, core, call, sequence, blocks * layout.block_tokens, idle, dead_blocks=dead)
+
+    def _run(self, flow: Callable[..., Answer | Wait], *arguments: object, **named: object) -> Answer:
+        while isinstance(answer := flow(*arguments, **named), Wait):
             self._settle()
         return answer
 
@@ -180,18 +215,45 @@ class _Instantly:
             tidy(core.chores)
 
 
+def _most_blocks(pools: SimulatedPools) -> int:
+    """Blocks of a prompt that fit the device while it runs, with the copies of a step and those held since the last."""
+    states = pools.copies.state_pages * (STEP_BLOCKS // pools.copies.state_blocks + 3)
+    windows = pools.copies.window_pages * (STEP_BLOCKS + pools.copies.window_blocks)
+    most = pools.device_blocks - states - windows
+    if most < 1:
+        raise ValueError(f"a device of {pools.device_blocks} blocks holds no prompt beside {states + windows} copies")
+    return most
+
+
+def _layout(copies: Copies, block_tokens: int) -> Layout:
+    """A page a block in each group. How many bytes that is decides nothing."""
+    states = [PlaneGroup(f"state{n}", pool=POOL, is_state=True) for n in range(copies.state_pages)]
+    window = copies.window_blocks * block_tokens
+    windows = [PlaneGroup(f"window{n}", window, pool=POOL) for n in range(copies.window_pages)]
+    groups = (PlaneGroup("full", pool=POOL if states or windows else ""), *states, *windows)
+    planes = tuple(Plane("bytes", layer, group.name, (1,), "uint8") for layer, group in enumerate(groups))
+    return Layout(block_tokens, 1, groups, planes)
+
+
+def _pools(layout: Layout, where: str, blocks: int) -> tuple[PagePool, ...]:
+    pools = group_pools(where, [group.name for group in layout.groups], blocks)
+    if blocks:
+        pools[0].add(0, blocks)
+    return pools
+
+
 def _model(core: Core, pools: SimulatedPools, block_tokens: int) -> Model:
-    """The model with its pools, as a registration leaves it: a page a block. How many bytes that is decides nothing."""
-    layout = Layout(block_tokens, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (1,), "uint8"),))
-    host, device = PagePool("host", pools.host_blocks), PagePool("device", pools.device_blocks)
-    for pool in (host, device):
-        if pool.capacity:
-            pool.add(0, pool.capacity)
+    """The model with its pools, as a registration leaves it."""
+    layout = _layout(pools.copies, block_tokens)
+    host, device = _pools(layout, "host", pools.host_blocks), _pools(layout, "device", pools.device_blocks)
     ledger, policy = core.ledger, core.eviction
     history = policy.new_history(block_tokens)
-    blocks = BlockLedger(layout, (host,), policy.rank, ledger.ages, ledger.moment, EVENTS_KEPT, history)
-    model = Model(1, "simulated", layout, b"", blocks, Evictor(blocks), (host.capacity,))
+    blocks = BlockLedger(
+        layout, host, policy.rank, ledger.ages, ledger.moment, EVENTS_KEPT, history, policy.new_positions
+    )
+    on_host, on_device = (tuple(pool.capacity for pool in each) for each in (host, device))
+    model = Model(1, "simulated", layout, b"", blocks, Evictor(blocks), on_host)
     ledger.models[model.id] = model
-    place = blocks.add_replica("replica 0", (device,))
-    model.replicas.append(Replica(0, ("device",), place, (device.capacity,)))
+    place = blocks.add_replica("replica 0", device)
+    model.replicas.append(Replica(0, ("device",) * len(device), place, on_device))
     return model

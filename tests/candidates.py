@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cachesvc.ledger.index.block_ledger import window_rank
+from cachesvc.ledger.index.orders import SPENT
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.order.candidates import LeafOrder
 from cachesvc.ledger.order.class_queues import QueuedLeaves
+from cachesvc.ledger.order.copy_queues import CopyQueues
 from cachesvc.model.words import FILLING, READY
 from cachesvc.policy.hazard.history import History
 
@@ -18,15 +20,21 @@ def candidates(model: Model, place: Place) -> Iterator[str]:
     blocks, index = model.blocks, model.blocks.index
     states = place.states[place.lead]
     wanted = [
-        blocks.rank(index.stamp[row], index.hits[row], index.depth[row]) << 32 | row
+        blocks.rank(index.stamp[row], index.hits[row], index.depth[row]) - place.is_spent(row) * SPENT << 32 | row
         for row in index.rows.values()
         if states[row] == READY and not (place.pins[row] or place.children[row] or index.flights[row])
     ]
     yield from _order(f"{place.name}", place.leaves, wanted)
     for group, order in place.window_leaves.items():
         sinks = model.layout.sink_blocks(group)
+
+        def rank(row: int, sinks: int = sinks, order: LeafOrder = order) -> int:
+            if isinstance(order, CopyQueues):
+                return order.rank(row)
+            return window_rank(index.reached[row], index.stamp[row], index.depth[row], index.depth[row] < sinks)
+
         wanted = [
-            window_rank(index.reached[row], index.stamp[row], index.depth[row], index.depth[row] < sinks) << 32 | row
+            rank(row) << 32 | row
             for row in index.rows.values()
             if place.states[group][row] == READY
             and not place.window_pins[group][row]
@@ -40,7 +48,11 @@ def _order(where: str, order: LeafOrder, wanted: list[int]) -> Iterator[str]:
     for entry in set(entries) ^ set(wanted):
         row = entry & 0xFFFF_FFFF
         yield f"{where} row {row}: {'filed as a candidate' if entry in entries else 'may be evicted, but is not filed'}"
-    parts = [list(queue) for queue in order.queues] if isinstance(order, QueuedLeaves) else [entries]
+    parts = [entries]
+    if isinstance(order, QueuedLeaves):
+        parts = [list(queue) for queue in order.queues]
+    elif isinstance(order, CopyQueues):
+        parts = [list(queue) for queue in order.queues.values()]
     if any(part != sorted(part) for part in parts) or len(entries) != len(order):
         yield f"{where}: {len(order)} candidates are counted, {len(entries)} are there, or not in their order"
     if {row for row, filed in enumerate(order.filed) if filed} != {entry & 0xFFFF_FFFF for entry in entries}:

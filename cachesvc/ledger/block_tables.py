@@ -271,7 +271,7 @@ class BlockTables(Hold):
             if own == NO_PAGE or group in place.state_groups:
                 continue
             if place.states[group][row] == ABSENT:
-                place.seal(group, row, own)
+                self.ledger.seal_alone(place, group, row, own)
                 self.own[group].remove(own)
             elif place.states[group][row] >= READY:
                 spares.append((group, own))
@@ -291,7 +291,7 @@ class BlockTables(Hold):
         row = Prefix(self.ledger.index, self.keys, self.anchor).row(position)
         if place.states[group][row] != ABSENT:
             return NO_ROW
-        place.seal(group, row, page)
+        self.ledger.seal_alone(place, group, row, page)
         self.own[group].remove(page)
         if page in table:
             table[table.index(page)] = NO_PAGE

@@ -172,6 +172,8 @@ class Fetch:
         if host.is_filling(row):
             return  # a backup is on its way to the same place
         is_new = host.states[host.lead][row] == ABSENT
+        if host.kin:
+            host.leaves.remove(row)  # its copies are part of a leaf's rank; ``admit`` offers it again
         for group in range(len(host.pools)):
             page = self._pages[group][at]
             is_wanted = is_new if group in host.full_groups else host.states[group][row] == ABSENT

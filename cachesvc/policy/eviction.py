@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import STAMP_BITS
 from cachesvc.policy.hazard.history import History
+from cachesvc.policy.positions.positions import Positions
 from cachesvc.policy.shadow import ShadowLru
 
 RankRule = Callable[[int, int, int], int]
@@ -50,6 +51,10 @@ class Eviction:
     def new_history(self, block_tokens: int) -> History | None:
         """History of one model for a policy that learns; None for the others."""
         return History(block_tokens, weighs_cost=self.weighs_cost) if self.learns else None
+
+    def new_positions(self) -> Positions:
+        """Positions of one model, by which copies of windows and states are kept beside blocks."""
+        return Positions()
 
     def new_shadow(self, blocks: int) -> ShadowLru | None:
         """LRU shadow of a cache of ``blocks`` blocks, beside a policy that learns; None for the others."""

@@ -19,6 +19,9 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import READY, Tier
 
+GHOSTS_LOOKED = 1024
+"""Blocks of a prompt that have left the cache and are looked up, the deepest of them."""
+
 
 def matched(
     core: Core,
@@ -52,6 +55,8 @@ def matched(
         replica.shadow.matched(keys, asked, hit.device_blocks)
     if model.blocks.chooser is not None:
         _follow(core, call, sequence, hit.blocks, waited)
+    if model.blocks.retention is not None:
+        _value_positions(core, call, keys, hit)
 
 
 def sealed_new(core: Core, call: Call, keys: Seq[bytes], paths: Seq[Seq[int]]) -> None:
@@ -103,6 +108,22 @@ def landed(core: Core, ticket: Ticket, blocks: int) -> None:
 def ended(core: Core, ticket: Ticket) -> None:
     """A ticket has ended, and nothing of it is left to be settled."""
     core.count(Count.TICKETS_FAILED if ticket.reason else Count.TICKETS_DONE)
+
+
+def _value_positions(core: Core, call: Call, keys: bytes, hit: Hit) -> None:
+    """Have the eviction policy learn where requests continue, of those blocks too that have left the cache."""
+    blocks, full = call.model.blocks, hit.full_blocks
+    if blocks.retention is not None:
+
+        def key(position: int) -> bytes:
+            return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+        asked = len(keys) // KEY_BYTES
+        known = call.model.reuse.known(blocks.index, keys, hit.blocks, asked)[1]
+        beyond = map(key, range(known - 1, max(full, known - GHOSTS_LOOKED) - 1, -1))
+        blocks.retention.arrived(blocks.index.rows.get(key(full - 1), NO_ROW) if full else NO_ROW, asked, beyond)
+        if (lesson := blocks.retention.rule.lesson()) is not None:
+            core.chores.append(Chore(NO_MODEL, lesson))
 
 
 def _follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:

@@ -86,7 +86,8 @@ def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) 
     most, now or, for ``room``, once they are saved.
     """
     model, replica, place, party = call.model, call.replica, call.replica.place, call.lease.party
-    going = drop_idle_copies(model.blocks, place, wanted, core.turns.evicted, cheap=True)
+    going = _drop_spent(core, model, replica, wanted)
+    going = max(going, drop_idle_copies(model.blocks, place, wanted, core.turns.evicted, cheap=True))
     demand = demand_of(place, wanted)
     for ticket in _draining(core, model, replica, room):
         demand.take([drain.row for drain in ticket.drains])
@@ -110,6 +111,8 @@ def _evict(
         for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
             if short > 0 and full < len(groups) and _evictable(model, place, groups, after_flights=False) < short:
                 return _wait_or_refuse(core, model, replica, groups, wanted, room)
+        if place.kin and _drop_spent(core, model, replica, wanted) >= core.turns.evicted:
+            return TURN if place.lacks(wanted) else None
         if (
             place.has_shared_pools
             and drop_idle_copies(model.blocks, place, wanted, core.turns.evicted, cheap=True) >= core.turns.evicted
@@ -124,6 +127,18 @@ def _evict(
         if place.lacks(wanted):
             return TURN
     return None
+
+
+def _drop_spent(core: Core, model: Model, replica: Replica, wanted: Sequence[int]) -> int:
+    """Drop blocks behind which no prompt can go on, a turn's at most; returns how many. They are worth no copy."""
+    place = replica.place
+    if not place.kin or (demand := demand_of(place, wanted)).left <= 0:
+        return 0
+    plan, _ = model.evictor.plan_device(
+        place, demand, to_host=False, most_work=core.turns.evicted, saves=False, spent_only=True
+    )
+    carry_out(core, model, plan)
+    return len(plan.drops)
 
 
 def _evict_blocks(

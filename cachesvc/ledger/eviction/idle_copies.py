@@ -8,6 +8,7 @@ from itertools import islice, takewhile
 
 import numpy as np
 
+from cachesvc.ledger.eviction.copy_choice import cheap_copies
 from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK
@@ -30,7 +31,21 @@ def idle_copies(place: Place, groups: Sequence[int], *, cheap: bool = False) -> 
         return ((entry, group) for entry in found)
 
     windowed = [group for group in groups if group in place.window_leaves]
+    if place.kin and not cheap:
+        return _by_kin(place, windowed)
     return ((group, entry & ROW_MASK) for entry, group in merge(*map(entries, windowed)))
+
+
+def _by_kin(place: Place, groups: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Copies that are needed together go together, the oldest positions first."""
+    for kin in place.kin:
+        leaves = [(group, place.window_leaves[group]) for group in kin.groups if group in groups]
+        for entry in place.window_leaves[kin.lead] if leaves else ():
+            row = entry & ROW_MASK
+            yield from ((group, row) for group, order in leaves if order.filed[row])
+        is_led = place.window_leaves[kin.lead].filed
+        for group, order in leaves:
+            yield from ((group, entry & ROW_MASK) for entry in order if not is_led[entry & ROW_MASK])
 
 
 def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
@@ -48,11 +63,15 @@ def drop_idle_copies(
     ledger: BlockLedger, place: Place, wanted: Sequence[int], most: int, *, cheap: bool = False
 ) -> int:
     """Drop windowed copies that no window holds, by their order, towards ``wanted[g]`` pages of group g, ``most`` in
-    each pool; returns how many of a pool. ``cheap``: only copies that no hit has used and no sequence has ended on."""
+    each pool; returns how many of a pool. ``cheap``: only copies that no hit has used and no sequence has ended on, or
+    that a policy finds worth less than the next block of the pool to go."""
     found = 0
     for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
         if short > 0 and full < len(groups):
-            victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))
+            if cheap and any(kin.lead in groups for kin in place.kin):
+                victims = cheap_copies(ledger, place, groups, min(short, most))
+            else:
+                victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))
             for group, row in victims:
                 ledger.drop_window(place, group, row)
             found = max(found, len(victims))

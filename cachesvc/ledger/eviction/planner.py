@@ -95,14 +95,15 @@ class Evictor:
         most_looks: int = sys.maxsize,
         most_work: int = sys.maxsize,
         saves: bool = True,
+        spent_only: bool = False,
     ) -> tuple[EvictionPlan, bool]:
         """Victims that meet the ``demand``, which counts them, or a number of blocks; and whether as many can go.
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
         which the search is given up. ``most_work``: this number of blocks, or many more in runs that the host has, is
-        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same."""
+        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts. See ``walk_of``."""
         demand = demand if isinstance(demand, BlockDemand) else BlockDemand(demand)
-        index, walk = self.ledger.index, walk_of(self.ledger, place)
+        index, walk = self.ledger.index, walk_of(self.ledger, place, spent_only=spent_only)
         host = _HostRoom(self.ledger, walk.taken.__contains__)
         plan = EvictionPlan(place, host_drops=host.victims)
         others = [each.states[each.lead] for each in index.places if each is not place]

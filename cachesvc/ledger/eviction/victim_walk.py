@@ -9,6 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.ledger.index.orders import SPENT
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK
 from cachesvc.ledger.order.class_queues import NO_SEGMENT, QueuedLeaves
@@ -59,10 +60,15 @@ class Walk:
         self._front = Front(place.leaves)
         self._children: dict[int, int] = {}
         self._stamps: dict[int, int] = {}
+        self.spent_only = False
         self._goes_by_use = ledger.rank(1, 0, 0) == ledger.rank(1, 1, 1)
 
     def next(self) -> int | None:
         """The next candidate, or None."""
+        row = self._next()
+        return None if row is None or (self.spent_only and not self.place.is_spent(row)) else row
+
+    def _next(self) -> int | None:
         entry = self._front.pop()
         return None if entry is None else entry & ROW_MASK
 
@@ -79,6 +85,8 @@ class Walk:
         self._stamps[parent] = stamp
         if left == 0 and self._is_free(parent):
             rank = self.ledger.rank(stamp, index.hits[parent], index.depth[parent])
+            if place.kin and place.is_spent(parent):
+                rank -= SPENT
             self._expose(rank << ROW_BITS | parent)
 
     def run(self, row: int, most: int) -> list[int]:
@@ -116,6 +124,8 @@ class Walk:
         while len(run) < most:
             row = parent[row]
             if row == NO_ROW or children[row] != 1 or pins[row] or flights[row] or states[row] != READY:
+                break
+            if self.spent_only and not place.is_spent(row):
                 break
             if not least <= column[row] <= most_there or max(map(itemgetter(row), others), default=0) != elsewhere:
                 break
@@ -161,8 +171,7 @@ class QueueWalk(Walk):
         self._above = NO_ROW
         self._segment = NO_SEGMENT
 
-    def next(self) -> int | None:
-        """The next candidate, or None."""
+    def _next(self) -> int | None:
         if self._above != NO_ROW:
             row, self._above = self._above, NO_ROW
             return row
@@ -206,7 +215,10 @@ class QueueWalk(Walk):
         return front
 
 
-def walk_of(ledger: BlockLedger, place: Place) -> Walk:
-    """The candidates of a place, in the order of its policy."""
+def walk_of(ledger: BlockLedger, place: Place, *, spent_only: bool = False) -> Walk:
+    """The candidates of a place, in the order of its policy. ``spent_only``: as long as no prompt can go on behind
+    them, because windowed groups have no copies there; these come first."""
     leaves = place.leaves
-    return QueueWalk(ledger, place, leaves) if isinstance(leaves, QueuedLeaves) else Walk(ledger, place)
+    walk = QueueWalk(ledger, place, leaves) if isinstance(leaves, QueuedLeaves) else Walk(ledger, place)
+    walk.spent_only = spent_only
+    return walk

@@ -8,7 +8,7 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +16,14 @@ import numpy as np
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.lookup import Hit, Lookup
 from cachesvc.ledger.index.orders import RankRule, leaf_order, window_order, window_rank
+from cachesvc.ledger.index.retention import Retention, kin_of
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.index.windows import hit_window_blocks, window_needs, window_positions
 from cachesvc.ledger.order.ages import Ages
 from cachesvc.ledger.order.candidates import NO_LEAVES, LeafOrder
 from cachesvc.ledger.order.class_queues import NO_SEGMENT, Chooser, QueuedLeaves
 from cachesvc.ledger.order.clock import Clock
+from cachesvc.ledger.order.copy_queues import PositionRule
 from cachesvc.ledger.pages.cached_tables import TablePieces
 from cachesvc.ledger.pages.change_log import KEEP_EVENTS, Cause, Dropped, Journal, Moment
 from cachesvc.ledger.pages.page_pool import AT_ONCE, PagePool
@@ -60,6 +62,7 @@ class BlockLedger(Lookup):
         moment: Moment | None = None,
         keep_events: int = KEEP_EVENTS,
         chooser: Chooser | None = None,
+        new_positions: Callable[[], PositionRule] | None = None,
     ) -> None:
         self.layout = layout
         self._window_needs = window_needs(layout)
@@ -73,6 +76,9 @@ class BlockLedger(Lookup):
             self.index.follows_requests = True
             chooser.on_moved = self._requeue
         self.rank = rank
+        self.retention: Retention | None = None
+        if new_positions is not None and (kin_of(layout, layout.pools) or kin_of(layout, layout.host_pools)):
+            self.retention = Retention(self.index, new_positions(), self.clock)
         self.dropped: list[Dropped] = []
         self.evicted_blocks = 0
         self.computing: dict[bytes, int] = {}
@@ -91,11 +97,15 @@ class BlockLedger(Lookup):
         place = Place(name, self.layout, pools, self.journal, number, index.places, index.told)
         place.pieces = TablePieces(self.index.parent, [place.pages[group] for group in place.full_groups])
         place.protected = Protected(self.index.parent, self.index.depth, self.index.head)
+        if self.retention is not None:
+            place.kin = kin_of(self.layout, place.shares)
         place.leaves = leaf_order(self.index, place, self.rank, self.chooser)
         place.window_leaves = {
             group: window_order(self.index, place, group, self.layout.sink_blocks(group))
             for group in place.window_groups
         }
+        if self.retention is not None:
+            place.window_leaves |= {kin.lead: self.retention.queues(place, kin) for kin in place.kin}
         self.index.add_place(place, (place.leaves, *place.window_leaves.values()))
         return place
 
@@ -158,6 +168,11 @@ class BlockLedger(Lookup):
         """A hit of everything down to ``tip`` looks back to the windowed copies of ``rows``."""
         self.index.reach(rows, self.index.stamp[tip])
 
+    def end_position(self, place: Place, group: int, row: int) -> None:
+        """A request has ended, and ``row`` is the last one of which it holds the copy in a windowed group."""
+        if self.retention is not None and any(group == kin.lead for kin in place.kin):
+            self.retention.ended(row)
+
     def unpin_windows(self, place: Place, group: int, rows: Collection[int]) -> None:
         """Take a window pin of each of ``rows`` back. Raises LedgerBroken where there is none."""
         pins = place.window_pins[group]
@@ -181,6 +196,13 @@ class BlockLedger(Lookup):
             if page != NO_PAGE:
                 place.seal(group, row, page)
         self.come(place, row)
+
+    def seal_alone(self, place: Place, group: int, row: int, page: int) -> None:
+        """A private page becomes a windowed copy of a block that is there already."""
+        is_leaf = bool(place.kin) and place.leaves.remove(row)  # its copies are part of a leaf's rank
+        place.seal(group, row, page)
+        if is_leaf:
+            place.leaves.update(row)
 
     def come(self, place: Place, row: int) -> None:
         """A row has its first copy on a place; nothing else of the ledger has changed with it yet."""
@@ -215,18 +237,21 @@ class BlockLedger(Lookup):
         """
         place.counts.leave(self.ages.age(self.index.stamp[row]), 1, not place.used[row])
         self.let_go(place, (row,))
+        place.leaves.remove(row)
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
                 place.drop(group, row, cause)
-        place.leaves.remove(row)
         for order in place.window_leaves.values():
             order.remove(row)
         self._after_leaving(place, row)
 
     def drop_window(self, place: Place, group: int, row: int) -> None:
         """Take one windowed copy away by itself and free its page."""
+        is_leaf = bool(place.kin) and place.leaves.remove(row)
         place.drop(group, row, Cause.WINDOW_EVICTED)
         place.window_leaves[group].update(row)
+        if is_leaf:
+            place.leaves.update(row)
         place.counts.windows_left += 1
 
     def _after_leaving(self, place: Place, row: int) -> None:
@@ -267,6 +292,9 @@ class BlockLedger(Lookup):
     def leave_segments(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
         """Report to a policy that follows requests that rows, each the parent of the one before, with these ``keys``,
         leave the index."""
+        if self.retention is not None:
+            for row, key in zip(rows, keys, strict=True):
+                self.retention.left(row, key)
         if self.chooser is not None:
             for segment, first, end in self.index.by_segment(rows):
                 if segment != NO_SEGMENT:

@@ -11,6 +11,8 @@ from cachesvc.ledger.order.class_queues import Chooser, QueuedLeaves
 from cachesvc.model.words import FILLING, READY, STAMP_BITS
 
 DEPTH_BITS = 32
+SPENT = 1 << 100
+"""Leaves behind which no prompt can go on have ranks that are lower by this: they go before all others."""
 RankRule = Callable[[int, int, int], Rank]
 """``(stamp, hits, depth) -> rank``: the eviction policy; the lowest rank goes first."""
 
@@ -23,9 +25,13 @@ def leaf_order(index: BlockIndex, place: Place, rule: RankRule, chooser: Chooser
     def may_go(row: int) -> bool:
         return states[row] == READY and not (pins[row] or children[row] or flights[row])
 
-    def rank(row: int) -> Rank:
+    def by_rule(row: int) -> Rank:
         return rule(stamp[row], hits[row], depth[row])
 
+    def spent_first(row: int) -> Rank:
+        return by_rule(row) - SPENT if place.is_spent(row) else by_rule(row)
+
+    rank = spent_first if place.kin else by_rule
     if chooser is not None:
         return QueuedLeaves(may_go, rank, chooser, index.segments, depth)
     return LeafOrder(may_go, rank)

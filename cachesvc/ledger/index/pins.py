@@ -78,6 +78,8 @@ class WindowPins:
             is_state = self._blocks.layout.groups[group].is_state
             last = sorted(held)[-1:] if is_state else window_positions(self._blocks.layout, group, sealed)
             self._blocks.use_windows([held[position] for position in last if position in held], tip)
+            if held:
+                self._blocks.end_position(self.place, group, held[max(held)])
 
     def let_go(self) -> None:
         """Release all pins. Idempotent."""

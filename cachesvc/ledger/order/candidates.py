@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 from cachesvc.model.errors import LedgerBroken
 
@@ -54,6 +55,18 @@ class SortedEntries:
             if found := bucket[0 if entry is None else bisect_right(bucket, entry) :]:
                 return found
         return []
+
+    @property
+    def last(self) -> int | None:
+        """The highest entry."""
+        return self._buckets[-1][-1] if self._buckets else None
+
+    def beyond(self, entry: int) -> Iterator[int]:
+        """Entries above ``entry``, lowest first. Nothing may be changed meanwhile."""
+        first = bisect_left(self._bounds, entry)
+        for at in range(first, len(self._buckets)):
+            bucket = self._buckets[at]
+            yield from islice(bucket, bisect_right(bucket, entry) if at == first else 0, None)
 
     def take_over(self, other: SortedEntries) -> None:
         """Take over all entries of another list, which is of no use afterwards."""

@@ -39,7 +39,8 @@ class Path(Protocol):
 
 
 class Heads:
-    """The first candidate of each queue: its rank (``NO_RANK``: none), segment, depth, and since when it ages."""
+    """The first candidate of each queue: its rank (``NO_RANK``: none; -1: before all others), segment, depth, and since
+    when it ages."""
 
     def __init__(self, queues: int) -> None:
         self.ranks: Ints = np.full(queues, NO_RANK, np.int64)
@@ -225,7 +226,7 @@ class QueuedLeaves(LeafOrder):
             return
         row = entry & ROW_MASK
         segment = self.segments[row]
-        heads.ranks[number] = entry >> ROW_BITS
+        heads.ranks[number] = max(entry >> ROW_BITS, -1)
         heads.since[number] = self.chooser.since(segment)
         heads.segments[number] = segment
         heads.depths[number] = self._depth[row]

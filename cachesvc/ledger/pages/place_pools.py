@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,10 +12,30 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT
 
 
+class Kin(NamedTuple):
+    """Windowed groups of one shared pool whose copies a hit needs at the same rows. ``window``, ``sinks``: in blocks.
+    ``cost``: memory that one position takes, in blocks of the pool's full groups, each of ``full`` pages."""
+
+    groups: tuple[int, ...]
+    window: int
+    sinks: int
+    full: int
+
+    @property
+    def lead(self) -> int:
+        """The group that tells where there are copies."""
+        return self.groups[0]
+
+    @property
+    def cost(self) -> float:
+        """See the class."""
+        return self.window * len(self.groups) / self.full
+
+
 class PlacePools:
     """``pools[g]``: of each group. ``shares``: the groups by pool, ``full_in`` how many of these have no window.
 
-    ``states[g]``: the state of each row's copy in a group.
+    ``states[g]``: the state of each row's copy in a group. ``kin``: the windowed groups whose copies a policy values.
     """
 
     def __init__(self, layout: Layout, pools: tuple[PagePool, ...], shares: tuple[tuple[int, ...], ...]) -> None:
@@ -25,6 +46,11 @@ class PlacePools:
         self.full_groups = layout.full_groups
         self.state_groups = layout.state_groups
         self.states = [bytearray() for _ in layout.groups]
+        self.kin: tuple[Kin, ...] = ()
+
+    def is_spent(self, row: int) -> bool:
+        """True where a prompt cannot go on behind the row: a windowed group has no copy of it."""
+        return any(self.states[kin.lead][row] == ABSENT for kin in self.kin)
 
     def share_names(self, layout: Layout) -> list[str]:
         """The name of each group's pool where it shares that with other groups, else an empty one."""

@@ -245,7 +245,7 @@ class History:
         oldest = int(ranks.argmin())
         if ranks[oldest] == NO_RANK:
             return -1
-        if not self.decides:
+        if not self.decides or ranks[oldest] < 0:
             return oldest
         worth = worth_of(heads, self.rates, now, self._block_tokens if self.weighs_cost else 0)
         least = int(worth.argmin())

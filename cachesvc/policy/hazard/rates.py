@@ -102,7 +102,7 @@ class Rates:
         density = np.empty_like(hazards)
         for first in range(0, len(hazards), ROWS_A_STEP):
             yield
-            density[first : first + ROWS_A_STEP] = _density(hazards[first : first + ROWS_A_STEP])
+            density[first : first + ROWS_A_STEP] = density_of(hazards[first : first + ROWS_A_STEP])
         self.density[:rows], self._by_group, self._by_table = density[:rows], density[rows:-TABLES], density[-TABLES:]
 
     def _fade(self, events: Floats) -> None:
@@ -147,7 +147,7 @@ def _drawn(events: Floats, exposed: Floats, towards: Floats) -> Floats:
     return (events + prior * towards) / (exposed + prior)
 
 
-def _density(hazards: Floats) -> Floats:
+def density_of(hazards: Floats) -> Floats:
     """Hits per second of the best horizon from each age on. Sums are taken from the far end, where they are small."""
     risk = hazards * WIDTHS
     alive = np.exp(risk - np.cumsum(risk, axis=1))

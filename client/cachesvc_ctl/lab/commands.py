@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from cachesvc.model.errors import InvalidRequest
@@ -16,9 +17,10 @@ from cachesvc_ctl.lab.replay.nodes import running_nodes
 from cachesvc_ctl.lab.replay.picture import draw_picture
 from cachesvc_ctl.lab.replay.replay import ReplayFailed, ReplayPlan, ReplayRun
 from cachesvc_ctl.lab.replay.report import report_json, report_table
-from cachesvc_ctl.lab.simulation.grid import OPTIMUM, Row, SimulationFailed, check_names, grid, run_grid
+from cachesvc_ctl.lab.simulation.grid import OPTIMUM, Row, SimulationFailed, check_names, grid, hybrid_grid, run_grid
+from cachesvc_ctl.lab.simulation.hybrid import HYBRID_MODELS, HybridModel, HybridRejected, hybrid_model
 from cachesvc_ctl.lab.simulation.pool_size import PoolSize, Unit, pool_size, pool_sizes
-from cachesvc_ctl.lab.simulation.report import draw_rows, rows_json, rows_table
+from cachesvc_ctl.lab.simulation.report import draw_rows, hybrid_table, rows_json, rows_table
 from cachesvc_ctl.lab.traces.prompts import Prompts, prompts_of
 from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
 from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
@@ -43,6 +45,14 @@ def _block_bytes(text: str) -> int:
     if not size:
         raise argparse.ArgumentTypeError("a block has at least one byte")
     return size
+
+
+def _hybrid_model(text: str) -> HybridModel:
+    """Parse a hybrid model, for argparse."""
+    try:
+        return hybrid_model(text)
+    except HybridRejected as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _tell(done: int, runs: int) -> None:
@@ -122,9 +132,8 @@ class Simulate(Command):
         flag(
             "--policies",
             type=_names,
-            default="lru,hazard,opt",
             metavar="P,P",
-            help="default lru,hazard,opt (opt: the best there can be)",
+            help="default lru,hazard,opt (opt: the best there can be; not with --layout)",
         ),
         flag("--device-blocks", type=pool_sizes, default="1%,2%,5%,10%,20%,50%", metavar="D,D", help="device pools"),
         flag("--host-blocks", type=pool_sizes, default="0", metavar="H,H", help="host pools (default 0)"),
@@ -133,6 +142,12 @@ class Simulate(Command):
         flag("--write-policies", type=_names, default="write_back", metavar="W,W", help="default write_back"),
         flag("--block-bytes", type=_block_bytes, default=0, metavar="B", help="of a block, for sizes in bytes"),
         flag("--block-tokens", type=at_least_one, default=512, metavar="T", help="of a trace's block (default 512)"),
+        flag(
+            "--layout",
+            type=_hybrid_model,
+            metavar="NAME|FILE",
+            help=f"a hybrid model, {' or '.join(HYBRID_MODELS)} or a .json file: states and windows share the device",
+        ),
         flag("--limit", type=at_least_one, metavar="R", help="simulate only the first R requests"),
         flag("--processes", type=at_least_one, metavar="N", help="runs at a time (default: a processor each)"),
         flag("--json", type=Path, metavar="OUT", help="write the rows there; the picture goes beside it"),
@@ -142,9 +157,13 @@ class Simulate(Command):
     def run(self) -> int:
         """Raises TraceError, SimulationFailed, MissingExtraError, OSError."""
         said = self.arguments
-        check_names(said.policies, said.write_policies)
-        rows = [row for trace in said.traces for row in self._rows(trace)]
-        print(rows_table(rows, said.block_bytes))
+        policies = said.policies or (("lru", "hazard") if said.layout else ("lru", "hazard", OPTIMUM))
+        check_names(policies, said.write_policies)
+        rows = [row for trace in said.traces for row in self._rows(trace, policies)]
+        if said.layout:
+            print(hybrid_table(rows, said.layout.name, said.block_bytes))
+        else:
+            print(rows_table(rows, said.block_bytes))
         if said.json:
             with part_file(said.json) as part:
                 part.write_text(rows_json(rows, said.block_bytes), encoding="utf-8")
@@ -155,7 +174,7 @@ class Simulate(Command):
             print(f"picture: {picture}", file=sys.stderr)
         return 0
 
-    def _rows(self, trace: str) -> list[Row]:
+    def _rows(self, trace: str, policies: Sequence[str]) -> list[Row]:
         said = self.arguments
         requests = read_trace(trace, block_tokens=said.block_tokens, limit=said.limit)
         prompts = prompts_of(Path(trace).name, requests, said.block_tokens)
@@ -163,7 +182,17 @@ class Simulate(Command):
         device, host, disk = (self._blocks(each, prompts) for each in sizes)
         if min(device) < 1:
             raise SimulationFailed("--device-blocks must be at least 1")
-        cells = grid(said.policies, said.write_policies, device, host, disk, said.restart_every)
+        if said.layout and (host != [0] or disk != [0] or said.restart_every or OPTIMUM in policies):
+            raise SimulationFailed(
+                "--layout is simulated without host, disk and restarts, and there is no opt of it: leave these out"
+            )
+        if said.layout:
+            try:
+                cells = hybrid_grid(policies, device, said.layout.copies(said.block_tokens))
+            except HybridRejected as error:
+                raise SimulationFailed(str(error)) from error
+        else:
+            cells = grid(policies, said.write_policies, device, host, disk, said.restart_every)
         began = time.monotonic()
         rows = run_grid(prompts, cells, said.processes or len(os.sched_getaffinity(0)), _tell)
         simulated = sum(row.requests for row in rows if row.cell.policy != OPTIMUM)

@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from cachesvc.model.requests import LINEAR_TOKENS, Ended
 from cachesvc.model.text.nearest import did_you_mean
+from cachesvc_ctl.lab.simulation.hybrid import NO_COPIES, Copies
 from cachesvc_ctl.lab.simulation.optimum import optimal_hits
+from cachesvc_ctl.lab.simulation.references import ENDS, EVERY, reference_hits
 from cachesvc_ctl.lab.traces.prompts import Prompts
 from cachesvc_ctl.lab.traces.trace import SECONDS_A_TOKEN
 
@@ -30,7 +32,7 @@ class SimulationFailed(Exception):
 
 class Cell(NamedTuple):
     """Parameters of one simulation; pools in blocks. ``restart_every``: requests after which the daemon is started
-    anew, with its disk alone; 0: never."""
+    anew, with its disk alone; 0: never. ``copies``: what a hybrid model keeps in the same pools."""
 
     policy: str
     write_policy: str
@@ -38,6 +40,7 @@ class Cell(NamedTuple):
     host_blocks: int
     disk_blocks: int = 0
     restart_every: int = 0
+    copies: Copies = NO_COPIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,17 @@ def grid(
     ]
 
 
+def hybrid_grid(policies: Sequence[str], device_blocks: Sequence[int], copies: Copies) -> list[Cell]:
+    """For each size the reference rules, then each policy with the copies of a hybrid model, and without any."""
+    cells = []
+    for blocks in device_blocks:
+        cells += [Cell(rule, "write_back", blocks, 0, copies=copies) for rule in (EVERY, ENDS)]
+        cells += [
+            Cell(policy, "write_back", blocks, 0, copies=kept) for policy in policies for kept in (copies, NO_COPIES)
+        ]
+    return cells
+
+
 def run_grid(prompts: Prompts, cells: Sequence[Cell], processes: int, tell: Callable[[int, int], None]) -> list[Row]:
     """A row for each cell, in their order. Cells that cannot differ are run once. ``tell``: runs that are done, of all.
 
@@ -109,6 +123,8 @@ def run_cell(prompts: Prompts, cell: Cell) -> Row:
     if cell.policy == OPTIMUM:
         tiers = [optimal_hits(prompts, cell.device_blocks, more) for more in (0, cell.host_blocks)]
         tiers.append(optimal_hits(prompts, cell.device_blocks, cell.host_blocks + cell.disk_blocks))
+    elif cell.policy in (EVERY, ENDS):
+        tiers = [reference_hits(prompts, cell.device_blocks, cell.copies, keeps_every=cell.policy == EVERY)] * 3
     else:
         tiers = _serve_all(prompts, cell)
     seconds = time.perf_counter() - began
@@ -130,9 +146,9 @@ def compute_saved(prompts: Prompts, hits: Sequence[int]) -> float:
 
 def _serve_all(prompts: Prompts, cell: Cell) -> list[list[int]]:
     """Serve all prompts; of each prompt the hits on the device, those on the host too, and all hits."""
-    from cachesvc.simulation import SimulatedPools, Simulation
+    from cachesvc.simulation import Copies, SimulatedPools, Simulation
 
-    simulation = Simulation(SimulatedPools(*cell), prompts.block_tokens)
+    simulation = Simulation(SimulatedPools(*cell[:-1], Copies(*cell.copies)), prompts.block_tokens)
     tiers: list[list[int]] = [[], [], []]
     for number, (now, output) in enumerate(zip(prompts.seconds.tolist(), prompts.output_tokens.tolist(), strict=True)):
         if cell.restart_every and number and number % cell.restart_every == 0:

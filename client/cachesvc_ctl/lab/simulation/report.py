@@ -22,6 +22,8 @@ from cachesvc_ctl.core.figure import (
 )
 from cachesvc_ctl.core.text import describe_bytes, table
 from cachesvc_ctl.lab.simulation.grid import OPTIMUM, Row
+from cachesvc_ctl.lab.simulation.hybrid import NO_COPIES
+from cachesvc_ctl.lab.simulation.references import ENDS, EVERY
 
 PANEL_INCHES = (10.0, 4.2)
 LOG_FROM = 20
@@ -29,6 +31,7 @@ LOG_FROM = 20
 MAX_TRACE_LETTERS = 60
 FIXED_COLORS = {"lru": FAINT_INK, OPTIMUM: INK}
 COLORS = (BLUE, RED, GREEN, YELLOW, "#7a5195", "#2f4858")
+RULES = (EVERY, ENDS)
 MARKERS = "osD^vPX"
 
 
@@ -45,6 +48,7 @@ def rows_json(rows: Sequence[Row], block_bytes: int) -> str:
                 "host_blocks": row.cell.host_blocks,
                 "disk_blocks": row.cell.disk_blocks,
                 "restart_every": row.cell.restart_every,
+                "copies": row.cell.copies._asdict(),
                 "requests": row.requests,
                 "blocks": row.blocks,
                 "hits": {"device": row.device_hits, "host": row.host_hits, "disk": row.disk_hits},
@@ -74,6 +78,25 @@ def rows_table(rows: Sequence[Row], block_bytes: int) -> str:
     return "\n\n".join(parts)
 
 
+def hybrid_table(rows: Sequence[Row], name: str, block_bytes: int) -> str:
+    """Table for a terminal of what ``hybrid_grid`` has run: token hits by size of the device and policy."""
+    parts = []
+    for trace in dict.fromkeys(row.trace for row in rows):
+        of_trace = [row for row in rows if row.trace == trace]
+        ratios = {(row.cell.device_blocks, row.cell.policy, row.cell.copies): row.hit_ratio for row in of_trace}
+        copies = next(row.cell.copies for row in of_trace if row.cell.policy == EVERY)
+        policies = [policy for policy in dict.fromkeys(row.cell.policy for row in of_trace) if policy not in RULES]
+        head = ["device", *RULES, *(f"{policy}{kind}" for policy in policies for kind in ("", ", KV alone"))]
+        cells = []
+        for blocks in dict.fromkeys(row.cell.device_blocks for row in of_trace):
+            shown = [ratios[blocks, rule, copies] for rule in RULES]
+            shown += [ratios[blocks, policy, kept] for policy in policies for kept in (copies, NO_COPIES)]
+            cells.append((_size(blocks, block_bytes), *(f"{ratio:8.2%}" for ratio in shown)))
+        about = f"{trace}: token hits of {name}, {of_trace[0].requests:,} requests"
+        parts.append(f"{about}\n\n{table(head, cells)}")
+    return "\n\n".join(parts)
+
+
 def _cells(row: Row, block_bytes: int, *, has_disk: bool) -> tuple[str, ...]:
     cell, whole = row.cell, row.blocks or 1
     hits = (row.device_hits, row.host_hits, *((row.disk_hits,) if has_disk else ()))
@@ -88,7 +111,8 @@ def _size(blocks: int, block_bytes: int) -> str:
 
 
 class _Curve(NamedTuple):
-    """Constant parameters of a curve. ``other``: blocks of the pool that is not along it."""
+    """Constant parameters of a curve. ``policy``: with what is in its pools beside blocks. ``other``: blocks of the
+    pool that is not along it."""
 
     policy: str
     write_policy: str
@@ -113,10 +137,12 @@ def draw_rows(rows: Sequence[Row], block_bytes: int, path: Path | str) -> None:
         pool, along, other = _axis(of_trace)
         write_titles(axes, f"Hits on {shortened(trace, MAX_TRACE_LETTERS)}", f"{pool} pool, {unit}")
         tells_writes = len({row.cell.write_policy for row in of_trace}) > 1
+        is_hybrid = any(row.cell.copies != NO_COPIES for row in of_trace)
         curves: dict[_Curve, list[Row]] = {}
         for row in of_trace:
             writes = row.cell.write_policy if tells_writes and row.cell.policy != OPTIMUM else ""
-            curves.setdefault(_Curve(row.cell.policy, writes, other(row)), []).append(row)
+            alone = ", KV alone" if is_hybrid and row.cell.copies == NO_COPIES else ""
+            curves.setdefault(_Curve(row.cell.policy + alone, writes, other(row)), []).append(row)
         others = sorted({curve.other for curve in curves})
         colors = _colors([curve.policy for curve in curves])
         handles, labels = [], []

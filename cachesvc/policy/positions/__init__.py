@@ -1,0 +1,1 @@
+"""Worth of copies that come and go by themselves, windows and recurrent states, beside that of blocks."""

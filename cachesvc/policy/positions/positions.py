@@ -1,0 +1,197 @@
+"""Positions at which a request can continue a cached prompt, and how soon requests do so.
+
+A hit ends where the groups with windows or recurrent states have their copies. A position is a row of the index that
+has, or had, such copies. Its kind tells how likely a request continues there: the end of a request is far likelier than
+a block in its middle. Each kind learns a rate by age from the positions that are known, whether or not their copies are
+kept; kinds are split by depth, in octaves.
+
+Time comes in as an argument. All of it is columns by row, and a refit is done in steps.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from cachesvc.policy.hazard.ages import BINS, begin_of, bin_of
+from cachesvc.policy.hazard.rates import LANDMARKS_A_STEP, Floats, Ints
+from cachesvc.policy.positions.rates import PositionRates, WaitingPositions
+from cachesvc.policy.positions.worth import branch_worth, copy_worth, fallback
+
+NO_CLASS = 0
+FIRST_FIT, LONGEST_PERIOD = 20, 400
+"""Requests before the first refit, and the most between two."""
+DEPTH_OCTAVES = 24
+REMEMBERED = 8192
+"""Positions that are remembered after they have left the index."""
+
+
+class PositionKind(IntEnum):
+    """Kinds of positions.
+
+    MIDDLE: inside of a prompt, where no request has ended or continued. END: a request ended here. PASSED: an END where
+    one request has continued. BRANCH: a request continued here beside what had followed before.
+    """
+
+    MIDDLE = 0
+    END = 1
+    PASSED = 2
+    BRANCH = 3
+
+
+class Positions:
+    """Columns by row: ``classes`` (NO_CLASS: not a position) and ``since``, seconds of the last request that continued
+    or ended there, or of the first copy. ``rates``: what the classes have learned."""
+
+    def __init__(self) -> None:
+        self.classes = array("H")
+        self.since = array("d")
+        self.rates = PositionRates()
+        self.requests = 0
+        self._kinds: list[PositionKind] = []
+        self._gone: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        self._numbers: dict[tuple[PositionKind, int], int] = {}
+        self._next_fit = FIRST_FIT
+        self._refit: Iterator[None] | None = None
+        self._has_lesson = False
+        self.rates.add_class(PositionKind.MIDDLE)  # number 0 is no class
+        self._kinds.append(PositionKind.MIDDLE)
+
+    def grow(self, rows: int) -> None:
+        """Make room for ``rows`` rows."""
+        more = rows - len(self.classes)
+        if more > 0:
+            self.classes.frombytes(bytes(2 * more))
+            self.since.frombytes(bytes(8 * more))
+
+    def kind(self, row: int) -> PositionKind | None:
+        """PositionKind of a position; None for a row that is none."""
+        number = self.classes[row]
+        return self._kinds[number] if number else None
+
+    # -- what happens ------------------------------------------------------------------------------------------
+
+    def opened(self, row: int, depth: int, now: float) -> None:
+        """A row has its first copy. No-op for a position."""
+        if not self.classes[row]:
+            self._begin(row, PositionKind.MIDDLE, depth, now)
+
+    def continued(self, row: int, depth: int, now: float, *, goes_on: bool) -> None:
+        """A request continues at a position; ``goes_on``: it has blocks behind it."""
+        number = self.classes[row]
+        self.rates.continued(number, now - self.since[row])
+        kind = self._kinds[number]
+        if goes_on:
+            kind = PositionKind.PASSED if kind is PositionKind.END else PositionKind.BRANCH
+        self._begin(row, kind, depth, now)
+
+    def ended(self, row: int, depth: int, now: float) -> None:
+        """A request has ended, and this is its last position."""
+        if not self.classes[row]:
+            self._begin(row, PositionKind.END, depth, now)
+        elif self._kinds[self.classes[row]] in (PositionKind.MIDDLE, PositionKind.PASSED):
+            self.rates.left(self.classes[row], now - self.since[row])
+            self._begin(row, PositionKind.END, depth, now)
+
+    def left(self, row: int, key: bytes, now: float) -> None:
+        """The row leaves the index. No-op where it is no position. All but the middles are remembered by their keys:
+        what comes too late for the cache tells how soon requests come, too."""
+        number = self.classes[row]
+        if not number:
+            return
+        self.classes[row] = NO_CLASS
+        if self._kinds[number] is PositionKind.MIDDLE:
+            self.rates.left(number, now - self.since[row])
+            return
+        self._gone[key] = (number, self.since[row])
+        if len(self._gone) > REMEMBERED:
+            _, (number, since) = self._gone.popitem(last=False)
+            self.rates.left(number, now - since)
+
+    def missed(self, key: bytes, now: float) -> bool:
+        """A request would continue at the position of ``key``, if that is one that has left; True where it is."""
+        gone = self._gone.pop(key, None)
+        if gone is None:
+            return False
+        self.rates.continued(gone[0], now - gone[1])
+        return True
+
+    def _begin(self, row: int, kind: PositionKind, depth: int, now: float) -> None:
+        self.classes[row] = self._class_of(kind, depth)
+        self.since[row] = now
+
+    def _class_of(self, kind: PositionKind, depth: int) -> int:
+        name = (kind, min((depth + 1).bit_length(), DEPTH_OCTAVES))
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = self.rates.add_class(kind)
+            self._kinds.append(kind)
+        return number
+
+    # -- learning ----------------------------------------------------------------------------------------------
+
+    def request(self, now: float) -> None:
+        """Count a request; now and then what has been seen becomes a lesson."""
+        self.requests += 1
+        if self._refit is None and self.requests >= self._next_fit:
+            self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
+            self._refit = self.rates.refit(self._waiting(now))
+            self._has_lesson = True
+
+    def lesson(self) -> Callable[[], bool] | None:
+        """Callable to be called until it returns True, while no call is served; None: nothing is new."""
+        if not self._has_lesson:
+            return None
+        self._has_lesson = False
+        return self._learn
+
+    def _learn(self) -> bool:
+        if self._refit is not None and next(self._refit, self) is self:
+            self._refit = None
+        return self._refit is None
+
+    def _waiting(self, now: float) -> Iterator[WaitingPositions]:
+        """Positions that wait for a request, some at a time."""
+        for first in range(0, len(self.classes), LANDMARKS_A_STEP):
+            classes: Ints = np.array(self.classes[first : first + LANDMARKS_A_STEP], np.int64)
+            ages: Floats = now - np.array(self.since[first : first + LANDMARKS_A_STEP])
+            known = classes > NO_CLASS
+            yield WaitingPositions(classes[known], np.maximum(ages[known], 0.0))
+        gone = np.array(list(self._gone.values()), np.float64).reshape(-1, 2)
+        yield WaitingPositions(gone[:, 0].astype(np.int64), np.maximum(now - gone[:, 1], 0.0))
+
+    # -- what is known -----------------------------------------------------------------------------------------
+
+    def is_end(self, number: int) -> bool:
+        """True for the classes of ends, whose copies go with their blocks."""
+        return self._kinds[number] is PositionKind.END
+
+    def density(self, number: int, age: float) -> float:
+        """Requests a second that are expected to continue at a position of a class and age."""
+        return float(self.rates.density[number, bin_of(age)]) if number else 0.0
+
+    def densities(self, number: int, newest: float, oldest: float) -> Iterator[tuple[float, float, float]]:
+        """Parts of the ages between two: from, to, and the ``density`` of positions of a class there."""
+        density = self.rates.density[number]
+        for at in range(bin_of(newest), bin_of(oldest) + 1):
+            yield begin_of(at), begin_of(at + 1) if at + 1 < BINS else oldest + 1, float(density[at])
+
+    def end_density(self, depth: int, age: float) -> float:
+        """``density`` of a request's end of that depth and age."""
+        return self.density(self._class_of(PositionKind.END, depth), age)
+
+    def copy_worth(self, density: float, saved: int, cost: float) -> float:
+        """See ``worth.py``."""
+        return copy_worth(density, saved, cost)
+
+    def branch_worth(self, requests: Sequence[tuple[float, int]], memory: float) -> float:
+        """See ``worth.py``."""
+        return branch_worth(requests, memory)
+
+    def fallback(self, saved: int, below: int, cost: float, capacity: int) -> float:
+        """See ``worth.py``."""
+        return fallback(saved, below, cost, capacity)

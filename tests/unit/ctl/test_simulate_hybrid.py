@@ -1,0 +1,144 @@
+"""Simulations of hybrid models: states and windows in the pools of blocks, against simple rules and by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cachesvc_ctl.lab.simulation.grid import Cell, hybrid_grid, run_cell
+from cachesvc_ctl.lab.simulation.hybrid import HYBRID_MODELS, NO_COPIES, Copies, HybridRejected, hybrid_model
+from cachesvc_ctl.lab.simulation.references import ENDS, EVERY, reference_hits
+from cachesvc_ctl.lab.simulation.report import hybrid_table
+from cachesvc_ctl.lab.traces.prompts import Prompts, prompts_of
+from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
+from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
+
+from cachesvc.simulation import Copies as SimulatedCopies
+from cachesvc.simulation import SimulatedPools, Simulation
+from tests.conservation import audit
+
+QWEN = Copies(state_pages=3, state_blocks=3, window_pages=0, window_blocks=1)
+GEMMA = Copies(state_pages=0, state_blocks=1, window_pages=2, window_blocks=2)
+
+
+def columns(*paths: tuple[int, ...]) -> Prompts:
+    """Prompts a second apart, of blocks of one token."""
+    return prompts_of("t", (TraceRequest(i, i * 1000, len(path), 1, path) for i, path in enumerate(paths)), 1)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    write_synthetic_trace(path, SyntheticTraceSpec(requests=250, seed=5))
+    return prompts_of(path.name, read_trace(path), 512)
+
+
+def served(prompts: Prompts, policy: str, blocks: int, copies: Copies) -> tuple[list[int], Simulation]:
+    """Hits of each prompt, and the simulation after them."""
+    pools = SimulatedPools(policy, "write_back", blocks, 0, copies=SimulatedCopies(*copies))
+    simulation = Simulation(pools, prompts.block_tokens)
+    hits = [simulation.serve(prompts.keys(n), now).device for n, now in enumerate(prompts.seconds.tolist())]
+    return hits, simulation
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_a_hit_ends_where_there_is_a_state(policy: str) -> None:
+    a, b = tuple(range(10)), (0, 1, 2, 3, 4, 50, 51, 52)
+    hits, _ = served(columns(a, (*a, 10, 11), a, b, a[:5]), policy, 100, QWEN)
+    assert hits == [0, 9, 9, 3, 3]
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_a_hit_needs_its_window_alone(policy: str) -> None:
+    a = tuple(range(10))
+    hits, _ = served(columns(a, (*a, 10, 11), a, (0, 1, 2, 3, 50)), policy, 200, GEMMA)
+    assert hits[:3] == [0, 10, 10]
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard", "lfu", "deepest_first"])
+@pytest.mark.parametrize("copies", [QWEN, GEMMA])
+def test_what_is_simulated_adds_up(chats: Prompts, policy: str, copies: Copies) -> None:
+    hits, simulation = served(chats, policy, chats.distinct_blocks // 5, copies)
+    assert sum(hits)
+    assert audit(simulation.ledger).problems == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_middles_go_and_ends_stay(policy: str) -> None:
+    """Six lines of requests take turns, each with 30 new blocks. There is room for all blocks and a few states: the
+    ends of all lines are kept, where a state at every position drives out the line that is next."""
+    turns = [tuple(range(1000 * line, 1000 * line + 30 * turn)) for turn in range(1, 7) for line in range(6)]
+    prompts, blocks = columns(*turns), 6 * 180 * 11 // 10
+    hits, simulation = served(prompts, policy, blocks, QWEN)
+    assert hits == [len(path) - 30 for path in turns]
+    assert reference_hits(prompts, blocks, QWEN, keeps_every=True)[-3:] == [150, 135, 0]
+    assert audit(simulation.ledger).problems == []
+
+
+def test_the_rules_count_as_by_hand() -> None:
+    a, b = tuple(range(9)), (0, 1, 2, 3, 50, 51)
+    prompts = columns(a, b, b, a)
+    assert reference_hits(prompts, 100, QWEN, keeps_every=True) == [0, 3, 6, 9]
+    assert reference_hits(prompts, 100, QWEN, keeps_every=False) == [0, 0, 6, 9]
+    assert reference_hits(prompts, 100, GEMMA, keeps_every=False) == [0, 0, 6, 9]
+    assert reference_hits(prompts, 12, QWEN, keeps_every=True) == [0, 3, 6, 3]
+
+
+def test_without_copies_a_cell_counts_as_ever(chats: Prompts) -> None:
+    blocks = chats.distinct_blocks // 10
+    cells = hybrid_grid(("lru",), (blocks,), QWEN)
+    assert [(cell.policy, cell.copies) for cell in cells] == [
+        (EVERY, QWEN),
+        (ENDS, QWEN),
+        ("lru", QWEN),
+        ("lru", NO_COPIES),
+    ]
+    assert run_cell(chats, cells[-1]).hit_ratio == run_cell(chats, Cell("lru", "write_back", blocks, 0)).hit_ratio
+
+
+def test_the_table_has_a_column_for_each_rule_and_policy() -> None:
+    prompts = columns((0, 1, 2), (0, 1, 2, 3))
+    rows = [run_cell(prompts, cell) for cell in hybrid_grid(("lru",), (40,), QWEN)]
+    head, line = hybrid_table(rows, "qwen3-next", 0).splitlines()[-2:]
+    assert head.split() == ["device", *EVERY.split(), *ENDS.split(), "lru", "lru,", "KV", "alone"]
+    assert line.split() == ["40", "42.86%", "42.86%", "42.86%", "42.86%"]
+
+
+def test_the_models_take_as_many_pages_as_their_bytes() -> None:
+    assert HYBRID_MODELS["qwen3-next"].copies(512) == QWEN
+    assert HYBRID_MODELS["gemma-3"].copies(512) == Copies(0, 1, 6, 2)
+
+
+def test_a_model_comes_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"kv_bytes": 1024, "state_bytes": 1 << 20, "state_tokens": 1024}))
+    assert hybrid_model(str(path)).copies(512) == Copies(2, 2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("[]", "one object"),
+        ("{", "no JSON"),
+        ('{"kv_bytes": 1, "more": 2}', "one object"),
+        ('{"kv_bytes": -1}', "whole number"),
+        ('{"kv_bytes": 1}', "above 0"),
+        ('{"kv_bytes": 1, "state_bytes": 2}', "state_tokens"),
+        ('{"kv_bytes": 1, "window_bytes": 2}', "window_tokens"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, said: str, reason: str) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(said)
+    with pytest.raises(HybridRejected, match=reason):
+        hybrid_model(str(path))
+
+
+def test_unknown_models_and_states_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(HybridRejected, match="qwen3-next"):
+        hybrid_model("qwen")
+    with pytest.raises(HybridRejected, match="cannot read"):
+        hybrid_model(str(tmp_path / "none.json"))
+    with pytest.raises(HybridRejected, match="larger blocks"):
+        HYBRID_MODELS["qwen3-next"].copies(16)
