@@ -34,7 +34,6 @@ UNDRAWN = {
     "dropped_windows",
     "events",
     "loop_long_rounds",
-    "lost_hit_tokens",
     "remembered_keys",
     "resident_blocks",
     "storage_evicted_objects",

@@ -7,7 +7,6 @@ import socket
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import LimitExceeded, NotSupported
-from cachesvc.model.numbers.sharing import Party
 from cachesvc.service.access.auth import Caller, Doorkeeper, allow, find_caller, otherwise_local, scopes_of
 from cachesvc.service.calls.dispatcher import Dispatcher
 from cachesvc.service.lane.lane import Lane, LaneContext, Row
@@ -40,7 +39,7 @@ class Lanes:
         self._most = most
         self._calls = 0
         self._keeper = keeper
-        self._processes = dispatcher.node.core.ledger.processes
+        self._party = dispatcher.node.party_of
         self._lanes: dict[bytes, set[Lane]] = {}
         self._context = LaneContext(
             dispatcher, rows_of(cache), self._admit, dispatcher.node.epoch, tracer, self._check_memory
@@ -100,10 +99,6 @@ class Lanes:
         )
         if held > MOST_HALF_READ_BYTES:
             lane.close(f"{held} bytes of frames that have not come whole, {MOST_HALF_READ_BYTES} are a process's part")
-
-    def _party(self, process: bytes) -> Party:
-        known = self._processes.get(process)
-        return process if known is None else known.party
 
     def _forget(self, lane: Lane) -> None:
         self._calls += lane.calls

@@ -20,6 +20,7 @@ from cachesvc.flows.models.registration import host_pages_arrived
 from cachesvc.flows.transfer.transfers import land
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
+from cachesvc.model.numbers.sharing import Party
 from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
@@ -245,6 +246,11 @@ class Node:
     def knows(self, token: bytes) -> bool:
         """True for the life-socket token of a process that is there."""
         return token in self.core.ledger.processes
+
+    def party_of(self, token: bytes) -> Party:
+        """Party that a life-socket token counts to: one process may have several life connections."""
+        known = self.core.ledger.processes.get(token)
+        return token if known is None else known.party
 
     def process_gone(self, token: bytes) -> None:
         """Handle the end of a process, as the kernel reports it."""
