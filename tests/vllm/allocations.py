@@ -65,9 +65,9 @@ class Manager:
         self.idle += 1
         seen = self._seen(request)
         self._pool.schedule(self._pool.book.find(request.request_id))
-        self._pool.counts_own = True
+        self._pool.now.counts_own = True
         said = self._really(request, tokens, num_lookahead_tokens=ahead)
-        self._pool.counts_own = False
+        self._pool.now.counts_own = False
         assert said is blocks is self.vllm.empty_kv_cache_blocks, (said, blocks)
         assert self._seen(request) == seen
         return blocks
@@ -83,7 +83,7 @@ class Manager:
         pages = self._pool.book.find(name)
         assert pages is not None
         table = [block.block_id for block in group.req_to_blocks[name]]
-        told = {each: blocks for each, (_, blocks) in self._pool.filling.items()}
+        told = {each: blocks for each, (_, blocks) in self._pool.now.filling.items()}
         return table, group.num_cached_block.get(name), pages.taken, pages.held, pages.full_blocks, told
 
     def close(self) -> None:

@@ -294,3 +294,15 @@ def test_classes_that_come_while_a_refit_is_under_way_wait_for_the_next() -> Non
     for _ in rates.refit(iter((Open(np.array([old + 1]), np.array([2.0]), np.array([1.0])),))):
         pass
     assert (rates.density[old + 1] != before[old + 1]).any()
+
+
+def test_a_request_that_has_nothing_left_begins_anew_where_it_takes_a_block() -> None:
+    """Its block went to a younger request and left the cache; an older one computed it again, and then it did too."""
+    history = Cache("hazard", 8).history
+    segments = history.segments
+    older, younger = (segments.begin(number, 0.0, 0, 0, 1, 0, 0) for number in (1, 2))
+    segments.top[younger] = segments.bottom[younger] = 1
+    segments.grew(older, 0, 1)
+    assert history.takes(younger, older, 0)
+    assert (segments.top[younger], segments.bottom[younger]) == (0, 1)
+    assert segments.top[older] == segments.bottom[older] == 1
