@@ -12,6 +12,7 @@ from cachesvc.ledger.eviction.copy_choice import cheap_copies
 from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK
+from cachesvc.ledger.order.copy_queues import CopyQueues
 from cachesvc.model.numbers.int32s import column
 from cachesvc.model.words import ABSENT, STAMP_BITS
 
@@ -31,21 +32,27 @@ def idle_copies(place: Place, groups: Sequence[int], *, cheap: bool = False) -> 
         return ((entry, group) for entry in found)
 
     windowed = [group for group in groups if group in place.window_leaves]
-    if place.kin and not cheap:
-        return _by_kin(place, windowed)
+    if place.kin:
+        return _by_kin(place, windowed, cheap=cheap)
     return ((group, entry & ROW_MASK) for entry, group in merge(*map(entries, windowed)))
 
 
-def _by_kin(place: Place, groups: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _by_kin(place: Place, groups: Sequence[int], *, cheap: bool) -> Iterator[tuple[int, int]]:
     """Copies that are needed together go together, the oldest positions first."""
-    for kin in place.kin:
-        leaves = [(group, place.window_leaves[group]) for group in kin.groups if group in groups]
-        for entry in place.window_leaves[kin.lead] if leaves else ():
-            row = entry & ROW_MASK
-            yield from ((group, row) for group, order in leaves if order.filed[row])
-        is_led = place.window_leaves[kin.lead].filed
-        for group, order in leaves:
-            yield from ((group, entry & ROW_MASK) for entry in order if not is_led[entry & ROW_MASK])
+
+    def entries(number: int) -> Iterator[tuple[int, int]]:
+        lead = place.window_leaves[place.kin[number].lead]
+        found = lead.middles() if cheap and isinstance(lead, CopyQueues) else iter(lead)
+        return ((entry, number) for entry in found)
+
+    numbers = [number for number, kin in enumerate(place.kin) if kin.lead in groups]
+    for entry, number in merge(*map(entries, numbers)):
+        row = entry & ROW_MASK
+        yield from ((group, row) for group in place.kin[number].groups if place.window_leaves[group].filed[row])
+    led = {group: place.window_leaves[kin.lead].filed for kin in place.kin for group in kin.groups}
+    for group in groups if not cheap else ():
+        rows = (entry & ROW_MASK for entry in place.window_leaves[group])
+        yield from ((group, row) for row in rows if group not in led or not led[group][row])
 
 
 def idle_windows(ledger: BlockLedger, place: Place, group: int, *, after_flights: bool = False) -> int:
@@ -68,7 +75,8 @@ def drop_idle_copies(
     found = 0
     for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
         if short > 0 and full < len(groups):
-            if cheap and any(kin.lead in groups for kin in place.kin):
+            has_learned = ledger.retention is not None and ledger.retention.rule.has_learned
+            if cheap and has_learned and any(kin.lead in groups for kin in place.kin):
                 victims = cheap_copies(ledger, place, groups, min(short, most))
             else:
                 victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))

@@ -87,7 +87,7 @@ class Retention:
         def class_of(row: int) -> int:
             return rule.classes[position(row)]
 
-        return CopyQueues(may_go, rank, class_of, serves, self.grow)
+        return CopyQueues(may_go, rank, class_of, serves, self.grow, rule.is_middle)
 
     def grow(self, rows: int) -> None:
         """Make room for ``rows`` rows."""

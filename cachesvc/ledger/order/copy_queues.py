@@ -50,6 +50,13 @@ class PositionRule(Protocol):
     def lesson(self) -> Callable[[], bool] | None:
         """Callable to be called until it returns True, while no call is served; None: nothing is new."""
 
+    @property
+    def has_learned(self) -> bool:
+        """True once densities are known."""
+
+    def is_middle(self, number: int) -> bool:
+        """True for the classes of positions where no request has ended or continued."""
+
     def is_end(self, number: int) -> bool:
         """True for the classes of ends, whose copies go with their blocks."""
 
@@ -74,7 +81,8 @@ class PositionRule(Protocol):
 
 class CopyQueues(LeafOrder):
     """Candidates of one group; see the module. ``class_of(row)``: class of the position that a row's copy serves.
-    ``serves``: of a window's rows the position at its end (-1: each row its own). ``on_grow``: called with the rows."""
+    ``serves``: of a window's rows the position at its end (-1: each row its own). ``on_grow``: called with the rows.
+    ``is_middle(class)``: True where no request has ended or continued."""
 
     def __init__(
         self,
@@ -83,6 +91,7 @@ class CopyQueues(LeafOrder):
         class_of: Callable[[int], int],
         serves: array[int],
         on_grow: Callable[[int], None],
+        is_middle: Callable[[int], bool],
     ) -> None:
         super().__init__(may_go, self._rank_when_filed)
         self._rank_now = rank
@@ -90,6 +99,7 @@ class CopyQueues(LeafOrder):
         self._class_of = class_of
         self._serves = serves
         self._on_grow = on_grow
+        self._is_middle = is_middle
         self._queue_of_row = array("H")
         self.queues: dict[int, SortedEntries] = {}
 
@@ -109,6 +119,10 @@ class CopyQueues(LeafOrder):
     def __iter__(self) -> Iterator[int]:
         """Entries, the oldest position first. Nothing may be changed meanwhile."""
         return heapq.merge(*self.queues.values())
+
+    def middles(self) -> Iterator[int]:
+        """Entries of positions where no request has ended or continued, the oldest first."""
+        return heapq.merge(*(queue for number, queue in self.queues.items() if self._is_middle(number // OCTAVES)))
 
     @property
     def buckets(self) -> list[list[int]]:

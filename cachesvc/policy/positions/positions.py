@@ -166,6 +166,15 @@ class Positions:
 
     # -- what is known -----------------------------------------------------------------------------------------
 
+    @property
+    def has_learned(self) -> bool:
+        """True once densities are known."""
+        return self.rates.has_learned
+
+    def is_middle(self, number: int) -> bool:
+        """True for the classes of positions where no request has ended or continued."""
+        return self._kinds[number] is PositionKind.MIDDLE
+
     def is_end(self, number: int) -> bool:
         """True for the classes of ends, whose copies go with their blocks."""
         return self._kinds[number] is PositionKind.END

@@ -37,6 +37,7 @@ class PositionRates:
     def __init__(self) -> None:
         self.density = np.zeros((LEAST_ROWS, BINS))
         self.classes = 0
+        self.has_learned = False
         self._continued = np.zeros((LEAST_ROWS, BINS))
         self._left = np.zeros((LEAST_ROWS, BINS))
         self._kinds = np.zeros(LEAST_ROWS, np.int64)
@@ -82,6 +83,7 @@ class PositionRates:
             yield
             density[first : first + ROWS_A_STEP] = density_of(hazards[first : first + ROWS_A_STEP])
         self.density[:count] = density[:count]
+        self.has_learned = True
         self._of_kind = {kind: density[count + kind] for kind in range(len(density) - count)}
 
 

@@ -126,8 +126,8 @@ def test_demand_counts_the_pages_that_each_block_frees() -> None:
 
 
 def test_a_call_that_waits_keeps_pages_of_the_pool_from_all_groups() -> None:
-    ends = begin(12, host=12)
-    serve(ends, 1, "abcdef")
+    ends = begin(13, host=13)
+    serve(ends, 1, "abcdef", states=(5,))
     rig, lease = ends
     rig.run(match, lease, 2, chain(*"uvwxyz"), 0)
     waiting = rig.once(partial(allocate, positions={STATE: []}), lease, 2, 6)
