@@ -86,7 +86,8 @@ def toy_model(seed: int = 0) -> ToyHybrid:
     rng = np.random.default_rng(seed)
 
     def weights(*shape: int) -> Array:
-        return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+        made: Array = (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+        return made
 
     return ToyHybrid(weights(VOCAB, WIDTH) * np.float32(3), weights(6, WIDTH, WIDTH), weights(VOCAB, WIDTH))
 

@@ -17,12 +17,14 @@ PROMPT_BLOCKS = 24
 
 @dataclass(slots=True)
 class Held:
-    """One sequence as its engine would know it: blocks in its table, sealed blocks, and the prompt it is on."""
+    """One sequence as its engine would know it: blocks in its table, sealed blocks, the prompt it is on, and pages of
+    states by position."""
 
     blocks: int = 0
     sealed: int = 0
     hit: int = 0
     keys: bytes = b""
+    states: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

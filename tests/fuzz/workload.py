@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from cachesvc_client import gqa_windowed, opaque
+from cachesvc_client import Layout, Plane, PlaneGroup, gqa_windowed, opaque
 from cachesvc_client.core.keys import block_keys
 from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
@@ -16,7 +16,7 @@ from cachesvc.wire.convert import layout_to_proto
 from tests.fuzz.pools import PROMPT_BLOCKS, PROMPTS, Held, Lease, Pools
 
 BLOCK_TOKENS = 4
-LAYOUTS = (
+LAYOUTS: tuple[Layout, ...] = (
     opaque(block_bytes=64, block_tokens=BLOCK_TOKENS, layers=2),
     gqa_windowed(
         window_layers=[False, True],
@@ -26,15 +26,32 @@ LAYOUTS = (
         window_tokens=2 * BLOCK_TOKENS + 1,
     ),
 )
+POOLED = Layout(
+    BLOCK_TOKENS,
+    1,
+    (
+        PlaneGroup("full", pool="kv"),
+        PlaneGroup("window", 2 * BLOCK_TOKENS + 1, pool="kv"),
+        PlaneGroup("state", pool="kv", is_state=True),
+    ),
+    (
+        Plane("k", 0, "full", (1, BLOCK_TOKENS, 8), "float16"),
+        Plane("k", 1, "window", (1, BLOCK_TOKENS, 8), "float16"),
+        Plane("ssm", 2, "state", (5, 7), "float32"),
+    ),
+)
+"""Three groups of one pool, one of them of states."""
+STATE = 2
+LAYOUTS = (*LAYOUTS, POOLED)
 DEVICE_PAGES = 48
 HOST_PAGES = 64
 Request = tuple[str, Message]
 
 
 def registers() -> list[engine_pb2.RegisterRequest]:
-    """Two models and, of the first, a second replica and a second tenant."""
+    """Three models and, of the first, a second replica and a second tenant."""
     wishes = [("model@1", 0, b"", "shm-0"), ("model@1", 0, b"", "shm-1"), ("model@2", 1, b"", "shm-0")]
-    wishes.append(("model@1", 0, b"other tenant", "shm-1"))
+    wishes += [("model@1", 0, b"other tenant", "shm-1"), ("model@3", 2, b"", "shm-1")]
     out = []
     for name, layout, salt, device in wishes:
         groups = len(LAYOUTS[layout].groups)
@@ -137,6 +154,10 @@ class Workload:
         elif isinstance(answer, cache_pb2.AllocateResponse):
             held.blocks = max(held.blocks, request.blocks)
             held.sealed = max(held.sealed, held.hit)
+            for cells in answer.tables if lease.groups == len(POOLED.groups) else ():
+                if cells.group == STATE:
+                    pages = struct.unpack(f"<{len(cells.pages) // 4}i", cells.pages)
+                    held.states |= {at: page for at, page in enumerate(pages, cells.first_block) if page >= 0}
         elif isinstance(answer, cache_pb2.PublishResponse):
             held.sealed = answer.sealed_blocks
 
@@ -162,9 +183,14 @@ class Workload:
             return None
         number, held = picked
         blocks = min(max(held.blocks, held.hit) + self.rng.randrange(5), 30)
-        return cache_pb2.AllocateRequest(
+        request = cache_pb2.AllocateRequest(
             lease_id=lease.id, request_id=self._request(lease), sequence_id=number, blocks=blocks
         )
+        if lease.groups == len(POOLED.groups) and self.rng.random() < 0.5:
+            first = max(held.blocks, held.hit)
+            wanted = [position for position in range(first, blocks) if self.rng.random() < 0.5]
+            request.positions.add(group=STATE, positions=struct.pack(f"<{len(wanted)}I", *wanted))
+        return request
 
     def _publish(self, lease: Lease) -> Message | None:
         picked = self._pick(lease)
@@ -173,13 +199,16 @@ class Workload:
         number, held = picked
         last = min(held.blocks, len(held.keys) // 32)
         count = self.rng.randrange(1, max(2, last - held.sealed + 1))
-        return cache_pb2.PublishRequest(
+        request = cache_pb2.PublishRequest(
             lease_id=lease.id,
             request_id=self._request(lease),
             sequence_id=number,
             first_block=held.sealed,
             blocks=count,
         )
+        for position in self.rng.sample(sorted(held.states), self.rng.randint(0, len(held.states))):
+            request.states.add(group=STATE, first_block=position, pages=struct.pack("<i", held.states[position]))
+        return request
 
     def _swap(self, lease: Lease) -> Message | None:
         picked = self._pick(lease)
@@ -197,12 +226,14 @@ class Workload:
         if picked is None:
             return None
         number, held = picked
+        dead = lease.groups == len(POOLED.groups) and self.rng.random() < 0.3
         return cache_pb2.RecycleRequest(
             lease_id=lease.id,
             request_id=self._request(lease),
             sequence_id=number,
             computed_tokens=self.rng.randrange(held.blocks * BLOCK_TOKENS + 1),
             pages=self._from_stock(lease) if self.rng.random() < 0.2 else (),
+            dead_blocks=[self.rng.randrange(held.blocks + 1) for _ in range(2)] if dead else (),
         )
 
     def _release(self, lease: Lease) -> Message | None:
@@ -268,7 +299,11 @@ class Workload:
         """One page of every group's stock."""
         out = []
         for group in range(lease.groups):
-            page, generation = lease.stock[group].pop() if lease.stock[group] else (0, 1)
+            is_pooled = lease.groups == len(POOLED.groups)
+            stock = lease.stock[0 if is_pooled else group]
+            page, generation = stock.pop() if stock else (0, 1)
+            if is_pooled and group and self.rng.random() < 0.4:
+                page, generation = -1, 0
             out.append(
                 common_pb2.GroupPages(
                     group=group, pages=struct.pack("<i", page), generations=struct.pack("<I", generation)

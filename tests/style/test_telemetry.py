@@ -34,6 +34,7 @@ UNDRAWN = {
     "dropped_windows",
     "events",
     "loop_long_rounds",
+    "lost_hit_tokens",
     "remembered_keys",
     "resident_blocks",
     "storage_evicted_objects",

@@ -42,11 +42,17 @@ class Cells:
         """Write what is computed behind ``computed``."""
         end = len(digests)
         if self.group.is_state:
-            page = self._page(end - 1)
-            self.slots[page, 0], self.slots[page, 1] = digests[-1], end
+            self._write_state(end, digests)
+            whole = (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+            if self.group.saves_within and whole > computed and self.table[whole // BLOCK_TOKENS - 1]:
+                self._write_state(whole, digests)
             return
         for at in range(computed, end):
             self.slots[self._page(at), at % BLOCK_TOKENS] = digests[at]
+
+    def _write_state(self, tokens: int, digests: Sequence[int]) -> None:
+        page = self._page(tokens - 1)
+        self.slots[page, 0], self.slots[page, 1] = digests[tokens - 1], tokens
 
     def _needed(self, digests: Sequence[int], computed: int) -> Iterator[tuple[int, int, int]]:
         if self.group.is_state:

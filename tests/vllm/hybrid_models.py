@@ -15,12 +15,13 @@ WINDOW_TOKENS = 2 * BLOCK_TOKENS
 
 @dataclass(frozen=True)
 class HybridModel:
-    """``config``: its config.json. ``block_tokens``: as vLLM makes them. ``blocks``: of its pool, in the tests.
-    ``options``: of its engines."""
+    """``config``: its config.json. ``block_tokens``: as vLLM makes them. ``blocks``: of its pool, in the tests;
+    ``least_blocks``: hardly more than vLLM starts with. ``options``: of its engines."""
 
     config: Mapping[str, Any]
     block_tokens: int = BLOCK_TOKENS
     blocks: int = 256
+    least_blocks: int = 128
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def fleet(self, folder: Path) -> Fleet:
@@ -62,6 +63,7 @@ GPT_OSS = HybridModel(
         attention_bias=True,
     ),
     blocks=192,
+    least_blocks=88,
     options={"max_num_batched_tokens": 512},
 )
 """Sinks, experts, and a group of windows beside one of whole sequences."""
@@ -88,6 +90,7 @@ QWEN_3_NEXT = HybridModel(
     ),
     block_tokens=288,
     blocks=64,
+    least_blocks=24,
     options={"max_num_batched_tokens": 576},
 )
 """Three groups of gated delta networks' states, and one of whole sequences, whose blocks are as large as a state."""

@@ -33,7 +33,14 @@ def _spec(group: Group) -> KVCacheSpec:
     """vLLM's own, with states as large as blocks."""
     if group.is_state:
         shapes, dtypes = ((BLOCK_TOKENS, 8),), (torch.float16,)
-        return MambaSpec(block_size=BLOCK_TOKENS, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
+        return MambaSpec(
+            block_size=BLOCK_TOKENS,
+            shapes=shapes,
+            dtypes=dtypes,
+            mamba_cache_mode="align",
+            num_prefill_checkpoint_blocks=int(group.saves_within),
+            prefill_checkpoint_alignment=1 if group.saves_within else None,
+        )
     common = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
     if group.window_tokens is None:
         return FullAttentionSpec(**common)

@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.vllm.scheduling import VOCABULARY, Engine
-from tests.vllm.shape import FULL, STATE, WINDOW, Shape
+from tests.vllm.shape import FULL, SAVED_STATE, STATE, WINDOW, Shape
 
 STUCK_S = 30.0
 """A run in which nothing happens for so long has failed."""
@@ -322,6 +322,7 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "states": lambda socket, seed: two(socket, seed, Shape(**STATES)),
     "all-kinds": lambda socket, seed: two(socket, seed, Shape(**ALL_KINDS)),
     "windows-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **WINDOWS)),
+    "states-within": lambda socket, seed: two(socket, seed, Shape(groups=(SAVED_STATE, SAVED_STATE, FULL), pages=200)),
     "states-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **STATES)),
     "windows-drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3, **WINDOWS)),
     "windows-late": lambda socket, seed: two(socket, seed, Shape(**LATE, **WINDOWS)),

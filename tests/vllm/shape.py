@@ -15,13 +15,16 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Group:
-    """A group of the cache; with neither, it keeps whole sequences."""
+    """A group of the cache; with neither, it keeps whole sequences. ``saves_within``: the last chunk of a prompt leaves
+    a state at the end of its last whole block too."""
 
     window_tokens: int | None = None
     is_state: bool = False
+    saves_within: bool = False
 
 
 FULL, WINDOW, STATE = Group(), Group(window_tokens=10), Group(is_state=True)
+SAVED_STATE = Group(is_state=True, saves_within=True)
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ def test_two_engines_at_once_on_a_pool_that_is_too_small_for_both(model: HybridM
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_prompt_that_left_the_device_is_loaded_in_all_groups(model: HybridModel, tmp_path: Path) -> None:
-    prompts = prompts_of(model, 8, new=4)
-    fleet, small = model.fleet(tmp_path), 2 * model.blocks // 3
+    prompts = prompts_of(model, 12, new=4)
+    fleet, small = model.fleet(tmp_path), model.least_blocks
     with engines(engine_of(fleet, model, None)) as (alone,):
         expected, _ = ask_each(alone, prompts)
     with (

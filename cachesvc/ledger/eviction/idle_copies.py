@@ -48,11 +48,10 @@ def drop_idle_copies(
     ledger: BlockLedger, place: Place, wanted: Sequence[int], most: int, *, cheap: bool = False
 ) -> int:
     """Drop windowed copies that no window holds, by their order, towards ``wanted[g]`` pages of group g, ``most`` in
-    each pool; returns how many of a pool. ``cheap``: only in pools that full groups draw from too, and only copies that
-    no hit has used and no sequence has ended on."""
+    each pool; returns how many of a pool. ``cheap``: only copies that no hit has used and no sequence has ended on."""
     found = 0
     for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
-        if short > 0 and full < len(groups) and (full or not cheap):
+        if short > 0 and full < len(groups):
             victims = list(islice(idle_copies(place, groups, cheap=cheap), min(short, most)))
             for group, row in victims:
                 ledger.drop_window(place, group, row)

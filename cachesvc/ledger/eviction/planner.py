@@ -97,12 +97,10 @@ class Evictor:
         saves: bool = True,
     ) -> tuple[EvictionPlan, bool]:
         """Victims that meet the ``demand``, which counts them, or a number of blocks; and whether as many can go.
-
         ``to_host``: last copies are stored rather than dropped while the host can take them; with a ``share`` those
         whose like is used from the host at least ``share`` times as often as the mean. ``most_looks``: candidates after
         which the search is given up. ``most_work``: this number of blocks, or many more in runs that the host has, is
-        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same.
-        """
+        enough. Without ``saves`` nothing goes to the host, and what has to stays: it counts all the same."""
         demand = demand if isinstance(demand, BlockDemand) else BlockDemand(demand)
         index, walk = self.ledger.index, walk_of(self.ledger, place)
         host = _HostRoom(self.ledger, walk.taken.__contains__)

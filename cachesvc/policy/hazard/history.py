@@ -166,6 +166,8 @@ class History:
         segments.top[loser] = max(segments.top[loser], position + 1)
         segments.release(loser)
         if is_younger:
+            if segments.top[segment] >= segments.bottom[segment]:  # it has nothing, and begins anew here
+                segments.top[segment] = segments.bottom[segment] = position
             segments.grew(segment, segments.top[segment], max(segments.bottom[segment], position + 1))
         return is_younger
 

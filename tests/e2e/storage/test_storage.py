@@ -61,8 +61,8 @@ def test_after_a_kill_every_stored_block_is_a_hit_with_its_bytes(tmp_path: Path)
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_hybrid_models_prefix_outlives_the_daemon_with_its_windows_and_states(tmp_path: Path, is_late: bool) -> None:
-    pages = {"device_pages": 256 if is_late else 64, "host_pages": 256}
-    with storing(tmp_path) as node, Engine(node.socket, layout=HYBRID, **pages) as engine:
+    device = 256 if is_late else 64
+    with storing(tmp_path) as node, Engine(node.socket, layout=HYBRID, device_pages=device, host_pages=256) as engine:
         for seed in range(PROMPTS):
             assert serve_hybrid(engine, prompt(seed, BLOCKS), is_late=is_late).computed == BLOCKS
         states = PROMPTS * BLOCKS // 4
@@ -70,7 +70,7 @@ def test_a_hybrid_models_prefix_outlives_the_daemon_with_its_windows_and_states(
         wait_until(lambda: stored(node, PROMPTS * BLOCKS), "all is stored")
         node.daemon.process.kill()
         node.daemon.process.wait()
-    with storing(tmp_path) as node, Engine(node.socket, layout=HYBRID, **pages) as engine:
+    with storing(tmp_path) as node, Engine(node.socket, layout=HYBRID, device_pages=device, host_pages=256) as engine:
         for seed in range(PROMPTS):
             served = serve_hybrid(engine, prompt(seed, BLOCKS + 1))
             assert (served.device, served.host, served.computed, served.bad) == (0, BLOCKS, 1, [])

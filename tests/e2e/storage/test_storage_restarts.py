@@ -118,11 +118,11 @@ def test_a_folder_that_goes_while_the_daemon_runs_is_told_and_used_again_when_it
             engine.serve(prompt(1, BLOCKS))
             wait_until(lambda: node.counters().get("storage_kept_blocks", 0) == BLOCKS, "it is written")
             shutil.rmtree(folder)
-            wait_until(lambda: "storage is not used" in attention(node), "the breaker has opened, and says so")
+            wait_until(lambda: "is not used now" in attention(node), "the breaker has opened, and says so")
             assert str(folder) in attention(node)
             assert engine.serve(prompt(2, BLOCKS)).computed == BLOCKS
             folder.mkdir()
-            wait_until(lambda: "storage" not in attention(node), "it is used again")
+            wait_until(lambda: "is not used now" not in attention(node), "it is used again")
             engine.serve(prompt(1, BLOCKS))
             wait_until(lambda: node.counters().get("storage_kept_blocks", 0) >= 2 * BLOCKS, "what was lost is written")
         assert len(lines(node, "storage_folder_gone")) == 1

@@ -57,7 +57,7 @@ class Engine:
         return request
 
     def free(self, request: RequestPages, table: GroupTable, end: int) -> None:
-        """What lies before ``end`` is read no more."""
+        """Free what lies before ``end``, and is read no more."""
         for position in range(table.first, end):
             if table.page_at(position) != NO_PAGE:
                 table.free(position)

@@ -111,12 +111,6 @@ def leave_a_hole_in_a_table(rig: Rig) -> None:
     lease.sequences[3].tables[0][4] = NO_PAGE
 
 
-def leave_a_hole_in_a_window(rig: Rig) -> None:
-    (lease,) = rig.core.ledger.leases.values()
-    rig.run(allocate, lease.id, 3, 5)
-    lease.sequences[3].tables[1][4] = NO_PAGE
-
-
 def write_a_page_that_is_not_its_own(rig: Rig) -> None:
     (lease,) = rig.core.ledger.leases.values()
     rig.run(allocate, lease.id, 3, 5)
@@ -230,7 +224,6 @@ DAMAGE: tuple[tuple[Callable[[Rig], None], str], ...] = (
     (pin_what_is_absent, "pinned, but its copy is ABSENT"),
     (hold_a_window_that_is_absent, "a window holds it, but its copy is ABSENT"),
     (leave_a_hole_in_a_table, "group 0: no page for block 4"),
-    (leave_a_hole_in_a_window, "group 1: no page for block 4"),
     (write_a_page_that_is_not_its_own, "its table is not the pages of its blocks"),
     (fill_without_a_ticket, "no ticket moves it"),
     (wait_for_no_ticket, "waits for ticket 77"),

@@ -79,15 +79,16 @@ def test_host_blocks_fit_and_hardly_more_would(
     left, sizes = headroom_of(host, {"d0": 1, "d1": 0}), PoolSizes(layout)
     free = host.free_bytes
     blocks = left.host_blocks(sizes, DEVICES, share)
-    assert left.holds(sizes, DEVICES, [blocks] * len(layout.groups))
+    assert left.holds(sizes, DEVICES, sizes.host_pages(blocks))
     assert blocks * sizes.host_block_bytes <= free * share
     more = blocks + 1 + blocks // SHARE_PRECISION
-    fits_more = left.holds(sizes, DEVICES, [more] * len(layout.groups))
+    fits_more = left.holds(sizes, DEVICES, sizes.host_pages(more))
     assert not fits_more or more * sizes.host_block_bytes > int(free * share)
     assert host.free_bytes == free, "planning takes nothing"
     assert left.host_blocks(sizes, DEVICES, share, most=3) <= min(3, blocks)
     for group, rank, page_bytes in sizes.host_slabs:  # and the pool gives what was planned
-        assert host.take(page_bytes, blocks, left.nodes.get(DEVICES[rank])) is not None, group
+        pages = sizes.host_pages(blocks)[group]
+        assert host.take(page_bytes, pages, left.nodes.get(DEVICES[rank])) is not None, group
 
 
 def test_a_block_has_a_page_in_every_group_and_on_the_host_of_every_rank_that_differs() -> None:

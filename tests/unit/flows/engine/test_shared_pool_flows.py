@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 
-from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import Publishing, publish
@@ -18,62 +16,15 @@ from cachesvc.flows.engine.swap import swap_in, swap_out
 from cachesvc.flows.transfer.make_room import room_left
 from cachesvc.ledger.eviction.demand import PoolDemand, demand_of
 from cachesvc.ledger.eviction.idle_copies import drop_idle_copies, idle_copies
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.pages.shared_pool import NO_OWNER, GroupPool
 from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.errors import InvalidRequest, NotOwned, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
-from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, Rig, chain, hybrid, rig_of
-
-FULL, WINDOW, STATE = range(3)
-
-
-class Ends(NamedTuple):
-    """A layout's rig and its lease."""
-
-    rig: Rig
-    lease: str
-
-
-def begin(device: int, host: int = 0, policy: WritePolicy = WritePolicy.WRITE_BACK) -> Ends:
-    rig = rig_of(hybrid(), device=(device,) * 3, host=(host,) * 3, policy=policy)
-    return Ends(rig, rig.lease())
-
-
-def sequence_of(ends: Ends, number: int) -> Sequence:
-    return ends.rig.core.ledger.leases[ends.lease].sequences[number]
-
-
-def compute(ends: Ends, number: int, prompt: str, states: tuple[int, ...] = ()) -> Sequence:
-    """Match, allocate with states in some blocks, publish all."""
-    rig, lease = ends
-    keys = chain(*prompt)
-    rig.run(match, lease, number, keys, 0)
-    sequence = sequence_of(ends, number)
-    wanted = [position for position in states if position >= sequence.hit_blocks]
-    rig.run(partial(allocate, positions={STATE: wanted}), lease, number, len(prompt))
-    for ticket in list(sequence.loads):
-        rig.land(ticket)
-    first = sequence.sealed
-    cells = tuple(GroupCells(STATE, at, (sequence.tables[STATE][at],)) for at in wanted)
-    rig.run(publish, lease, number, first, keys[first * KEY_BYTES :], len(prompt) - first, Publishing(), cells)
-    return sequence
-
-
-def serve(ends: Ends, number: int, prompt: str, states: tuple[int, ...] = ()) -> None:
-    compute(ends, number, prompt, states)
-    ends.rig.run(release, ends.lease, number)
-
-
-def hit(ends: Ends, number: int, prompt: str) -> tuple[int, int, int]:
-    found = ends.rig.run(match, ends.lease, number, chain(*prompt), 0)
-    ends.rig.run(release, ends.lease, number)
-    return found.device_blocks, found.host_blocks, found.full_blocks
-
-
-def copies(ends: Ends, group: int) -> int:
-    return sum(state == READY for state in ends.rig.place().states[group])
-
+from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.questions.audit.verify import verify_at_once
+from tests.conservation import audit
+from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain
+from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, begin, compute, copies, hit, sequence_of, serve
 
 # -- room ------------------------------------------------------------------------------------------------------------
 
@@ -116,6 +67,22 @@ def test_blocks_go_leaf_first_once_nothing_cheap_is_left_and_take_their_copies_a
     compute(ends, 3, "y", states=(0,))  # its 3 pages are those of block d: full, window, state
     assert [copies(ends, group) for group in range(3)] == [6, 4, 2]
     assert hit(ends, 4, "abcd") == (0, 0, 3)
+
+
+def test_copies_that_hits_have_used_go_once_no_block_can() -> None:
+    ends = begin(24)
+    serve(ends, 1, "abcd", states=(3,))  # windows 2 and 3 and state 3 are of use to a next turn
+    compute(ends, 2, "abcdef", states=(5,))  # which comes, and pins all of it
+    assert [copies(ends, group) for group in range(3)] == [6, 6, 2]
+    ends.rig.run(recycle, ends.lease, 2, 6 * BLOCK_TOKENS, ())
+    depth = ends.rig.model.blocks.index.depth
+    idle = [(group, depth[row]) for group, row in idle_copies(ends.rig.place(), (0, 1, 2))]
+    assert idle[:2] == [(WINDOW, 0), (WINDOW, 1)]
+    assert sorted(idle[2:]) == [(WINDOW, 2), (WINDOW, 3), (STATE, 3)]
+    compute(ends, 3, "vwxyz")  # the 10 free pages
+    compute(ends, 4, "q", states=(0,))
+    assert copies(ends, FULL) == 12
+    assert len(list(idle_copies(ends.rig.place(), (0, 1, 2)))) == 2
 
 
 def test_what_cannot_be_met_evicts_nothing() -> None:
@@ -254,6 +221,21 @@ def test_a_state_is_sealed_once_and_by_name_alone() -> None:
     assert hit(ends, 3, "abcd") == (4, 0, 4)
 
 
+def test_an_unnamed_state_stays_private_where_others_sealed_some_of_the_blocks() -> None:
+    ends = begin(40)
+    rig, lease = ends
+    keys = chain(*"abcd")
+    rig.run(match, lease, 2, keys, 0)
+    rig.run(partial(allocate, positions={STATE: [0, 3]}), lease, 2, 4)
+    serve(ends, 1, "ab")
+    answer = rig.run(publish, lease, 2, 0, keys, 4)
+    assert isinstance(answer, Published)
+    assert list(answer.duplicate_positions) == [0, 1]
+    sequence = sequence_of(ends, 2)
+    assert sequence.own[STATE] == {sequence.tables[STATE][0], sequence.tables[STATE][3]}
+    assert copies(ends, STATE) == 0
+
+
 @pytest.mark.parametrize(
     ("cells", "error"),
     [
@@ -324,59 +306,19 @@ def test_states_go_out_and_come_back_with_a_swap() -> None:
     assert rig.place().pools[0].own_counts[1] == 0
 
 
-# -- the host --------------------------------------------------------------------------------------------------------
-
-
-def test_blocks_are_copied_to_the_host_before_windows_and_states_take_its_pages() -> None:
-    ends = begin(40, host=7, policy=WritePolicy.WRITE_THROUGH)
-    compute(ends, 1, "abcd", states=(1, 3))
-    ends.rig.settle()
-    on_host = [sum(state == READY for state in states) for states in ends.rig.host.states]
-    assert (on_host[FULL], sum(on_host)) == (4, 7)
-
-
-def test_a_state_goes_to_the_host_with_its_block_or_after_it() -> None:
-    ends = begin(40, host=40, policy=WritePolicy.WRITE_THROUGH)
-    rig, lease = ends
-    sequence = compute(ends, 1, "abcd", states=(1,))
-    assert len(rig.mover.transfers) == 1, "one transfer takes block and state"
-    rig.run(partial(allocate, positions={STATE: [4, 5]}), lease, 1, 6)
-    late, later = sequence.tables[STATE][4:6]
-    rig.run(publish, lease, 1, 4, b"", 0, None, (GroupCells(STATE, 3, (late,)),))
-    row = sequence.anchor
-    assert rig.host.states[STATE][row] == ABSENT
-    rig.settle()
-    while rig.core.chores:
-        tidy(rig.core.chores)
-    rig.settle()
-    assert rig.host.states[STATE][row] == READY
-    rig.run(publish, lease, 1, 4, b"", 0, None, (GroupCells(STATE, 2, (later,)),))
-    rig.settle()
-    assert sum(state == READY for state in rig.host.states[STATE]) == 3
-    rig.run(release, lease, 1)
-
-
-def test_copies_on_the_host_that_no_hit_has_used_go_before_its_blocks() -> None:
-    ends = begin(60, host=14, policy=WritePolicy.WRITE_THROUGH)
-    for number, prompt in enumerate(("abcd", "wxyz"), start=1):
-        serve(ends, number, prompt, states=(3,))
-        ends.rig.settle()
-    assert sum(state == READY for state in ends.rig.host.states[FULL]) == 8
-
-
-def test_host_hits_bring_the_window_and_the_state_and_nothing_else() -> None:
-    ends = begin(14, host=60)
-    serve(ends, 1, "abcdef", states=(1, 5))
-    serve(ends, 2, "uvwxyz")
-    rig, lease = ends
-    keys = chain(*"abcdef")
-    found = rig.run(match, lease, 3, keys, 0)
-    assert found.device_blocks + found.host_blocks == 6
-    rig.run(allocate, lease, 3, 6)
-    loaded = {pairs.group: len(pairs.device_pages) for pairs in rig.mover.all[-1].pages}
-    assert loaded[FULL] == found.host_blocks
-    assert loaded.get(WINDOW, 0) <= 2
-    assert loaded.get(STATE, 0) <= 1
-    rig.settle()
-    assert sequence_of(ends, 3).tables[STATE][5] != NO_PAGE
-    rig.run(release, lease, 3)
+@pytest.mark.parametrize("what", ["owner", "counts", "free"])
+def test_verify_and_the_audit_find_a_page_that_is_counted_to_the_wrong_group(what: str) -> None:
+    ends = begin(20)
+    sequence = compute(ends, 1, "abcd", states=(3,))
+    full, window, _ = ends.rig.place().pools
+    assert isinstance(full, GroupPool)
+    assert isinstance(window, GroupPool)
+    page = sequence.tables[FULL][2]
+    if what == "owner":
+        full.owners[page] = window.mark
+    elif what == "counts":
+        full.mine[PageState.SEALED] += 1
+    else:
+        full.owners[page] = NO_OWNER
+    assert verify_at_once(ends.rig.core)
+    assert audit(ends.rig.core.ledger).problems

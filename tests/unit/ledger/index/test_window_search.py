@@ -171,6 +171,22 @@ def test_a_gap_is_stepped_over_at_once() -> None:
     assert NO_PAGE not in [place.pages[1][row] for row in rows[27:35]]
 
 
+@pytest.mark.parametrize("at", [0, 10, 150, 235, 236, 239])
+def test_the_last_state_is_found_however_far_it_is_from_the_end(at: int) -> None:
+    groups = (PlaneGroup("full"), PlaneGroup("state", is_state=True))
+    planes = tuple(Plane("k", layer, group.name, (8,), "uint8") for layer, group in enumerate(groups))
+    layout = Layout(BLOCK_TOKENS, 1, groups, planes)
+    ledger = BlockLedger(layout, pools(layout), lru)
+    place = ledger.add_replica("one", pools(layout))
+    keys = chain(*range(240))
+    rows: list[int] = []
+    for i in range(240):
+        rows.append(ledger.index.insert(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], rows[-1] if rows else NO_ROW, 1))
+        put(ledger, place, rows[-1], READY, [READY if i == at else ABSENT])
+    lost = ((1, 239 - at),) if at < 239 else ()
+    assert ledger.find(keys, place) == Hit(at + 1, rows[at], at + 1, rows[at], lost)
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("seed", range(150))
 def test_keys_that_are_not_chained_are_refused_or_find_what_is_there(seed: int, windowed: bool) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from cachesvc.ledger.pages.page_pool import AT_ONCE, LEGAL_PAGE_MOVES, PagePool
+from cachesvc.ledger.pages.place_pools import PlacePools
 from cachesvc.ledger.pages.shared_pool import NO_OWNER, GroupPool, change_group, group_pools
 from cachesvc.model.errors import IllegalMove, LedgerBroken
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
@@ -123,6 +125,24 @@ def test_problems_are_found_in_each_column() -> None:
     one.owners[page] = other.mark
     assert one.problems()
     assert other.problems()
+
+
+def test_blocks_are_counted_by_the_full_groups_of_each_pool() -> None:
+    groups = (PlaneGroup("a", pool="kv"), PlaneGroup("b", pool="kv"), PlaneGroup("c"))
+    planes = tuple(Plane("k", 0, group.name, (8,), "uint8") for group in groups)
+    layout = Layout(4, 1, groups, planes)
+    both = group_pools("shared", ["a", "b"], 9)
+    (alone,) = group_pools("alone", ["c"], 20)
+    both[0].add(0, 9)
+    alone.add(0, 20)
+    place = PlacePools(layout, (*both, alone), layout.pools)
+    assert (place.free_blocks, place.usable_blocks) == (4, 4)
+    assert place.short_of((3, 3, 30)) == [-3, 10]
+    assert place.lacks((3, 3, 30))
+    assert not place.lacks((4, 5, 20))
+    assert place.lacks((5, 5, 0))
+    alone.take(18, PRIVATE)
+    assert (place.free_blocks, place.usable_blocks) == (2, 4)
 
 
 def test_a_group_alone_has_a_plain_pool() -> None:

@@ -1,0 +1,70 @@
+"""A host pool that groups share: blocks before windows and states, states with their blocks or after them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cachesvc.flows.context.turns import tidy
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.release import release
+from cachesvc.model.answers import GroupCells
+from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
+from tests.unit.rigs.ledger_rig import chain
+from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, begin, compute, sequence_of, serve
+
+
+def test_blocks_are_copied_to_the_host_before_windows_and_states_take_its_pages() -> None:
+    ends = begin(40, host=7, policy=WritePolicy.WRITE_THROUGH)
+    compute(ends, 1, "abcd", states=(1, 3))
+    ends.rig.settle()
+    on_host = [sum(state == READY for state in states) for states in ends.rig.host.states]
+    assert (on_host[FULL], sum(on_host)) == (4, 7)
+
+
+def test_a_state_goes_to_the_host_with_its_block_or_after_it() -> None:
+    ends = begin(40, host=40, policy=WritePolicy.WRITE_THROUGH)
+    rig, lease = ends
+    sequence = compute(ends, 1, "abcd", states=(1,))
+    assert len(rig.mover.transfers) == 1, "one transfer takes block and state"
+    rig.run(partial(allocate, positions={STATE: [4, 5]}), lease, 1, 6)
+    late, later = sequence.tables[STATE][4:6]
+    rig.run(publish, lease, 1, 4, b"", 0, None, (GroupCells(STATE, 3, (late,)),))
+    row = sequence.anchor
+    assert rig.host.states[STATE][row] == ABSENT
+    rig.settle()
+    while rig.core.chores:
+        tidy(rig.core.chores)
+    rig.settle()
+    assert rig.host.states[STATE][row] == READY
+    rig.run(publish, lease, 1, 4, b"", 0, None, (GroupCells(STATE, 2, (later,)),))
+    rig.settle()
+    assert sum(state == READY for state in rig.host.states[STATE]) == 3
+    rig.run(release, lease, 1)
+
+
+def test_copies_on_the_host_that_no_hit_has_used_go_before_its_blocks() -> None:
+    ends = begin(60, host=14, policy=WritePolicy.WRITE_THROUGH)
+    for number, prompt in enumerate(("abcd", "wxyz"), start=1):
+        serve(ends, number, prompt, states=(3,))
+        ends.rig.settle()
+    assert sum(state == READY for state in ends.rig.host.states[FULL]) == 8
+
+
+def test_host_hits_bring_the_window_and_the_state_and_nothing_else() -> None:
+    ends = begin(14, host=60)
+    serve(ends, 1, "abcdef", states=(1, 5))
+    serve(ends, 2, "uvwxyz")
+    rig, lease = ends
+    keys = chain(*"abcdef")
+    found = rig.run(match, lease, 3, keys, 0)
+    assert found.device_blocks + found.host_blocks == 6
+    rig.run(allocate, lease, 3, 6)
+    loaded = {pairs.group: len(pairs.device_pages) for pairs in rig.mover.all[-1].pages}
+    assert loaded[FULL] == found.host_blocks
+    assert loaded.get(WINDOW, 0) <= 2
+    assert loaded.get(STATE, 0) <= 1
+    rig.settle()
+    assert sequence_of(ends, 3).tables[STATE][5] != NO_PAGE
+    rig.run(release, lease, 3)
