@@ -190,6 +190,9 @@ def test_the_stock_is_the_pools_and_its_pages_serve_any_group() -> None:
     assert [pool.own_counts[1] for pool in rig.place().pools] == [3, 0, 1]
     with pytest.raises(NotOwned):
         rig.run(extend, lease, 1, cells(2, -1, -1))
+    twice = tuple(GroupCells(group, 0, (pages[1],)) for group in (FULL, STATE))
+    with pytest.raises(InvalidRequest, match="twice"):
+        rig.run(recycle, lease, 0, 0, twice)
     rig.run(recycle, lease, 0, 0, (GroupCells(FULL, 0, (pages[1],)),))
     rig.run(recycle, lease, 0, 0, (GroupCells(STATE, 0, (pages[3],)),))
     assert rig.free() == [30] * 3
