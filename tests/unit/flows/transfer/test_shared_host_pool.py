@@ -10,8 +10,9 @@ from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import publish
 from cachesvc.flows.engine.release import release
 from cachesvc.model.answers import GroupCells
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
-from tests.unit.rigs.ledger_rig import chain
+from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain, rig_of
 from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, begin, compute, sequence_of, serve
 
 
@@ -68,3 +69,21 @@ def test_host_hits_bring_the_window_and_the_state_and_nothing_else() -> None:
     rig.settle()
     assert sequence_of(ends, 3).tables[STATE][5] != NO_PAGE
     rig.run(release, lease, 3)
+
+
+def test_states_of_several_groups_that_follow_share_what_is_free_on_the_host() -> None:
+    names = ("full", "one", "other")
+    planes = tuple(Plane("k", layer, name, (8,), "uint8") for layer, name in enumerate(names))
+    groups = tuple(PlaneGroup(name, pool="kv", is_state=name != "full") for name in names)
+    layout = Layout(BLOCK_TOKENS, 1, groups, planes)
+    rig = rig_of(layout, device=(40,) * 3, host=(5,) * 3, policy=WritePolicy.WRITE_THROUGH)
+    lease = rig.lease()
+    rig.run(match, lease, 1, chain(*"abcd"), 0)
+    rig.run(partial(allocate, positions={1: [3], 2: [3]}), lease, 1, 4)
+    rig.run(publish, lease, 1, 0, b"", 4)
+    rig.settle()
+    tables = rig.core.ledger.leases[lease].sequences[1].tables
+    cells = tuple(GroupCells(group, 3, (tables[group][3],)) for group in (1, 2))
+    rig.run(publish, lease, 1, 4, b"", 0, None, cells)
+    rig.settle()
+    assert [sum(state == READY for state in states) for states in rig.host.states] == [4, 1, 0]
