@@ -46,7 +46,8 @@ def back_up_states(core: Core, model: Model, replica: Replica, states: Iterable[
     blocks, place, host = model.blocks, replica.place, model.blocks.host
     due = [array("i") for _ in place.pools]
     for group, row in states:
-        if place.states[group][row] != READY or host.states[group][row] != ABSENT:
+        is_here = place.states[place.lead][row] == READY == place.states[group][row]  # a drain frees both
+        if not is_here or host.states[group][row] != ABSENT:
             continue
         if host.filling[row]:
             key = blocks.index.key_of(row)
