@@ -223,10 +223,7 @@ class FileStorage:
     def _describe(self, scope: Scope, label: str) -> None:
         if self._disk.condition is not Condition.WRITABLE:
             return  # the keeper does it once the folder is claimed
-        try:
-            self._folder.describe(scope, label)
-        except OSError as error:
-            events.warning("storage_label_not_kept", reason=str(error))
+        self._folder.keep_label(scope, label)
 
     def _read(self, index: int, item: Item, each: Each, mover: Mover) -> None:
         """Root of an item: answers once."""
@@ -292,7 +289,7 @@ class FileStorage:
             if self._catalogue.use(item.name, self._age.now_ms()) is not None:
                 outcome = Outcome.OK
             elif self._disk.takes_writes and self._keeper.counted.is_set():
-                with self._under_way.writing(item.name.key):
+                with self._under_way.writing(item.name.scope, item.name.key):
                     room = self._space.take(size_bytes)
                     if room is not None:
                         self._write_file(item, room, mover, size_bytes)
@@ -326,7 +323,7 @@ class FileStorage:
             finally:
                 os.close(fd)
             if item.parent != item.name.key:
-                self._under_way.wait_for(item.parent)
+                self._under_way.wait_for(item.name.scope, item.parent)
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
