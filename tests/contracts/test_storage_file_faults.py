@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -100,7 +101,7 @@ def test_a_disk_that_is_unmounted_is_gone_and_its_mount_point_is_left_alone(tmp_
 
 
 def test_a_folder_that_another_has_replaced_between_two_looks_is_found_anew(tmp_path: Path) -> None:
-    """As a mount that comes late, over what the daemon has begun below it."""
+    """Stands for a mount that comes late, over what the daemon has begun below it."""
     folder, mounted = tmp_path / "cache", tmp_path / "mounted"
     with opened(mounted) as bench:
         assert bench.keep([name_of("there before")]) == [OK]
@@ -133,6 +134,25 @@ def test_a_folder_that_comes_back_and_takes_no_label_is_counted_all_the_same(tmp
         scanned(bench)
         assert backend.totals().objects == 1
         assert bench.fetch([name_of("a")]) == [OK]
+
+
+def test_a_claim_that_failed_leaves_the_places_of_others_alone(tmp_path: Path) -> None:
+    Folder(str(tmp_path)).claim()
+    with small_filesystem(tmp_path / "mounted") as other:
+        daemons = tmp_path / "daemons"
+        subprocess.run(["mount", "--bind", str(other), str(daemons)], check=True)
+        try:
+            lock = daemons / "of another" / "lock"
+            lock.parent.mkdir()
+            with lock.open("w", encoding="utf-8") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                folder = Folder(str(tmp_path))
+                with pytest.raises(OSError, match="cross-device"):
+                    folder.claim()
+                folder.release()
+                assert lock.exists()
+        finally:
+            subprocess.run(["umount", "-l", str(daemons)], check=True)
 
 
 def test_a_scan_that_broke_is_done_again_whole_before_anything_is_written(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from cachesvc.storage.file.direct import ALIGN_BYTES, Mover, padded
 from cachesvc.storage.file.disk import Condition, Disk
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.keeper import Keeper, set_used
-from cachesvc.storage.file.lane import Job, Lane, UnderWay
+from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane, UnderWay
 from cachesvc.storage.file.options import FileOptions
 from cachesvc.storage.file.paths import object_path
 from cachesvc.storage.file.space import Room, Space, allocated_bytes
@@ -212,11 +213,20 @@ class FileStorage:
         self._readers.close()
         self._writers.close()
         self._keeper.close()
-        self._folder.release()
+        releaser = threading.Thread(target=self._release, name="storage-release", daemon=True)
+        releaser.start()
+        releaser.join(CLOSE_SECONDS)
 
     def join_scan(self) -> None:
         """Wait until what was there at the start is known."""
         self._keeper.found.wait()
+
+    def _release(self) -> None:
+        """Root of a thread: it removes files, and may hang in the filesystem as others do."""
+        try:
+            self._folder.release()
+        except OSError:
+            return  # the lock ends with the process
 
     # -- on threads ----------------------------------------------------------------------------------------------
 

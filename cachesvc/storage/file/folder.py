@@ -77,6 +77,7 @@ class Folder:
             self.mine = new.rename(daemons / name)
             self._device = os.stat(self.root).st_dev
         except OSError:
+            self._unlock()
             shutil.rmtree(new, ignore_errors=True)
             raise
 
@@ -84,8 +85,12 @@ class Folder:
         """Release the lock: this daemon writes no more. Idempotent."""
         if self._lock_fd is not None:
             shutil.rmtree(self.mine, ignore_errors=True)
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
 
     @property
     def is_claimed(self) -> bool:
