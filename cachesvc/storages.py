@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 
@@ -46,11 +47,17 @@ def check_storage(texts: Sequence[str]) -> tuple[StorageSpec, ...]:
         OPTIONS[spec.kind](spec)
     if len(specs) > MOST_TIERS:
         raise InvalidRequest(f"storage: {len(specs)} tiers, and there are at most {MOST_TIERS}; leave some out")
-    places = [(spec.kind, spec.where) for spec in specs]
-    for place in places:
+    places = [_place_of(spec) for spec in specs]
+    for spec, place in zip(specs, places, strict=True):
         if places.count(place) > 1:
-            raise InvalidRequest(f"storage: {place[0]}:{place[1]} is given twice; each tier has a place of its own")
+            raise InvalidRequest(f"storage: {spec.kind}:{spec.where} is given twice; each tier has a place of its own")
     return specs
+
+
+def _place_of(spec: StorageSpec) -> tuple[str, str, str]:
+    """Place of a tier, the same for two texts that mean one place."""
+    where = os.path.realpath(spec.where) if spec.kind == "file" else spec.where.rstrip("/")
+    return spec.kind, where, spec.options.get("endpoint", "").rstrip("/")
 
 
 def make_backend(spec: StorageSpec, rank: Rank = oldest_first) -> StorageBackend:

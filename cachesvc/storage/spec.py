@@ -18,6 +18,8 @@ from cachesvc.model.text.nearest import did_you_mean
 from cachesvc.model.text.sizes import parse_amount
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+MOST_SECONDS = 3650 * 86400.0
+"""Longest time of an option, seconds: waits of threads and timeouts of libraries can be so long."""
 
 
 class WriteWhen(Enum):
@@ -104,7 +106,18 @@ def seconds_option(name: str, text: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)", text)
     if found is None or found[2] not in _UNITS:
         raise InvalidRequest(f"storage: {name}={text} is not a time such as 250ms, 10s, 5m, 12h or 7d")
-    return float(found[1]) * _UNITS[found[2]]
+    seconds = float(found[1]) * _UNITS[found[2]]
+    if seconds > MOST_SECONDS:
+        raise InvalidRequest(f"storage: {name}={text} is longer than {MOST_SECONDS / _UNITS['d']:.0f}d")
+    return seconds
+
+
+def count_option(name: str, text: str) -> int:
+    """A whole number that is not negative. Raises InvalidRequest."""
+    value = number_option(name, text)
+    if value != int(value):
+        raise InvalidRequest(f"storage: {name}={text} is not a whole number")
+    return int(value)
 
 
 def number_option(name: str, text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.file.disk import REFUSED_SECONDS, Disk
 from cachesvc.storage.file.folder import Folder
-from cachesvc.storage.file.paths import FORMAT_TEXT, object_path
+from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_path
 from cachesvc.storage.file.space import FLOOR_EVERY, Space
 from cachesvc.storage.seam import ObjectName, Outcome
 from tests.contracts.storage_rig import SCOPE, name_of
@@ -97,6 +98,71 @@ def test_a_disk_that_is_unmounted_is_gone_and_its_mount_point_is_left_alone(tmp_
             assert bench.keep([name_of("b")]) == [Outcome.FAILED]
             assert list(folder.iterdir()) == [], "on the disk below it nothing was written"
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+
+
+def test_a_folder_that_another_has_replaced_between_two_looks_is_found_anew(tmp_path: Path) -> None:
+    """Stands for a mount that comes late, over what the daemon has begun below it."""
+    folder, mounted = tmp_path / "cache", tmp_path / "mounted"
+    with opened(mounted) as bench:
+        assert bench.keep([name_of("there before")]) == [OK]
+    with opened(folder, rescan=3600.0) as bench:
+        scanned(bench)
+        assert bench.keep([name_of("a")]) == [OK]
+        folder.rename(tmp_path / "below")
+        mounted.rename(folder)
+        assert bench.fetch([name_of("a")]) == [Outcome.MISS]
+        assert bench.keep([name_of("b")]) == [Outcome.FAILED], "its own place is gone, and the next look finds that"
+        until(lambda: bench.keep([name_of("b")]) == [OK])
+        assert bench.turning.backend.totals().objects == 2, "what was there before, and b"
+        assert bench.turning.backend.totals().losses == 1
+        assert len(list((folder / "daemons").iterdir())) == 1
+
+
+def test_a_folder_that_comes_back_and_takes_no_label_is_counted_all_the_same(tmp_path: Path) -> None:
+    folder, aside = tmp_path / "cache", tmp_path / "aside"
+    with opened(folder, rescan=0.05) as bench:
+        backend = bench.turning.backend
+        backend.describe(SCOPE, "a model")
+        assert bench.keep([name_of("a")]) == [OK]
+        folder.rename(aside)
+        until(lambda: not backend.totals().is_usable)
+        label = Path(object_path(aside / "objects", name_of("a"))).parents[1] / LABEL
+        label.unlink(missing_ok=True)
+        label.mkdir()
+        aside.rename(folder)
+        until(lambda: backend.totals().is_usable)
+        scanned(bench)
+        assert backend.totals().objects == 1
+        assert bench.fetch([name_of("a")]) == [OK]
+
+
+def test_a_claim_that_failed_leaves_the_places_of_others_alone(tmp_path: Path) -> None:
+    Folder(str(tmp_path)).claim()
+    with small_filesystem(tmp_path / "mounted") as other:
+        daemons = tmp_path / "daemons"
+        subprocess.run(["mount", "--bind", str(other), str(daemons)], check=True)
+        try:
+            lock = daemons / "of another" / "lock"
+            lock.parent.mkdir()
+            with lock.open("w", encoding="utf-8") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                folder = Folder(str(tmp_path))
+                with pytest.raises(OSError, match="cross-device"):
+                    folder.claim()
+                folder.release()
+                assert lock.exists()
+        finally:
+            subprocess.run(["umount", "-l", str(daemons)], check=True)
+
+
+def test_a_scan_that_broke_is_done_again_whole_before_anything_is_written(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    with opened(tmp_path) as bench:
+        assert bench.keep([name_of("a"), name_of("b")]) == [OK] * 2
+    for scope, path in folder.changed(anew=True):
+        folder.look(scope, path)
+    assert list(folder.changed(anew=False)) == []
+    assert len(list(folder.changed(anew=True))) == 2
 
 
 def test_a_disk_that_is_mounted_for_reading_is_read_and_written_again_when_it_can_be(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ class Disk:
             self._claim()
         except OSError as error:
             self._degrade(error)
-        return was is not self.condition and self.condition is not Condition.GONE
+        is_another = was is Condition.WRITABLE or was is not self.condition
+        return is_another and self.condition is not Condition.GONE
 
     def refuse(self, error: OSError, size_bytes: int) -> bool:
         """A write of that size has failed; False where that is no refusal, but a fault of the disk."""
@@ -146,6 +147,7 @@ class Disk:
         condition = Condition.READABLE if is_there and error.errno in REFUSED else Condition.GONE
         if (condition, str(error)) != (self.condition, self._why):
             events.warning("storage_disk_refuses", reason=str(error))
+        self.losses += condition is Condition.GONE and self.condition is Condition.READABLE
         self.condition, self._why, self.flag = condition, str(error), 0
 
     def _find_flag(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from cachesvc.storage.file.direct import ALIGN_BYTES, Mover, padded
 from cachesvc.storage.file.disk import Condition, Disk
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.keeper import Keeper, set_used
-from cachesvc.storage.file.lane import Job, Lane, UnderWay
+from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane, UnderWay
 from cachesvc.storage.file.options import FileOptions
 from cachesvc.storage.file.paths import object_path
 from cachesvc.storage.file.space import Room, Space, allocated_bytes
@@ -212,21 +213,27 @@ class FileStorage:
         self._readers.close()
         self._writers.close()
         self._keeper.close()
-        self._folder.release()
+        releaser = threading.Thread(target=self._release, name="storage-release", daemon=True)
+        releaser.start()
+        releaser.join(CLOSE_SECONDS)
 
     def join_scan(self) -> None:
         """Wait until what was there at the start is known."""
         self._keeper.found.wait()
+
+    def _release(self) -> None:
+        """Root of a thread: it removes files, and may hang in the filesystem as others do."""
+        try:
+            self._folder.release()
+        except OSError:
+            return  # the lock ends with the process
 
     # -- on threads ----------------------------------------------------------------------------------------------
 
     def _describe(self, scope: Scope, label: str) -> None:
         if self._disk.condition is not Condition.WRITABLE:
             return  # the keeper does it once the folder is claimed
-        try:
-            self._folder.describe(scope, label)
-        except OSError as error:
-            events.warning("storage_label_not_kept", reason=str(error))
+        self._folder.keep_label(scope, label)
 
     def _read(self, index: int, item: Item, each: Each, mover: Mover) -> None:
         """Root of an item: answers once."""
@@ -292,7 +299,7 @@ class FileStorage:
             if self._catalogue.use(item.name, self._age.now_ms()) is not None:
                 outcome = Outcome.OK
             elif self._disk.takes_writes and self._keeper.counted.is_set():
-                with self._under_way.writing(item.name.key):
+                with self._under_way.writing(item.name.scope, item.name.key):
                     room = self._space.take(size_bytes)
                     if room is not None:
                         self._write_file(item, room, mover, size_bytes)
@@ -326,7 +333,7 @@ class FileStorage:
             finally:
                 os.close(fd)
             if item.parent != item.name.key:
-                self._under_way.wait_for(item.parent)
+                self._under_way.wait_for(item.name.scope, item.parent)
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:

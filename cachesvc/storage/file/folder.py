@@ -17,6 +17,7 @@ from cachesvc.storage.file.blocks.catalogue import Entry
 from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_of, scope_folder, scope_of
 from cachesvc.storage.file.space import allocated_bytes
 from cachesvc.storage.seam import ObjectName, Scope
+from cachesvc.telemetry import events
 
 MOST_LABEL_BYTES = 256
 NEW = "claim."
@@ -76,6 +77,7 @@ class Folder:
             self.mine = new.rename(daemons / name)
             self._device = os.stat(self.root).st_dev
         except OSError:
+            self._unlock()
             shutil.rmtree(new, ignore_errors=True)
             raise
 
@@ -83,8 +85,12 @@ class Folder:
         """Release the lock: this daemon writes no more. Idempotent."""
         if self._lock_fd is not None:
             shutil.rmtree(self.mine, ignore_errors=True)
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock_fd, self._lock_fd = self._lock_fd, None
+        if lock_fd is not None:
+            os.close(lock_fd)
 
     @property
     def is_claimed(self) -> bool:
@@ -171,14 +177,24 @@ class Folder:
                 new.unlink()
             raise
 
-    def changed(self) -> Iterator[tuple[Scope, str]]:
-        """Folders of objects in which something came or went since they were ``look``ed through; all at first."""
+    def keep_label(self, scope: Scope, label: str) -> None:
+        """Call a scope so, as far as the disk takes it: a label is for operators alone."""
+        try:
+            self.describe(scope, label)
+        except OSError as error:
+            events.warning("storage_label_not_kept", reason=str(error))
+
+    def changed(self, *, anew: bool) -> Iterator[tuple[Scope, str]]:
+        """Folders of objects in which something came or went since they were ``look``ed through; all where ``anew``, as
+        after a scan that did not come to its end."""
+        if anew:
+            self._seen.clear()
         for folder in _folders(self.objects):
             scope = scope_of(folder.name)
             for fan in _folders(Path(folder.path)) if scope is not None else ():
-                with contextlib.suppress(FileNotFoundError):
-                    if self._seen.get(fan.path) != os.stat(fan.path).st_mtime_ns and scope is not None:
-                        yield scope, fan.path
+                changed_ns = _changed_ns(fan.path)
+                if scope is not None and (changed_ns is None or self._seen.get(fan.path) != changed_ns):
+                    yield scope, fan.path
 
     def look(self, scope: Scope, path: str) -> list[Entry]:
         """The objects of one folder, each with its file's time in ms; what is none of ours is left alone."""
@@ -215,6 +231,14 @@ def _files(path: str) -> list[os.DirEntry[str]]:
         return [entry for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
     except OSError:
         return []
+
+
+def _changed_ns(path: str) -> int | None:
+    """Time of a folder's last change; None where it cannot be asked for: a look at it says why."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return None
 
 
 def _strange(root: Path) -> list[str]:

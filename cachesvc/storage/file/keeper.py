@@ -81,9 +81,6 @@ class Keeper:
                 self._round()
             except Exception:  # noqa: BLE001 - the root of a thread: the next round may be better
                 events.failure("storage_scan_broke")
-            if self._disk.condition is not Condition.GONE:
-                self.counted.set()
-                self.found.set()
             pause = max(self._options.rescan, 20 * (time.monotonic() - began))
             self._due.wait(pause if self._disk.condition is Condition.WRITABLE else min(pause, AWAY_SECONDS))
             self._due.clear()
@@ -103,6 +100,7 @@ class Keeper:
         if self._disk.condition is Condition.WRITABLE:
             self._save()
             self._shrink()
+        self.found.set()
 
     def _find_anew(self) -> None:
         """The folder is another one, or is back."""
@@ -111,7 +109,7 @@ class Keeper:
         self._clock.load(self._folder.clock)
         if self._disk.condition is Condition.WRITABLE:
             for scope, label in self._catalogue.labels.items():
-                self._folder.describe(scope, label)
+                self._folder.keep_label(scope, label)
 
     def _lose(self) -> None:
         """Nothing that is known of the folder counts."""
@@ -130,7 +128,7 @@ class Keeper:
             if label:
                 self._catalogue.describe(scope, label)
         found: list[Entry] = []
-        for scope, path in self._folder.changed():
+        for scope, path in self._folder.changed(anew=is_first):
             if self._stopping.is_set():
                 return
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import Counter, deque
@@ -11,12 +12,15 @@ from typing import NamedTuple
 
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.storage.file.direct import Mover
+from cachesvc.storage.seam import Scope
 from cachesvc.telemetry import events
 
 MOST_WAITING = 1 << 16
 """Items that wait for a thread; more are BUSY."""
 CLOSE_SECONDS = 1.0
 """Threads that hang in the filesystem are left behind after so long."""
+PARENT_SECONDS = 5.0
+"""Longest wait for the block above to be written, seconds."""
 
 
 class Job(NamedTuple):
@@ -32,29 +36,30 @@ class UnderWay:
     without its beginning."""
 
     def __init__(self) -> None:
-        self._keys: Counter[bytes] = Counter()
+        self._blocks: Counter[tuple[Scope, bytes]] = Counter()
         self._changed = threading.Condition()
 
     @contextmanager
-    def writing(self, key: bytes) -> Iterator[None]:
+    def writing(self, scope: Scope, key: bytes) -> Iterator[None]:
         """Note that a block is written within the context."""
+        block = scope, key
         with self._changed:
-            self._keys[key] += 1
+            self._blocks[block] += 1
         try:
             yield
         finally:
             with self._changed:
-                self._keys[key] -= 1
-                if not self._keys[key]:
-                    del self._keys[key]
+                self._blocks[block] -= 1
+                if not self._blocks[block]:
+                    del self._blocks[block]
                 self._changed.notify_all()
 
-    def wait_for(self, key: bytes) -> None:
-        """Wait until the block is not being written. Those above are written by threads that began before, so no two
-        wait for each other."""
+    def wait_for(self, scope: Scope, key: bytes, seconds: float = PARENT_SECONDS) -> None:
+        """Wait until the block is not being written. Raises TimeoutError: two callers that name each other's block as
+        the one above may not hold threads."""
         with self._changed:
-            while key in self._keys:
-                self._changed.wait()
+            if not self._changed.wait_for(lambda: (scope, key) not in self._blocks, seconds):
+                raise TimeoutError(errno.ETIMEDOUT, "the block above it is being written still")
 
 
 class Lane:

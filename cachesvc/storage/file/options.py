@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.storage.spec import StorageSpec, number_option, seconds_option, size_option
+from cachesvc.model.text.printable import one_line
+from cachesvc.storage.spec import StorageSpec, count_option, seconds_option, size_option
 
 MIN_CAPACITY_BYTES = 1 << 20
 
@@ -34,14 +35,16 @@ def file_options(spec: StorageSpec) -> FileOptions:
         "capacity": size_option,
         "floor": size_option,
         "ttl": seconds_option,
-        "readers": number_option,
-        "writers": number_option,
+        "readers": count_option,
+        "writers": count_option,
         "rescan": seconds_option,
-        "direct": number_option,
+        "direct": count_option,
     }
     spec.check_options(readers)
-    if not spec.where.startswith("/"):
-        raise InvalidRequest(f"storage: file:{spec.where} is not an absolute path, such as file:/var/cache/cachesvc")
+    if not spec.where.startswith("/") or "\0" in spec.where:
+        raise InvalidRequest(
+            f"storage: file:{one_line(spec.where)} is not an absolute path, such as file:/var/cache/cachesvc"
+        )
     if "capacity" not in spec.options:
         raise InvalidRequest("storage: file needs capacity=SIZE, what all objects may take, such as capacity=200GiB")
     values = {name: readers[name](name, value) for name, value in spec.options.items()}

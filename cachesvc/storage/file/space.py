@@ -236,7 +236,8 @@ class Space:
         facts = os.statvfs(self._objects)
         left = facts.f_bavail * facts.f_frsize - size_bytes - self._reserved
         self.lacks_floor = left < self._floor
-        self._until_look = FLOOR_EVERY if left > self._floor + FLOOR_EVERY * max(size_bytes, 1) else 0
+        is_far = size_bytes > 0 and left > self._floor + FLOOR_EVERY * size_bytes
+        self._until_look = FLOOR_EVERY if is_far else 0
         return left >= self._floor
 
 

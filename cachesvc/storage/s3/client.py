@@ -29,6 +29,7 @@ REASON_CHARACTERS = 300
 LIST_OBJECTS = 1000
 _NO_SUCH_RANGE, _NOT_IMPLEMENTED = "416", "501"
 _CODE = re.compile(r"status code: ([0-9]{3})")
+_ANSWER = re.compile(r"Code>([^<]*)</Code>.*?<Message>([^<]*)</Message>", re.DOTALL)
 _LONG_HEX = re.compile(r"([0-9a-f]{8})[0-9a-f]{8,}")
 
 
@@ -181,8 +182,11 @@ def _seconds(when: datetime) -> int:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line of an error, without the library's debugging text; names of objects are cut short."""
-    first = str(error).partition("\n\nDebug source")[0]
+    """One line of an error, without the library's debugging text; names of objects are cut short. Of the store's answer
+    its code and message alone: the rest may repeat the request's token."""
+    first, _, body = str(error).partition("\n\nDebug source")[0].partition("<")
+    if found := _ANSWER.search(body):
+        first = f"{first}{found[1]}: {found[2]}"
     return _LONG_HEX.sub(r"\1..", " ".join(first.split()))[:REASON_CHARACTERS] or type(error).__name__
 
 

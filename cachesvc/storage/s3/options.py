@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text.addresses import LOOPBACK
-from cachesvc.storage.spec import StorageSpec, number_option, seconds_option, size_option
+from cachesvc.storage.spec import StorageSpec, count_option, seconds_option, size_option
 
 MOST_THREADS = 128
 MOST_RETRIES = 10
@@ -62,10 +62,10 @@ def s3_options(spec: StorageSpec) -> S3Options:
         "addressing": _text,
         "capacity": size_option,
         "part": size_option,
-        "readers": _count,
-        "writers": _count,
-        "retries": _count,
-        "insecure": _count,
+        "readers": count_option,
+        "writers": count_option,
+        "retries": count_option,
+        "insecure": count_option,
         "rescan": seconds_option,
         "absent": seconds_option,
     }
@@ -92,8 +92,8 @@ def _place(where: str) -> tuple[str, str]:
     prefix = prefix.rstrip("/")
     if not where.startswith("//") or _BUCKET.fullmatch(bucket) is None:
         raise InvalidRequest(
-            f"storage: s3:{where} is not s3://BUCKET/PREFIX with a BUCKET of 3 to 63 small letters, digits, dots and "
-            "hyphens; credentials come from the environment, never from here"
+            f"storage: s3://{_shown(where)} is not s3://BUCKET/PREFIX with a BUCKET of 3 to 63 small letters, digits, "
+            "dots and hyphens; credentials come from the environment, never from here"
         )
     if prefix and (_PREFIX.fullmatch(prefix) is None or {".", ".."} & set(prefix.split("/"))):
         raise InvalidRequest(f"storage: s3:{where} has a prefix with other than letters, digits and !_.*'()=-/")
@@ -106,7 +106,7 @@ def _check_endpoint(options: S3Options) -> None:
     host = _host(options.endpoint)
     if not host:
         raise InvalidRequest(
-            f"storage: endpoint={options.endpoint} is not a URL such as https://s3.example.com:9000, without "
+            f"storage: endpoint={_shown(options.endpoint)} is not a URL such as https://s3.example.com:9000, without "
             "credentials in it"
         )
     if options.is_plain and host not in LOOPBACK and not options.insecure:
@@ -114,6 +114,11 @@ def _check_endpoint(options: S3Options) -> None:
             f"storage: endpoint={options.endpoint} sends blocks over the network unencrypted; use https, or allow it "
             "by insecure=1"
         )
+
+
+def _shown(place: str) -> str:
+    """A place as it may be repeated: without what may be credentials in it."""
+    return place.removeprefix("//").rpartition("@")[2]
 
 
 def _host(endpoint: str) -> str:
@@ -128,10 +133,3 @@ def _host(endpoint: str) -> str:
 
 def _text(_: str, text: str) -> str:
     return text
-
-
-def _count(name: str, text: str) -> int:
-    value = number_option(name, text)
-    if value != int(value):
-        raise InvalidRequest(f"storage: {name}={text} is not a whole number")
-    return int(value)

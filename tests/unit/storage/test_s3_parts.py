@@ -59,6 +59,8 @@ def test_options_are_read_from_the_text() -> None:
         ("s3://bucket?retries=1.5", "is not a whole number"),
         ("s3://bucket?addressing=dns", "is not one of path, virtual"),
         ("s3://bucket?secret=x", "unknown option 'secret' of s3"),
+        ("s3://bucket?rescan=3651d", "is longer than 3650d"),
+        ("s3://bucket?deadline=99999999999999", "is longer than 3650d"),
         ("s3://bucket?rescan=0s", "must be more than 0 seconds"),
     ],
 )
@@ -66,6 +68,17 @@ def test_bad_options_are_refused_with_what_to_do(text: str, said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         s3_options(parse_storage(text, ("s3",)))
     assert said in str(refused.value)
+    assert "key:" not in str(refused.value), "credentials are not repeated"
+
+
+def test_of_the_stores_answer_its_code_and_message_are_told_and_no_token() -> None:
+    answer = (
+        "Server returned non-2xx status code: 403 Forbidden: <?xml version='1.0'?>\n<Error><Code>InvalidToken</Code>"
+        "<Message>The token is\nmalformed.</Message><Token-0>secret</Token-0></Error>\n\nDebug source:\nsecret"
+    )
+    said = "Server returned non-2xx status code: 403 Forbidden: InvalidToken: The token is malformed."
+    assert client.reason_of(OSError(answer)) == said
+    assert client.reason_of(OSError("502 Bad Gateway: <html><b>secret</b></html>")) == "502 Bad Gateway:"
 
 
 def test_plain_http_is_for_loopback_or_for_those_who_say_so() -> None:

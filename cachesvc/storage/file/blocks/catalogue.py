@@ -178,9 +178,11 @@ class Catalogue:
         with self._lock:
             if self._tree.unlinked:
                 return victims
-            expired = [] if before is None else [row for row in self._tree.unused_since(before) if self._is_free(row)]
+            expired = [] if before is None else self._tree.unused_since(before)
             while expired and len(victims) < most:
                 row = expired.pop()
+                if not self._is_free(row):
+                    continue
                 above = self._tree.parent[row]
                 victims += self._take(row)
                 if above != NO_ROW and self._is_free(above) and self._tree.used[above] < (before or 0):
