@@ -202,7 +202,7 @@ def test_quotas_name_what_was_too_much() -> None:
     per_block = sum(PLAIN.page_bytes(group) for group in range(len(PLAIN.groups)))
     quotas = f"""
     [quota.tenants.a]
-    device_bytes = {40 * per_block}
+    device_bytes = "{40 * per_block}B"
     leases = 2
     sequences = 3
     private_pages = 8

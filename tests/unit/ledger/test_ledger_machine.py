@@ -84,7 +84,7 @@ class LedgerMachine(RuleBasedStateMachine):
         groups = len(layout.groups)
         self.rig: Rig = rig_of(
             layout,
-            device=(device, device_window)[:groups],
+            device=(device, device if pool else device_window)[:groups],
             host=(host,) * groups,
             policy=policy,
             replicas=replicas,
