@@ -68,6 +68,7 @@ def make_scheduler(name: str, settings: Settings, shape: Shape, longest_tokens: 
             gpu_memory_utilization=0.2,
             enforce_eager=True,
             async_scheduling=shape.is_async,
+            scheduling_policy="priority" if shape.has_priorities else "fcfs",
             speculative_config=drafting if shape.drafts else None,
             disable_hybrid_kv_cache_manager=len(shape.groups) == 1,
             prefix_caching_hash_algo="sha256_cbor",

@@ -124,7 +124,10 @@ class Engine:
         """A request comes; its name. ``adapter``: its ``LoRARequest``."""
         name = f"{self.name}-{len(self.requests)}"
         params = SamplingParams(max_tokens=new, ignore_eos=True)
-        request = Request(name, list(prompt), params, None, lora_request=adapter, block_hasher=self._hasher)
+        priority = self._rng.randrange(3) if self.shape.has_priorities else 0
+        request = Request(
+            name, list(prompt), params, None, lora_request=adapter, block_hasher=self._hasher, priority=priority
+        )
         self.requests[name] = request
         self._tokens[name], self.answers[name] = list(prompt), []
         self.scheduler.add_request(request)
@@ -225,6 +228,11 @@ class Engine:
             tables = self.scheduler.kv_cache_manager.get_block_ids(name)
             places[name] = tables, self.requests[name].num_computed_tokens - count
             self.hits.setdefault(name, places[name][1])
+        zeroed = set(said.new_block_ids_to_zero or ())
+        if zeroed:
+            tables = [self.scheduler.kv_cache_manager.get_block_ids(name) for name in self.scheduler.requests]
+            zeroed.difference_update(page for each in tables for table in each for page in table)
+            assert not zeroed, f"pages {zeroed} are no request's any more, and would be zeroed"
         return _Step(said, places)
 
     def _run(self, steps: int) -> None:
@@ -236,6 +244,7 @@ class Engine:
         told = step.said.kv_connector_metadata
         self._finish_drafts()
         self.worker.begin_step(told.next_lease)
+        self.worker.slots[step.said.new_block_ids_to_zero or []] = 0
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
             for name, count in step.said.num_scheduled_tokens.items()

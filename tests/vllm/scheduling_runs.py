@@ -323,6 +323,9 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "all-kinds": lambda socket, seed: two(socket, seed, Shape(**ALL_KINDS)),
     "windows-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **WINDOWS)),
     "states-within": lambda socket, seed: two(socket, seed, Shape(groups=(SAVED_STATE, SAVED_STATE, FULL), pages=200)),
+    "states-priorities": lambda socket, seed: two(
+        socket, seed, Shape(has_priorities=True, groups=(STATE, FULL), pages=60, at_a_time=6)
+    ),
     "states-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **STATES)),
     "windows-drafts": lambda socket, seed: two(socket, seed, Shape(drafts=3, **WINDOWS)),
     "windows-late": lambda socket, seed: two(socket, seed, Shape(**LATE, **WINDOWS)),

@@ -33,7 +33,8 @@ class Shape:
     by n-grams. ``drafts_late``: its kernels run once the step's output was taken, before those of the next step.
     ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
     request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
-    engine; empty: it publishes none. ``groups``: of the cache, over one pool; the last one keeps whole sequences."""
+    engine; empty: it publishes none. ``groups``: of the cache, over one pool; the last one keeps whole sequences.
+    ``has_priorities``: requests have some, and vLLM schedules by them."""
 
     pages: int = 96
     at_a_time: int = 8
@@ -47,6 +48,7 @@ class Shape:
     page_bytes: int = 2 * BLOCK_TOKENS * DIGEST_BYTES
     recomputes: bool = True
     events: str = ""
+    has_priorities: bool = False
     groups: tuple[Group, ...] = (FULL,)
 
     @property

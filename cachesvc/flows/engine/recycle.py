@@ -86,10 +86,10 @@ def recycle(
 
 def _free_named(call: Call, sequence: Sequence | None, named: list[tuple[int, set[int], set[int]]]) -> None:
     """Free pages of the stock, and a sequence's own ones, of each group."""
-    place, leads = call.replica.place, call.model.layout.pool_leads
+    place = call.replica.place
     for group, stock, own in named:
-        call.lease.stock[leads[group]] -= stock
-        place.pools[leads[group]].move_all(stock, PageState.FREE)
+        call.lease.stock[group] -= stock
+        place.pools[group].move_all(stock, PageState.FREE)
         if sequence is not None:
             sequence.own[group] -= own
             if own and group in place.window_groups:
@@ -136,18 +136,19 @@ def recycle_many(
 def _owned(
     call: Call, sequence: Sequence | None, pages: tuple[GroupCells, ...]
 ) -> list[tuple[int, set[int], set[int]]]:
-    """Named pages by group: those in the lease's stock, and the sequence's own."""
+    """Named pages by group: those in the lease's stock, by the first group of their pool, and the sequence's own."""
     out: dict[int, tuple[int, set[int], set[int]]] = {}
     leads, count = call.model.layout.pool_leads, 0
     for group, _, group_pages, _ in pages:
         if not 0 <= group < len(call.lease.stock):
             raise InvalidRequest(f"there is no group {group}")
-        _, stock, own = out.setdefault(group, (group, set(), set()))
-        stock |= call.lease.stock[leads[group]].intersection(group_pages)
-        rest = set(group_pages) - stock
+        lead = leads[group]
+        of_stock = call.lease.stock[lead].intersection(group_pages)
+        rest = set(group_pages) - of_stock
         if rest:
             _check_own(sequence, group, rest, is_windowed=group in call.replica.place.window_groups)
-        own |= rest
+        out.setdefault(lead, (lead, set(), set()))[1].update(of_stock)
+        out.setdefault(group, (group, set(), set()))[2].update(rest)
         count += len(group_pages)
     if sum(len(stock) + len(own) for _, stock, own in out.values()) != count:
         raise InvalidRequest("a page is named twice in one recycle; name each once")

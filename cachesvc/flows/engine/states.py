@@ -50,6 +50,8 @@ def named_states(call: Call, sequence: OpenSequence, cells: Sequence[GroupCells]
             raise InvalidRequest(f"a state at block {position} needs that block published; there are {blocks}")
         if page not in sequence.own[group]:
             raise NotOwned(f"page {page} of group {group} is not sequence {sequence.id}'s own")
+        if sequence.pages_ahead and page not in sequence.tables[group]:
+            raise NotOwned(f"page {page} of group {group} is in no table of sequence {sequence.id} yet")
     if len({(group, page) for group, _, page in found}) < len(found):
         raise InvalidRequest("a page is named as two states; name each once")
     return NamedStates(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cachesvc.flows.context.core import Core
@@ -46,12 +46,13 @@ def back_up_states(core: Core, model: Model, replica: Replica, states: Iterable[
     blocks, place, host = model.blocks, replica.place, model.blocks.host
     due = [array("i") for _ in place.pools]
     for group, row in states:
-        if place.states[group][row] != READY or host.states[group][row] != ABSENT:
+        is_here = place.states[place.lead][row] == READY == place.states[group][row]  # a drain frees both
+        if not is_here or host.states[group][row] != ABSENT:
             continue
         if host.filling[row]:
             key = blocks.index.key_of(row)
             core.ledger.tickets.running[host.filling[row]].waiters.append(LateState(core, model, replica, group, key))
-        elif host.states[host.lead][row] == READY and _has_page(core, model, group, len(due[group])):
+        elif host.states[host.lead][row] == READY and _has_page(core, model, group, due):
             due[group].append(row)
     rows = array("i", dict.fromkeys(row for each in due for row in each))
     if rows and may_submit(core, model, replica):
@@ -60,9 +61,11 @@ def back_up_states(core: Core, model: Model, replica: Replica, states: Iterable[
         submit(core, model, ticket, store_pairs(place, blocks.start_fill(host, due, ticket.id)), layered=False)
 
 
-def _has_page(core: Core, model: Model, group: int, taken: int) -> bool:
-    """True where the host has a page for one more state of a group."""
-    pool = model.blocks.host.pools[group]
+def _has_page(core: Core, model: Model, group: int, due: Sequence[Sequence[int]]) -> bool:
+    """True where the host has a page for one more state of a group, beside those that are ``due`` of its pool."""
+    host = model.blocks.host
+    pool, shared = host.pools[group], next(groups for groups in host.shares if group in groups)
+    taken = sum(len(due[each]) for each in shared)
     if pool.unreserved <= taken:
         make_cheap_host_room(core, model, 1)
     return pool.unreserved > taken

@@ -42,12 +42,21 @@ class RequestBlock(KVCacheBlock):  # type: ignore[misc]
 class _Now:
     """State of the iteration that all views share. ``current``: the request that is scheduled; ``hits``: the positions
     of its hit, by hash. ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where.
-    ``counts_own``: set while a request takes pages that it has already, when no others need to be counted."""
+    ``counts_own``: set while a request takes pages that it has already, when no others need to be counted.
+    ``managers``: of all groups."""
 
     current: RequestPages | None = None
     hits: dict[bytes, int] = field(default_factory=dict)
     filling: dict[str, tuple[Any, int]] = field(default_factory=dict)
     counts_own: bool = False
+    managers: Sequence[Any] = ()
+
+    def zero_no_more(self, pages: set[int]) -> None:
+        """Take freed pages off the lists of new ones, which workers set to zero in the step that is scheduled: a
+        request that is preempted in the same step has got them, and they may be another engine's by then."""
+        for manager in self.managers:
+            if not pages.isdisjoint(manager.new_block_ids):
+                manager.new_block_ids = [page for page in manager.new_block_ids if page not in pages]
 
 
 class DaemonBlockPool(BlockPool):  # type: ignore[misc]
@@ -151,13 +160,16 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         """Blocks that nothing of this engine uses any more."""
         freed: Counter[RequestPages] = Counter()
         moved: set[RequestPages] = set()
+        pages: set[int] = set()
         for block in ordered_blocks:
             if isinstance(block, RequestBlock):
                 block.ref_cnt -= 1
+                pages.add(block.block_id)
                 freed[block.request] += 1
                 if block.table is not None:
                     block.table.free(block.position)
                     moved.add(block.request)
+        self.now.zero_no_more(pages)
         for request, count in freed.items():
             self.book.drop(request, count)
             if request in moved and request.held:
@@ -223,6 +235,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
 def take_place(manager: Any, pool: DaemonBlockPool) -> None:
     """Give vLLM's ``KVCacheManager``, and its manager of each group, this pool for the one that they made."""
     manager.block_pool = manager.coordinator.block_pool = pool
+    pool.now.managers = manager.coordinator.single_type_managers
     for group, each in enumerate(manager.coordinator.single_type_managers):
         each.block_pool = pool.of_group(group, each)
         each._null_block = pool.null_block  # noqa: SLF001 - there is no other way to it

@@ -248,9 +248,9 @@ class RequestPages:
         return replaced
 
     def private_pages(self) -> list[int]:
-        """Pages that only this request ever wrote, and that were never published."""
+        """Pages that only this request ever wrote, and that were neither published nor given back."""
         first = self.first_private
-        rest = [page for each in self.others for page in each.pages[first:] if page != NO_PAGE]
+        rest = [page for each in self.others for page in each.pages[max(first, each.told) :] if page != NO_PAGE]
         return self.pages[first:] + rest
 
     @property

@@ -190,6 +190,9 @@ def test_the_stock_is_the_pools_and_its_pages_serve_any_group() -> None:
     assert [pool.own_counts[1] for pool in rig.place().pools] == [3, 0, 1]
     with pytest.raises(NotOwned):
         rig.run(extend, lease, 1, cells(2, -1, -1))
+    twice = tuple(GroupCells(group, 0, (pages[1],)) for group in (FULL, STATE))
+    with pytest.raises(InvalidRequest, match="twice"):
+        rig.run(recycle, lease, 0, 0, twice)
     rig.run(recycle, lease, 0, 0, (GroupCells(FULL, 0, (pages[1],)),))
     rig.run(recycle, lease, 0, 0, (GroupCells(STATE, 0, (pages[3],)),))
     assert rig.free() == [30] * 3
@@ -258,6 +261,25 @@ def test_states_that_cannot_be_are_refused_before_anything_is_sealed(
     with pytest.raises(error):
         rig.run(publish, lease, 1, 0, keys, 4, Publishing(), named)
     assert sequence_of(ends, 1).sealed == 0
+
+
+def test_a_page_that_was_taken_ahead_for_a_call_that_waits_is_no_state() -> None:
+    """Its sequence gets it with that call, to write it."""
+    ends = begin(40)
+    rig, lease = ends
+    rig.run(match, lease, 1, chain(*"abcd"), 0)
+    rig.run(partial(allocate, positions={STATE: [1, 3]}), lease, 1, 4)
+    sequence = sequence_of(ends, 1)
+    granted = list(sequence.own[STATE])
+    sequence.reserve().take_ahead([0, 0, 1], 8)
+    (ahead,) = sequence.own[STATE].difference(granted)
+    with pytest.raises(NotOwned):
+        rig.run(publish, lease, 1, 0, b"", 4, Publishing(), (GroupCells(STATE, 1, (ahead,)),))
+    (first,) = (page for page in sequence.tables[STATE][:2] if page != NO_PAGE)
+    answer = rig.run(publish, lease, 1, 0, b"", 4, Publishing(), (GroupCells(STATE, 1, (first,)),))
+    assert isinstance(answer, Published)
+    assert answer.kept == ()
+    rig.run(release, lease, 1)
 
 
 def test_recycle_gives_back_states_and_windows_as_told() -> None:

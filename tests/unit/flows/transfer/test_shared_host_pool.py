@@ -9,9 +9,16 @@ from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import publish
 from cachesvc.flows.engine.release import release
+from cachesvc.flows.transfer.apply_evictions import carry_out
+from cachesvc.flows.transfer.backup import back_up
+from cachesvc.flows.transfer.late_states import back_up_states
+from cachesvc.flows.transfer.transfers import store_pairs, submit
 from cachesvc.model.answers import GroupCells
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
-from tests.unit.rigs.ledger_rig import chain
+from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain, rig_of
 from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, begin, compute, sequence_of, serve
 
 
@@ -68,3 +75,47 @@ def test_host_hits_bring_the_window_and_the_state_and_nothing_else() -> None:
     rig.settle()
     assert sequence_of(ends, 3).tables[STATE][5] != NO_PAGE
     rig.run(release, lease, 3)
+
+
+def test_states_of_several_groups_that_follow_share_what_is_free_on_the_host() -> None:
+    names = ("full", "one", "other")
+    planes = tuple(Plane("k", layer, name, (8,), "uint8") for layer, name in enumerate(names))
+    groups = tuple(PlaneGroup(name, pool="kv", is_state=name != "full") for name in names)
+    layout = Layout(BLOCK_TOKENS, 1, groups, planes)
+    rig = rig_of(layout, device=(40,) * 3, host=(5,) * 3, policy=WritePolicy.WRITE_THROUGH)
+    lease = rig.lease()
+    rig.run(match, lease, 1, chain(*"abcd"), 0)
+    rig.run(partial(allocate, positions={1: [3], 2: [3]}), lease, 1, 4)
+    rig.run(publish, lease, 1, 0, b"", 4)
+    rig.settle()
+    tables = rig.core.ledger.leases[lease].sequences[1].tables
+    cells = tuple(GroupCells(group, 3, (tables[group][3],)) for group in (1, 2))
+    rig.run(publish, lease, 1, 4, b"", 0, None, cells)
+    rig.settle()
+    assert [sum(state == READY for state in states) for states in rig.host.states] == [4, 1, 0]
+
+
+def test_a_state_of_a_block_that_leaves_the_device_is_not_copied_from_there() -> None:
+    ends = begin(8, host=40)
+    rig, lease = ends
+    keys = chain(*"ab")
+    rig.run(match, lease, 1, keys, 0)
+    rig.run(partial(allocate, positions={WINDOW: [], STATE: [0]}), lease, 1, 2)
+    rig.run(publish, lease, 1, 0, b"", 2)
+    replica, index = rig.model.any_replica(0), rig.model.blocks.index
+    row = index.rows[keys[:KEY_BYTES]]
+    back_up(rig.core, rig.model, replica, [row])
+    rig.settle()
+    (late,) = (page for page in sequence_of(ends, 1).tables[STATE] if page != NO_PAGE)
+    rig.run(publish, lease, 1, 2, b"", 0, None, (GroupCells(STATE, 0, (late,)),))
+    rig.run(release, lease, 1)
+    plan, _ = rig.model.evictor.plan_device(rig.place(), 2, to_host=True)
+    assert [drain.copied for drain in plan.drains] == [True, False]
+    ticket = rig.core.ledger.tickets.open(rig.model.id, replica.id, Direction.STORE, Urgency.AWAITED)
+    ticket.drains = plan.drains
+    coming = carry_out(rig.core, rig.model, plan, ticket.id)
+    submit(rig.core, rig.model, ticket, store_pairs(rig.place(), coming), layered=False)
+    back_up_states(rig.core, rig.model, replica, [(STATE, row)])
+    assert list(rig.mover.transfers) == [ticket.id], "its page is freed with the block, and may be another's by then"
+    rig.settle()
+    assert rig.free() == [8] * 3

@@ -103,6 +103,13 @@ def test_pages_of_a_request_that_no_other_engine_knows_are_private() -> None:
     assert request.private_pages() == [2, 3, 5, 7]
 
 
+def test_pages_that_were_given_back_are_not_private_where_nothing_was_sealed() -> None:
+    request = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT), pages=[1, 2, 3], is_foreign=True)
+    request.others[0].pages = [4, 5, 6]
+    request.others[0].told = 2
+    assert request.private_pages() == [1, 2, 3, 6], "pages 4 and 5 may be another engine's by now"
+
+
 def test_without_the_daemon_a_request_grows_by_pages_that_no_other_engine_knows() -> None:
     request, private = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT)), PrivatePages()
     private.add(range(1, 6))
