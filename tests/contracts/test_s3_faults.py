@@ -333,3 +333,23 @@ def test_wrong_keys_are_told_in_the_stores_words(monkeypatch: pytest.MonkeyPatch
     with opened(replace(options_of(server), retries=0)) as bench:
         assert bench.fetch([name_of("a")]) == [FAILED]
         assert "403" in engine_of(bench).status().last_error
+
+
+def test_a_panic_of_the_library_fails_a_request_and_ends_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Credentials that no header can hold make obstore panic."""
+    keys = tmp_path / "credentials"
+    keys.write_text("[odd]\naws_access_key_id = a\x01\naws_secret_access_key = b\n", encoding="utf-8")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    with opened(replace(options_of(shared_server()), profile="odd", retries=0, readers=1, writers=1)) as bench:
+        for _ in range(3):
+            assert bench.fetch([name_of("a")]) == [FAILED]
+            assert bench.keep([name_of("a")]) == [FAILED]
+        assert "obstore broke" in engine_of(bench).status().last_error
+
+
+def test_a_region_of_the_environment_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "eu-west-1 ")
+    with pytest.raises(InvalidRequest, match="is not a region's name"):
+        S3Bucket(S3Options("bucket"))

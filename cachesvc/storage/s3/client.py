@@ -10,13 +10,14 @@ import importlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.storage.s3.credentials import file_credentials
-from cachesvc.storage.s3.options import S3Options
+from cachesvc.storage.s3.options import S3Options, region_option
 
 REGION = "us-east-1"
 FIRST_PAUSE = timedelta(milliseconds=50)
@@ -27,6 +28,8 @@ MULTIPART_PARTS = 4
 """Parts of one object that are sent at a time."""
 REASON_CHARACTERS = 300
 LIST_OBJECTS = 1000
+PANIC = "PanicException"
+"""Name of the type that a panic of the library raises: it can be imported from nowhere."""
 _NO_SUCH_RANGE, _NOT_IMPLEMENTED = "416", "501"
 _CODE = re.compile(r"status code: ([0-9]{3})")
 _ANSWER = re.compile(r"Code>([^<]*)</Code>.*?<Message>([^<]*)</Message>", re.DOTALL)
@@ -64,6 +67,17 @@ def load() -> Any:
         ) from missing
 
 
+@contextmanager
+def _panics_fail() -> Iterator[None]:
+    """A defect of the library fails a request: its panics are no Exception, and would end the thread that asked."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != PANIC:
+            raise
+        raise RequestFailed(f"obstore broke: {reason_of(error)}") from error
+
+
 class S3Bucket:
     """Objects below the prefix. Raises InvalidRequest for settings that the library refuses, Unavailable."""
 
@@ -76,8 +90,9 @@ class S3Bucket:
 
     def _store(self, retries: int) -> Any:
         options = self._options
+        region = options.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or REGION
         config: dict[str, object] = {
-            "region": options.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or REGION,
+            "region": region_option("region", region),
             "virtual_hosted_style_request": options.addressing == "virtual",
             "unsigned_payload": not self._is_plain(),
         }
@@ -111,6 +126,7 @@ class S3Bucket:
     def _is_plain(self) -> bool:
         return self._options.is_plain
 
+    @_panics_fail()
     def get(self, path: str, start: int, length: int, size_bytes: int) -> FoundObject | None:
         """Read ``length`` bytes of an object that is expected to have ``size_bytes``; None where there is no such
         object. Raises RequestFailed."""
@@ -127,6 +143,7 @@ class S3Bucket:
                 return FoundObject(memoryview(b""), 0)  # it ends before this part of it
             raise RequestFailed(reason_of(error)) from error
 
+    @_panics_fail()
     def put(self, path: str, content: memoryview | bytes) -> None:
         """Write an object; one that is there may stay. The library may read ``content`` after this has returned: it
         must not change any more. Raises RequestFailed: the object may be there nevertheless."""
@@ -149,6 +166,7 @@ class S3Bucket:
                 return
             raise RequestFailed(reason_of(error)) from error
 
+    @_panics_fail()
     def has(self, path: str) -> bool:
         """True where there is such an object. One try. Raises RequestFailed."""
         try:
@@ -159,6 +177,7 @@ class S3Bucket:
             raise RequestFailed(reason_of(error)) from error
         return True
 
+    @_panics_fail()
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects that may be gone. Raises RequestFailed."""
         try:
@@ -171,8 +190,9 @@ class S3Bucket:
     def list(self, folder: str) -> Iterator[list[ListedObject]]:
         """List objects below a folder, some at a time. Raises RequestFailed."""
         try:
-            for some in self._library.list(self._moving, prefix=folder, chunk_size=LIST_OBJECTS):
-                yield [ListedObject(each["path"], each["size"], _seconds(each["last_modified"])) for each in some]
+            with _panics_fail():
+                for some in self._library.list(self._moving, prefix=folder, chunk_size=LIST_OBJECTS):
+                    yield [ListedObject(each["path"], each["size"], _seconds(each["last_modified"])) for each in some]
         except (OSError, self._library.exceptions.BaseError) as error:
             raise RequestFailed(reason_of(error)) from error
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text.addresses import LOOPBACK
+from cachesvc.model.text.printable import one_line
 from cachesvc.storage.spec import StorageSpec, count_option, seconds_option, size_option
 
 MOST_THREADS = 128
@@ -17,6 +18,8 @@ LEAST_PART_BYTES = 5 << 20
 """Smallest part of a multipart upload that S3 takes, but for the last."""
 ADDRESSING = ("path", "virtual")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
+_URL = re.compile(r"[A-Za-z0-9:/._~%\[\]-]+")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")
 
 
@@ -56,7 +59,7 @@ def s3_options(spec: StorageSpec) -> S3Options:
     """Parse the options. Raises InvalidRequest."""
     readers: dict[str, Callable[[str, str], object]] = {
         "endpoint": _text,
-        "region": _text,
+        "region": region_option,
         "ca": _text,
         "profile": _text,
         "addressing": _text,
@@ -90,7 +93,7 @@ def s3_options(spec: StorageSpec) -> S3Options:
 def _place(where: str) -> tuple[str, str]:
     bucket, _, prefix = where.removeprefix("//").partition("/")
     prefix = prefix.rstrip("/")
-    if not where.startswith("//") or _BUCKET.fullmatch(bucket) is None:
+    if not where.startswith("//") or _BUCKET.fullmatch(bucket) is None or ".." in bucket:
         raise InvalidRequest(
             f"storage: s3://{_shown(where)} is not s3://BUCKET/PREFIX with a BUCKET of 3 to 63 small letters, digits, "
             "dots and hyphens; credentials come from the environment, never from here"
@@ -103,11 +106,11 @@ def _place(where: str) -> tuple[str, str]:
 def _check_endpoint(options: S3Options) -> None:
     if not options.endpoint:
         return
-    host = _host(options.endpoint)
+    host = _host(options.endpoint) if _URL.fullmatch(options.endpoint) else ""
     if not host:
         raise InvalidRequest(
-            f"storage: endpoint={_shown(options.endpoint)} is not a URL such as https://s3.example.com:9000, without "
-            "credentials in it"
+            f"storage: endpoint={_shown(options.endpoint)} is not a URL such as https://s3.example.com:9000, "
+            "without credentials in it"
         )
     if options.is_plain and host not in LOOPBACK and not options.insecure:
         raise InvalidRequest(
@@ -118,7 +121,7 @@ def _check_endpoint(options: S3Options) -> None:
 
 def _shown(place: str) -> str:
     """A place as it may be repeated: without what may be credentials in it."""
-    return place.removeprefix("//").rpartition("@")[2]
+    return one_line(place.removeprefix("//").rpartition("@")[2])
 
 
 def _host(endpoint: str) -> str:
@@ -129,6 +132,13 @@ def _host(endpoint: str) -> str:
     except ValueError:
         return ""
     return "" if has_more or parts.scheme not in ("http", "https") else parts.hostname or ""
+
+
+def region_option(name: str, text: str) -> str:
+    """A region's name: it becomes a part of host names. Raises InvalidRequest."""
+    if _REGION.fullmatch(text) is None:
+        raise InvalidRequest(f"storage: {name}={one_line(text)} is not a region's name such as eu-west-1")
+    return text
 
 
 def _text(_: str, text: str) -> str:
