@@ -237,10 +237,12 @@ class BlockLedger(Lookup):
         """
         place.counts.leave(self.ages.age(self.index.stamp[row]), 1, not place.used[row])
         self.let_go(place, (row,))
-        place.leaves.remove(row)
+        if place.kin:  # its copies are part of a leaf's rank
+            place.leaves.remove(row)
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
                 place.drop(group, row, cause)
+        place.leaves.remove(row)
         for order in place.window_leaves.values():
             order.remove(row)
         self._after_leaving(place, row)

@@ -20,7 +20,7 @@ class Storage(Question[Message]):
     """GetStorage, CheckStorage or PurgeStorage."""
 
     name = "storage"
-    about = "what is kept below the host, by tier: of which model, how old, hits, latencies, errors"
+    about = "what each storage tier keeps, its hits and errors"
     epilog = (
         "Exit code 1 where --verify finds what is wrong. A model is purged by its name or display name, with all its "
         "layouts."
