@@ -7,13 +7,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.attach.interference import Neighbour, NeighbourLost
 from benchmarks.gpus.gpu_calls import DEVICE_SPARE, HOST_SPARE, Swap, run_swapper
+from benchmarks.support.movers import movers_of
 
 WATCHED_SECONDS = 2.0
 SERVED_SECONDS = 90.0
@@ -55,20 +55,6 @@ def measure_hang(backend: str, devices: Sequence[str], swap: Swap, found: dict[s
             f"device's engine swapped after {found['first_swap_beside_hung_s']:.2f} s",
             flush=True,
         )
-
-
-def movers_of(daemon: int) -> dict[str, int]:
-    """Process ids of a daemon's movers, by device."""
-    found = dict[str, int]()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_text().split("\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # the process ended meanwhile
-            continue
-        if "cachesvc.mover" in words and parent == daemon:
-            found[words[words.index("--gpu") + 1]] = int(folder.name)
-    return found
 
 
 def _swapper(daemon: DaemonProcess, device: str, swap: Swap, stack: ExitStack) -> Neighbour:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import grpc
@@ -21,6 +20,7 @@ from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inspect_pb2
 
+from benchmarks.support.movers import movers_of
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
 LAYOUT = Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (8,), "uint8"),))
@@ -70,16 +70,6 @@ class Site:
             if not running and found.host_pool_ready_bytes == found.host_pool_bytes:
                 return
             time.sleep(0.05)  # between two looks
-
-    def mover(self, device: str) -> int:
-        """Process of a device's mover."""
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                words = (folder / "cmdline").read_text(encoding="utf-8").split("\0")
-                parent = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
-                if "cachesvc.mover" in words and device in words and int(parent) == self.daemon.process.pid:
-                    return int(folder.name)
-        raise LookupError(device)
 
 
 class Case(NamedTuple):
@@ -224,7 +214,7 @@ def mover_dies(site: Site) -> None:
             with suppress(CacheClientError):
                 lease.prefetch(prompt)
         with site.measured():
-            os.kill(site.mover("shm-0"), signal.SIGKILL)
+            os.kill(movers_of(site.daemon.process.pid)["shm-0"], signal.SIGKILL)
             time.sleep(2.0)  # the daemon's work is measured, beside the engine
 
 

@@ -30,6 +30,7 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 from benchmarks.chaos.proc import MIB, bytes_beside_pools
 from benchmarks.loop.cases import KEY_BYTES, LAYOUT, Site
 from benchmarks.support.machine import describe_machine
+from benchmarks.support.movers import movers_of
 from benchmarks.support.recording import write_result
 from cachesvc.wire.lane import HEADER, METHODS, READ_BYTES
 
@@ -98,7 +99,7 @@ def deaths(site: Site, memory: Memory, count: int) -> int:
             mover = last
             while mover == last:
                 with suppress(LookupError):
-                    mover = site.mover("shm-0")
+                    mover = movers_of(site.daemon.process.pid)["shm-0"]
                 time.sleep(0.02)  # between two looks for the next one
             is_done = False
             while not is_done:

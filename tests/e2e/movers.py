@@ -5,23 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
+from benchmarks.support.movers import movers_of
 from tests.e2e.rig import Node, wait_until
 
 
 def movers(node: Node) -> dict[str, int]:
     """Processes of the daemon's movers, by their devices."""
-    found: dict[str, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_text().split("\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has gone
-            continue
-        if "cachesvc.mover" in words and parent == node.daemon.process.pid:
-            found[words[words.index("--gpu") + 1]] = int(folder.name)
-    return found
+    return movers_of(node.daemon.process.pid)
 
 
 def said(node: Node, event: str) -> list[dict[str, object]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cachesvc.model.requests import Ended, Parts, Worth
@@ -21,6 +21,7 @@ from cachesvc.policy.hazard.ages import bin_of
 from cachesvc.policy.hazard.asked import Heads, Path
 from cachesvc.policy.hazard.classes import Classes, Features, features, output_class
 from cachesvc.policy.hazard.landmarks import Landmarks
+from cachesvc.policy.hazard.lessons import Lessons
 from cachesvc.policy.hazard.lines import Line, Lines
 from cachesvc.policy.hazard.rates import LANDMARKS_A_STEP, TABLES, Ints, Rates
 from cachesvc.policy.hazard.segments import (
@@ -46,7 +47,6 @@ SEGMENTS_LOOKED = 32
 """Number of segments, from the deepest on, that learn that a prompt is the next to use their blocks."""
 SHARED_LOOKED = 512
 """Blocks of one segment among which the deepest with several children is looked for."""
-FIRST_FIT, LONGEST_PERIOD = 20, 400
 WHILE_RUNNING, AFTER_END = 0, 1
 
 
@@ -85,9 +85,7 @@ class History:
         self._running: dict[int, _Running] = {}
         self._ending: list[tuple[float, int]] = []
         self._ends: dict[int, _End] = {}
-        self._refit: Iterator[None] | None = None
-        self._next_fit = FIRST_FIT
-        self._has_lesson = False
+        self._lessons = Lessons()
         self.classes.row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: blocks without a segment
 
     def govern(self, *, decides: bool, weighs_cost: bool) -> None:
@@ -201,23 +199,13 @@ class History:
                 break
             at, number = heapq.heappop(self._ending)
             self._end(number, at)
-        if self._refit is None and self.requests >= self._next_fit:
-            self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
-            self._refit = self.rates.refit(self.segments.open_landmarks(now, LANDMARKS_A_STEP // TABLES))
-            self._has_lesson = True
+        if self._lessons.is_due(self.requests):
+            waiting = self.segments.open_landmarks(now, LANDMARKS_A_STEP // TABLES)
+            self._lessons.begin(self.requests, self.rates.refit(waiting))
 
     def lesson(self) -> Callable[[], bool] | None:
-        """Callable to be called until it says that it is over, while the loop is idle; None: nothing is new."""
-        if not self._has_lesson:
-            return None
-        self._has_lesson = False
-        return self._learn
-
-    def _learn(self) -> bool:
-        """A step of the refit that is under way, some 0.2 ms; True when it is over."""
-        if self._refit is not None and next(self._refit, self) is self:
-            self._refit = None
-        return self._refit is None
+        """Callable to be called until it returns True, while no call is served; None: nothing is new."""
+        return self._lessons.take()
 
     def let_go(self, segment: int, blocks: int, now: float, *, is_host: bool) -> None:
         """Blocks of the segment leave the host, or a device."""

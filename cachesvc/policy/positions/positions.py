@@ -18,13 +18,12 @@ from enum import IntEnum
 import numpy as np
 
 from cachesvc.policy.hazard.ages import BINS, begin_of, bin_of
+from cachesvc.policy.hazard.lessons import Lessons
 from cachesvc.policy.hazard.rates import LANDMARKS_A_STEP, Floats, Ints
 from cachesvc.policy.positions.rates import PositionRates, WaitingPositions
 from cachesvc.policy.positions.worth import branch_worth, copy_worth, fallback
 
 NO_CLASS = 0
-FIRST_FIT, LONGEST_PERIOD = 20, 400
-"""Requests before the first refit, and the most between two."""
 DEPTH_OCTAVES = 24
 REMEMBERED = 8192
 """Positions that are remembered after they have left the index."""
@@ -55,9 +54,7 @@ class Positions:
         self._kinds: list[PositionKind] = []
         self._gone: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         self._numbers: dict[tuple[PositionKind, int], int] = {}
-        self._next_fit = FIRST_FIT
-        self._refit: Iterator[None] | None = None
-        self._has_lesson = False
+        self._lessons = Lessons()
         self.rates.add_class(PositionKind.MIDDLE)  # number 0 is no class
         self._kinds.append(PositionKind.MIDDLE)
 
@@ -137,22 +134,12 @@ class Positions:
     def request(self, now: float) -> None:
         """Count a request; now and then what has been seen becomes a lesson."""
         self.requests += 1
-        if self._refit is None and self.requests >= self._next_fit:
-            self._next_fit = self.requests + min(LONGEST_PERIOD, max(FIRST_FIT, self.requests // 10))
-            self._refit = self.rates.refit(self._waiting(now))
-            self._has_lesson = True
+        if self._lessons.is_due(self.requests):
+            self._lessons.begin(self.requests, self.rates.refit(self._waiting(now)))
 
     def lesson(self) -> Callable[[], bool] | None:
         """Callable to be called until it returns True, while no call is served; None: nothing is new."""
-        if not self._has_lesson:
-            return None
-        self._has_lesson = False
-        return self._learn
-
-    def _learn(self) -> bool:
-        if self._refit is not None and next(self._refit, self) is self:
-            self._refit = None
-        return self._refit is None
+        return self._lessons.take()
 
     def _waiting(self, now: float) -> Iterator[WaitingPositions]:
         """Positions that wait for a request, some at a time."""
@@ -161,8 +148,10 @@ class Positions:
             ages: Floats = now - np.array(self.since[first : first + LANDMARKS_A_STEP])
             known = classes > NO_CLASS
             yield WaitingPositions(classes[known], np.maximum(ages[known], 0.0))
-        gone = np.array(list(self._gone.values()), np.float64).reshape(-1, 2)
-        yield WaitingPositions(gone[:, 0].astype(np.int64), np.maximum(now - gone[:, 1], 0.0))
+        left = list(self._gone.values())
+        for first in range(0, len(left), LANDMARKS_A_STEP):
+            gone = np.array(left[first : first + LANDMARKS_A_STEP], np.float64).reshape(-1, 2)
+            yield WaitingPositions(gone[:, 0].astype(np.int64), np.maximum(now - gone[:, 1], 0.0))
 
     # -- what is known -----------------------------------------------------------------------------------------
 

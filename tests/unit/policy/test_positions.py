@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from cachesvc.policy.hazard.ages import BINS
-from cachesvc.policy.positions.positions import FIRST_FIT, REMEMBERED, PositionKind, Positions
+from cachesvc.policy.hazard.lessons import FIRST_FIT
+from cachesvc.policy.positions.positions import REMEMBERED, PositionKind, Positions
 from cachesvc.policy.positions.worth import branch_worth, copy_worth, fallback
 
 DEPTH = 30
