@@ -19,8 +19,10 @@ from cachesvc.ledger.order.class_queues import QueuedLeaves
 from cachesvc.ledger.order.copy_queues import OCTAVES, CopyQueues, least_distance, queue_number
 from cachesvc.ledger.pages.place_pools import Kin
 
-LOOKS, LOOKS_A_PAGE = 256, 4
-"""Copies that a search for cheap ones looks at, in all and for each page: others are left to the next."""
+WORK, WORK_A_PAGE = 8192, 128
+"""Rows that a search for cheap copies may climb, in all and for each page; others are left to the next search."""
+LOOK_WORK = 16
+"""Work of a look at one copy, in rows, beside those that are climbed for it."""
 LEAVES_LOOKED = 64
 
 
@@ -33,7 +35,7 @@ def cheap_copies(ledger: BlockLedger, place: Place, groups: Sequence[int], most:
         if kin.lead in groups and len(found) < most:
             assert retention is not None
             walk = _CheapCopies(ledger, retention, place, kin, worth_of_next_block(ledger, place, kin))
-            for row in walk.victims(LOOKS + LOOKS_A_PAGE * most):
+            for row in walk.victims(WORK + WORK_A_PAGE * most):
                 found += ((group, row) for group in kin.groups if place.window_leaves[group].filed[row])
                 if len(found) >= most:
                     break
@@ -84,6 +86,7 @@ class _CheapCopies:
         self._kin = kin
         self._least = least
         self._taken: set[int] = set()
+        self._work = 0
         self._farther: list[tuple[int, int]] = []
         order = place.window_leaves[kin.lead]
         assert isinstance(order, CopyQueues)
@@ -91,19 +94,19 @@ class _CheapCopies:
         self._rule, self._now = retention.rule, retention.now
         self._heads: list[tuple[float, int, _Front | None]] = []  # None: the entry was looked at
 
-    def victims(self, looks: int) -> Iterator[int]:
+    def victims(self, most_work: int) -> Iterator[int]:
         """Rows, those of the least worth first; distances to the copies above count by octaves."""
         kin, heads = self._kin, self._heads
         for queue, entries in self._order.queues.items():
             if entries.first is not None and not self._rule.is_end(queue // OCTAVES):
                 self._open(queue, entries)
-        while heads and looks > 0:
+        while heads and self._work < most_work:
             worth, entry, front = heapq.heappop(heads)
-            looks -= 1
+            self._work += LOOK_WORK
             row = entry & ROW_MASK
             if front is not None:
                 self._advance(front)
-                saved = self._retention.saved(self._place, kin, row, self._taken)
+                saved = self._saved(row)
                 queue = queue_number(front.number, saved)
                 if queue != front.queue:
                     self._farther.append((row, saved))
@@ -150,5 +153,11 @@ class _CheapCopies:
         if not below:
             return False
         capacity = place.pools[kin.lead].capacity // kin.full
-        saved = retention.saved(place, kin, row, self._taken)
+        self._work += below
+        saved = self._saved(row)
         return retention.rule.fallback(saved, below, kin.cost, capacity) >= 1
+
+    def _saved(self, row: int) -> int:
+        saved = self._retention.saved(self._place, self._kin, row, self._taken)
+        self._work += saved
+        return saved
