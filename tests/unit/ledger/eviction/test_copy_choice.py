@@ -1,0 +1,52 @@
+"""Bound of a search for cheap copies, whatever the distances between copies are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from cachesvc.ledger.eviction import copy_choice
+from cachesvc.ledger.eviction.copy_choice import WORK, WORK_A_PAGE, cheap_copies
+from cachesvc.ledger.index.retention import ROWS_LOOKED, Retention
+from cachesvc.simulation import Copies, SimulatedPools, Simulation
+
+PROMPTS, BLOCKS, STATE_BLOCKS = 60, 620, 300
+
+
+class CountedClimbs:
+    """A ``Retention`` that counts the rows that are climbed for distances."""
+
+    def __init__(self, retention: Retention) -> None:
+        self._retention = retention
+        self.rows = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._retention, name)
+
+    def saved(self, *arguments: Any) -> int:
+        found = self._retention.saved(*arguments)
+        self.rows += found
+        return found
+
+    def saved_below(self, *arguments: Any) -> int:
+        found = self._retention.saved_below(*arguments)
+        self.rows += found
+        return found
+
+
+def test_a_search_climbs_no_more_rows_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Copies(state_pages=1, state_blocks=STATE_BLOCKS, window_pages=0, window_blocks=1)
+    simulation = Simulation(SimulatedPools("lru", "write_back", 2 * PROMPTS * BLOCKS, 0, copies=copies), 1)
+    for now, number in enumerate([*range(PROMPTS), *range(PROMPTS)]):  # ends are worth something, middles little
+        key = number.to_bytes(4, "big")
+        simulation.serve(b"".join(key + at.to_bytes(28, "big") for at in range(BLOCKS)), float(now))
+    (model,) = simulation.ledger.models.values()
+    place = model.replicas[0].place
+    counted: Any = CountedClimbs(model.blocks.retention)  # type: ignore[arg-type]
+    model.blocks.retention = counted
+    monkeypatch.setattr(copy_choice, "worth_of_next_block", lambda *_: math.inf)  # every copy is cheap
+    groups = [kin.lead for kin in place.kin]
+    cheap_copies(model.blocks, place, groups, PROMPTS)
+    assert counted.rows <= WORK + WORK_A_PAGE * PROMPTS + 3 * ROWS_LOOKED, "the last look may go beyond it"
