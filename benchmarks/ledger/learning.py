@@ -96,10 +96,9 @@ def refit() -> float:
 
 
 def _steps(history: History) -> Iterator[float]:
-    history._next_fit = history.requests  # noqa: SLF001
-    yield _us(lambda: history.advance(1e5))
-    go_on = history.lesson()
-    assert go_on is not None
+    while (go_on := history.lesson()) is None:
+        history.requests += 1
+        yield _us(lambda: history.advance(1e5))
     is_over = False
     while not is_over:
         began = time.thread_time_ns()
