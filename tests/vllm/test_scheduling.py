@@ -114,6 +114,16 @@ def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
         assert run("adapters", node, 1)["whole"] == 3
 
 
+def test_sixteen_requests_an_iteration_on_a_full_pool_wait_for_no_answer() -> None:
+    with running_node() as node:
+        assert run("admissions", node, 1)["whole"] == 16 * 32
+
+
+def test_the_stock_of_an_engine_that_runs_nothing_goes_back_to_the_others() -> None:
+    with running_node() as node:
+        assert run("four", node, 1)["whole"] == 4 * 12 + 150
+
+
 def test_engines_share_within_an_announced_version_of_weights_and_never_across() -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run("weights", node, 1)["failed_loads"] == 0

@@ -5,7 +5,7 @@ running for a while has nothing else free, and then what is coldest goes for the
 has grown by since. So growth is replaced, block for block, whatever others take meanwhile, and an engine that does not
 grow evicts nothing. One that begins on a full cache has its first growth by Allocate, and finds as much in its stock
 afterwards; each growth that found the stock empty makes it larger by one, up to the target, so the stock settles at
-what the engine's steps use.
+what the engine's steps use. An engine that knows what it is about to take says so (``due``), and finds that there.
 
 What a refill costs grows with the pages wanted, and no more is evicted in it than in a turn: the rest of what the lease
 has grown by goes once the step is answered, and is kept for the next refill. Where nothing can go, nothing is
@@ -149,9 +149,12 @@ def check_stock(core: Core, lease: Lease, targets: tuple[int, ...]) -> None:
         raise LimitExceeded("stock pages of a lease", sum(targets), core.limits.stock_pages_per_lease)
 
 
-def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int = 0) -> tuple[GroupCells, ...]:
+def refill_stock(
+    core: Core, call: Call, targets: tuple[int, ...], member: int = 0, due: int = 0
+) -> tuple[GroupCells, ...]:
     """Grant pages until the lease's stock has ``targets[g]`` of each group, as far as can be had at once. It is the
-    stock of process ``member`` from then on.
+    stock of process ``member`` from then on. ``due``: blocks of it that are about to be taken, so blocks are evicted
+    for them.
 
     Raises InvalidRequest, LimitExceeded.
     """
@@ -160,6 +163,9 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
     targets, widths = _by_pool(place, targets)
     lease.stocked_by = member
     wanted = [max(0, target - len(stock)) for target, stock in zip(targets, lease.stock, strict=True)]
+    if due:
+        missing = max(map(blocks_of, wanted, widths))
+        lease.grown = max(lease.grown, min(due, missing))
     if lease.room is not None:
         lease.room.give_back()
     pools = place.pools

@@ -28,7 +28,7 @@ def blocks_wanted(
     new_tokens: int,
     *,
     external_tokens: int,
-    lookahead_tokens: int,
+    lookahead_tokens: int = 0,
     longest_tokens: int,
     block_tokens: int,
     step_tokens: int | None = None,
@@ -75,7 +75,8 @@ class RequestPages:
     computed. ``first_blocks``: as many as vLLM takes first, if it has room. ``is_shortened``: the last block of its hit
     was left out already. ``is_loading``: its loads were handed to workers. ``is_foreign``: another connector loads a
     part of it, which the daemon cannot vouch for: it is not shared. ``is_matching``: its match has no answer yet;
-    ``is_forgotten``: and the request ended meanwhile. ``salt``: as the wish had it.
+    ``is_forgotten``: and the request ended meanwhile. ``was_refused``: the pool had no pages for it.
+    ``salt``: as the wish had it. ``wish``: what it was matched for, in the iteration ``step``.
     """
 
     request_id: str
@@ -97,7 +98,10 @@ class RequestPages:
     is_foreign: bool = False
     is_matching: bool = False
     is_forgotten: bool = False
+    was_refused: bool = False
     salt: bytes = b""
+    wish: Wish | None = None
+    step: int = 0
 
     @property
     def lost_blocks(self) -> int:
@@ -122,6 +126,11 @@ class RequestPages:
         if any(each.is_state for each in self.others):
             return False  # how long its first chunk is, vLLM knows alone
         return len(self.pages) <= self.hit_blocks < self.first_blocks and not self.is_growing
+
+    @property
+    def wants_match(self) -> bool:
+        """True while it waits with nothing but the answer to its match."""
+        return not (self.is_matching or self.is_growing) and len(self.pages) <= self.hit_blocks
 
     @property
     def is_growing(self) -> bool:

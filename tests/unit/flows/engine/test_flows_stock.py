@@ -78,6 +78,15 @@ def test_an_engine_that_grows_on_a_full_cache_gets_its_stock_from_what_is_coldes
     assert rig.device_keys() == {chain(str(number)) for number in range(gone, 32)}, "the coldest went"
 
 
+def test_what_an_engine_is_about_to_take_is_there_before_it_has_grown() -> None:
+    rig, a = full_of_cache(16)
+    rig.run(match, a, 99, b"", 0)
+    [cells] = rig.run(refill_stock, a, (8,), 0, 3)
+    assert (len(cells.pages), len(rig.device_keys())) == (3, 13), "as many as it is about to take, and no more"
+    assert not rig.run(refill_stock, a, (3,), 0, 3)
+    assert len(rig.device_keys()) == 13
+
+
 def test_what_growth_used_is_replaced_once() -> None:
     rig, a = full_of_cache(16)
     rig.run(match, a, 99, b"", 0)
