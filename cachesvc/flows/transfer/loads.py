@@ -1,4 +1,13 @@
-"""Loads of a path: the copies that must come to a replica's device, the room they take, and their transfer."""
+"""Loads of a path: the copies that must come to a replica's device, the room they take, and their transfer.
+
+The host has what a hit counts on. Where another replica's device has it too, and copies to this one, it is nearer: the
+bytes come from there, and the link to the host is left to others. Of many blocks the last ones come from the host
+meanwhile, as many as take that link as long:
+
+    path    A B C D E F G H
+    peer    ──────────────      rate r
+    host                  ──    rate 1: one in r + 1
+"""
 
 from __future__ import annotations
 
@@ -10,16 +19,20 @@ import numpy as np
 
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.counters import Count
 from cachesvc.flows.transfer.transfers import expedite, load_pairs, submit
 from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.index.block_ledger import window_positions
 from cachesvc.ledger.index.pins import Keep, Pin
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.numbers.int32s import among, array_of, column
-from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import ABSENT, FILLING
+from cachesvc.model.transfer import Direction, PagePairs, Urgency
+from cachesvc.model.words import ABSENT, FILLING, READY
+
+LEAST_FROM_HOST = 8
+"""Blocks of a load from another device that are worth a transfer of their own from the host."""
 
 
 class Loads(NamedTuple):
@@ -91,7 +104,7 @@ def bring(
     There is room, and a transfer can begin. ``urgency``: of a transfer of its own; where it is AWAITED, of those that
     are joined too. ``short_suffix``: as of a ``Transfer``.
     """
-    model, replica = call.model, call.replica
+    model, replica, party = call.model, call.replica, call.lease.party
     book = core.ledger.tickets
     tickets = [book.running[ticket] for ticket in loads.joined]
     if urgency is Urgency.AWAITED:
@@ -99,14 +112,64 @@ def bring(
     if not loads.is_transfer:
         hold.rely_on(loads.rows, loads.needed, tickets)
         return tickets
-    party = call.lease.party
-    ticket = book.open(model.id, replica.id, Direction.LOAD, urgency, after=loads.joined, party=party)
-    coming = model.blocks.start_fill(replica.place, loads.missing, ticket.id)
-    ticket.rows = _moving(loads.rows, loads.missing)
-    hold.rely_on(loads.rows, loads.needed, [*tickets, ticket])
-    pairs = load_pairs(model.blocks.host, coming)
-    submit(core, model, ticket, pairs, layered=True, short_suffix=short_suffix)
-    return [*tickets, ticket]
+    filled: list[_Filled] = []
+    for source, missing in _sources(core, model, replica, loads):
+        place, held = model.blocks.host, None
+        if source is not None:
+            place = source.place
+            held = source.id, Pin(model.blocks, place, missing[place.lead][-1])
+        after = [*loads.joined, *(each.ticket.id for each in filled)]
+        ticket = book.open(model.id, replica.id, Direction.LOAD, urgency, after=after, source=held, party=party)
+        coming = model.blocks.start_fill(replica.place, missing, ticket.id)
+        ticket.rows = _moving(loads.rows, missing)
+        filled.append(_Filled(ticket, load_pairs(place, coming)))
+        tickets.append(ticket)
+    hold.rely_on(loads.rows, loads.needed, tickets)
+    for ticket, pairs in filled:
+        if is_from_peer := ticket.source is not None:
+            core.count(Count.PEER_LOADS)
+        submit(core, model, ticket, pairs, layered=not is_from_peer, short_suffix=short_suffix)
+    return tickets
+
+
+class _Filled(NamedTuple):
+    """A ticket that is to be submitted."""
+
+    ticket: Ticket
+    pairs: tuple[PagePairs, ...]
+
+
+def _sources(core: Core, model: Model, replica: Replica, loads: Loads) -> list[tuple[Replica | None, list[array[int]]]]:
+    """Where what is missing comes from, root first: the nearest replica that has all of it, and the host (None)."""
+    source, rate = _nearest(core, model, replica, loads)
+    if source is None:
+        return [(None, loads.missing)]
+    rows = loads.missing[0]
+    count = int(len(rows) / (rate + 1))
+    is_whole = all(missing is rows for missing in loads.missing)
+    if not is_whole or count < LEAST_FROM_HOST or core.mover.free_slots(model.id, replica.id) < 2:
+        return [(source, loads.missing)]
+    parts = rows[:-count], rows[-count:]
+    return [(source, [parts[0]] * len(loads.missing)), (None, [parts[1]] * len(loads.missing))]
+
+
+def _nearest(core: Core, model: Model, replica: Replica, loads: Loads) -> tuple[Replica | None, float]:
+    """The replica from whose device what is missing comes in least time, and its rate in units of the host's; None
+    where the host's is higher, or windows alone are missing, which would hang below nothing that stays."""
+    nearest, best = None, 1.0
+    if not loads.missing[replica.place.lead]:
+        return nearest, best
+    for other in model.replicas:
+        if other is replica or other.gone or not _has_all(other.place, loads.missing):
+            continue
+        rate = core.mover.peer_rate(model.id, other.id, replica.id)
+        if rate > best:
+            nearest, best = other, rate
+    return nearest, best
+
+
+def _has_all(place: Place, missing: Sequence[array[int]]) -> bool:
+    return all(bool((place.states_of(group, rows) == READY).all()) for group, rows in enumerate(missing) if rows)
 
 
 def load_from(core: Core, call: Call, loads: Loads, source: Replica, tip: int, urgency: Urgency) -> Ticket:
