@@ -173,7 +173,7 @@ class PageBook:
             self._ask_ahead(request, blocks, states)
             return False
         if self.untold.ready.ended or self.untold.ready.dead:  # vLLM has freed pages for this
-            self.flush()
+            self._grants.report()
         elif self._grants.is_short:
             return False
         if self._ask(request, blocks, states):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cachesvc_client import CacheClient
@@ -18,12 +19,12 @@ LAYOUT = Layout(64, 1, (PlaneGroup("full"),), (Plane("kv", 0, "full", (64,), "ui
 
 
 @contextmanager
-def book_of(node: Node, ahead_blocks: int = 32) -> Iterator[PageBook]:
+def book_of(node: Node, ahead_blocks: int = 32, clock: Callable[[], float] = time.monotonic) -> Iterator[PageBook]:
     """A book of a lease; at its end nothing is held."""
     with CacheClient(node.socket, engine="book") as client:
         model = client.register("book", LAYOUT, device_pages=[PAGES], host_pages=[0], reserved_pages=1)
         with client.open_lease(model) as lease:
-            book = PageBook(lease, 4, ahead_blocks)
+            book = PageBook(lease, 4, ahead_blocks, clock)
             try:
                 yield book
             finally:
@@ -106,6 +107,23 @@ def test_nothing_is_waited_for_while_requests_run(node: Node) -> None:
         book.drop(request, 40)
         book.flush()
         assert book.outbox.take_waits() == (0, 0)
+
+
+def test_a_request_whose_match_is_old_gets_pages_that_another_has_freed(node: Node) -> None:
+    """What is matched again meanwhile are others: its own sequence stays."""
+    ahead_s = 0.0
+    with book_of(node, clock=lambda: time.monotonic() + ahead_s) as book:
+        large, waiting = book.begin("a", wish(some_hashes(PAGES - 40))), book.begin("b", wish(some_hashes(3)))
+        assert book.reserve(large, PAGES - 40)
+        book.take(large, PAGES - 40)
+        for _ in range(2):
+            book.begin_step()
+        ahead_s = 1.0
+        book.finish(large, 1)
+        book.drop(large, PAGES - 40)
+        assert book.reserve(waiting, 100)
+        assert book.find("b") is waiting
+        book.forget("b")
 
 
 def is_there(book: PageBook, request: RequestPages) -> bool:
