@@ -167,8 +167,14 @@ class Engine:
         assert stock is not None
         return int(stock.blocks)
 
+    def settle(self) -> None:
+        """Kernels of an iteration take longer than the daemon's answers."""
+        book = self.connector._scheduler._book  # noqa: SLF001 - vLLM need not know
+        while not (book.outbox.is_empty or book.is_adrift):
+            book.outbox.poll()
+
     def catch_up(self) -> None:
-        """Kernels of an iteration take longer than the daemon's answers, and its making room."""
+        """Kernels take longer than the daemon's making room, too."""
         book = self.connector._scheduler._book  # noqa: SLF001 - as its hooks do, which come once in an iteration
         while not (book.outbox.is_empty and book._lease.record.stock.is_full):  # noqa: SLF001
             book.top_up()

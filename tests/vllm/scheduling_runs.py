@@ -43,6 +43,9 @@ BUSY = Shape(pages=1600, at_a_time=80, step_tokens=640, stock=8)
 
 CROWDED = Shape(pages=400, at_a_time=16, step_tokens=128, stock=4)
 
+LONG_STEPS = 0.9
+"""Part of the iterations that take longer than the daemon's answers, as a GPU's do."""
+
 AT_ONCE = 16
 """Iterations of ``admissions`` before it counts, and while it does."""
 
@@ -101,6 +104,8 @@ def serve(
             if rng.random() < resets:
                 engine.reset()
             engine.step()
+            if rng.random() < LONG_STEPS:
+                engine.settle()
         watch.look()
         if until():
             return
@@ -376,7 +381,7 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "resets": lambda socket, seed: two(socket, seed, Shape(), resets=0.05),
     "windows": lambda socket, seed: two(socket, seed, Shape(**WINDOWS)),
     "states": lambda socket, seed: two(socket, seed, Shape(**STATES)),
-    "all-kinds": lambda socket, seed: two(socket, seed, Shape(**ALL_KINDS)),
+    "all-kinds": lambda socket, seed: two(socket, seed, Shape(at_a_time=24, **ALL_KINDS)),
     "windows-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **WINDOWS)),
     "states-within": lambda socket, seed: two(socket, seed, Shape(groups=(SAVED_STATE, SAVED_STATE, FULL), pages=200)),
     "states-priorities": lambda socket, seed: two(

@@ -187,8 +187,10 @@ class Grants:
         for request, result in zip(requests, results, strict=True):
             if isinstance(result, Allocated):
                 self.demand.take(len(result.tables[self._lead].pages) - result.loading_blocks)
+                request.take_cells()  # it has pages from here on, and is not matched again
                 continue
             refused("allocate", request.request_id, result)
+            request.begun_s = self._clock()  # others save blocks for it: it asks again with the match that it has
             if isinstance(result, PoolExhausted):
                 request.was_refused = True
                 self.pause()
