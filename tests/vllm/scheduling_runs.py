@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.vouching import PagesLapsed
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.lora.request import LoRARequest
@@ -38,16 +37,8 @@ SLOW = Shape(at_a_time=6, stock=2, page_bytes=8 << 20)
 """A load of some requests takes longer than a daemon needs to die."""
 
 
-BUSY = Shape(pages=1600, at_a_time=80, step_tokens=640, stock=8)
-"""Sixteen requests of eight blocks an iteration are a small part of the pool."""
-
-CROWDED = Shape(pages=400, at_a_time=16, step_tokens=128, stock=4)
-
 LONG_STEPS = 0.9
 """Part of the iterations that take longer than the daemon's answers, as a GPU's do."""
-
-AT_ONCE = 16
-"""Iterations of ``admissions`` before it counts, and while it does."""
 
 WINDOWS: dict[str, Any] = {"groups": (WINDOW, WINDOW, FULL), "pages": 160}
 STATES: dict[str, Any] = {"groups": (STATE, STATE, FULL), "pages": 200}
@@ -112,8 +103,9 @@ def serve(
 
 
 def two(socket: str, seed: int, shape: Shape, *, resets: float = 0) -> list[Engine]:
-    """Two engines on one pool."""
+    """Two engines on one pool, the second of which waits for the daemon's answers."""
     engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(2)]
+    engines[1].wait_for_answers()
     serve(engines, random.Random(seed), 400, resets=resets)
     return engines
 
@@ -239,53 +231,6 @@ def adapters(socket: str, seed: int) -> list[Engine]:
     return [engine]
 
 
-def admissions(socket: str, seed: int) -> list[Engine]:
-    """Sixteen requests an iteration on a full pool, in iterations that end once the daemon has done what they asked:
-    each is admitted at once, and the scheduler waits for no answer while requests run."""
-    engine, rng = Engine("e0", socket, seed, BUSY), random.Random(seed)
-    for _ in range(AT_ONCE):  # a full pool, and as many requests as stay
-        _admit(engine, rng)
-    engine.take_stats()
-    before, engine.stats = len(engine.hits), CacheStats()
-    for _ in range(AT_ONCE):
-        _admit(engine, rng)
-    engine.take_stats()
-    assert engine.stats.data["waits"] == 0, "a running request waited for the daemon"
-    assert len(engine.hits) - before >= 16 * (AT_ONCE - 1), "requests came later than they could"
-    run_out(engine)
-    return [engine]
-
-
-def _admit(engine: Engine, rng: random.Random) -> None:
-    for _ in range(16):
-        engine.add([rng.randrange(VOCABULARY) for _ in range(30)], 4)
-    engine.step()
-    engine.catch_up()
-
-
-def four(socket: str, seed: int) -> list[Engine]:
-    """Four engines on a full pool, one of which has nothing more to do: its stock goes back, and the others' requests
-    end."""
-    engines, rng = [Engine(f"e{each}", socket, seed + each, CROWDED) for each in range(4)], random.Random(seed)
-    for engine in engines:
-        for _ in range(12):
-            engine.add([rng.randrange(VOCABULARY) for _ in range(30)], 8)
-        run_out_busy(engine)
-    idle = engines.pop()
-    assert max(each.most_stock for each in (idle, *engines)) > CROWDED.stock, "none had more than its base"
-    assert idle.stock == CROWDED.stock
-    serve(engines, rng, 150, aborts=0)
-    assert idle.stock == CROWDED.stock
-    return [*engines, idle]
-
-
-def run_out_busy(engine: Engine) -> None:
-    """Until it has nothing to do, with iterations that take longer than the daemon."""
-    while engine.is_busy:
-        engine.step()
-        engine.catch_up()
-
-
 def weights(socket: str, seed: int) -> list[Engine]:
     """Three versions of weights over two engines, and a third one that starts with the last of them. Within a version
     the second engine has the first one's blocks from its first request on; across versions there is no hit."""
@@ -400,8 +345,6 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "die-while-loading": die_while_loading,
     "sibling": sibling,
     "adapters": adapters,
-    "admissions": admissions,
-    "four": four,
     "weights": weights,
     "stopped": stopped,
     "stopped-async": lambda socket, seed: stopped_for_good(socket, seed, Shape(is_async=True)),

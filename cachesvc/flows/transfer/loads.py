@@ -140,7 +140,7 @@ class _Filled(NamedTuple):
 
 
 def _sources(core: Core, model: Model, replica: Replica, loads: Loads) -> list[tuple[Replica | None, list[array[int]]]]:
-    """Where what is missing comes from, root first: the nearest replica that has all of it, and the host (None)."""
+    """Sources of what is missing, root first: the nearest replica that has all of it, and the host (None)."""
     source, rate = _nearest(core, model, replica, loads)
     if source is None:
         return [(None, loads.missing)]

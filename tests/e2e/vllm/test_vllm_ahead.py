@@ -110,7 +110,7 @@ def test_nothing_is_waited_for_while_requests_run(node: Node) -> None:
 
 
 def test_a_request_whose_match_is_old_gets_pages_that_another_has_freed(node: Node) -> None:
-    """What is matched again meanwhile are others: its own sequence stays."""
+    """Others are matched again meanwhile; its own sequence stays."""
     ahead_s = 0.0
     with book_of(node, clock=lambda: time.monotonic() + ahead_s) as book:
         large, waiting = book.begin("a", wish(some_hashes(PAGES - 40))), book.begin("b", wish(some_hashes(3)))
@@ -127,7 +127,7 @@ def test_a_request_whose_match_is_old_gets_pages_that_another_has_freed(node: No
 
 
 def is_there(book: PageBook, request: RequestPages) -> bool:
-    """What was asked for has come."""
+    """Return whether the pages have come."""
     book.top_up()
     return not request.is_growing
 

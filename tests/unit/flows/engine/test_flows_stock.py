@@ -82,7 +82,7 @@ def test_what_an_engine_is_about_to_take_is_there_before_it_has_grown() -> None:
     rig, a = full_of_cache(16)
     rig.run(match, a, 99, b"", 0)
     [cells] = rig.run(refill_stock, a, (8,), 0, 3)
-    assert (len(cells.pages), len(rig.device_keys())) == (3, 13), "as many as it is about to take, and no more"
+    assert (len(cells.pages), len(rig.device_keys())) == (3, 13), "what it takes next, and no more"
     assert not rig.run(refill_stock, a, (3,), 0, 3)
     assert len(rig.device_keys()) == 13
 
