@@ -123,13 +123,13 @@ def bring(
         coming = model.blocks.start_fill(replica.place, missing, ticket.id)
         ticket.rows = _moving(loads.rows, missing)
         filled.append(_Filled(ticket, load_pairs(place, coming)))
-        tickets.append(ticket)
-    hold.rely_on(loads.rows, loads.needed, tickets)
+    begun = [each.ticket for each in filled]
+    hold.rely_on(loads.rows, loads.needed, [*tickets, *begun])
     for ticket, pairs in filled:
         if is_from_peer := ticket.source is not None:
             core.count(Count.PEER_LOADS)
         submit(core, model, ticket, pairs, layered=not is_from_peer, short_suffix=short_suffix)
-    return tickets
+    return [*tickets, *begun]
 
 
 class _Filled(NamedTuple):
