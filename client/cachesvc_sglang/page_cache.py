@@ -15,6 +15,12 @@ from typing import Any
 import torch
 from cachesvc_client import CacheClientError
 from cachesvc_client.memory.pool import LoadOutcome
+from cachesvc_vllm.daemon.node import announced_in
+from cachesvc_vllm.daemon.weights_version import WeightsVersion
+from cachesvc_vllm.pages.page_book import PageBook
+from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.vouching import LOOK_S as LEASE_LOOK_S
+from cachesvc_vllm.vouching import Dropped, Vouching
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     CacheRequestOutcome,
@@ -26,12 +32,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from cachesvc.model.answers import TicketView
 from cachesvc_sglang.prompts import PromptKeys, may_share
-from cachesvc_vllm.daemon.node import announced_in
-from cachesvc_vllm.daemon.weights_version import WeightsVersion
-from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
-from cachesvc_vllm.vouching import LOOK_S as LEASE_LOOK_S
-from cachesvc_vllm.vouching import Dropped, Vouching
 
 ROOT = "root"
 """Node of a match that found nothing and is no request's."""
@@ -128,16 +128,15 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
 
     def available_tokens(self) -> int:
         """Tokens that can be had, those of this pass's reservations left out."""
-        return self._book.free_blocks(self._pool_blocks, None) * self.page_size
+        return int(self._book.free_blocks(self._pool_blocks, None) * self.page_size)
 
     def reserved_tokens(self) -> int:
         """Tokens that this pass has reserved, and that are not allocated yet."""
-        return sum(each.spare_pages for each in self._reserved.values()) * self.page_size
+        return int(sum(each.spare_pages for each in self._reserved.values()) * self.page_size)
 
-    def ask_room(self) -> bool:
-        """Have the daemon say anew what is free. True: look again."""
+    def ask_room(self) -> None:
+        """Have the daemon say anew what is free."""
         self._book.ask_room()
-        return True
 
     def reserve_prompt(self, new_tokens: int, *, fits: bool) -> bool:
         """Give the request that SGLang looks at the pages of its whole prompt; False where there is no room now."""
@@ -223,13 +222,15 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
 
     def protected_size(self) -> int:
         """Tokens of other engines' pages, and of hits in use: all that is neither to be had nor this engine's own."""
-        own = sum(-(-each.kv_allocated_len // self.page_size) * self.page_size - each.cache_protected_len
-                  for each in self._rows.values())
-        return self.total_size() - self.available_tokens() - own
+        own = sum(
+            -(-each.kv_allocated_len // self.page_size) * self.page_size - each.cache_protected_len
+            for each in self._rows.values()
+        )
+        return int(self.total_size() - self.available_tokens() - own)
 
     def total_size(self) -> int:
         """Tokens of the pool."""
-        return self._pool_blocks * self.page_size
+        return int(self._pool_blocks * self.page_size)
 
     def pretty_print(self) -> None:
         """No-op: ``cachesvc show`` prints the index."""

@@ -1,6 +1,6 @@
 """Hooks around SGLang's steps: which requests an allocation is for, when a step begins, and when its output has come.
 
-    ingest  ->  schedule, allocate  ->  run_batch  ->  (the step before:) process_batch_result  ->  tokens
+ingest  ->  schedule, allocate  ->  run_batch  ->  (the step before:) process_batch_result  ->  tokens
 """
 
 from __future__ import annotations

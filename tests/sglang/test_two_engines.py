@@ -32,7 +32,7 @@ def daemon() -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="module")
 def two(fleet: SglangFleet, daemon: DaemonProcess) -> Iterator[list[Engine]]:
-    running = [fleet.engine(daemon.socket, DEVICE_BLOCKS) for _ in range(2)]
+    running: list[Engine] = [fleet.engine(daemon.socket, DEVICE_BLOCKS) for _ in range(2)]
     try:
         for engine in running:
             engine.wait_ready()
@@ -57,8 +57,7 @@ def test_random_requests_are_answered_alike_by_two_engines_and_by_sglang_alone(
         assert [answer.said for answer in answers] == [answer.said for answer in expected]
         cached += sum(answer.cached for answer in answers)
         own += sum(answer.cached for answer in expected)
-    assert cached > 0
-    print("CACHED", cached, own)
+    assert cached >= own > 0
 
 
 def test_an_engine_killed_in_mid_request_leaves_what_it_sealed_to_the_next(
