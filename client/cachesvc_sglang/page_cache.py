@@ -13,8 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from cachesvc_client import CacheClientError
+from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_client.memory.pool import LoadOutcome
+from cachesvc_vllm.daemon.errors import STUCK
 from cachesvc_vllm.daemon.node import announced_in
 from cachesvc_vllm.daemon.weights_version import WeightsVersion
 from cachesvc_vllm.pages.page_book import PageBook
@@ -31,6 +32,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from cachesvc.model.answers import TicketView
+from cachesvc_sglang.errors import EngineRefused
 from cachesvc_sglang.prompts import PromptKeys, may_share
 
 ROOT = "root"
@@ -147,6 +149,9 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         if fits and self._book.reserve(pages, -(-tokens // self.page_size)):
             self._reserved[pages.request_id] = pages
             return True
+        blocks = -(-tokens // self.page_size)
+        if fits and self._book.is_beyond(pages, blocks) and not self.node.comes_back:
+            raise EngineRefused(STUCK)
         self._book.give_way(pages)
         return False
 
@@ -250,6 +255,24 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
                 lease.make_sure(LEASE_LOOK_S)
         self._book.is_with_daemon()
 
+    @property
+    def is_to_move(self) -> bool:
+        """True where all requests are to begin anew: pages may be others', or there is a new lease."""
+        is_lapsed = self._book.is_moving and not self._book.is_empty
+        return is_lapsed or bool(self._book.is_adrift and self.node.back_id)
+
+    def move(self) -> None:
+        """Go on under the new lease, where there is one. Nothing uses any page."""
+        self._settle()
+        self._book.is_moving = True
+        if not self._book.is_empty or not self.node.back_id or not self.node.move(self.node.back_id):
+            return
+        self._check = self.node.page_check()  # the model may have another number
+        for rid in [*self._loading, *self._loaded]:
+            self._forget(rid, ends=False)
+        with suppress(DaemonUnavailable, LeaseLost):  # then it moves again
+            self._book.adopt(self.node.lease)
+
     def begin_step(self) -> None:
         """A step is launched: report the last one to the daemon meanwhile."""
         self._reserved.clear()
@@ -267,7 +290,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
     def end_output(self) -> None:
         """The output was handed out, and ended requests were released."""
         self._book.untold.end_output(computes=self._in_flight > 0)
-        if self._book.is_empty:  # there may be no step after this
+        if not self._in_flight:  # there may be no step after this
             self._book.flush()
         if not self._book.is_adrift:
             self._check.step()

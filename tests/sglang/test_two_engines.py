@@ -86,3 +86,26 @@ def test_what_is_flushed_is_not_found_any_more_and_salts_separate(two: list[Engi
     answers += [two[0].ask(prompt)[0], two[0].ask(prompt)[0]]
     assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS] * 3
     assert {answer.said for answer in answers} == {expected}
+
+
+def test_requests_under_way_end_well_when_the_daemon_dies_and_what_comes_after_finds_the_next(
+    daemon: DaemonProcess, two: list[Engine], plain: Engine
+) -> None:
+    under_way = [random_prompt(60, 2.5, new=60), random_prompt(61, 2.5, new=400)]
+    later = random_prompt(62, 5.5)
+    expected = plain.ask(*under_way, later)
+    for engine in two:
+        engine.send(under_way[0])
+    daemon.process.kill()
+    daemon.process.wait()
+    for engine in two:
+        assert engine.collect()[0].said == expected[0].said
+    assert two[1].ask(random_prompt(63, 1.5))[0].cached == 0  # in private pages, with no daemon at all
+    for engine in two:
+        engine.send(*under_way)
+    daemon.start()
+    for engine in two:
+        assert [answer.said for answer in engine.collect()] == [answer.said for answer in expected[:2]]
+    answers = [engine.ask(later)[0] for engine in two]
+    assert [answer.said for answer in answers] == [expected[2].said] * 2
+    assert [answer.cached for answer in answers] == [0, 5 * BLOCK_TOKENS]
