@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,17 +31,18 @@ def test_pages_of_other_sizes_are_shared_too(fleet: SglangFleet, plain: Engine, 
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("wish", "reason"),
     [
-        ({"page_size": 1}, "--page-size is 1"),
-        ({"enable_memory_saver": True}, "--enable-memory-saver is not supported"),
+        ({"options": {"page_size": 1}}, "--page-size is 1"),
+        ({"extra": {"stock": 1}}, "CACHESVC_SGLANG has stock; what can be set is socket"),
+        ({}, "no cachesvcd answers at"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
-    fleet: SglangFleet, tmp_path: Path, options: dict[str, object], reason: str
+    fleet: SglangFleet, tmp_path: Path, wish: dict[str, Any], reason: str
 ) -> None:
     log = tmp_path / "log"
-    engine = fleet.engine(str(tmp_path / "none.sock"), options=options, log=str(log))
+    engine = fleet.engine(str(tmp_path / "none.sock"), log=str(log), **wish)
     try:
         engine.wait_dead()
         assert reason in log.read_text(encoding="utf-8")
