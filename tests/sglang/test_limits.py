@@ -18,15 +18,14 @@ DEVICE_BLOCKS = 72
 
 
 @pytest.mark.parametrize("page_tokens", [16, 128])
-def test_pages_of_other_sizes_are_shared_too(fleet: SglangFleet, plain: Engine, page_tokens: int) -> None:
+def test_pages_of_other_sizes_are_served_too(fleet: SglangFleet, plain: Engine, page_tokens: int) -> None:
     prompt = random_prompt(400, 12.5)
     expected = plain.ask(prompt)[0].said
     with running_node() as node:
-        with engines(fleet.engine(node.socket, options={"page_size": page_tokens})) as (first,):
-            assert first.ask(prompt)[0].said == expected
-        with engines(fleet.engine(node.socket, options={"page_size": page_tokens})) as (second,):
-            answer = second.ask(prompt)[0]
-        assert (answer.said, answer.cached) == (expected, (len(prompt.tokens) - 1) // page_tokens * page_tokens)
+        with engines(fleet.engine(node.socket, options={"page_size": page_tokens})) as (engine,):
+            answers = [engine.ask(prompt)[0] for _ in range(2)]
+        assert [answer.said for answer in answers] == [expected] * 2
+        assert answers[1].cached == (len(prompt.tokens) - 1) // page_tokens * page_tokens
         check_daemon(node.socket)
 
 
