@@ -6,6 +6,7 @@ by then its process has ended: nothing of it writes to any memory any more.
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 from collections import deque
@@ -40,6 +41,24 @@ class HostChunk(NamedTuple):
     region: int
     size_bytes: int
     fd: int
+
+
+class StampOfLife(NamedTuple):
+    """Stamp of a mover's life: its memory, by a descriptor that is ours where there is one, and the seed of its
+    bytes."""
+
+    handle: Handle
+    fd: int | None
+    seed: str
+
+    def copy(self) -> StampOfLife:
+        """The stamp with a descriptor of its own."""
+        return self._replace(fd=None if self.fd is None else os.dup(self.fd))
+
+    def close(self) -> None:
+        """Close the descriptor, once."""
+        if self.fd is not None:
+            os.close(self.fd)
 
 
 class Life:
@@ -159,6 +178,21 @@ class Life:
             if region in self._known:
                 self._known.remove(region)
                 self.ask("close_peer", region=region)
+
+    def stamp(self) -> StampOfLife:
+        """Have the mover write its stamp. Raises as ``ask``."""
+        told = self.ask("stamp")
+        handle = Handle(told.head["kind"], told.body, told.head["size_bytes"])
+        return StampOfLife(handle, told.descriptors[0] if told.descriptors else None, told.head["seed"])
+
+    def check_peer(self, stamp: StampOfLife) -> tuple[str, bool]:
+        """Have the mover pull another one's stamp; returns what is wrong, if anything, and whether the pull did not
+        end. Raises as ``ask``."""
+        descriptors = () if stamp.fd is None else (stamp.fd,)
+        fields = {"kind": stamp.handle.kind, "size_bytes": stamp.handle.size_bytes, "seed": stamp.seed}
+        body = stamp.handle.token
+        told = self._channel.ask("check_peer", ANSWER_SECONDS, descriptors=descriptors, body=body, **fields).head
+        return told["wrong"], told["hangs"]
 
     def kill(self) -> None:
         """End the process. One that was found and has not said what it is may be another daemon's: that one is left

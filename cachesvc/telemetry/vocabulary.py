@@ -46,6 +46,12 @@ VOCABULARY: dict[str, Event] = {
         "warning", "A GPU is broken: nothing new is registered there, readiness is off.", ("device", "reason", "...")
     ),
     "device_back": Event("info", "A broken device works again, with a new mover.", ("device",)),
+    "device_pair_refused": Event(
+        "warning",
+        "Copies from one device to another failed their check: hits there come by the host until the source's mover is "
+        "started again.",
+        ("source", "target", "reason"),
+    ),
     "device_memory_by_handles": Event(
         "warning",
         "The driver of these GPUs has no VMM memory: pools are mapped by IPC handles, and engines on them do not come "

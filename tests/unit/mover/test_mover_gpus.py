@@ -235,7 +235,7 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(process: MoverProcess | 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostGpu, HostGpu, MoverProcesses]]:
     """Two GPUs, each with a mover of its own."""
-    monkeypatch.setattr("cachesvc.mover.processes.ASKED_SECONDS", 0.05)
+    monkeypatch.setattr("cachesvc.mover.peers.ASKED_SECONDS", 0.05)
     gpus = HostGpu(0), HostGpu(1)
     settings = [Settings("cuda", gpu.uuid, 1 << 20, timeline_words=64) for gpu in gpus]
     movers = MoverProcesses(settings, __version__, begins=[InThreads([gpu]) for gpu in gpus])
