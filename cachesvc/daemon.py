@@ -108,7 +108,8 @@ def build(
 
     Raises a CacheError that says what cannot be had.
     """
-    base = _base(config, choose(config))
+    base, claim = _base(config, choose(config)), SocketClaim(config.socket)
+    base.hardware.share_claim(claim.held)
     node, watch = base.node, base.telemetry.watch
     process_of, grace = node.core.ledger.processes.get, config.token_grace_seconds
     keyring = Keyring(config.tokens, process_of, node.now, grace) if config.tokens else None
@@ -127,7 +128,7 @@ def build(
     return DaemonParts(
         config=config,
         base=base,
-        claim=SocketClaim(config.socket),
+        claim=claim,
         life=_life(config, base, calls.lanes),
         registrar=calls.engine.registrar,
         keyrings=() if keyring is None else (keyring,),

@@ -10,7 +10,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -33,6 +33,10 @@ GOING_SECONDS = 2.0
 
 UNKILLABLE_SECONDS = 30.0
 """A process that was killed and is still there after so long stands in a driver's call that does not return."""
+
+
+Claim = Callable[[], tuple[int, ...]]
+"""Gives the descriptor of the daemon's lock, once it has one."""
 
 
 class HostChunk(NamedTuple):
@@ -62,12 +66,13 @@ class StampOfLife(NamedTuple):
 
 
 class Life:
-    """``start`` opens it. ``version``: what it has to be of."""
+    """``start`` opens it. ``version``: what it has to be of. ``claim``: what it keeps until its end."""
 
-    def __init__(self, begin: Begin, version: str, settings: Settings) -> None:
+    def __init__(self, begin: Begin, version: str, settings: Settings, claim: Claim = tuple) -> None:
         self._begin = begin
         self._version = version
         self._settings = settings
+        self._claim = claim
         self._process: MoverProcess | None = None
         self._is_ours = False
         self._is_let_go = True  # it may go on without this life
@@ -98,7 +103,7 @@ class Life:
             if hello["version"] != self._version:
                 raise Unavailable(f"the mover is of version {hello['version']}, this daemon of {self._version}")
             self._is_ours, self.pid = True, hello["pid"]
-            told = self.ask("open", descriptors=(jobs.fd, ends.fd), **self._settings.told())
+            told = self.ask("open", descriptors=(jobs.fd, ends.fd, *self._claim()), **self._settings.told())
             self.facts = told.head
             undo.pop_all()
         self._is_let_go = False

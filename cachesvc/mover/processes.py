@@ -19,7 +19,7 @@ from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavaila
 from cachesvc.model.transfer import Direction
 from cachesvc.mover.channel import MoverFault, MoverGone
 from cachesvc.mover.device import DeviceMover
-from cachesvc.mover.life import HostChunk, Life
+from cachesvc.mover.life import Claim, HostChunk, Life
 from cachesvc.mover.peers import PeerSlabs, SlabOfMover, at_once
 from cachesvc.mover.process import Begin, child
 from cachesvc.mover.settings import Settings
@@ -55,6 +55,7 @@ class MoverProcesses:
         probe_seconds: float = PROBE_ANSWER_SECONDS,
     ) -> None:
         self.name = settings[0].kind
+        self._claim: Claim = tuple
         self._lock = threading.Lock()
         self._regions = itertools.count(1)
         self._chunks: dict[int, _Chunk] = {}
@@ -67,7 +68,7 @@ class MoverProcesses:
                 one.device,
                 one.device_bytes,
                 one.timeline_words,
-                partial(Life, begin, version, one),
+                partial(Life, begin, version, one, self._held),
                 partial(self._equip, one.device),
                 self._lost,
                 probe_seconds,
@@ -76,6 +77,10 @@ class MoverProcesses:
         }
         self._asked: set[str] = set()  # devices whose probe is not answered yet
         self._running = False
+
+    def share_claim(self, claim: Claim) -> None:
+        """Have movers that start from now on hold the daemon's lock: the next daemon waits for them."""
+        self._claim = claim
 
     def tell_losses(self, on_lost: Callable[[str, str], None]) -> None:
         """Tell ``on_lost(device, why)``, from a thread, when the slabs of a device are gone."""
@@ -268,6 +273,9 @@ class MoverProcesses:
             mover.forget(pools)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _held(self) -> tuple[int, ...]:
+        return self._claim()
 
     def _equip(self, device: str, life: Life) -> None:
         """Equip a new life: what comes meanwhile reaches it too, and all of it once."""

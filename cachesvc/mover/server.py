@@ -76,9 +76,13 @@ class MoverServer:
         self._version = version
         self._equip = equip
         self._work: _Work | None = None
+        self._claim = -1
 
     def serve(self) -> None:
         """Until the daemon hangs up; then give everything back."""
+        # A place for the daemon's lock: the kernel lets go of a killed process's descriptors from the highest number to
+        # the lowest, and the lock has to be the last (Linux 6.18; beside 1.6 GiB of memory files 2.4 s later).
+        self._claim = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         looking = threading.Thread(target=self._look_for_end, name="daemon-gone", daemon=True)
         looking.start()
         try:
@@ -90,6 +94,7 @@ class MoverServer:
                 self._connection.shutdown(socket.SHUT_RDWR)
             looking.join()
             self._connection.close()
+            os.close(self._claim)
 
     def _look_for_end(self) -> None:
         """Root of a thread: start no more copies once the daemon has hung up, whatever it still has asked for."""
@@ -106,7 +111,10 @@ class MoverServer:
         if name == "open":
             settings = Settings(**{field: told for field, told in asked.head.items() if field != "ask"})
             logging.getLogger().setLevel(settings.log_level.upper())
-            self._work = _Work(settings.device, self._equip(settings), *asked.descriptors)
+            jobs, ends, *claim = asked.descriptors
+            for descriptor in claim:
+                os.dup2(descriptor, self._claim, inheritable=False)
+            self._work = _Work(settings.device, self._equip(settings), jobs, ends)
             return self._work.start()
         if self._work is None:
             raise Unavailable("this mover was not opened")

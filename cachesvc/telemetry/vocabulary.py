@@ -29,6 +29,12 @@ VOCABULARY: dict[str, Event] = {
     "start_refused": Event(
         "error", "The daemon could not start, with the reason, such as a taken socket or port.", ("reason",)
     ),
+    "start_waits": Event(
+        "warning",
+        "The lock beside the socket is held by a daemon that starts or ends, or by movers of a killed one, which may "
+        "still write to its memory. The daemon waits for `seconds`, and then refuses to start.",
+        ("lock", "holders", "seconds"),
+    ),
     "stopped": Event("info", "The daemon has ended in order."),
     # devices and memory
     "no_gpu": Event("info", "Backend auto found no GPU and takes shared memory.", ("reason",)),

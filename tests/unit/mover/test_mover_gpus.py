@@ -221,7 +221,7 @@ def test_a_mover_that_does_not_answer_nor_die_is_waited_for_by_nobody(
     hung.goes_on.set()
 
 
-@pytest.mark.parametrize(("process", "pause"), [(None, "again_s=0.05"), (Unkillable(), "again_s=600.00")])
+@pytest.mark.parametrize(("process", "pause"), [(None, "again_s=0.0"), (Unkillable(), "again_s=600.00")])
 def test_processes_that_cannot_be_killed_do_not_pile_up(process: MoverProcess | None, pause: str, heard: Heard) -> None:
     """A GPU that hangs may hang for the next mover too."""
     broken, refused, fresh = HostGpu(), HostGpu(), HostGpu()
