@@ -27,12 +27,12 @@ TICKS = 1000
 
 
 def kin_of(layout: Layout, shares: Sequence[Sequence[int]]) -> tuple[Kin, ...]:
-    """The windowed groups that draw from pools of full groups, those with the same needs together."""
+    """The windowed groups with copies that draw from pools of full groups, those with the same needs together."""
     found: dict[tuple[int, int, int], list[int]] = {}
     for at, groups in enumerate(shares):
         full = sum(group in layout.full_groups for group in groups)
         for group in groups if full else ():
-            if group in layout.window_groups:
+            if group in layout.window_groups and group not in layout.scratch_groups:
                 found.setdefault((at, hit_window_blocks(layout, group), layout.sink_blocks(group)), []).append(group)
     return tuple(
         Kin(tuple(groups), window, sinks, sum(group in layout.full_groups for group in shares[at]))

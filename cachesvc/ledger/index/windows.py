@@ -25,7 +25,8 @@ FEW_POSITIONS, MANY_POSITIONS = 64, 4096
 
 
 def hit_window_blocks(layout: Layout, group: int) -> int:
-    """Blocks before a hit's end that a windowed group must have: enough to compute the hit's last token again."""
+    """Blocks before a hit's end that a windowed group must have: enough to compute the hit's last token again; 0 of
+    scratch."""
     return -(-layout.window_of(group) // layout.block_tokens)
 
 
@@ -50,10 +51,11 @@ class WindowNeed(NamedTuple):
 
 
 def window_needs(layout: Layout) -> tuple[WindowNeed, ...]:
-    """Needs of each windowed group."""
+    """Needs of each windowed group whose copies a hit needs."""
     return tuple(
         WindowNeed(group, hit_window_blocks(layout, group), layout.sink_blocks(group), layout.groups[group].is_state)
         for group in layout.window_groups
+        if group not in layout.scratch_groups
     )
 
 

@@ -7,7 +7,8 @@ in each block, and they are groups of their own:
     window-p0  |  page 0           |  page 2           |
     window-p1  |           page 1  |           page 3  |
 
-The page of an earlier part falls out of a window sooner, so its group has a shorter one.
+The page of an earlier part falls out of a window sooner, so its group has a shorter one. Where a window does not reach
+it from the end of its block, no hit needs it: its group is scratch.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def part_group(
 ) -> tuple[list[PlaneGroup], list[Plane]]:
     """Return the groups and planes of a group with blocks of ``part_tokens`` in a layout of ``block_tokens``.
 
-    ``planes``: those of one page. Raises LayoutRejected where the sizes do not fit, for states within a block, and for
-    a window of which a part is never in reach from the end of a block.
+    ``planes``: those of one page. Raises LayoutRejected where the sizes do not fit, for states within a block, and
+    without a pool that the parts share.
     """
     if part_tokens < 1 or block_tokens % part_tokens:
         raise LayoutRejected(
@@ -80,12 +81,6 @@ def part_group(
         )
     if not group.pool:
         raise LayoutRejected(f"group {group.name!r} has {count} pages a block and no pool: name one that they share")
-    least = block_tokens - part_tokens
-    if group.window_tokens is not None and group.window_tokens <= least:
-        raise LayoutRejected(
-            f"group {group.name!r} has a window of {group.window_tokens} tokens, and at least {least + 1} are needed: "
-            f"the first page of a block of {block_tokens} tokens is never in reach from its end"
-        )
     groups = [_part(group, part, count, part_tokens) for part in range(count)]
     return groups, [replace(plane, group=each.name) for each in groups for plane in planes]
 
@@ -97,6 +92,6 @@ def _part(group: PlaneGroup, part: int, count: int, part_tokens: int) -> PlaneGr
     return replace(
         group,
         name=f"{group.name}-p{part}",
-        window_tokens=None if window is None else window - (count - 1 - part) * part_tokens,
+        window_tokens=None if window is None else max(0, window - (count - 1 - part) * part_tokens),
         sink_tokens=max(0, group.sink_tokens - part * part_tokens),
     )
