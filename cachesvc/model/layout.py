@@ -358,7 +358,7 @@ def _check_groups(layout: Layout) -> None:
             f"group {group.name!r}: sink_tokens {group.sink_tokens} out of range",
         )
         _require(
-            window is not None or group.sink_tokens == 0,
+            bool(window) or group.sink_tokens == 0,
             f"group {group.name!r}: sink_tokens mean nothing without a window",
         )
         _require(

@@ -21,7 +21,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, READY
 
 ROWS_LOOKED = 512
-"""Rows that are climbed to find other copies. What is farther away counts as this far."""
+"""Rows that are climbed to find other copies or positions. What is farther away counts as this far, or as not there."""
 TICKS = 1000
 """Order of positions in a queue, to the millisecond."""
 
@@ -148,16 +148,17 @@ class Retention:
                 order.update(each)
 
     def _link(self, row: int) -> None:
-        """Link the positions from ``row`` up, to where those above are linked already."""
+        """Link the positions from ``row`` up, to where those above are linked already, or too far away."""
         parent, classes, below = self._index.parent, self.rule.classes, self.below
-        last, at = row, parent[row]
-        while at != NO_ROW:
+        last, at, climbed = row, parent[row], 0
+        while at != NO_ROW and climbed < ROWS_LOOKED:
+            climbed += 1
             if classes[at]:
                 is_linked = below[at] == last
                 below[at] = last
                 if is_linked:
                     return
-                last = at
+                last, climbed = at, 0
             at = parent[at]
 
     # -- distances ---------------------------------------------------------------------------------------------

@@ -88,10 +88,7 @@ def part_group(
 def _part(group: PlaneGroup, part: int, count: int, part_tokens: int) -> PlaneGroup:
     """The pages of a part, which lie in their blocks as if they were the whole of them: so the window's last token is
     nearer, and so are the sinks."""
-    window = group.window_tokens
-    return replace(
-        group,
-        name=f"{group.name}-p{part}",
-        window_tokens=None if window is None else max(0, window - (count - 1 - part) * part_tokens),
-        sink_tokens=max(0, group.sink_tokens - part * part_tokens),
-    )
+    window, sinks = group.window_tokens, max(0, group.sink_tokens - part * part_tokens)
+    if window is not None:
+        window = max(1 if sinks else 0, window - (count - 1 - part) * part_tokens)
+    return replace(group, name=f"{group.name}-p{part}", window_tokens=window, sink_tokens=sinks)

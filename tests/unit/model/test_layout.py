@@ -171,6 +171,7 @@ FULL = PlaneGroup("full")
         (4, 1, (PlaneGroup("prefix", 8),), (replace(K, group="prefix"),)),
         (4, 1, (PlaneGroup("full", None, 4),), (K,)),
         (4, 1, (FULL, PlaneGroup("w", -1)), (K, replace(K, group="w"))),
+        (4, 1, (FULL, PlaneGroup("w", 0, 4)), (K, replace(K, group="w"))),
         (4, 1, (FULL, PlaneGroup("w", 8, -1)), (K, replace(K, group="w"))),
         (4, 1, (PlaneGroup("fu ll"),), (replace(K, group="fu ll"),)),
         (4, 1, (FULL,), (K, K)),

@@ -78,7 +78,7 @@ def test_groups_of_windows_and_states_are_served_beside_whole_sequences() -> Non
     [
         ([SlidingWindowSpec()], "no layer of this model keeps whole sequences .SlidingWindowSpec."),
         ([MambaSpec(), SlidingWindowSpec()], "MambaSpec, SlidingWindowSpec"),
-        ([FullAttentionSpec()] * 17, "17 KV cache groups, and 16 are supported"),
+        ([FullAttentionSpec()] * 129, "129 KV cache groups, and 128 are supported"),
         ([FullAttentionSpec(), CircularBufferSpec()], "groups of CircularBufferSpec are not supported; Full"),
         ([FullAttentionSpec(), MambaSpec(mamba_cache_mode="all")], "--mamba-cache-mode all cannot be shared"),
         ([FullAttentionSpec(), MambaSpec(num_speculative_blocks=2)], "for drafts move them"),
