@@ -223,7 +223,7 @@ def main() -> None:
             found: dict[str, Any] = {"plan": f"{name}, {layout}"}
             try:
                 found |= describe(made, specs, layout)
-            except (ValueError, NotImplementedError) as refused:
+            except (AssertionError, ValueError, NotImplementedError) as refused:
                 found["refused"] = str(refused)
             print(json.dumps(found))
 
