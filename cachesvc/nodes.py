@@ -10,7 +10,9 @@ from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text.addresses import parse_address, parse_addresses
 from cachesvc.peer.borrower import PeerStorage
+from cachesvc.peer.guests import Guests, parse_networks
 from cachesvc.peer.lender import Lender
+from cachesvc.service.calls.expecting import PeerLenders
 from cachesvc.service.calls.lending import LendingDesk
 from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.peer_client import GrpcControl
@@ -18,8 +20,9 @@ from cachesvc.service.rpc.peer_service import PeerListening, PeerServer, PeerSer
 from cachesvc.storage.spec import StorageSpec, TierOptions, WriteWhen, parse_storage
 from cachesvc.telemetry import events
 
-MOST_PEERS = 16
-"""Most peers: a borrower asks them one after another."""
+ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not listened on
+MOST_PEERS = 256
+"""Most peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,14 @@ class PeerSpec:
 
 def check_peers(config: Config) -> PeerSpec | None:
     """Peers that a daemon would ask; None: none. Raises InvalidRequest for impossible settings."""
-    for address in filter(None, (config.peer_listen,)):
-        _check_address(config, "peer_listen", address)
+    for name, address in (("peer_listen", config.peer_listen), ("peer_advertise", config.peer_advertise)):
+        if address:
+            _check_address(config, name, address)
+    if config.peer_advertise and not config.peer_listen:
+        raise InvalidRequest("peer_advertise: this node lends nothing; set peer_listen, too")
+    for network in parse_networks("peer_allow", config.peer_allow):
+        if not network.is_loopback:
+            _require_trust(config, "peer_allow", str(network))
     if bool(config.peer_tls_certificate) != bool(config.peer_tls_key) or bool(config.peer_tls_ca) != bool(
         config.peer_tls_key
     ):
@@ -41,7 +50,7 @@ def check_peers(config: Config) -> PeerSpec | None:
     if not 0 <= config.peer_data_port < 1 << 16:
         raise InvalidRequest(f"peer_data_port: {config.peer_data_port} is not a port")
     if not config.peers:
-        return None
+        return PeerSpec((), TierOptions(WriteWhen.NEVER)) if config.peer_allow else None
     spec: StorageSpec = parse_storage(f"peers:{config.peers}", ("peers",))
     spec.check_options({})
     if config.storage and spec.tier != TierOptions():
@@ -58,9 +67,14 @@ def check_peers(config: Config) -> PeerSpec | None:
 
 def _check_address(config: Config, name: str, address: str) -> None:
     parsed = parse_address(name, address)
-    if not parsed.is_loopback and not (config.peer_tokens and config.peer_tls_key):
+    if not parsed.is_loopback:
+        _require_trust(config, name, parsed.host)
+
+
+def _require_trust(config: Config, name: str, where: str) -> None:
+    if not (config.peer_tokens and config.peer_tls_key):
         raise InvalidRequest(
-            f"{name}: {parsed.host} is not loopback: nodes need peer_tokens and certificates (peer_tls_certificate, "
+            f"{name}: {where} is not loopback: nodes need peer_tokens and certificates (peer_tls_certificate, "
             "peer_tls_key, peer_tls_ca) to know each other"
         )
 
@@ -75,11 +89,13 @@ class Nodes:
         files = PeerListening(config.peer_listen, config.peer_tls_certificate, config.peer_tls_key, config.peer_tls_ca)
         self._files = files
         addresses: Sequence[str] = () if self.spec is None else self.spec.addresses
-        self.peers = (
-            PeerStorage([GrpcControl(each, files, self._tokens) for each in addresses], time.monotonic)
-            if addresses
-            else None
-        )
+        networks = parse_networks("peer_allow", config.peer_allow)
+
+        def make(address: str) -> GrpcControl:
+            return GrpcControl(address, files, self._tokens)
+
+        guests = Guests(networks, make, time.monotonic) if networks else None
+        self.peers = PeerStorage([make(each) for each in addresses], time.monotonic, guests) if self.spec else None
         self.desk: LendingDesk | None = None
         self._lender: Lender | None = None
         self._server: PeerServer | None = None
@@ -87,12 +103,29 @@ class Nodes:
     def connect(self, node: Node, view: Callable[[int, int, int, int], memoryview]) -> None:
         """Connect to this node's ledger and host pages."""
         config = self._config
+        if self.peers is not None:
+            PeerLenders(node, self.peers, self._own)
         if not config.peer_listen:
             return
         self.desk = LendingDesk(node, view, config.peer_lease_seconds)
         host = parse_address("peer_listen", config.peer_listen).host
         self._lender = Lender(self.desk.desk, host, config.peer_data_port)
         self._server = PeerServer(PeerService(self.desk, self._lender), self._files, self._tokens)
+
+    @property
+    def advertised(self) -> str:
+        """HOST:PORT at which other nodes reach this one; empty where nothing is lent, or no address says where."""
+        if self._config.peer_advertise:
+            return self._config.peer_advertise
+        if self._server is None:
+            return ""
+        host = parse_address("peer_listen", self._config.peer_listen).host
+        if host in ANY_HOST:
+            return ""
+        return f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
+
+    def _own(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.advertised, self._config.peer_listen)))
 
     async def start(self) -> None:
         """Raises a CacheError that says what cannot be had."""

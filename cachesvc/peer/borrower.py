@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.model.errors import CacheError
+from cachesvc.model.errors import CacheError, PermissionDenied, Unavailable
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.control import HandshakeFailed, Loan, PeerControl
+from cachesvc.peer.control import Answered, Borrowed, HandshakeFailed, Loan, PeerControl
+from cachesvc.peer.guests import Guests
 from cachesvc.peer.health import Peer
 from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into
 from cachesvc.storage.header import HEADER_BYTES
-from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus
+from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
 from cachesvc.telemetry import events
 
 THREADS = 4
@@ -37,13 +38,14 @@ CLOSE_SECONDS = 1.0
 
 @dataclass(eq=False)
 class HeldLoan:
-    """Loan of a peer: ``numbers`` by name."""
+    """Loan of a peer: ``numbers`` by name. ``is_expected``: it was asked for ahead, by ``expect``."""
 
     peer: Peer
     loan: Loan
     numbers: dict[ObjectName, int]
     since: float
     is_read: bool = False
+    is_expected: bool = False
 
 
 @dataclass(slots=True)
@@ -64,16 +66,23 @@ class Wanted:
 
 
 class PeerStorage:
-    """The engine over ``controls``, each of another daemon, the nearest first. ``clock``: monotonic seconds."""
+    """The engine over ``controls``, each of another daemon, the nearest first. ``guests``: peers that requests name.
+    ``clock``: monotonic seconds."""
 
     kind = "peers"
 
-    def __init__(self, controls: Sequence[PeerControl], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        controls: Sequence[PeerControl],
+        clock: Callable[[], float] = time.monotonic,
+        guests: Guests | None = None,
+    ) -> None:
         self.caps = Caps(is_shared=True, survives="daemon", evicts_itself=True)
         self.peers = [Peer(control, clock) for control in controls]
         self.counts: Counter[str] = Counter()
         self.read_bytes = 0
         self._clock = clock
+        self._guests = guests
         self._held: dict[ObjectName, HeldLoan] = {}
         self._unread: list[HeldLoan] = []
         self._jobs: deque[BorrowJob] = deque()
@@ -99,9 +108,12 @@ class PeerStorage:
     def describe(self, scope: Scope, label: str) -> None:
         """No-op: peers know their models by themselves."""
 
-    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Return None, since peers must be asked, unless none can be, or all were a moment ago."""
         first = keys[:KEY_BYTES]
+        held = self._held.get(ObjectName(scope, first, parts[0])) if first and parts else None
+        if held is not None and held.is_expected:
+            return None
         can_be_asked = any(peer.is_usable and not peer.lacks(first) for peer in self.peers)
         return None if can_be_asked and first else 0
 
@@ -109,6 +121,9 @@ class PeerStorage:
         """Borrows them of the first peer that has the first of them."""
         asked = list(names)
         nothing = [False] * len(asked)
+        if (held := self._held.get(asked[0])) is not None and held.is_expected:
+            found([name in held.numbers for name in asked])
+            return
 
         def ask() -> None:
             there = nothing
@@ -118,6 +133,42 @@ class PeerStorage:
                 found(there)
 
         self._add(BorrowJob(ask, partial(found, nothing), deadline))
+
+    def expect(
+        self, address: str, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, answered: Answered
+    ) -> None:
+        """Have the peer at ``address`` lend what it has of packed ``keys``, and wait there for the first of them for
+        ``patience`` seconds. ``answered`` is called once, from any thread; what is lent can be read by then. Raises
+        PermissionDenied, InvalidRequest."""
+        peer = self._peer_at(address)
+        if not peer.is_usable:
+            answered(Unavailable(f"{address}: {peer.reason}"))
+            return
+
+        one_by_one = [key_at(keys, at) for at in range(len(keys) // KEY_BYTES)]
+
+        def done(answer: Borrowed | CacheError) -> None:
+            if isinstance(answer, CacheError):
+                self._note_refusal(peer, answer)
+            else:
+                peer.worked(answer.epoch)
+                if answer.loan is not None:
+                    self._hold(peer, answer.loan, scope, one_by_one, parts, is_expected=True)
+            answered(answer)
+
+        try:
+            peer.control.borrow_later(scope, keys, parts, patience, patience + ASK_SECONDS, done)
+        except CacheError as error:
+            done(error)
+
+    def _peer_at(self, address: str) -> Peer:
+        """The peer of an address, configured or a guest. Raises PermissionDenied, InvalidRequest."""
+        known = next((peer for peer in self.peers if peer.control.address == address), None)
+        if known is not None:
+            return known
+        if self._guests is None:
+            raise PermissionDenied(f"{address} is none of this node's peers, and no peer_allow permits others")
+        return self._guests.peer_at(address)
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read borrowed objects. All others are a MISS."""
@@ -175,7 +226,7 @@ class PeerStorage:
         return [
             f"nothing is borrowed of the node {each.distrust}; see that peer_tls_certificate, peer_tls_key and "
             "peer_tls_ca of both nodes are current, and that each node trusts who signed the other's"
-            for each in self.peers
+            for each in self._all_peers()
             if each.distrust
         ]
 
@@ -196,8 +247,11 @@ class PeerStorage:
         for thread in (*self._threads, self._keeper):
             if thread.is_alive():
                 thread.join(max(0.0, until - time.monotonic()))
-        for peer in self.peers:
+        for peer in self._all_peers():
             peer.control.close()
+
+    def _all_peers(self) -> list[Peer]:
+        return [*self.peers, *(self._guests.all() if self._guests is not None else ())]
 
     # -- on threads ----------------------------------------------------------------------------------------------
 
@@ -237,33 +291,39 @@ class PeerStorage:
             if not peer.is_usable or peer.lacks(keys[0]):
                 continue
             try:
-                loan = peer.control.borrow(scope, b"".join(keys), parts, ASK_SECONDS)
+                answer = peer.control.borrow(scope, b"".join(keys), parts, ASK_SECONDS)
             except CacheError as error:
                 self._note_refusal(peer, error)
                 continue
-            peer.worked(0 if loan is None else loan.epoch)
-            if loan is None:
+            peer.worked(answer.epoch)
+            if answer.loan is None:
                 peer.had_nothing(keys[0])
                 continue
-            return self._hold(peer, loan, names, keys, parts)
+            lent = self._hold(peer, answer.loan, scope, keys, parts)
+            return [name in lent for name in names]
         return [False] * len(names)
 
     def _hold(
-        self, peer: Peer, loan: Loan, names: list[ObjectName], keys: list[bytes], parts: list[Part]
-    ) -> list[bool]:
+        self,
+        peer: Peer,
+        loan: Loan,
+        scope: Scope,
+        keys: Sequence[bytes],
+        parts: Sequence[Part],
+        *,
+        is_expected: bool = False,
+    ) -> dict[ObjectName, int]:
+        """Hold a loan of ``parts`` of each of ``keys``; return what it lends, with the numbers on its stream."""
         peer.counts["lent"] += 1
-        row = {key: at * len(parts) for at, key in enumerate(keys)}
-        column = {part: at for at, part in enumerate(parts)}
-        numbers = {name: row[name.key] + column[name.part] for name in names}
-        lent = {name: at for name, at in numbers.items() if at < len(loan.lent) and loan.lent[at]}
-        held = HeldLoan(peer, loan, lent, self._clock())
+        names = (ObjectName(scope, key, part) for key in keys for part in parts)
+        lent = {name: at for at, (name, is_there) in enumerate(zip(names, loan.lent, strict=False)) if is_there}
+        held = HeldLoan(peer, loan, lent, self._clock(), is_expected=is_expected)
         with self._changed:
             before = {id(each): each for each in map(self._held.get, lent) if each is not None}
             self._held.update(dict.fromkeys(lent, held))
             unused = [each for each in before.values() if all(self._held.get(n) is not each for n in each.numbers)]
-        for each in unused:
-            self._give_back(each)
-        return [name in lent for name in names]
+            self._unread += unused  # the next heartbeat gives them back
+        return lent
 
     def _refuse(self, wanted: Wanted, each: Each) -> None:
         """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""

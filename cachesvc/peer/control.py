@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.storage.seam import Part, Scope
 
 
@@ -26,6 +26,19 @@ class Loan(NamedTuple):
     lent: tuple[bool, ...]
 
 
+class Borrowed(NamedTuple):
+    """Answer of another daemon, of the life ``epoch``. ``loan``: None where nothing is there; ``computing``: blocks
+    behind what is lent that an engine computes there."""
+
+    loan: Loan | None = None
+    epoch: int = 0
+    computing: int = 0
+
+
+Answered = Callable[[Borrowed | CacheError], None]
+"""Called once with the answer to a question, or with what it failed by, from any thread."""
+
+
 class PeerControl(Protocol):
     """One other daemon. Calls block, end by their deadlines, and raise a CacheError where they fail."""
 
@@ -33,8 +46,14 @@ class PeerControl(Protocol):
     def address(self) -> str:
         """Address of the peer, HOST:PORT."""
 
-    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan | None:
-        """Have what is there of packed ``keys`` kept; None where nothing is. ``seconds``: for the answer."""
+    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Borrowed:
+        """Have what is there of packed ``keys`` kept. ``seconds``: for the answer."""
+
+    def borrow_later(
+        self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
+    ) -> None:
+        """Do ``borrow``, and have the peer wait for the first block for ``patience`` seconds. Returns at once; raises
+        a CacheError where nothing is asked."""
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
         """Keep loans with a heartbeat."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import grpc
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
-from cachesvc.model.errors import Unavailable
-from cachesvc.peer.control import HandshakeFailed, Loan
+from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.peer.control import Answered, Borrowed, HandshakeFailed, Loan
 from cachesvc.service.host.tls import NodeCertificates
 from cachesvc.service.rpc.peer_service import PeerListening, PeerTokens
 from cachesvc.storage.seam import Part, Scope
@@ -25,6 +25,15 @@ _OPTIONS = (
 PROBE_SECONDS = 0.5
 PROBE_PAUSE_SECONDS = 30.0
 """A peer that cannot be reached is tried by hand so seldom, to tell whether it is for the certificates."""
+
+
+def _request(scope: Scope, keys: bytes, parts: Sequence[Part], patience: float) -> peer_pb2.BorrowRequest:
+    request = peer_pb2.BorrowRequest(
+        namespace=scope.namespace, layout_id=scope.layout, keys=keys, patience_ms=round(patience * 1000)
+    )
+    for part in parts:
+        request.parts.add(group=part.group, rank=part.rank, ranks=part.ranks)
+    return request
 
 
 class GrpcControl:
@@ -49,23 +58,44 @@ class GrpcControl:
         """Address of the peer, HOST:PORT."""
         return self._address
 
-    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan | None:
+    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Borrowed:
         """See PeerControl."""
-        request = peer_pb2.BorrowRequest(namespace=scope.namespace, layout_id=scope.layout, keys=keys)
-        for part in parts:
-            request.parts.add(group=part.group, rank=part.rank, ranks=part.ranks)
+        request = _request(scope, keys, parts, 0)
         try:
             answer = self._connected().Borrow(request, timeout=seconds, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
             raise self._failure(error) from error
+        return self._borrowed(answer)
+
+    def borrow_later(
+        self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
+    ) -> None:
+        """See PeerControl."""
+        request = _request(scope, keys, parts, patience)
+        try:
+            asked = self._connected().Borrow.future(request, timeout=seconds, metadata=self._metadata())
+        except (grpc.RpcError, ValueError) as error:
+            raise self._failure(error) from error
+
+        def done(call: grpc.Future[peer_pb2.BorrowResponse]) -> None:
+            try:
+                said: Borrowed | CacheError = self._borrowed(call.result())
+            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
+                said = self._failure(error)
+            answered(said)
+
+        asked.add_done_callback(done)
+
+    def _borrowed(self, answer: peer_pb2.BorrowResponse) -> Borrowed:
         if not answer.lease_id:
-            return None
+            return Borrowed(None, answer.epoch, answer.computing_blocks)
         with self._lock:
             self._epochs[answer.lease_id] = answer.epoch
         host = self._address.rpartition(":")[0].strip("[]")
         lent = tuple(map(bool, answer.lent))
         seconds = answer.silence_limit_ms / 1000
-        return Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent)
+        loan = Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent)
+        return Borrowed(loan, answer.epoch, answer.computing_blocks)
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
         """See PeerControl."""

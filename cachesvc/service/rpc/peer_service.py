@@ -24,8 +24,9 @@ from cachesvc.wire.limits import check_fields
 
 NAMESPACE_BYTES = 32
 MIN_TOKEN_CHARACTERS = 22
-MOST_CONNECTIONS = 64
-MOST_CALLS = 64
+MOST_CONNECTIONS = 320
+MOST_CALLS = 512
+"""Most calls at a time. Of these, many wait for what is being computed (``MOST_PATIENT``)."""
 MESSAGE_BYTES = 1 << 20
 
 
@@ -100,11 +101,11 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
                 raise InvalidRequest("namespace has 32 bytes and layout_id 8")
             scope = Scope(request.namespace, request.layout_id)
             parts = [Part(part.group, part.rank, part.ranks) for part in request.parts]
-            lent = await self._desk.borrow(scope, request.keys, parts)
+            lent, computing = await self._desk.borrow(scope, request.keys, parts, request.patience_ms / 1000)
         except CacheError as error:
             await refuse(context, error)
         if lent is None:
-            return peer_pb2.BorrowResponse(epoch=self._desk.epoch)
+            return peer_pb2.BorrowResponse(epoch=self._desk.epoch, computing_blocks=computing)
         return peer_pb2.BorrowResponse(
             lease_id=lent.lease,
             epoch=self._desk.epoch,
@@ -112,6 +113,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             data_port=self._lender.port,
             silence_limit_ms=int(self._desk.lease_seconds * 1000),
             lent=bytes(each is not None for each in lent.objects),
+            computing_blocks=computing,
         )
 
     async def Beat(self, request: peer_pb2.BeatRequest, context: Context) -> peer_pb2.BeatResponse:
