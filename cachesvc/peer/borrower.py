@@ -10,16 +10,17 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import CacheError, PermissionDenied, Unavailable
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.control import Answered, Borrowed, HandshakeFailed, Loan, PeerControl
+from cachesvc.peer.control import Answered, Borrowed, HandshakeFailed, PeerControl
 from cachesvc.peer.guests import Guests
 from cachesvc.peer.health import Peer
+from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
 from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into
 from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
@@ -31,21 +32,7 @@ ASK_SECONDS = 0.5
 """Time limit of an answer without bytes, seconds."""
 CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 5.0
-UNUSED_SECONDS = 10.0
-"""Time after which unread loans are given back, seconds."""
 CLOSE_SECONDS = 1.0
-
-
-@dataclass(eq=False)
-class HeldLoan:
-    """Loan of a peer: ``numbers`` by name. ``is_expected``: it was asked for ahead, by ``expect``."""
-
-    peer: Peer
-    loan: Loan
-    numbers: dict[ObjectName, int]
-    since: float
-    is_read: bool = False
-    is_expected: bool = False
 
 
 @dataclass(slots=True)
@@ -55,14 +42,6 @@ class BorrowJob:
     run: Callable[[], None]
     refuse: Callable[[], None]
     deadline: float
-
-
-@dataclass(slots=True)
-class Wanted:
-    """Items of one call that one peer lends."""
-
-    held: HeldLoan
-    items: list[tuple[int, Item]] = field(default_factory=list)
 
 
 class PeerStorage:
@@ -83,8 +62,7 @@ class PeerStorage:
         self.read_bytes = 0
         self._clock = clock
         self._guests = guests
-        self._held: dict[ObjectName, HeldLoan] = {}
-        self._unread: list[HeldLoan] = []
+        self._loans = HeldLoans(clock)
         self._jobs: deque[BorrowJob] = deque()
         self._changed = threading.Condition()
         self._is_open = False
@@ -111,7 +89,7 @@ class PeerStorage:
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Return None, since peers must be asked, unless none can be, or all were a moment ago."""
         first = keys[:KEY_BYTES]
-        held = self._held.get(ObjectName(scope, first, parts[0])) if first and parts else None
+        held = self._loans.find(ObjectName(scope, first, parts[0])) if first and parts else None
         if held is not None and held.is_expected:
             return None
         can_be_asked = any(peer.is_usable and not peer.lacks(first) for peer in self.peers)
@@ -121,7 +99,7 @@ class PeerStorage:
         """Borrows them of the first peer that has the first of them."""
         asked = list(names)
         nothing = [False] * len(asked)
-        if (held := self._held.get(asked[0])) is not None and held.is_expected:
+        if (held := self._loans.find(asked[0])) is not None and held.is_expected:
             found([name in held.numbers for name in asked])
             return
 
@@ -153,7 +131,8 @@ class PeerStorage:
             else:
                 peer.worked(answer.epoch)
                 if answer.loan is not None:
-                    self._hold(peer, answer.loan, scope, one_by_one, parts, is_expected=True)
+                    peer.counts["lent"] += 1
+                    self._loans.hold(peer, answer.loan, scope, one_by_one, parts, is_expected=True)
             answered(answer)
 
         try:
@@ -172,28 +151,11 @@ class PeerStorage:
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read borrowed objects. All others are a MISS."""
-        missing = dict(enumerate(items))
-        wanted: list[Wanted] = []
-        with self._changed:
-            while (held := self._best_for(missing.values())) is not None:
-                held.is_read = True
-                mine = [(index, item) for index, item in missing.items() if item.name in held.numbers]
-                wanted.append(Wanted(held, mine))
-                for index, _ in mine:
-                    del missing[index]
-                for name in held.numbers:  # one stream is all that a loan is good for
-                    if self._held.get(name) is held:
-                        del self._held[name]
+        wanted, missing = self._loans.take(items)
         for index in missing:
             each(index, Outcome.MISS)
         for one in wanted:
             self._add(BorrowJob(partial(self._read, one, deadline, each), partial(self._refuse, one, each), deadline))
-
-    def _best_for(self, items: Iterable[Item]) -> HeldLoan | None:
-        """The loan that has most of the items: another call may have borrowed some of them since, for itself."""
-        names = [item.name for item in items]
-        loans = {id(held): held for held in map(self._held.get, names) if held is not None}
-        return max(loans.values(), key=lambda held: sum(name in held.numbers for name in names), default=None)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
         """Peers keep what they compute, and nothing else."""
@@ -232,7 +194,7 @@ class PeerStorage:
 
     def holds(self, name: ObjectName) -> bool:
         """True for borrowed objects."""
-        return name in self._held
+        return self._loans.find(name) is not None
 
     def close(self) -> None:
         """Give back what is borrowed, as far as peers answer in time. Idempotent."""
@@ -299,38 +261,16 @@ class PeerStorage:
             if answer.loan is None:
                 peer.had_nothing(keys[0])
                 continue
-            lent = self._hold(peer, answer.loan, scope, keys, parts)
+            peer.counts["lent"] += 1
+            lent = self._loans.hold(peer, answer.loan, scope, keys, parts)
             return [name in lent for name in names]
         return [False] * len(names)
-
-    def _hold(
-        self,
-        peer: Peer,
-        loan: Loan,
-        scope: Scope,
-        keys: Sequence[bytes],
-        parts: Sequence[Part],
-        *,
-        is_expected: bool = False,
-    ) -> dict[ObjectName, int]:
-        """Hold a loan of ``parts`` of each of ``keys``; return what it lends, with the numbers on its stream."""
-        peer.counts["lent"] += 1
-        names = (ObjectName(scope, key, part) for key in keys for part in parts)
-        lent = {name: at for at, (name, is_there) in enumerate(zip(names, loan.lent, strict=False)) if is_there}
-        held = HeldLoan(peer, loan, lent, self._clock(), is_expected=is_expected)
-        with self._changed:
-            before = {id(each): each for each in map(self._held.get, lent) if each is not None}
-            self._held.update(dict.fromkeys(lent, held))
-            unused = [each for each in before.values() if all(self._held.get(n) is not each for n in each.numbers)]
-            self._unread += unused  # the next heartbeat gives them back
-        return lent
 
     def _refuse(self, wanted: Wanted, each: Each) -> None:
         """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""
         for index, _ in wanted.items:
             each(index, Outcome.BUSY)
-        with self._changed:
-            self._unread.append(wanted.held)
+        self._loans.leave_unread(wanted.held)
 
     def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
         """Read all items of a loan, over one stream. Each of them ends, and is not written to any more then."""
@@ -395,37 +335,20 @@ class PeerStorage:
             except Exception:  # noqa: BLE001 - the root of a thread: the next beat may be better
                 events.failure("peer_beat_broke")
         until = time.monotonic() + CLOSE_SECONDS
-        for held in (*self._take_unread(), *self._all_held()):
+        for held in (*self._loans.take_unread(), *self._loans.all()):
             left = until - time.monotonic()
             if left > 0 and held.peer.is_usable:  # else it lapses
                 self._give_back(held, min(ASK_SECONDS, left))
 
     def beat(self) -> None:
         """Send heartbeats for loans still wanted, and give back abandoned ones."""
-        for held in self._take_unread():
+        for held in self._loans.take_unread():
             self._give_back(held)
-        now = self._clock()
         wanted: dict[int, tuple[Peer, list[int]]] = {}
-        for held in self._all_held():
-            if now - held.since > UNUSED_SECONDS:
-                with self._changed:
-                    for name in held.numbers:
-                        if self._held.get(name) is held:
-                            del self._held[name]
-                self._give_back(held)
-            else:
-                wanted.setdefault(id(held.peer), (held.peer, []))[1].append(held.loan.lease)
+        for held in self._loans.all():
+            wanted.setdefault(id(held.peer), (held.peer, []))[1].append(held.loan.lease)
         for peer, leases in wanted.values():
             try:
                 peer.control.beat(leases, ASK_SECONDS)
             except CacheError as error:
                 self._note_refusal(peer, error)
-
-    def _take_unread(self) -> list[HeldLoan]:
-        with self._changed:
-            unread, self._unread = self._unread, []
-        return unread
-
-    def _all_held(self) -> list[HeldLoan]:
-        with self._changed:
-            return list({id(held): held for held in self._held.values()}.values())

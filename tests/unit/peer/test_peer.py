@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from cachesvc.peer import wire
-from cachesvc.peer.borrower import UNUSED_SECONDS, PeerStorage
+from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.desk import LentObject
 from cachesvc.peer.lender import MOST_STREAMS_OF_ONE
+from cachesvc.peer.loans import UNUSED_SECONDS
 from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, Reader
