@@ -112,7 +112,6 @@ class Nodes:
         self._lender = Lender(self.desk.desk, host, config.peer_data_port)
         self._server = PeerServer(PeerService(self.desk, self._lender), self._files, self._tokens)
 
-    @property
     def advertised(self) -> str:
         """HOST:PORT at which other nodes reach this one; empty where nothing is lent, or no address says where."""
         if self._config.peer_advertise:
@@ -125,7 +124,7 @@ class Nodes:
         return f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
 
     def _own(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.advertised, self._config.peer_listen)))
+        return tuple(filter(None, (self.advertised(), self._config.peer_listen)))
 
     async def start(self) -> None:
         """Raises a CacheError that says what cannot be had."""

@@ -92,6 +92,7 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, re
         existed=response.existed,
         reserved_pages=response.reserved_pages,
         weights_version=response.weights_version,
+        peer_address=response.peer_address,
     )
 
 
