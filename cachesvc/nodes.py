@@ -12,6 +12,7 @@ from cachesvc.model.text.addresses import parse_address, parse_addresses
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.guests import Guests, parse_networks
 from cachesvc.peer.lender import Lender
+from cachesvc.service.calls.digests import DigestFeed
 from cachesvc.service.calls.expecting import PeerLenders
 from cachesvc.service.calls.lending import LendingDesk
 from cachesvc.service.loop.node import Node
@@ -97,6 +98,7 @@ class Nodes:
         guests = Guests(networks, make, time.monotonic) if networks else None
         self.peers = PeerStorage([make(each) for each in addresses], time.monotonic, guests) if self.spec else None
         self.desk: LendingDesk | None = None
+        self._digests: DigestFeed | None = None
         self._lender: Lender | None = None
         self._server: PeerServer | None = None
 
@@ -109,8 +111,9 @@ class Nodes:
             return
         self.desk = LendingDesk(node, view, config.peer_lease_seconds)
         host = parse_address("peer_listen", config.peer_listen).host
+        self._digests = DigestFeed(node)
         self._lender = Lender(self.desk.desk, host, config.peer_data_port)
-        self._server = PeerServer(PeerService(self.desk, self._lender), self._files, self._tokens)
+        self._server = PeerServer(PeerService(self.desk, self._lender, self._digests), self._files, self._tokens)
 
     def advertised(self) -> str:
         """HOST:PORT at which other nodes reach this one; empty where nothing is lent, or no address says where."""
@@ -152,3 +155,5 @@ class Nodes:
         """Do periodic work, on the ledger thread."""
         if self.desk is not None:
             self.desk.tick()
+        if self._digests is not None:
+            self._digests.tick()

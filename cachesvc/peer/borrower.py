@@ -17,10 +17,12 @@ from functools import partial
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import CacheError, PermissionDenied, Unavailable
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.peer.asking import ASK_SECONDS, Question, candidates, may_have
 from cachesvc.peer.control import Answered, Borrowed, HandshakeFailed, PeerControl
 from cachesvc.peer.guests import Guests
 from cachesvc.peer.health import Peer
 from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
+from cachesvc.peer.news import NewsReader
 from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into
 from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
@@ -28,10 +30,10 @@ from cachesvc.telemetry import events
 
 THREADS = 4
 MOST_WAITING = 1024
-ASK_SECONDS = 0.5
-"""Time limit of an answer without bytes, seconds."""
 CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 5.0
+LOOK_SECONDS = 1.0
+"""Interval at which peers that tell nothing are asked for their digests, seconds."""
 CLOSE_SECONDS = 1.0
 
 
@@ -63,6 +65,7 @@ class PeerStorage:
         self._clock = clock
         self._guests = guests
         self._loans = HeldLoans(clock)
+        self._news = NewsReader(lambda: self.peers)
         self._jobs: deque[BorrowJob] = deque()
         self._changed = threading.Condition()
         self._is_open = False
@@ -79,6 +82,7 @@ class PeerStorage:
         for thread in self._threads:
             thread.start()
         self._keeper.start()
+        self._news.look()
 
     def register(self, chunk: memoryview) -> None:
         """No-op: any memory will do."""
@@ -92,11 +96,10 @@ class PeerStorage:
         held = self._loans.find(ObjectName(scope, first, parts[0])) if first and parts else None
         if held is not None and held.is_expected:
             return None
-        can_be_asked = any(peer.is_usable and not peer.lacks(first) for peer in self.peers)
-        return None if can_be_asked and first else 0
+        return None if first and may_have(self.peers, first) else 0
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """Borrows them of the first peer that has the first of them."""
+        """Borrow them of the peer that has most of them."""
         asked = list(names)
         nothing = [False] * len(asked)
         if (held := self._loans.find(asked[0])) is not None and held.is_expected:
@@ -126,13 +129,9 @@ class PeerStorage:
         one_by_one = [key_at(keys, at) for at in range(len(keys) // KEY_BYTES)]
 
         def done(answer: Borrowed | CacheError) -> None:
-            if isinstance(answer, CacheError):
-                self._note_refusal(peer, answer)
-            else:
-                peer.worked(answer.epoch)
-                if answer.loan is not None:
-                    peer.counts["lent"] += 1
-                    self._loans.hold(peer, answer.loan, scope, one_by_one, parts, is_expected=True)
+            self._note_answer(peer, answer)
+            if not isinstance(answer, CacheError) and answer.loan is not None:
+                self._loans.hold(peer, answer.loan, scope, one_by_one, parts, is_expected=True)
             answered(answer)
 
         try:
@@ -205,6 +204,7 @@ class PeerStorage:
         for job in jobs:
             job.refuse()
         self._stopping.set()
+        self._news.close()
         until = time.monotonic() + CLOSE_SECONDS
         for thread in (*self._threads, self._keeper):
             if thread.is_alive():
@@ -249,22 +249,16 @@ class PeerStorage:
         scope = names[0].scope
         keys = list(dict.fromkeys(name.key for name in names))
         parts = list(dict.fromkeys(name.part for name in names))
-        for peer in self.peers:
-            if not peer.is_usable or peer.lacks(keys[0]):
-                continue
-            try:
-                answer = peer.control.borrow(scope, b"".join(keys), parts, ASK_SECONDS)
-            except CacheError as error:
-                self._note_refusal(peer, error)
-                continue
-            peer.worked(answer.epoch)
-            if answer.loan is None:
-                peer.had_nothing(keys[0])
-                continue
-            peer.counts["lent"] += 1
-            lent = self._loans.hold(peer, answer.loan, scope, keys, parts)
-            return [name in lent for name in names]
-        return [False] * len(names)
+        chosen = candidates(self.peers, keys)
+        lent = Question(self._loans, self._note_answer, scope, keys, parts).ask(chosen)
+        return [name in lent for name in names]
+
+    def _note_answer(self, peer: Peer, answer: Borrowed | CacheError) -> None:
+        if isinstance(answer, CacheError):
+            self._note_refusal(peer, answer)
+            return
+        peer.worked(answer.epoch)
+        peer.counts["lent"] += answer.loan is not None
 
     def _refuse(self, wanted: Wanted, each: Each) -> None:
         """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""
@@ -329,9 +323,13 @@ class PeerStorage:
     def _keep(self) -> None:
         """Root of the thread that says that what is borrowed is still wanted."""
         yield_to_callers()
-        while not self._stopping.wait(BEAT_SECONDS):
+        beat_at = self._clock() + BEAT_SECONDS
+        while not self._stopping.wait(LOOK_SECONDS):
             try:
-                self.beat()
+                self._news.look()
+                if self._clock() >= beat_at:
+                    beat_at = self._clock() + BEAT_SECONDS
+                    self.beat()
             except Exception:  # noqa: BLE001 - the root of a thread: the next beat may be better
                 events.failure("peer_beat_broke")
         until = time.monotonic() + CLOSE_SECONDS

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.peer.digest import DigestNews
 from cachesvc.storage.seam import Part, Scope
 
 
@@ -46,20 +47,23 @@ class PeerControl(Protocol):
     def address(self) -> str:
         """Address of the peer, HOST:PORT."""
 
-    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Borrowed:
-        """Have what is there of packed ``keys`` kept. ``seconds``: for the answer."""
-
     def borrow_later(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
     ) -> None:
-        """Do ``borrow``, and have the peer wait for the first block for ``patience`` seconds. Returns at once; raises
-        a CacheError where nothing is asked."""
+        """Have what is there of packed ``keys`` kept, once the first block is there, or ``patience`` seconds later.
+        ``seconds``: for the answer. Returns at once; raises a CacheError where nothing is asked."""
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
         """Keep loans with a heartbeat."""
 
     def give_back(self, lease: int, seconds: float) -> None:
         """Give back a loan."""
+
+    def news_later(
+        self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
+    ) -> None:
+        """Ask what the peer has, beyond a version that is known, and have it wait for a change. Returns at once;
+        raises a CacheError where nothing is asked."""
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

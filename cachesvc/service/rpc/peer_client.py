@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.peer.control import Answered, Borrowed, HandshakeFailed, Loan
+from cachesvc.peer.digest import DigestNews
 from cachesvc.service.host.tls import NodeCertificates
 from cachesvc.service.rpc.peer_service import PeerListening, PeerTokens
 from cachesvc.storage.seam import Part, Scope
@@ -58,15 +59,6 @@ class GrpcControl:
         """Address of the peer, HOST:PORT."""
         return self._address
 
-    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Borrowed:
-        """See PeerControl."""
-        request = _request(scope, keys, parts, 0)
-        try:
-            answer = self._connected().Borrow(request, timeout=seconds, metadata=self._metadata())
-        except (grpc.RpcError, ValueError) as error:
-            raise self._failure(error) from error
-        return self._borrowed(answer)
-
     def borrow_later(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
     ) -> None:
@@ -82,6 +74,26 @@ class GrpcControl:
                 said: Borrowed | CacheError = self._borrowed(call.result())
             except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
                 said = self._failure(error)
+            answered(said)
+
+        asked.add_done_callback(done)
+
+    def news_later(
+        self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
+    ) -> None:
+        """See PeerControl."""
+        request = peer_pb2.NewsRequest(epoch=epoch, version=version, patience_ms=round(patience * 1000))
+        try:
+            asked = self._connected().News.future(request, timeout=2 * patience, metadata=self._metadata())
+        except (grpc.RpcError, ValueError) as error:
+            raise Unavailable(f"{self._address}: {error}") from error
+
+        def done(call: grpc.Future[peer_pb2.NewsResponse]) -> None:
+            try:
+                answer = call.result()
+                said: DigestNews | CacheError = DigestNews(answer.epoch, answer.version, answer.bits, answer.flips)
+            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
+                said = Unavailable(f"{self._address}: {error}")
             answered(said)
 
         asked.add_done_callback(done)

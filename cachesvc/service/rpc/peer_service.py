@@ -15,6 +15,7 @@ from cachesvc.model.errors import CacheError, InvalidRequest, Unauthenticated, U
 from cachesvc.peer.lender import Lender
 from cachesvc.service.access.auth import credentials_of, refusing
 from cachesvc.service.access.connections import rude_options
+from cachesvc.service.calls.digests import DigestFeed
 from cachesvc.service.calls.lending import LendingDesk
 from cachesvc.service.host.tls import Certificates
 from cachesvc.service.rpc.edge import Context, refuse
@@ -90,8 +91,9 @@ class PeerGuard(grpc.aio.ServerInterceptor):
 class PeerService(peer_pb2_grpc.PeerServiceServicer):
     """Each call in some turns of the loop."""
 
-    def __init__(self, desk: LendingDesk, lender: Lender) -> None:
+    def __init__(self, desk: LendingDesk, lender: Lender, digests: DigestFeed) -> None:
         self._desk = desk
+        self._digests = digests
         self._lender = lender
 
     async def Borrow(self, request: peer_pb2.BorrowRequest, context: Context) -> peer_pb2.BorrowResponse:
@@ -130,6 +132,13 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         if request.epoch == self._desk.epoch:
             self._desk.give_back(request.lease_id)
         return peer_pb2.ReturnResponse()
+
+    async def News(self, request: peer_pb2.NewsRequest, context: Context) -> peer_pb2.NewsResponse:
+        del context
+        news = await self._digests.news(request.epoch, request.version, request.patience_ms / 1000)
+        if news is None:
+            return peer_pb2.NewsResponse(epoch=request.epoch, version=request.version)
+        return peer_pb2.NewsResponse(epoch=news.epoch, version=news.version, bits=news.bits, flips=news.flips)
 
 
 @dataclass(frozen=True, slots=True)

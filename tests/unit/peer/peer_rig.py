@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.control import Answered, Borrowed, Loan
 from cachesvc.peer.desk import Lent, LentObject, LoanDesk
+from cachesvc.peer.digest import DigestNews
 from cachesvc.peer.lender import Lender
 from cachesvc.peer.sources import Nowhere, Sources
 from cachesvc.storage.objects import ObjectStore
@@ -89,6 +90,11 @@ class NearControl:
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
     ) -> None:
         answered(self.borrow(scope, keys, parts, seconds))
+
+    def news_later(
+        self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
+    ) -> None:
+        answered(Unavailable(f"{self.name}: it tells nothing"))
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
         self._require()

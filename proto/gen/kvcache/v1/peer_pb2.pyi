@@ -209,3 +209,64 @@ class ReturnResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReturnResponse: _TypeAlias = ReturnResponse  # noqa: Y015
+
+@_typing.final
+class NewsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PATIENCE_MS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """What is known already; 0: nothing."""
+    version: _builtins.int
+    patience_ms: _builtins.int
+    """How long to wait for a change, thirty seconds at most."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+        patience_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "patience_ms", b"patience_ms", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewsRequest: _TypeAlias = NewsRequest  # noqa: Y015
+
+@_typing.final
+class NewsResponse(_message.Message):
+    """A set of block keys as a Bloom filter of a power of two of bits: bits number k mod size, for each of the four
+    little-endian 64-bit words k of a key. Neither field: nothing has changed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    BITS_FIELD_NUMBER: _builtins.int
+    FLIPS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    version: _builtins.int
+    bits: _builtins.bytes
+    """All bits, the lowest of each byte first."""
+    flips: _builtins.bytes
+    """Numbers of 32 bits of those that have flipped since the version that was asked for."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+        bits: _builtins.bytes = ...,
+        flips: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "epoch", b"epoch", "flips", b"flips", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewsResponse: _TypeAlias = NewsResponse  # noqa: Y015
