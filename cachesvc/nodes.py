@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.text.addresses import parse_address, parse_addresses
+from cachesvc.model.text.addresses import Address, parse_address, parse_addresses
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.guests import Guests, parse_networks
+from cachesvc.peer.fleet.guests import Guests, parse_networks
+from cachesvc.peer.fleet.names import MOST_PEERS, PeerNames
 from cachesvc.peer.lender import Lender
 from cachesvc.service.calls.digests import DigestFeed
 from cachesvc.service.calls.expecting import PeerLenders
@@ -22,16 +23,18 @@ from cachesvc.storage.spec import StorageSpec, TierOptions, WriteWhen, parse_sto
 from cachesvc.telemetry import events
 
 ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not listened on
-MOST_PEERS = 256
-"""Most peers."""
+DNS = "dns:"
+"""Before a name that stands for many peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSpec:
-    """``addresses``: of the peers, the nearest first. ``tier``: how what they lend is waited for."""
+    """``addresses``: of the peers, the nearest first. ``tier``: how what they lend is waited for. ``names``: stand for
+    further peers."""
 
     addresses: tuple[str, ...]
     tier: TierOptions
+    names: tuple[Address, ...] = ()
 
 
 def check_peers(config: Config) -> PeerSpec | None:
@@ -56,13 +59,19 @@ def check_peers(config: Config) -> PeerSpec | None:
     spec.check_options({})
     if config.storage and spec.tier != TierOptions():
         raise InvalidRequest("peers: with storage, the options of both are those of storage")
-    addresses = parse_addresses("peers", spec.where, most=MOST_PEERS)
-    for address in addresses:
+    texts = [each.strip() for each in spec.where.split(",")]
+    names = tuple(
+        parse_address("peers", each.removeprefix(DNS), least_port=1) for each in texts if each.startswith(DNS)
+    )
+    listed = ",".join(each for each in texts if not each.startswith(DNS))
+    addresses = parse_addresses("peers", listed, most=MOST_PEERS) if listed or not names else ()
+    for address in (*addresses, *(each.removeprefix(DNS) for each in texts)):
         _check_address(config, "peers", address)
     options = spec.tier
     return PeerSpec(
         addresses,
         TierOptions(WriteWhen.NEVER, options.write_rate, options.wait, options.deadline, options.recompute),
+        names,
     )
 
 
@@ -92,11 +101,13 @@ class Nodes:
         addresses: Sequence[str] = () if self.spec is None else self.spec.addresses
         networks = parse_networks("peer_allow", config.peer_allow)
 
-        def make(address: str) -> GrpcControl:
-            return GrpcControl(address, files, self._tokens)
+        def make(address: str, name: str = "") -> GrpcControl:
+            return GrpcControl(address, files, self._tokens, name)
 
         guests = Guests(networks, make, time.monotonic) if networks else None
-        self.peers = PeerStorage([make(each) for each in addresses], time.monotonic, guests) if self.spec else None
+        names = PeerNames(self.spec.names, make, self._own, time.monotonic) if self.spec else None
+        controls = [make(each) for each in addresses]
+        self.peers = PeerStorage(controls, time.monotonic, guests, names) if self.spec else None
         self.desk: LendingDesk | None = None
         self._digests: DigestFeed | None = None
         self._lender: Lender | None = None

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachesvc.model.errors import CacheError
-from cachesvc.peer.control import Borrowed
-from cachesvc.peer.digest import words_of
-from cachesvc.peer.health import Peer
+from cachesvc.peer.fleet.control import Borrowed
+from cachesvc.peer.fleet.digest import words_of
+from cachesvc.peer.fleet.health import Peer
 from cachesvc.peer.loans import HeldLoan, HeldLoans
 from cachesvc.storage.seam import ObjectName, Part, Scope
 

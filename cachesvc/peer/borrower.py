@@ -18,11 +18,12 @@ from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import CacheError, PermissionDenied, Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.peer.asking import ASK_SECONDS, Question, candidates, may_have
-from cachesvc.peer.control import Answered, Borrowed, HandshakeFailed, PeerControl
-from cachesvc.peer.guests import Guests
-from cachesvc.peer.health import Peer
+from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, PeerControl
+from cachesvc.peer.fleet.guests import Guests
+from cachesvc.peer.fleet.health import Peer
+from cachesvc.peer.fleet.names import PeerNames
+from cachesvc.peer.fleet.news import NewsReader
 from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
-from cachesvc.peer.news import NewsReader
 from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into
 from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
@@ -48,7 +49,7 @@ class BorrowJob:
 
 class PeerStorage:
     """The engine over ``controls``, each of another daemon, the nearest first. ``guests``: peers that requests name.
-    ``clock``: monotonic seconds."""
+    ``names``: which stand for further peers. ``clock``: monotonic seconds."""
 
     kind = "peers"
 
@@ -57,9 +58,12 @@ class PeerStorage:
         controls: Sequence[PeerControl],
         clock: Callable[[], float] = time.monotonic,
         guests: Guests | None = None,
+        names: PeerNames | None = None,
     ) -> None:
         self.caps = Caps(is_shared=True, survives="daemon", evicts_itself=True)
-        self.peers = [Peer(control, clock) for control in controls]
+        self.peers: Sequence[Peer] = [Peer(control, clock) for control in controls]
+        self._listed = tuple(self.peers)
+        self._names = names
         self.counts: Counter[str] = Counter()
         self.read_bytes = 0
         self._clock = clock
@@ -82,6 +86,15 @@ class PeerStorage:
         for thread in self._threads:
             thread.start()
         self._keeper.start()
+        if self._names is not None:
+            self._names.told = self._found
+            self._names.start()
+        self._news.look()
+
+    def _found(self, named: Sequence[Peer]) -> None:
+        """Ask these peers too, instead of those that names stood for before."""
+        listed = {peer.control.address for peer in self._listed}
+        self.peers = (*self._listed, *(peer for peer in named if peer.control.address not in listed))
         self._news.look()
 
     def register(self, chunk: memoryview) -> None:
@@ -205,6 +218,8 @@ class PeerStorage:
             job.refuse()
         self._stopping.set()
         self._news.close()
+        if self._names is not None:
+            self._names.close()
         until = time.monotonic() + CLOSE_SECONDS
         for thread in (*self._threads, self._keeper):
             if thread.is_alive():

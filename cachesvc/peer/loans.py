@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cachesvc.peer.control import Loan
-from cachesvc.peer.health import Peer
+from cachesvc.peer.fleet.control import Loan
+from cachesvc.peer.fleet.health import Peer
 from cachesvc.storage.seam import Item, ObjectName, Part, Scope
 
 UNUSED_SECONDS = 10.0

@@ -58,7 +58,7 @@ def at_once(one: Engine, other: Engine) -> int:
     where = prefill(one, prompts(2, 1)[0])
     source = {"remote_prefiller": {key: where[key] for key in ("remote_host", "remote_port")}}
     waited = 0
-    for prompt in prompts(3, 10):
+    for prompt in prompts(3, 5):
         name = other.add(prompt, NEW, handover=source)
         beside = other.add(prompt[:1] + prompt, 20)
         while beside in other.scheduler.requests:
@@ -66,8 +66,8 @@ def at_once(one: Engine, other: Engine) -> int:
         waited += not other.answers[name]
         one.add(prompt, 1, handover=ROUTED)
         finish(one, other)
-        assert other.hits[name] == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert waited >= 5, "it does not wait with its hands in its lap"
+        assert other.hits[name] == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, (name, other.hits[name], prompt)
+    assert waited >= 3, "it does not wait with its hands in its lap"
     return waited
 
 
@@ -114,7 +114,7 @@ RUNS: dict[str, Callable[[Engine, Engine], int]] = {
 def main() -> None:
     """Run, and tell."""
     runs, prefiller, decoder = sys.argv[1:]
-    shape = Shape(pages=400, stock=2)
+    shape = Shape(pages=400, stock=2, patience_ms=2_000 if runs == "prefiller-dies" else 120_000)
     one, other = Engine("p", prefiller, 1, shape), Engine("d", decoder, 2, shape)
     told = {name: RUNS[name](one, other) for name in runs.split(",")}
     for engine in (one, other):

@@ -95,6 +95,7 @@ class Engine:
             stock_blocks=shape.stock,
             draft_blocks=shape.draft_blocks or "lookahead",
             weights_version=shape.weights_version,
+            remote_patience_ms=shape.patience_ms,
         )
         share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // BLOCK_TOKENS)
         instance = new_instance(name)

@@ -7,7 +7,7 @@ import asyncio
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.pages.change_log import STORAGE, Kind
 from cachesvc.model.errors import SubscriberTooSlow
-from cachesvc.peer.digest import CountedDigest, DigestNews, bits_for
+from cachesvc.peer.fleet.digest import CountedDigest, DigestNews, bits_for
 from cachesvc.questions.follow import Feed
 from cachesvc.service.loop.node import Node
 

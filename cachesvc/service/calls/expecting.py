@@ -9,7 +9,7 @@ from cachesvc.flows.context.core import Promise
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import CacheError
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.control import Borrowed
+from cachesvc.peer.fleet.control import Borrowed
 from cachesvc.service.loop.node import Node
 from cachesvc.storage.shapes import shapes_of
 from cachesvc.telemetry import events

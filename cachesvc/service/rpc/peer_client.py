@@ -10,8 +10,8 @@ import grpc
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.peer.control import Answered, Borrowed, HandshakeFailed, Loan
-from cachesvc.peer.digest import DigestNews
+from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, Loan
+from cachesvc.peer.fleet.digest import DigestNews
 from cachesvc.service.host.tls import NodeCertificates
 from cachesvc.service.rpc.peer_service import PeerListening, PeerTokens
 from cachesvc.storage.seam import Part, Scope
@@ -38,10 +38,12 @@ def _request(scope: Scope, keys: bytes, parts: Sequence[Part], patience: float) 
 
 
 class GrpcControl:
-    """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's."""
+    """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's.
+    ``name``: that the peer's certificate is for, where that is not its address."""
 
-    def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None) -> None:
+    def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None, name: str = "") -> None:
         self._address = address
+        self._options = (*_OPTIONS, *((("grpc.ssl_target_name_override", name),) if name else ()))
         self._tokens = tokens
         self._certificates = (
             NodeCertificates(files.certificate, files.key, files.authority) if files.authority else None
@@ -158,8 +160,8 @@ class GrpcControl:
 
     def _open(self, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
         if credentials is None:
-            return grpc.insecure_channel(self._address, options=_OPTIONS)
-        return grpc.secure_channel(self._address, credentials, options=_OPTIONS)
+            return grpc.insecure_channel(self._address, options=self._options)
+        return grpc.secure_channel(self._address, credentials, options=self._options)
 
     def _failure(self, error: Exception) -> Unavailable:
         code = error.code() if isinstance(error, grpc.Call) else None

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.control import Answered, Borrowed, Loan
 from cachesvc.peer.desk import Lent, LentObject, LoanDesk
-from cachesvc.peer.digest import DigestNews
+from cachesvc.peer.fleet.control import Answered, Borrowed, Loan
+from cachesvc.peer.fleet.digest import DigestNews
 from cachesvc.peer.lender import Lender
 from cachesvc.peer.sources import Nowhere, Sources
 from cachesvc.storage.objects import ObjectStore

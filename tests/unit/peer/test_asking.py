@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from cachesvc.model.errors import PermissionDenied
-from cachesvc.peer.control import Answered
+from cachesvc.peer.fleet.control import Answered
 from cachesvc.storage.seam import Part, Scope
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling

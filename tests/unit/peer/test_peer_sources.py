@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cachesvc.peer.desk import LentObject, LoanDesk
-from cachesvc.peer.health import ABSENT_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Peer
+from cachesvc.peer.fleet.health import ABSENT_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Peer
 from cachesvc.peer.sources import Nowhere
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import Outcome

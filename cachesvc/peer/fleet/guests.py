@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from cachesvc.model.errors import InvalidRequest, PermissionDenied
 from cachesvc.model.text.addresses import parse_address
-from cachesvc.peer.control import PeerControl
-from cachesvc.peer.health import Peer
+from cachesvc.peer.fleet.control import PeerControl
+from cachesvc.peer.fleet.health import Peer
 
 MOST_GUESTS = 256
 MOST_NETWORKS = 64

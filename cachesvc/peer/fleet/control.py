@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.peer.digest import DigestNews
+from cachesvc.peer.fleet.digest import DigestNews
 from cachesvc.storage.seam import Part, Scope
 
 

@@ -6,8 +6,8 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from cachesvc.peer.control import PeerControl
-from cachesvc.peer.digest import Digest
+from cachesvc.peer.fleet.control import PeerControl
+from cachesvc.peer.fleet.digest import Digest
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0

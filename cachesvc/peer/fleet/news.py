@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachesvc.model.errors import CacheError
-from cachesvc.peer.digest import DigestNews
-from cachesvc.peer.health import Peer
+from cachesvc.peer.fleet.digest import DigestNews
+from cachesvc.peer.fleet.health import Peer
 
 PATIENCE_SECONDS = 20.0
 """Time that a peer waits for a change of its own, seconds."""
