@@ -307,7 +307,7 @@ def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
     return Calls(
         edge,
         quotas or Quotas(node.core, lambda _: NO_QUOTA),
-        EngineService(edge, base.hardware.backend, quotas),
+        EngineService(edge, base.hardware.backend, quotas, base.storages.nodes.advertised),
         LeaseService(edge, quotas),
         cache,
         Lanes(dispatcher, cache, keyring, base.telemetry.tracer, config.lanes_per_process, ways_in().lanes),

@@ -18,7 +18,6 @@ from cachesvc_vllm.daemon.weights_version import WeightsVersion
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
-from cachesvc_vllm.namespace.media import Media
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.group_tables import Positions
 from cachesvc_vllm.pages.page_book import PageBook
@@ -59,15 +58,11 @@ class SchedulerSide:
         self._layout, self._step_tokens = registration.layout, step_tokens
         block_tokens = self._block_tokens = registration.layout.block_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
-        self._weights = WeightsVersion(
-            settings.weights_version, announced_in(node.lease.registration), node.announced_weights
-        )
+        self._weights = WeightsVersion(settings.weights_version, announced_in(registration), node.announced_weights)
         self._book.salt = self._weights.salt
-        self._announcer: Announcer | None = None
-        if publisher is not None:
-            self._announcer = Announcer(node, settings.token_file, publisher, self._book.keys)
-        media = Media(is_shared=settings.share_media)
-        self._wishes = Wishes(self._keys, media, self._announcer, step_tokens, block_tokens)
+        keys = self._book.keys
+        self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)
+        self._wishes = Wishes(self._keys, settings, self._announcer, step_tokens, block_tokens)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._dropped = Dropped.NOT
@@ -171,6 +166,11 @@ class SchedulerSide:
         return self._reserve_and_allocate(request, wanted, states, allocate, external)
 
     @property
+    def peer_address(self) -> str:
+        """HOST:PORT at which the daemon lends what this engine shares; empty: nowhere."""
+        return "" if self._book.is_adrift else self._node.lease.registration.peer_address
+
+    @property
     def next_lease(self) -> str:
         """The lease that workers are to move to: after a loss, once nothing uses pages of the old one."""
         return self._node.back_id if self._book.is_moving and self._book.is_empty else ""
@@ -188,9 +188,9 @@ class SchedulerSide:
 
     def host_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Tokens to load from the host behind ``local_tokens`` that vLLM has in place; None where the request was not
-        matched yet. 0 where vLLM leaves out a part of the hit: what lies behind that is no use."""
+        matched yet, or more is coming. 0 where vLLM leaves out a part of the hit: what lies behind that is no use."""
         pages = self._book.find(request.request_id)
-        if pages is None:
+        if pages is None or pages.is_coming:
             return None
         return pages.host_blocks * self._block_tokens if local_tokens == pages.hit_blocks * self._block_tokens else 0
 

@@ -80,7 +80,8 @@ class Model:
 
 
 class Engine:
-    """``answers``: by request, as far as they have come. ``hits``: tokens that were there when it was first scheduled.
+    """``answers``: by request, as far as they have come. ``told``: by request, what a router is told at its
+    end. ``hits``: tokens that were there when it was first scheduled.
     ``loads``, and the ``failed_loads`` of these, have ended.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
     that are not what they should be are read all the same, as kernels would, and are ``misread``.
@@ -94,6 +95,7 @@ class Engine:
             stock_blocks=shape.stock,
             draft_blocks=shape.draft_blocks or "lookahead",
             weights_version=shape.weights_version,
+            remote_patience_ms=shape.patience_ms,
         )
         share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // shape.block_tokens, parts=shape.parts)
         instance = new_instance(name)
@@ -110,6 +112,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.hits: dict[str, int] = {}
+        self.told: dict[str, Any] = {}
         self.loads = self.failed_loads = self.misread = 0
         self.interrupt: Callable[[], None] | None = None
         self.sibling_errors: set[int] = set()
@@ -120,10 +123,11 @@ class Engine:
         """True while anything is left to do."""
         return bool(self.scheduler.has_requests() or self._under_way)
 
-    def add(self, prompt: Sequence[int], new: int, adapter: Any = None) -> str:
-        """A request comes; its name. ``adapter``: its ``LoRARequest``."""
+    def add(self, prompt: Sequence[int], new: int, adapter: Any = None, handover: Any = None) -> str:
+        """A request comes; its name. ``adapter``: its ``LoRARequest``; ``handover``: a router's words with it."""
         name = f"{self.name}-{len(self.requests)}"
-        params = SamplingParams(max_tokens=new, ignore_eos=True)
+        extra = None if handover is None else {"kv_transfer_params": handover}
+        params = SamplingParams(max_tokens=new, ignore_eos=True, extra_args=extra)
         priority = self._rng.randrange(3) if self.shape.has_priorities else 0
         request = Request(
             name, list(prompt), params, None, lora_request=adapter, block_hasher=self._hasher, priority=priority
@@ -180,6 +184,8 @@ class Engine:
         for outputs in self.scheduler.update_from_output(step.said, step.output).values():
             for each in outputs.outputs:
                 self.answers[each.request_id] += each.new_token_ids
+                if each.kv_transfer_params is not None:
+                    self.told[each.request_id] = each.kv_transfer_params
         if (told := step.output.kv_connector_output) is not None and told.invalid_block_ids:
             for name in step.places:  # what was dropped is computed again behind what vLLM has
                 self._tokens[name] = list(self.requests[name].all_token_ids)

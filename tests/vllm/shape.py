@@ -39,7 +39,8 @@ class Shape:
     ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
     request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
     engine; empty: it publishes none. ``groups``: of the cache, over one pool; the last one keeps whole sequences.
-    ``has_priorities``: requests have some, and vLLM schedules by them."""
+    ``has_priorities``: requests have some, and vLLM schedules by them. ``patience_ms``: with what another node is said
+    to compute."""
 
     pages: int = 96
     at_a_time: int = 8
@@ -54,6 +55,7 @@ class Shape:
     recomputes: bool = True
     events: str = ""
     has_priorities: bool = False
+    patience_ms: int = 10_000
     groups: tuple[Group, ...] = (FULL,)
 
     @property

@@ -32,6 +32,7 @@ from cachesvc.service.loop.node import end_wait
 from cachesvc.wire.convert import (
     allocated_to_proto,
     cells_from_proto,
+    expected_from_proto,
     matched_to_proto,
     positions_from_proto,
     prefetched_to_proto,
@@ -105,6 +106,8 @@ def _nothing() -> None:
 
 def _match(core: Core, call: Call, m: cache_pb2.MatchRequest, sharing: Sharing) -> Matched | Wait:
     clock = m.clock_seconds if m.HasField("clock_seconds") else None
+    if m.HasField("expected"):
+        sharing.expected = expected_from_proto(m.expected)
     return match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, m.waited_ms / 1000, clock)
 
 

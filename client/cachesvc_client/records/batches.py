@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+from cachesvc.model.answers import Expected
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.core.keys import PackedKeys
@@ -44,10 +45,17 @@ class StepBatch(Generic[H]):
         self.sends_keys: bool | None = None
 
     def match(
-        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+        self,
+        keys: PackedKeys,
+        *,
+        max_blocks: int = 0,
+        sequence_id: int | None = None,
+        waited_seconds: float = 0,
+        expected: Expected | None = None,
     ) -> int:
         """Open a sequence; the result is its handle."""
-        operation: Operation[Any] = self._lease.new_sequence(sequence_id).open(keys, max_blocks, waited_seconds)
+        record = self._lease.new_sequence(sequence_id)
+        operation: Operation[Any] = record.open(keys, max_blocks, waited_seconds, expected)
         take = operation.apply
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)

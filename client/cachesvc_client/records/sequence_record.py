@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.answers import Allocated, Expected, GroupCells, Matched, Published, Recycled, Swapped, TicketView
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
@@ -110,7 +110,9 @@ class SequenceRecord:
         """Length of the block tables."""
         return self.tables[0].blocks
 
-    def open(self, keys: PackedKeys, max_blocks: int, waited_seconds: float = 0) -> Operation[SequenceRecord]:
+    def open(
+        self, keys: PackedKeys, max_blocks: int, waited_seconds: float = 0, expected: Expected | None = None
+    ) -> Operation[SequenceRecord]:
         """Match: the sequence begins with the longest hit."""
         told = as_bytes(keys)
 
@@ -121,9 +123,8 @@ class SequenceRecord:
             self._put(self.matched.tables)
             return self
 
-        return self._operation(
-            MATCH, build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds), apply, self._end
-        )
+        request = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, expected)
+        return self._operation(MATCH, request, apply, self._end)
 
     def allocate(
         self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cachesvc_client import CacheClientError, DeadlineExceeded, PendingStep, PoolExhausted, StepStream
 
@@ -57,7 +57,7 @@ class Matches:
         batch = self._stream.batch()
         for wish in wishes.values():
             keys = self._pack(wish.hashes, wish.salt) if wish.most_blocks else b""
-            batch.match(keys, max_blocks=wish.most_blocks)
+            batch.match(keys, max_blocks=wish.most_blocks, expected=wish.expected if wish.most_blocks else None)
         try:
             step = self._stream.send(batch)
         except CacheClientError as error:
@@ -65,7 +65,7 @@ class Matches:
             return []
         requests = [
             RequestPages.begin(
-                self._groups, request_id, now_s, first_blocks=wish.first_blocks, is_matching=True, salt=wish.salt
+                self._groups, request_id, now_s, first_blocks=wish.first_blocks, is_matching=True, wish=wish
             )
             for request_id, wish in wishes.items()
         ]
@@ -98,6 +98,15 @@ class Matches:
         """Go on by another stream. What was under way on the old one has no answer."""
         self._stream = stream
         self._sent = None
+
+
+def coming_again(requests: Iterable[RequestPages], now_s: float) -> dict[str, Wish]:
+    """Return requests whose blocks are coming from another node and that are due to be matched again."""
+    return {
+        each.request_id: each.wish
+        for each in requests
+        if each.wish is not None and each.is_coming and not each.is_recent(now_s)
+    }
 
 
 def refused(what: str, request_id: str, error: CacheClientError) -> None:

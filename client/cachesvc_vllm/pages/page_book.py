@@ -18,7 +18,7 @@ from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, Ste
 from cachesvc_vllm.namespace.draft_keys import salted
 from cachesvc_vllm.pages.giving_way import Clock, GivingWay
 from cachesvc_vllm.pages.group_tables import NO_POSITIONS, AllParts, Positions, engine_groups
-from cachesvc_vllm.pages.matches import Matches, refused
+from cachesvc_vllm.pages.matches import Matches, coming_again, refused
 from cachesvc_vllm.pages.private_pages import PrivatePages
 from cachesvc_vllm.pages.reports import put_reports
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
@@ -26,9 +26,6 @@ from cachesvc_vllm.pages.untold import Sealing, Untold
 
 SHORT_PAUSE_S = 0.002
 """vLLM's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""
-
-MATCH_HOLDS_S = 0.05
-"""A request that waits for room is matched again after so long: others may have computed more of it by then."""
 
 STOCK_DIVISOR = 16
 """A stock takes at most so small a part of the pool: others cannot use what lies in it."""
@@ -119,7 +116,7 @@ class PageBook:
     def shorten(self, request_id: str, wish: Wish, blocks: int) -> RequestPages:
         """Match a request again for at most ``blocks`` blocks, and give back what it pinned behind them: vLLM computes
         those blocks, so their cells must be private pages."""
-        return self._match(request_id, replace(wish, most_blocks=blocks))
+        return self._match(request_id, replace(wish, most_blocks=blocks, expected=None))
 
     def forget(self, request_id: str) -> None:
         """Give the request's pages back, at once or when vLLM has freed the last of them."""
@@ -285,7 +282,10 @@ class PageBook:
         if self.is_with_daemon():
             self._take_matches()
             ahead = sum(each.first_blocks for each in self._requests.values() if each.is_ahead)
-            self._send_matches({request_id: wish, **self._matches.next_coming(self._ahead_blocks - ahead)})
+            again = coming_again(self._requests.values(), self._clock()) if wish.expected is not None else {}
+            for other in again:
+                self.forget(other)
+            self._send_matches({request_id: wish, **again, **self._matches.next_coming(self._ahead_blocks - ahead)})
             self._take_matches()
         return self._requests.setdefault(request_id, RequestPages.begin(self.groups, request_id, self._clock()))
 
@@ -297,7 +297,7 @@ class PageBook:
         if request.host_blocks and request.request_id in self.without_host:
             return False
         has_pages = request.rows > request.hit_blocks
-        return has_pages or self._clock() - request.begun_s < MATCH_HOLDS_S
+        return (has_pages and not request.is_coming) or request.is_recent(self._clock())
 
     def _send_matches(self, wishes: dict[str, Wish]) -> None:
         if self._way.is_away:

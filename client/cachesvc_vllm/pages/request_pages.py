@@ -6,11 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cachesvc_client import Expected
 from cachesvc_client import Sequence as DaemonSequence
 from cachesvc_client.layouts.parts import Parts
 
 from cachesvc.model.words import NO_PAGE
 from cachesvc_vllm.pages.group_tables import EngineGroups, GroupTable, Positions
+
+MATCH_HOLDS_S = 0.05
+"""A request that waits for room is matched again after so long: others may have computed more of it by then."""
+
+COMING_HOLDS_S = 0.02
+"""A request whose blocks another node computes is matched again after so long, all such requests in one message."""
 
 
 def computed_blocks(
@@ -49,12 +56,14 @@ def blocks_wanted(
 @dataclass(frozen=True, slots=True)
 class Wish:
     """Match of a request: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM takes first,
-    hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``)."""
+    hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``). ``expected``: what another node
+    computes of it."""
 
     hashes: Sequence[bytes]
     most_blocks: int
     first_blocks: int
     salt: bytes = b""
+    expected: Expected | None = None
 
 
 LONE = Parts((0,))
@@ -80,8 +89,8 @@ class RequestPages:
     be once what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
     ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
     ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
-    ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``salt``: as the
-    wish had it.
+    ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``wish``:
+    that it was matched by; None: by none.
     """
 
     request_id: str
@@ -104,7 +113,21 @@ class RequestPages:
     is_foreign: bool = False
     is_matching: bool = False
     is_forgotten: bool = False
-    salt: bytes = b""
+    wish: Wish | None = None
+
+    @property
+    def salt(self) -> bytes:
+        """Salt of its keys."""
+        return b"" if self.wish is None else self.wish.salt
+
+    @property
+    def is_coming(self) -> bool:
+        """True while blocks behind its hit are on their way from another node: it is matched again before it runs."""
+        return self.sequence is not None and self.is_ahead and self.sequence.coming_blocks > 0
+
+    def is_recent(self, now_s: float) -> bool:
+        """True while a request that waits need not be matched again."""
+        return now_s - self.begun_s < (COMING_HOLDS_S if self.is_coming else MATCH_HOLDS_S)
 
     @classmethod
     def begin(
@@ -115,7 +138,7 @@ class RequestPages:
         *,
         first_blocks: int = 0,
         is_matching: bool = False,
-        salt: bytes = b"",
+        wish: Wish | None = None,
     ) -> RequestPages:
         """A request without pages."""
         return cls(
@@ -126,7 +149,7 @@ class RequestPages:
             others=groups.other_tables(),
             first_blocks=first_blocks,
             is_matching=is_matching,
-            salt=salt,
+            wish=wish,
         )
 
     @property
