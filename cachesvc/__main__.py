@@ -80,7 +80,10 @@ def main() -> None:
     try:
         _run(build(config, reread, partial(choose_hardware, listing=listing)))
     except CacheError as refused:
-        log.error("start_refused reason=%s", refused)
+        if sys.stderr.isatty():
+            print(f"cachesvcd: {refused}", file=sys.stderr)
+        else:
+            log.error("start_refused reason=%s", refused)
         sys.exit(2)
 
 

@@ -45,7 +45,8 @@ class SocketClaim:
         """
         if not Path(self._path).parent.is_dir():
             raise Unavailable(
-                f"the folder of the socket {self._socket} does not exist; make it or choose another --socket"
+                f"the folder of the socket {self._socket} does not exist; make it (sudo install "
+                "-d -m 0750 -o USER FOLDER, or RuntimeDirectory=cachesvc in a systemd unit) or choose another --socket"
             )
         until = time.monotonic() + self._wait_seconds
         while not self._try():

@@ -11,6 +11,7 @@ from typing import TypeVar
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.aio.lease_calls import LeaseCalls
+from cachesvc_client.core.arguments import explains_arguments
 from cachesvc_client.core.errors import DaemonUnavailable, LeaseLost
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.lease_record import LATER
@@ -37,6 +38,7 @@ class AsyncSequence(SequenceView):
         super().__init__(record)
         self._calls = calls
 
+    @explains_arguments
     async def allocate(
         self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
     ) -> Allocated:
@@ -50,6 +52,7 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.allocate(blocks, short_suffix=short_suffix, positions=positions))
 
+    @explains_arguments
     async def publish(self, upto_blocks: int, keys: PackedKeys = b"", *, states: States = NO_STATES) -> Published:
         """Seal the computed blocks up to ``upto_blocks``; from then on they are shared and immutable.
 
@@ -62,6 +65,7 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.publish(upto_blocks, keys, states=states))
 
+    @explains_arguments
     async def recycle(
         self, computed_tokens: int, *, launch: int | None = None, dead: Mapping[int, int] = NO_DEAD
     ) -> Recycled:
@@ -74,6 +78,7 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.recycle(computed_tokens, launch, dead))
 
+    @explains_arguments
     def grow_from_stock(self, blocks: int = 1, *, positions: Positions = NO_POSITIONS) -> None:
         """Add ``blocks`` private blocks to the tables without a round trip; the next step tells the daemon.
 
@@ -83,6 +88,7 @@ class AsyncSequence(SequenceView):
         """
         self.grow(self._calls.record, blocks, positions)
 
+    @explains_arguments
     async def swap_out(self, *, launch: int | None = None) -> Swapped:
         """Start to take the sequence off the device; its pages must stay as they are until the tickets are done.
 
@@ -91,6 +97,7 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.swap_out(launch))
 
+    @explains_arguments
     async def swap_in(self, *, short_suffix: bool = False) -> Swapped:
         """Start to bring the sequence back; ``tables`` are new, and ``tickets`` are what to wait for.
 
@@ -98,6 +105,7 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.swap_in(short_suffix=short_suffix))
 
+    @explains_arguments
     async def wait_loaded(self, timeout_s: float | None = None) -> None:
         """Wait until all of ``tickets`` are done. Raises LoadFailed, DeadlineExceeded."""
         if self.record.tickets:
@@ -110,11 +118,13 @@ class AsyncSequence(SequenceView):
         is quiet (``AttachedPool.wait_quiet``): a copy that was on its way may still land there."""
         return lost_tokens(self.record, self._calls.record.pools, self._calls.record.is_lost)
 
+    @explains_arguments
     async def wait_swapped(self, timeout_s: float | None = None) -> None:
         """Wait until the last swap is done. Raises LoadFailed (it is where it was before), DeadlineExceeded."""
         if self.record.swap_tickets:
             self.record.end_swap(await self._calls.wait_tickets(_ids(self.record.swap_tickets), timeout_s))
 
+    @explains_arguments
     async def release(self, *, launch: int | None = None, output_tokens: int | None = None) -> int:
         """End the sequence: unpin what it shares, free what is its own; device pages that came back.
 

@@ -20,6 +20,12 @@ class LeaseView:
     def __init__(self, record: LeaseRecord) -> None:
         self.record = record
 
+    def __repr__(self) -> str:
+        """State; of the id, which is a key to the lease, its beginning."""
+        state = "closed" if self.record.is_closed else "lost" if self.is_lost else "live"
+        on = self.registration
+        return f"<{type(self).__name__} {self.id[:12]} on model {on.model_id}, replica {on.replica}: {state}>"
+
     @property
     def id(self) -> str:
         """The lease_id: hand it to worker processes, for ``CacheClient.attach``."""
@@ -81,6 +87,14 @@ class SequenceView:
 
     def __init__(self, record: SequenceRecord) -> None:
         self.record = record
+
+    def __repr__(self) -> str:
+        """State, as of the last call or step."""
+        state = "released" if self.is_released else "swapped out" if self.is_swapped_out else "open"
+        return (
+            f"<{type(self).__name__} {self.id}: {state}, {self.blocks} blocks, {self.sealed_blocks} sealed, hit "
+            f"{self.device_blocks} on the device and {self.host_blocks} on the host>"
+        )
 
     @property
     def id(self) -> int:
