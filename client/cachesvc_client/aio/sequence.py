@@ -11,7 +11,7 @@ from typing import TypeVar
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.aio.lease_calls import LeaseCalls
-from cachesvc_client.core.arguments import explains_arguments
+from cachesvc_client.core.arguments import explains_arguments, renamed
 from cachesvc_client.core.errors import DaemonUnavailable, LeaseLost
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.lease_record import LATER
@@ -38,11 +38,12 @@ class AsyncSequence(SequenceView):
         super().__init__(record)
         self._calls = calls
 
+    @renamed(blocks="upto_blocks")
     @explains_arguments
     async def allocate(
-        self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
+        self, upto_blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
     ) -> Allocated:
-        """Make the block tables ``blocks`` long, all or nothing; blocks of the hit on the host start to load.
+        """Make the block tables ``upto_blocks`` long, all or nothing; blocks of the hit on the host start to load.
 
         ``loading_blocks`` of the answer says how many of the new blocks are loads; the rest is fresh and this
         sequence's alone. ``short_suffix``: what is to be computed takes less time than the load, or nothing waits layer
@@ -50,7 +51,9 @@ class AsyncSequence(SequenceView):
         ``positions``: by group with a window or states, the new blocks that get a page (left out: all of a window, the
         last of a state). Raises PoolExhausted, LimitExceeded, LoadFailed, InvalidRequest (shorter than now or the hit).
         """
-        return await self._run(lambda: self.record.allocate(blocks, short_suffix=short_suffix, positions=positions))
+        return await self._run(
+            lambda: self.record.allocate(upto_blocks, short_suffix=short_suffix, positions=positions)
+        )
 
     @explains_arguments
     async def publish(self, upto_blocks: int, keys: PackedKeys = b"", *, states: States = NO_STATES) -> Published:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -64,6 +65,23 @@ def checks_arguments(call: Callable[P, R]) -> Callable[P, R]:
         return call(*args, **named)
 
     return checked
+
+
+def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Take arguments by their earlier names too (``earlier="name"``), with a DeprecationWarning."""
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        @wraps(call)
+        def translated(*args: P.args, **named: P.kwargs) -> R:
+            for earlier in names.keys() & named.keys():
+                name = names[earlier]
+                warnings.warn(f"{_name(call)}: {earlier} is called {name} now", DeprecationWarning, stacklevel=2)
+                named[name] = named.pop(earlier)
+            return call(*args, **named)
+
+        return translated
+
+    return decorate
 
 
 def _refuse(call: Callable[..., object], args: tuple[object, ...], named: Mapping[str, object]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
-from cachesvc_client.core.arguments import explains_arguments
+from cachesvc_client.core.arguments import explains_arguments, renamed
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.entries import Entry, Publish, Recycle, Release
 from cachesvc_client.records.launches import Due
@@ -54,12 +54,13 @@ class StepBatch(Generic[H]):
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)
 
+    @renamed(blocks="upto_blocks")
     @explains_arguments
     def allocate(
-        self, sequence: H, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
+        self, sequence: H, upto_blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
     ) -> int:
         """Add a ``Sequence.allocate``; the result is an Allocated."""
-        return self._add(sequence.record.allocate(blocks, short_suffix=short_suffix, positions=positions))
+        return self._add(sequence.record.allocate(upto_blocks, short_suffix=short_suffix, positions=positions))
 
     @explains_arguments
     def publish(

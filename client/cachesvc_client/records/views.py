@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
 
 from cachesvc.model.answers import TicketView
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.core.errors import CacheClientError, Conflict, InvalidRequest
+from cachesvc_client.core.keys import BlockHasher, ExtraKey
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.lease_record import LeaseRecord
@@ -72,6 +77,15 @@ class LeaseView:
         """Call ``callback(error)`` once when the lease is lost, from a thread of the client's or on its loop; at once
         if it is. It must not block."""
         self.record.on_lost(callback)
+
+    def hasher(self, tokens: Seq[int] | npt.NDArray[np.integer] = (), extras: Seq[ExtraKey] = ()) -> BlockHasher:
+        """Keys of a prompt under this lease's namespace, in blocks of its layout; ``extend`` adds the tokens to come.
+
+        ``extras``: what decides KV beside the tokens. Raises InvalidRequest.
+        """
+        hasher = BlockHasher(self.registration.namespace, self.registration.layout.block_tokens, tuple(extras))
+        hasher.extend(tokens)
+        return hasher
 
     def launch(self) -> int:
         """The number of an iteration of the engine's, asked for before the tables are read that its kernels get.

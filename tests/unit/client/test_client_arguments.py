@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
-from cachesvc_client import InvalidRequest, NoSuchPlane, gqa
+from cachesvc_client import (
+    ExtraKey,
+    InvalidRequest,
+    NoSuchPlane,
+    Registration,
+    block_keys,
+    from_bfloat16,
+    gqa,
+    to_bfloat16,
+)
 from cachesvc_client.aio.client import AsyncCacheClient, ClientCalls
 from cachesvc_client.aio.lease import AsyncLease
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.client import CacheClient
-from cachesvc_client.core.arguments import checks_arguments, explains_arguments
+from cachesvc_client.core.arguments import checks_arguments, explains_arguments, renamed
 from cachesvc_client.core.keys import BlockHasher
 from cachesvc_client.memory.planes import PlanesByKey
 from cachesvc_client.memory.slots import slot_of
 from cachesvc_client.records.batches import StepBatch
+from cachesvc_client.records.lease_record import LeaseRecord
+from cachesvc_client.records.views import LeaseView
 from cachesvc_client.wire.messages import build_allocate, build_register
+from kvcache.v1 import lease_pb2
 
 LAYOUT = gqa(layers=2, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 CHECKED = (AsyncCacheClient, ClientCalls, AsyncLease, AsyncSequence, CacheClient, StepBatch)
@@ -116,3 +129,37 @@ def test_refuses_what_is_no_plane_ticket_or_namespace() -> None:
     for namespace, tokens in (("a" * 32, 16), (b"a" * 32, "16"), (b"a", 16), (b"a" * 32, 0)):
         with pytest.raises(InvalidRequest):
             BlockHasher(namespace, tokens)  # type: ignore[arg-type]
+
+
+def test_an_earlier_name_of_an_argument_counts_with_a_warning() -> None:
+    @renamed(blocks="upto_blocks")
+    @explains_arguments
+    def grow(upto_blocks: int) -> bytes:
+        return upto_blocks.to_bytes(1, "little")
+
+    assert grow(3) == grow(upto_blocks=3) == b"\x03"
+    with pytest.warns(DeprecationWarning, match="grow: blocks is called upto_blocks now"):
+        assert grow(blocks=3) == b"\x03"  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequest, match="grow: upto_blocks is 'a'"):
+        grow("a")  # type: ignore[arg-type]
+
+
+def test_numbers_become_bits_of_bfloat16_rounded_to_the_nearest_even() -> None:
+    values = np.array([0.7, -2.0, np.inf, -np.inf, 1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, np.nan], np.float32)
+    bits = to_bfloat16(values)
+    assert bits.dtype == np.uint16
+    assert bits[:6].tolist() == [0x3F33, 0xC000, 0x7F80, 0xFF80, 0x3F80, 0x3F82]
+    assert bits[6] == 0x7F80, "beyond the largest number it rounds to infinity"
+    assert np.isnan(from_bfloat16(bits)[7])
+    assert abs(from_bfloat16(bits)[0] - 0.7) < 2**-9
+
+
+def test_a_leases_hasher_has_its_namespace_and_block_size() -> None:
+    namespace = b"n" * 32
+    registration = Registration(1, 0, namespace, (8,), (8,), ("shm-0",), 7, LAYOUT)
+    lease = LeaseView(LeaseRecord(lease_pb2.OpenResponse(lease_id="ab-7"), registration, threading.Event()))
+    assert bytes(lease.hasher(range(40)).keys) == block_keys(namespace, range(40), 16)
+    assert lease.hasher(range(40), [ExtraKey.of_prompt("adapter", b"a")]).keys != lease.hasher(range(40)).keys
+    hasher = lease.hasher()
+    assert (hasher.extend(range(16)), hasher.block_tokens) == (1, 16)
+    assert "n" * 8 not in repr(lease) + repr(registration), "a namespace has the tenant's salt in it"
