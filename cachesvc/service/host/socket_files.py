@@ -50,7 +50,7 @@ class SocketClaim:
             )
         until = time.monotonic() + self._wait_seconds
         while not self._try():
-            if _answers(self._socket):
+            if is_served(self._socket):
                 raise Unavailable(
                     f"socket {self._socket} is in use by a running daemon; stop it or choose another --socket"
                 )
@@ -150,7 +150,7 @@ def group_number(group: str) -> int:
     return number
 
 
-def _answers(path: str) -> bool:
+def is_served(path: str) -> bool:
     """True where a process listens on the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(path) == 0
