@@ -121,6 +121,14 @@ class Layout:
         _check_groups(self)
         _check_planes(self)
 
+    def __repr__(self) -> str:
+        """Numbers of the layout; ``planes`` lists what it has."""
+        groups = ", ".join(group.name for group in self.groups)
+        return (
+            f"<Layout {self.layers} layers, {len(self.planes)} planes, groups {groups}, "
+            f"block_tokens={self.block_tokens}, ranks={self.ranks}>"
+        )
+
     @cached_property
     def group_index(self) -> dict[str, int]:
         """Position of each group by name."""

@@ -154,6 +154,11 @@ VOCABULARY: dict[str, Event] = {
         "info", "A process joined the lease of its engine's other processes.", ("lease", "engine", "model", "replica")
     ),
     "lease_closed": Event("info", "An engine closed its lease.", ("lease", "quiesced")),
+    "lease_process_ended": Event(
+        "info",
+        "A process ended that held a lease; its private pages come back, its sealed blocks stay.",
+        ("lease", "engine", "sequences", "private_pages"),
+    ),
     "lease_silent": Event("warning", "A lease without a heartbeat for too long is lost.", ("lease", "seconds")),
     "life_connection_refused": Event("warning", "A process was refused a life connection.", ("uid", "pid", "reason")),
     "life_connection_dropped": Event(

@@ -51,11 +51,12 @@ class SocketClaim:
         """
         if not Path(self._path).parent.is_dir():
             raise Unavailable(
-                f"the folder of the socket {self._socket} does not exist; make it or choose another --socket"
+                f"the folder of the socket {self._socket} does not exist; make it (sudo install "
+                "-d -m 0750 -o USER FOLDER, or RuntimeDirectory=cachesvc in a systemd unit) or choose another --socket"
             )
         began, has_told = time.monotonic(), False
         while not self._try():
-            if _answers(self._socket):
+            if is_served(self._socket):
                 raise Unavailable(
                     f"socket {self._socket} is in use by a running daemon; stop it or choose another --socket"
                 )
@@ -189,7 +190,7 @@ def group_number(group: str) -> int:
     return number
 
 
-def _answers(path: str) -> bool:
+def is_served(path: str) -> bool:
     """True where a process listens on the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(path) == 0
