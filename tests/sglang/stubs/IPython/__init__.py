@@ -1,0 +1,1 @@
+"""Stub: SGLang imports what shows progress in notebooks."""
