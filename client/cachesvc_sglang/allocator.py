@@ -1,8 +1,8 @@
 """SGLang's allocator and admission budget, whose pages are the daemon's: reserved when a request is admitted.
 
 A request's table is made as long as its prompt before SGLang counts on it (``DaemonBudget``), and a block longer before
-each decode step that needs it (``check_decode_capacity``). So what SGLang allocates afterwards is read off the table, and
-fails in no step.
+each decode step that needs it (``check_decode_capacity``). So what SGLang allocates afterwards is read off the table,
+and fails in no step.
 """
 
 from __future__ import annotations
@@ -95,22 +95,22 @@ class PageAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             super().free(free_index)
 
     def free_segment(self, free_index: Any, *, start_pos: int) -> None:
-        """As ``free``."""
+        """No-op, as ``free``."""
         if self.cache is None:
             super().free_segment(free_index, start_pos=start_pos)
 
     def free_page_ids(self, page_ids: Any) -> None:
-        """As ``free``."""
+        """No-op, as ``free``."""
         if self.cache is None:
             super().free_page_ids(page_ids)
 
     def free_group_begin(self) -> None:
-        """As ``free``."""
+        """No-op, as ``free``."""
         if self.cache is None:
             super().free_group_begin()
 
     def free_group_end(self) -> None:
-        """As ``free``."""
+        """No-op, as ``free``."""
         if self.cache is None:
             super().free_group_end()
 
@@ -134,23 +134,26 @@ class DaemonBudget(PrefillBudget):  # type: ignore[misc]
     @property
     def remaining_total(self) -> int:
         """Tokens that a further request may plan with. Reserved prompts were counted by SGLang and by the daemon."""
-        return int(super().remaining_total) + self.tree_cache.reserved_tokens()
+        return int(super().remaining_total) + int(self.tree_cache.reserved_tokens())
 
     @property
     def remaining_current(self) -> int:
-        """As ``remaining_total``, without what is still to be decoded."""
-        return int(super().remaining_current) + self.tree_cache.reserved_tokens()
+        """Tokens that a further prompt may take now."""
+        return int(super().remaining_current) + int(self.tree_cache.reserved_tokens())
 
     def check_prefill(
         self, *, extend_input_len: int, total_tokens: int, chunk_limit: int | None, **_: Any
     ) -> tuple[bool, int | None]:
         """Return whether the request that SGLang looks at has its pages, and ``chunk_limit``."""
-        fits = total_tokens < self.remaining_total or self.tree_cache.ask_room() and total_tokens < self.remaining_total
+        fits = total_tokens < self.remaining_total
+        if not fits:
+            self.tree_cache.ask_room()
+            fits = total_tokens < self.remaining_total
         return (True, chunk_limit) if self.tree_cache.reserve_prompt(extend_input_len, fits=fits) else (False, None)
 
 
 def slots_of(table: Sequence[int], first: int, end: int, page_tokens: int) -> npt.NDArray[np.int64]:
-    """Slots of tokens ``[first, end)`` of a request whose blocks are in the pages ``table``."""
+    """Return the slots of tokens ``[first, end)`` of a request whose blocks are in the pages ``table``."""
     first_block = first // page_tokens
     pages = np.asarray(table[first_block : -(-end // page_tokens)], np.int64)
     slots = (pages[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)

@@ -9,18 +9,28 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from cachesvc_vllm.namespace.checkpoint import checkpoint_digest
+from cachesvc_vllm.namespace.identity import canonical, digest_of, length_fact, without_notes
 
 from cachesvc.model.layout import Layout
 from cachesvc_sglang.errors import EngineRefused
 from cachesvc_sglang.settings import VARIABLE
-from cachesvc_vllm.namespace.checkpoint import checkpoint_digest
-from cachesvc_vllm.namespace.identity import canonical, digest_of, length_fact, without_notes
 
-PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "flash-attn", "flash-attn-4", "sglang-kernel", "sgl-kernel")
+PACKAGES = (
+    "sglang",
+    "torch",
+    "triton",
+    "flashinfer-python",
+    "flash-attn",
+    "flash-attn-4",
+    "sglang-kernel",
+    "sgl-kernel",
+)
 """Packages that attention and matrix products come from."""
 
 NAMESPACES = ("model", "exec_", "parallel", "lora", "mm", "spec")
@@ -56,14 +66,22 @@ HARMLESS = frozenset(
     }
 )
 
-HARMLESS_VARIABLES = frozenset({VARIABLE, "SGLANG_PLUGINS", "SGLANG_CACHE_DIR", "SGLANG_TORCH_PROFILER_DIR"})
+HARMLESS_VARIABLES = frozenset(
+    {VARIABLE, "SGLANG_PLUGINS", "SGLANG_RUN_ID", "SGLANG_CACHE_DIR", "SGLANG_TORCH_PROFILER_DIR"}
+)
 
 
-class ModelLength(NamedTuple):
+@dataclass
+class ModelLength:
     """A model's configuration in the words of ``length_fact``."""
 
     hf_text_config: object
     max_model_len: int
+    hf_config: object = None
+    model: str = ""
+    revision: str | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
 
     def try_get_generation_config(self) -> object:
         """Defaults of sampling, which SGLang does not read here."""
@@ -95,7 +113,7 @@ def deciding_options(arguments: Any) -> dict[str, object]:
         module = import_module(f"sglang.srt.arg_groups.fields.{each}")
         for group in vars(module).values():
             if isinstance(group, type) and getattr(group, "_NS_PATH", None) is not None:
-                found |= {name: getattr(arguments, name, None) for name in group.__struct_fields__}
+                found |= {name: getattr(arguments, name, None) for name in getattr(group, "__struct_fields__", ())}
     return {name: found[name] for name in sorted(found.keys() - HARMLESS)}
 
 
@@ -109,8 +127,8 @@ def _weights(arguments: Any, model_config: Any) -> str:
         )
     except OSError as error:
         raise EngineRefused(
-            f"the weights of {arguments.model_path} cannot be told from others ({error}): name them, revision included, "
-            f'by "model" in {VARIABLE}'
+            f"the weights of {arguments.model_path} cannot be told from others ({error}): name them, revision "
+            f'included, by "model" in {VARIABLE}'
         ) from error
 
 

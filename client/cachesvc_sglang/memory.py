@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from cachesvc_client import DaemonUnavailable
+from cachesvc_vllm.daemon.node import RESERVED_PAGES, Flags, Node, Share, new_instance
+from cachesvc_vllm.namespace.naming import display_name, named
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc_sglang.errors import EngineRefused
 from cachesvc_sglang.identity import engine_facts
 from cachesvc_sglang.refusals import require_pool, require_supported
 from cachesvc_sglang.settings import EngineSettings, read_settings
-from cachesvc_vllm.daemon.node import RESERVED_PAGES, Flags, Node, Share, new_instance
-from cachesvc_vllm.namespace.naming import display_name, named
 
 GROUP = "full"
 

@@ -13,8 +13,15 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from cachesvc_client import CacheClientError
+from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_client.memory.pool import LoadOutcome
+from cachesvc_vllm.daemon.errors import STUCK
+from cachesvc_vllm.daemon.node import announced_in
+from cachesvc_vllm.daemon.weights_version import WeightsVersion
+from cachesvc_vllm.pages.page_book import PageBook
+from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.vouching import LOOK_S as LEASE_LOOK_S
+from cachesvc_vllm.vouching import Dropped, Vouching
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     CacheRequestOutcome,
@@ -25,13 +32,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from cachesvc.model.answers import TicketView
+from cachesvc_sglang.errors import EngineRefused
 from cachesvc_sglang.prompts import PromptKeys, may_share
-from cachesvc_vllm.daemon.node import announced_in
-from cachesvc_vllm.daemon.weights_version import WeightsVersion
-from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
-from cachesvc_vllm.vouching import LOOK_S as LEASE_LOOK_S
-from cachesvc_vllm.vouching import Dropped, Vouching
 
 ROOT = "root"
 """Node of a match that found nothing and is no request's."""
@@ -128,16 +130,15 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
 
     def available_tokens(self) -> int:
         """Tokens that can be had, those of this pass's reservations left out."""
-        return self._book.free_blocks(self._pool_blocks, None) * self.page_size
+        return int(self._book.free_blocks(self._pool_blocks, None) * self.page_size)
 
     def reserved_tokens(self) -> int:
         """Tokens that this pass has reserved, and that are not allocated yet."""
-        return sum(each.spare_pages for each in self._reserved.values()) * self.page_size
+        return int(sum(each.spare_pages for each in self._reserved.values()) * self.page_size)
 
-    def ask_room(self) -> bool:
-        """Have the daemon say anew what is free. True: look again."""
+    def ask_room(self) -> None:
+        """Have the daemon say anew what is free."""
         self._book.ask_room()
-        return True
 
     def reserve_prompt(self, new_tokens: int, *, fits: bool) -> bool:
         """Give the request that SGLang looks at the pages of its whole prompt; False where there is no room now."""
@@ -148,6 +149,9 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         if fits and self._book.reserve(pages, -(-tokens // self.page_size)):
             self._reserved[pages.request_id] = pages
             return True
+        blocks = -(-tokens // self.page_size)
+        if fits and self._book.is_beyond(pages, blocks) and not self.node.comes_back:
+            raise EngineRefused(STUCK)
         self._book.give_way(pages)
         return False
 
@@ -223,13 +227,15 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
 
     def protected_size(self) -> int:
         """Tokens of other engines' pages, and of hits in use: all that is neither to be had nor this engine's own."""
-        own = sum(-(-each.kv_allocated_len // self.page_size) * self.page_size - each.cache_protected_len
-                  for each in self._rows.values())
-        return self.total_size() - self.available_tokens() - own
+        own = sum(
+            -(-each.kv_allocated_len // self.page_size) * self.page_size - each.cache_protected_len
+            for each in self._rows.values()
+        )
+        return int(self.total_size() - self.available_tokens() - own)
 
     def total_size(self) -> int:
         """Tokens of the pool."""
-        return self._pool_blocks * self.page_size
+        return int(self._pool_blocks * self.page_size)
 
     def pretty_print(self) -> None:
         """No-op: ``cachesvc show`` prints the index."""
@@ -249,6 +255,24 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
                 lease.make_sure(LEASE_LOOK_S)
         self._book.is_with_daemon()
 
+    @property
+    def is_to_move(self) -> bool:
+        """True where all requests are to begin anew: pages may be others', or there is a new lease."""
+        is_lapsed = self._book.is_moving and not self._book.is_empty
+        return is_lapsed or bool(self._book.is_adrift and self.node.back_id)
+
+    def move(self) -> None:
+        """Go on under the new lease, where there is one. Nothing uses any page."""
+        self._settle()
+        self._book.is_moving = True
+        if not self._book.is_empty or not self.node.back_id or not self.node.move(self.node.back_id):
+            return
+        self._check = self.node.page_check()  # the model may have another number
+        for rid in [*self._loading, *self._loaded]:
+            self._forget(rid, ends=False)
+        with suppress(DaemonUnavailable, LeaseLost):  # then it moves again
+            self._book.adopt(self.node.lease)
+
     def begin_step(self) -> None:
         """A step is launched: report the last one to the daemon meanwhile."""
         self._reserved.clear()
@@ -266,7 +290,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
     def end_output(self) -> None:
         """The output was handed out, and ended requests were released."""
         self._book.untold.end_output(computes=self._in_flight > 0)
-        if self._book.is_empty:  # there may be no step after this
+        if not self._in_flight:  # there may be no step after this
             self._book.flush()
         if not self._book.is_adrift:
             self._check.step()

@@ -1,8 +1,8 @@
 """Entry point of SGLang's plugins: register the cache by name, and the few hooks that SGLang's registry carries.
 
 SGLang offers two seams for a cache of one's own: a factory of radix caches by name, and a registry of hooks on its
-functions. The factory gets pool and allocator ready-made. So hooks do what no seam does: the KV buffers and the class of
-the allocator (here), the requests of an allocation and the borders of a step (``steps``). Without
+functions. The factory gets pool and allocator ready-made. So hooks do what no seam does: the KV buffers and the class
+of the allocator (here), the requests of an allocation and the borders of a step (``steps``). Without
 ``--radix-cache-backend cachesvc`` they call what they wrap, and nothing else.
 """
 

@@ -83,8 +83,8 @@ def _require_version(version: str, settings: EngineSettings) -> None:
         return
     known = " and ".join(".".join(map(str, each)) for each in TESTED)
     raise EngineRefused(
-        f"cachesvc_sglang works with SGLang {known}, and this is {version}: install one of these, or try it at your own "
-        f'risk with "allow_untested_sglang": true in {VARIABLE}'
+        f"cachesvc_sglang works with SGLang {known}, and this is {version}: install one of these, or try it at your "
+        f'own risk with "allow_untested_sglang": true in {VARIABLE}'
     )
 
 

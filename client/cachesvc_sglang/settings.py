@@ -60,7 +60,9 @@ def read_settings(environment: Mapping[str, str]) -> EngineSettings:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise EngineRefused(f"{VARIABLE} is no JSON ({error}): write an object such as {{\"stock_blocks\": 64}}") from error
+        raise EngineRefused(
+            f'{VARIABLE} is no JSON ({error}): write an object such as {{"stock_blocks": 64}}'
+        ) from error
     if not isinstance(given, dict):
         raise EngineRefused(f"{VARIABLE} is a JSON object, got {text[:80]}")
     if unknown := sorted(set(given) - set(_KINDS)):

@@ -1,4 +1,4 @@
-"""Fixtures of the tests with real SGLang engines. They need a Python that has SGLang, which ``make sglang-test`` names."""
+"""Fixtures of the tests with real SGLang engines: ``make sglang-test`` names a Python that has SGLang."""
 
 from __future__ import annotations
 

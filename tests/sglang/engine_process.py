@@ -15,7 +15,10 @@ import signal
 import socket
 import sys
 import traceback
+from importlib import import_module
 from typing import Any
+
+from tests.sglang.stubs import install
 
 
 def make(wish: dict[str, Any]) -> Any:
@@ -38,7 +41,7 @@ def make(wish: dict[str, Any]) -> Any:
         "max_total_tokens": wish["blocks"] * 32,
         "chunked_prefill_size": 256,
         "random_seed": wish.get("seed", 0),
-        "log_level": os.environ.get("SGLANG_TEST_LOG", "error"),
+        "log_level": os.environ.get("CACHESVC_TEST_LOG", "error"),
     }
     backend = {"radix_cache_backend": "cachesvc"} if wish["cachesvc"] else {}
     return sglang.Engine(**{**plain, **backend, **wish.get("options", {})})
@@ -93,10 +96,9 @@ def serve(connection: socket.socket) -> None:
 
 def main(path: str) -> None:
     """Fork an engine for each connection, until this process is killed."""
-    import sglang.srt.entrypoints.engine
-    import sglang.srt.managers.scheduler  # noqa: F401
-    import sglang.srt.models.registry  # noqa: F401
-
+    install()
+    for module in ("entrypoints.engine", "managers.scheduler", "models.registry"):
+        import_module(f"sglang.srt.{module}")
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's processes are forked as well
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -116,7 +118,7 @@ def main(path: str) -> None:
             signal.signal(signal.SIGQUIT, signal.SIG_DFL)
             try:
                 serve(connection)
-            except Exception:
+            except Exception:  # noqa: BLE001 - the root of the process
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()

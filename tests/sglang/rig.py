@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from tests.vllm.rig import MODEL, ROOT, Engine
 
 PYTHON_VARIABLE = "CACHESVC_SGLANG_PYTHON"
-STUBS = Path(__file__).parent / "stubs"
 
 
 class ForkedProcess:
@@ -116,7 +115,7 @@ def forking(folder: Path) -> Iterator[SglangFleet]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     path = folder / "s"
-    paths = [STUBS, write_plugin(folder / "plugin"), *(ROOT / each for each in (".", "client", "proto/gen"))]
+    paths = [write_plugin(folder / "plugin"), *(ROOT / each for each in (".", "client", "proto/gen"))]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -32,7 +32,7 @@ def daemon() -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="module")
 def two(fleet: SglangFleet, daemon: DaemonProcess) -> Iterator[list[Engine]]:
-    running = [fleet.engine(daemon.socket, DEVICE_BLOCKS) for _ in range(2)]
+    running: list[Engine] = [fleet.engine(daemon.socket, DEVICE_BLOCKS) for _ in range(2)]
     try:
         for engine in running:
             engine.wait_ready()
@@ -57,8 +57,7 @@ def test_random_requests_are_answered_alike_by_two_engines_and_by_sglang_alone(
         assert [answer.said for answer in answers] == [answer.said for answer in expected]
         cached += sum(answer.cached for answer in answers)
         own += sum(answer.cached for answer in expected)
-    assert cached > 0
-    print("CACHED", cached, own)
+    assert cached >= own > 0
 
 
 def test_an_engine_killed_in_mid_request_leaves_what_it_sealed_to_the_next(
@@ -87,3 +86,26 @@ def test_what_is_flushed_is_not_found_any_more_and_salts_separate(two: list[Engi
     answers += [two[0].ask(prompt)[0], two[0].ask(prompt)[0]]
     assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS] * 3
     assert {answer.said for answer in answers} == {expected}
+
+
+def test_requests_under_way_end_well_when_the_daemon_dies_and_what_comes_after_finds_the_next(
+    daemon: DaemonProcess, two: list[Engine], plain: Engine
+) -> None:
+    under_way = [random_prompt(60, 2.5, new=60), random_prompt(61, 2.5, new=400)]
+    later = random_prompt(62, 5.5)
+    expected = plain.ask(*under_way, later)
+    for engine in two:
+        engine.send(under_way[0])
+    daemon.process.kill()
+    daemon.process.wait()
+    for engine in two:
+        assert engine.collect()[0].said == expected[0].said
+    assert two[1].ask(random_prompt(63, 1.5))[0].cached == 0  # in private pages, with no daemon at all
+    for engine in two:
+        engine.send(*under_way)
+    daemon.start()
+    for engine in two:
+        assert [answer.said for answer in engine.collect()] == [answer.said for answer in expected[:2]]
+    answers = [engine.ask(later)[0] for engine in two]
+    assert [answer.said for answer in answers] == [expected[2].said] * 2
+    assert [answer.cached for answer in answers] == [0, 5 * BLOCK_TOKENS]

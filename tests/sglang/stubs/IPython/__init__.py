@@ -1,1 +1,0 @@
-"""Stub: SGLang imports what shows progress in notebooks."""

@@ -1,8 +1,0 @@
-"""Stub: see ``IPython``."""
-
-
-def display(*args):
-    """Show nothing."""
-
-
-HTML = display
