@@ -1,10 +1,10 @@
 """vLLM's own planner on the caches of published models. No model is made: specs are what vLLM's layers of these sizes
 say. What the daemon's layout makes of each plan, ``tests/unit/vllm/daemon/test_vllm_plans.py`` holds.
 
-    python -m tests.vllm.planning > tests/vllm/releases/0.32-plans.json
+    python -m tests.vllm.planning > tests/vllm/plans.jsonl
 
-Prints a line of JSON for each plan, or for its refusal. For another release than the installed one, put its package
-before it on PYTHONPATH, with its ``dist-info``: only sources in Python are read.
+Prints a line of JSON for each plan, or for its refusal. 0.32 and 0.33 print the same. For another release than the
+installed one, put its package before it on PYTHONPATH, with its ``dist-info``: only sources in Python are read.
 """
 
 from __future__ import annotations
