@@ -176,7 +176,7 @@ READ = (
     *("block_size", "sliding_window", "attention_chunk_size", "max_tp_shards", "tp_replicated", "mamba_cache_mode"),
     *("num_speculative_blocks", "prefix_replay_tokens"),
 )
-"""What the connector reads of a layer's spec."""
+"""Fields that the connector reads of a layer's spec."""
 
 
 def describe(config: Any, specs: dict[str, KVCacheSpec], layout_name: str) -> dict[str, Any]:
