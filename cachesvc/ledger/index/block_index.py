@@ -174,7 +174,8 @@ class BlockIndex(Paths):
         first = len(self.keys)
         more = min(max(first, LEAST_ROWS), MOST_ROWS)
         self.keys.extend([None] * more)
-        for each in (self.parent, self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
+        self.parent.extend(array("i", (NO_ROW,)) * more)
+        for each in (self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
             each.frombytes(bytes(each.itemsize * more))
         if self.follows_requests:
             self.segments.frombytes(bytes(4 * more))
