@@ -7,6 +7,7 @@ from types import TracebackType
 
 from cachesvc.model.answers import Prefetched, TicketView
 from cachesvc_client.aio.lease import AsyncLease
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.views import LeaseView
@@ -30,15 +31,23 @@ class Lease(LeaseView):
         return drive(self._calls.attach(rank))
 
     def match(
-        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+        self,
+        keys: PackedKeys,
+        *,
+        max_blocks: int = 0,
+        sequence_id: int | None = None,
+        waited_seconds: float = 0,
+        retention: Retention = Retention.DEFAULT,
     ) -> Sequence:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
-        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it. Raises
-        DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
+        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it.
+        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        opening = self._calls.match(keys, max_blocks=max_blocks, sequence_id=sequence_id, waited_seconds=waited_seconds)
+        opening = self._calls.match(
+            keys, max_blocks=max_blocks, sequence_id=sequence_id, waited_seconds=waited_seconds, retention=retention
+        )
         return Sequence(drive(opening))
 
     def prefetch(self, keys: PackedKeys) -> Prefetched:

@@ -23,6 +23,7 @@ from cachesvc_client.core.errors import (
     LimitExceeded,
     NotSupported,
 )
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
@@ -73,15 +74,21 @@ class AsyncLease(LeaseView):
         return Opening(self._attach(rank))
 
     def match(
-        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+        self,
+        keys: PackedKeys,
+        *,
+        max_blocks: int = 0,
+        sequence_id: int | None = None,
+        waited_seconds: float = 0,
+        retention: Retention = Retention.DEFAULT,
     ) -> Opening[AsyncSequence]:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
-        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it. Raises
-        DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
+        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it.
+        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds))
+        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds, retention))
 
     @explains_arguments
     async def prefetch(self, keys: PackedKeys) -> Prefetched:
@@ -193,13 +200,18 @@ class AsyncLease(LeaseView):
 
     @explains_arguments
     async def _match(
-        self, keys: PackedKeys, max_blocks: int, sequence_id: int | None, waited_seconds: float
+        self,
+        keys: PackedKeys,
+        max_blocks: int,
+        sequence_id: int | None,
+        waited_seconds: float,
+        retention: Retention,
     ) -> AsyncSequence:
         if self.record.orphans or self.record.ending:
             await self.calls.release_abandoned()
         record = self.record.new_sequence(sequence_id)
         try:
-            await self.calls.run(record.open(keys, max_blocks, waited_seconds))
+            await self.calls.run(record.open(keys, max_blocks, waited_seconds, retention))
         except (DeadlineExceeded, *INTERRUPTS):
             self.record.orphans.append(record)
             raise

@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.core.arguments import explains_arguments, renamed
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.entries import Entry, Publish, Recycle, Release
 from cachesvc_client.records.launches import Due
@@ -46,10 +47,17 @@ class StepBatch(Generic[H]):
 
     @explains_arguments
     def match(
-        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+        self,
+        keys: PackedKeys,
+        *,
+        max_blocks: int = 0,
+        sequence_id: int | None = None,
+        waited_seconds: float = 0,
+        retention: Retention = Retention.DEFAULT,
     ) -> int:
         """Open a sequence; the result is its handle."""
-        operation: Operation[Any] = self._lease.new_sequence(sequence_id).open(keys, max_blocks, waited_seconds)
+        record = self._lease.new_sequence(sequence_id)
+        operation: Operation[Any] = record.open(keys, max_blocks, waited_seconds, retention)
         take = operation.apply
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)

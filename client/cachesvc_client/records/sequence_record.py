@@ -23,6 +23,7 @@ from cachesvc_client.core.errors import (
     NotFound,
 )
 from cachesvc_client.core.fork import Maker
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys, as_bytes, packed
 from cachesvc_client.records.launches import Due, GiveBacks, Launches
 from cachesvc_client.records.stock import Stock
@@ -110,7 +111,13 @@ class SequenceRecord:
         """Length of the block tables."""
         return self.tables[0].blocks
 
-    def open(self, keys: PackedKeys, max_blocks: int, waited_seconds: float = 0) -> Operation[SequenceRecord]:
+    def open(
+        self,
+        keys: PackedKeys,
+        max_blocks: int,
+        waited_seconds: float = 0,
+        retention: Retention = Retention.DEFAULT,
+    ) -> Operation[SequenceRecord]:
         """Match: the sequence begins with the longest hit."""
         told = as_bytes(keys)
 
@@ -121,9 +128,8 @@ class SequenceRecord:
             self._put(self.matched.tables)
             return self
 
-        return self._operation(
-            MATCH, build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds), apply, self._end
-        )
+        request = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, retention)
+        return self._operation(MATCH, request, apply, self._end)
 
     def allocate(
         self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS

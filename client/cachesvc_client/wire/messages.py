@@ -19,6 +19,7 @@ from cachesvc.wire.convert import (
     unpack_numbers,
 )
 from cachesvc_client.core.errors import InvalidRequest, NotSupported
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.registration import Registration
 
 _STATE_NAMES = {number: name for name, number in TICKET_STATES.items()}
@@ -100,12 +101,22 @@ def build_open(
 
 
 def build_match(
-    sequence_id: int, keys: bytes, max_blocks: int, waited_seconds: float = 0, clock_seconds: float | None = None
+    sequence_id: int,
+    keys: bytes,
+    max_blocks: int,
+    waited_seconds: float = 0,
+    clock_seconds: float | None = None,
+    retention: Retention = Retention.DEFAULT,
 ) -> cache_pb2.MatchRequest:
     """``keys``: packed 32-byte block keys; ``max_blocks`` 0: reuse all that there is. ``clock_seconds``: a replay's."""
     waited_ms = min(max(0, round(waited_seconds * 1000)), 0xFFFFFFFF)
     return cache_pb2.MatchRequest(
-        sequence_id=sequence_id, keys=keys, max_blocks=max_blocks, waited_ms=waited_ms, clock_seconds=clock_seconds
+        sequence_id=sequence_id,
+        keys=keys,
+        max_blocks=max_blocks,
+        waited_ms=waited_ms,
+        clock_seconds=clock_seconds,
+        retention=retention.number,
     )
 
 
