@@ -263,6 +263,8 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
     add = _adding(parser.add_argument_group("other nodes: what one has computed is a hit on another (docs/nodes.md)"))
     add("--peers", metavar="HOST:PORT,...", help="daemons to ask for blocks that this node lacks (default: none)")
+    add("--peer-allow", metavar="NETWORK,...", help="networks of daemons that a request may name (default: none)")
+    add("--peer-advertise", metavar="HOST:PORT", help="where other nodes reach --peer-listen (default: the same)")
     add("--peer-listen", metavar="HOST:PORT", help="lend host pages to other nodes (default: not)")
     add("--peer-data-port", type=int, metavar="N", help="port that sends pages to other nodes; 0: any (default 0)")
     add("--peer-tokens", metavar="FILE", help="tokens that nodes show each other, one a line")

@@ -108,7 +108,8 @@ def build(
 
     Raises a CacheError that says what cannot be had.
     """
-    base = _base(config, choose(config))
+    base, claim = _base(config, choose(config)), SocketClaim(config.socket)
+    base.hardware.share_claim(claim.held)
     node, watch = base.node, base.telemetry.watch
     process_of, grace = node.core.ledger.processes.get, config.token_grace_seconds
     keyring = Keyring(config.tokens, process_of, node.now, grace) if config.tokens else None
@@ -127,7 +128,7 @@ def build(
     return DaemonParts(
         config=config,
         base=base,
-        claim=SocketClaim(config.socket),
+        claim=claim,
         life=_life(config, base, calls.lanes),
         registrar=calls.engine.registrar,
         keyrings=() if keyring is None else (keyring,),
@@ -306,7 +307,7 @@ def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
     return Calls(
         edge,
         quotas or Quotas(node.core, lambda _: NO_QUOTA),
-        EngineService(edge, base.hardware.backend, quotas),
+        EngineService(edge, base.hardware.backend, quotas, base.storages.nodes.advertised),
         LeaseService(edge, quotas),
         cache,
         Lanes(dispatcher, cache, keyring, base.telemetry.tracer, config.lanes_per_process, ways_in().lanes),

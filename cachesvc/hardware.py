@@ -59,6 +59,11 @@ class Hardware:
         if isinstance(self.movers, MoverProcesses):
             self.movers.tell_losses(lost)
 
+    def share_claim(self, claim: Callable[[], tuple[int, ...]]) -> None:
+        """Have movers in processes of their own hold the daemon's lock, whose descriptor ``claim`` gives."""
+        if isinstance(self.movers, MoverProcesses):
+            self.movers.share_claim(claim)
+
     def hurry(self) -> None:
         """The daemon stops: wait for no process of a device that hangs."""
         if isinstance(self.movers, MoverProcesses):

@@ -15,7 +15,7 @@
 Every error is a CacheClientError, drawn as a tree in ``errors``; on any of them an engine can go on without the cache.
 """
 
-from cachesvc.model.answers import Allocated, Prefetched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.answers import Allocated, Expected, Prefetched, Published, Recycled, Swapped, TicketView
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
@@ -102,6 +102,7 @@ __all__ = [
     "DeadlineExceeded",
     "EventSubscriber",
     "EventsMissed",
+    "Expected",
     "ExtraKey",
     "GpuFailed",
     "HeadPlace",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
-from cachesvc.model.answers import Prefetched, TicketView
+from cachesvc.model.answers import Expected, Prefetched, TicketView
 from cachesvc_client.aio.lease import AsyncLease
 from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys
@@ -37,18 +37,29 @@ class Lease(LeaseView):
         max_blocks: int = 0,
         sequence_id: int | None = None,
         waited_seconds: float = 0,
+        expected: Expected | None = None,
         retention: Retention = Retention.DEFAULT,
     ) -> Sequence:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
         ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it.
-        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
+        ``expected``: what another node computes of it; ``coming_blocks`` says how much is still on its way.
+        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining,
+        InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        opening = self._calls.match(
-            keys, max_blocks=max_blocks, sequence_id=sequence_id, waited_seconds=waited_seconds, retention=retention
+        return Sequence(
+            drive(
+                self._calls.match(
+                    keys,
+                    max_blocks=max_blocks,
+                    sequence_id=sequence_id,
+                    waited_seconds=waited_seconds,
+                    expected=expected,
+                    retention=retention,
+                )
+            )
         )
-        return Sequence(drive(opening))
 
     def prefetch(self, keys: PackedKeys) -> Prefetched:
         """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""

@@ -7,6 +7,7 @@ from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.storage.expected import follow
 from cachesvc.flows.storage.fetch import fetched_blocks, reach
 from cachesvc.flows.storage.uses import note_hit
 from cachesvc.flows.transfer.backup import back_up_reused
@@ -67,8 +68,9 @@ def match(
         back_up_reused(core, model, call.replica, hit.row)
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks
     tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
-    computing = _computing(model, keys, hit.blocks) if model.blocks.computing else 0
-    return Matched(device, host, computing, tuple(tables), min(stored, host), hit.full_blocks)
+    computing = computing_blocks(model, keys, hit.blocks) if model.blocks.computing else 0
+    coming = 0 if sharing is None else sharing.coming
+    return Matched(device, host, computing, tuple(tables), min(stored, host), hit.full_blocks, coming)
 
 
 def check_request(core: Core, call: Call, sequence_id: int, keys: bytes) -> None:
@@ -123,7 +125,9 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
     if sharing is None:
         return hit
     wait = share(core, call, keys, max_blocks, hit, sharing) if len(call.model.replicas) > 1 else None
-    if wait is None and core.storage is not None:
+    if wait is None and sharing.expected is not None:
+        wait = follow(core, call, keys, max_blocks, hit, sharing)
+    if wait is None and core.storage is not None and not sharing.coming:
         wait = reach(core, call, keys, max_blocks, hit, sharing)
     return hit if wait is None else wait
 
@@ -136,8 +140,8 @@ def check_keys(lease: Lease, keys: bytes) -> None:
         raise LimitExceeded("block keys", len(keys) // KEY_BYTES, lease.blocks_per_sequence)
 
 
-def _computing(model: Model, keys: bytes, first: int) -> int:
-    """Number of blocks after the hit that other requests are computing now. They declare keys root first, so these are
+def computing_blocks(model: Model, keys: bytes, first: int) -> int:
+    """Number of blocks from ``first`` on that requests are computing now. They declare keys root first, so these are
     a run, whose end is found by bisection."""
     low = first
     middle = high = len(keys) // KEY_BYTES

@@ -33,6 +33,7 @@ from cachesvc.service.loop.node import end_wait
 from cachesvc.wire.convert import (
     allocated_to_proto,
     cells_from_proto,
+    expected_from_proto,
     matched_to_proto,
     positions_from_proto,
     prefetched_to_proto,
@@ -106,9 +107,10 @@ def _nothing() -> None:
 
 def _match(core: Core, call: Call, m: cache_pb2.MatchRequest, sharing: Sharing) -> Matched | Wait:
     clock = m.clock_seconds if m.HasField("clock_seconds") else None
-    return match(
-        core, call, m.sequence_id, m.keys, m.max_blocks, sharing, m.waited_ms / 1000, clock, retention_of(m.retention)
-    )
+    if m.HasField("expected"):
+        sharing.expected = expected_from_proto(m.expected)
+    hint = retention_of(m.retention)
+    return match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, m.waited_ms / 1000, clock, hint)
 
 
 def _allocate(core: Core, call: Call, m: cache_pb2.AllocateRequest, _: None) -> Allocated | Wait:

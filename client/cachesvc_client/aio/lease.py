@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
-from cachesvc.model.answers import Prefetched, TicketView
+from cachesvc.model.answers import Expected, Prefetched, TicketView
 from cachesvc_client.aio.attaching import attach_pool
 from cachesvc_client.aio.keeping import Keeping
 from cachesvc_client.aio.lease_calls import LeaseCalls
@@ -80,15 +80,18 @@ class AsyncLease(LeaseView):
         max_blocks: int = 0,
         sequence_id: int | None = None,
         waited_seconds: float = 0,
+        expected: Expected | None = None,
         retention: Retention = Retention.DEFAULT,
     ) -> Opening[AsyncSequence]:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
         ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it.
-        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
+        ``expected``: what another node computes of it; ``coming_blocks`` says how much is still on its way.
+        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining,
+        InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds, retention))
+        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds, expected, retention))
 
     @explains_arguments
     async def prefetch(self, keys: PackedKeys) -> Prefetched:
@@ -205,13 +208,14 @@ class AsyncLease(LeaseView):
         max_blocks: int,
         sequence_id: int | None,
         waited_seconds: float,
+        expected: Expected | None,
         retention: Retention,
     ) -> AsyncSequence:
         if self.record.orphans or self.record.ending:
             await self.calls.release_abandoned()
         record = self.record.new_sequence(sequence_id)
         try:
-            await self.calls.run(record.open(keys, max_blocks, waited_seconds, retention))
+            await self.calls.run(record.open(keys, max_blocks, waited_seconds, expected, retention))
         except (DeadlineExceeded, *INTERRUPTS):
             self.record.orphans.append(record)
             raise

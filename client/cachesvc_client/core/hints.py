@@ -11,9 +11,9 @@ class Retention(Enum):
     """What an engine expects of the blocks that a request uses and computes. A hint moves blocks within the order of
     their own model; a false one costs only the model's own hits.
 
-    ``ONCE``: they will not be asked for again (evaluation, batch jobs): they go before all others, and do not go to the
-    host when they are sealed. ``KEEP``: they will come back (a conversation's next turn, a tool's answer): they stay for
-    one more turn of the pool.
+    ``ONCE``: they will not be asked for again (evaluation, batch jobs). They go before all others, and are not
+    copied to the host when they are sealed. ``KEEP``: they will come back (a conversation's next turn, a tool's
+    answer). They stay for one more turn of the pool.
     """
 
     DEFAULT = "default"

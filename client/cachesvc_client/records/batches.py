@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+from cachesvc.model.answers import Expected
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.core.arguments import explains_arguments, renamed
@@ -53,11 +54,12 @@ class StepBatch(Generic[H]):
         max_blocks: int = 0,
         sequence_id: int | None = None,
         waited_seconds: float = 0,
+        expected: Expected | None = None,
         retention: Retention = Retention.DEFAULT,
     ) -> int:
         """Open a sequence; the result is its handle."""
         record = self._lease.new_sequence(sequence_id)
-        operation: Operation[Any] = record.open(keys, max_blocks, waited_seconds, retention)
+        operation: Operation[Any] = record.open(keys, max_blocks, waited_seconds, expected, retention)
         take = operation.apply
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.answers import Allocated, Expected, GroupCells, Matched, Published, Recycled, Swapped, TicketView
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
@@ -116,6 +116,7 @@ class SequenceRecord:
         keys: PackedKeys,
         max_blocks: int,
         waited_seconds: float = 0,
+        expected: Expected | None = None,
         retention: Retention = Retention.DEFAULT,
     ) -> Operation[SequenceRecord]:
         """Match: the sequence begins with the longest hit."""
@@ -128,7 +129,7 @@ class SequenceRecord:
             self._put(self.matched.tables)
             return self
 
-        request = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, retention)
+        request = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, expected, retention)
         return self._operation(MATCH, request, apply, self._end)
 
     def allocate(

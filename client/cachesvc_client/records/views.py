@@ -147,6 +147,11 @@ class SequenceView:
         return self.record.matched.computing_blocks
 
     @property
+    def coming_blocks(self) -> int:
+        """Blocks after the hit that were on their way from another node at Match, as ``expected``: match again."""
+        return self.record.matched.coming_blocks
+
+    @property
     def blocks(self) -> int:
         """Length of the block tables."""
         return self.record.blocks

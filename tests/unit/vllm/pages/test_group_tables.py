@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from cachesvc_vllm.pages.group_tables import GroupTable, other_tables
+from cachesvc_client.layouts.parts import Parts
+from cachesvc_vllm.pages.group_tables import GroupTable, engine_groups
 from cachesvc_vllm.pages.private_pages import PrivatePages
 from cachesvc_vllm.pages.request_pages import RequestPages, blocks_wanted
 
@@ -19,15 +20,15 @@ LAYOUT = Layout(
 
 
 def test_a_request_has_a_table_for_each_group_beside_the_leading_one() -> None:
-    request = RequestPages("r", 0, lead=LAYOUT.full_groups[0], others=other_tables(LAYOUT))
-    assert [(each.group, each.is_state) for each in request.others] == [(0, False), (2, True)]
-    assert [request.table_of(group).group for group in (0, 2)] == [0, 2]
+    request = RequestPages("r", 0, lead=LAYOUT.full_groups[0], others=engine_groups(LAYOUT).other_tables())
+    assert [(each.parts.groups, each.is_state) for each in request.others] == [((0,), False), ((2,), True)]
+    assert [request.table_of(group).parts.groups for group in (0, 2)] == [(0,), (2,)]
     assert request.row_pages == 2
     assert request.missing_pages(3, {2: [2]}) == 7
 
 
 def test_what_a_window_has_left_is_known_by_what_vllm_frees() -> None:
-    table = GroupTable(0, is_state=False, pages=[NO_PAGE, 5, 6, 7, 8])
+    table = GroupTable(Parts((0,)), is_state=False, pages=[NO_PAGE, 5, 6, 7, 8])
     table.hold(1, 2)
     assert (table.first, table.taken, table.spare) == (1, 3, 2)
     assert table.take(3, 2) == [7, 8]
@@ -37,15 +38,15 @@ def test_what_a_window_has_left_is_known_by_what_vllm_frees() -> None:
 
 
 def test_cells_stay_where_another_engine_was_faster_to_publish() -> None:
-    table = GroupTable(0, is_state=False, pages=[5, 6])
-    table.read(np.array([9, 6, 7], np.int32), 0)
+    table = GroupTable(Parts((0,)), is_state=False, pages=[5, 6])
+    table.read([np.array([9, 6, 7], np.int32)], 0)
     assert table.pages == [5, 6, 7], "kernels have the table"
 
 
 def states(*pages: int, loaded_blocks: int = 0) -> GroupTable:
     """A table of states."""
-    table = GroupTable(2, is_state=True)
-    table.read(np.array(pages, np.int32), loaded_blocks)
+    table = GroupTable(Parts((0,)), is_state=True)
+    table.read([np.array(pages, np.int32)], loaded_blocks)
     return table
 
 
@@ -80,7 +81,7 @@ def test_states_are_sealed_once_their_blocks_are_computed_and_not_after_they_wer
 
 
 def test_a_table_grows_by_a_block_where_a_state_is_wanted_in_a_hole() -> None:
-    request = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT), pages=[1, 2, 3])
+    request = RequestPages("r", 0, lead=1, others=engine_groups(LAYOUT).other_tables(), pages=[1, 2, 3])
     request.others[1].add([NO_PAGE] * 3)
     assert request.growth(3, {2: [2]}) == (4, {2: [3]})
     assert request.growth(5, {2: [2, 4]}) == (5, {2: [3, 4]})
@@ -89,13 +90,15 @@ def test_a_table_grows_by_a_block_where_a_state_is_wanted_in_a_hole() -> None:
 
 
 def test_a_hit_that_is_loaded_comes_before_what_the_table_grows_by() -> None:
-    request = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT), pages=[1], hit_blocks=1, host_blocks=2)
+    request = RequestPages(
+        "r", 0, lead=1, others=engine_groups(LAYOUT).other_tables(), pages=[1], hit_blocks=1, host_blocks=2
+    )
     assert request.growth(2, {2: [2]}) == (3, {2: []})
     assert request.growth(4, {2: [3]}) == (4, {2: [3]})
 
 
 def test_pages_of_a_request_that_no_other_engine_knows_are_private() -> None:
-    request = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT), pages=[1, 2, 3], hit_blocks=1)
+    request = RequestPages("r", 0, lead=1, others=engine_groups(LAYOUT).other_tables(), pages=[1, 2, 3], hit_blocks=1)
     request.others[0].pages = [NO_PAGE, 4, 5]
     request.others[1].pages = [6, NO_PAGE, 7]
     assert request.private_pages() == [2, 3, 4, 5, 7]
@@ -104,14 +107,16 @@ def test_pages_of_a_request_that_no_other_engine_knows_are_private() -> None:
 
 
 def test_pages_that_were_given_back_are_not_private_where_nothing_was_sealed() -> None:
-    request = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT), pages=[1, 2, 3], is_foreign=True)
+    request = RequestPages(
+        "r", 0, lead=1, others=engine_groups(LAYOUT).other_tables(), pages=[1, 2, 3], is_foreign=True
+    )
     request.others[0].pages = [4, 5, 6]
     request.others[0].told = 2
     assert request.private_pages() == [1, 2, 3, 6], "pages 4 and 5 may be another engine's by now"
 
 
 def test_without_the_daemon_a_request_grows_by_pages_that_no_other_engine_knows() -> None:
-    request, private = RequestPages("r", 0, lead=1, others=other_tables(LAYOUT)), PrivatePages()
+    request, private = RequestPages("r", 0, lead=1, others=engine_groups(LAYOUT).other_tables()), PrivatePages()
     private.add(range(1, 6))
     assert not private.lengthen(request, 3, {2: [2]})
     assert private.lengthen(request, 2, {2: [1]})
