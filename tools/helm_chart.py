@@ -1,8 +1,8 @@
 """Write the Helm chart from the rendered manifests: ``python -m tools.helm_chart [--check]``.
 
-The kustomize overlay for GPUs is the source. A chart's template is one of its objects with some values taken out, each as
-JSON, which is YAML too: so with its own values the chart gives the overlay's objects, and ``rendered`` shows that without
-Helm.
+The kustomize overlay for GPUs is the source. A chart's template is one of its objects with some values taken out, each
+as JSON, which is YAML too: so with its own values the chart gives the overlay's objects, and ``rendered`` shows that
+without Helm.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _read_me(values: Mapping[str, Any]) -> str:
         rows.append(f"| `{value.name}` | {shown} | {value.purpose} |")
     return f"""# Helm chart
 
-Made from the kustomize overlay `deploy/k8s/overlays/gpu`, which stays the source: with its own values the chart gives the
-same objects. No cluster has run it.
+Made from the kustomize overlay `deploy/k8s/overlays/gpu`, which stays the source: with its own values the chart gives
+the same objects. No cluster has run it.
 
     kubectl create namespace cachesvc
     kubectl label namespace cachesvc pod-security.kubernetes.io/enforce=privileged   # for the hostPath volume alone
