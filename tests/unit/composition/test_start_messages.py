@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cachesvc_ctl.lab.replay.replay import MOVED, Tally
@@ -23,8 +24,8 @@ from tests.unit.rigs.ledger_rig import chain, one_group, rig_of
 def test_a_taken_port_names_the_flag_and_who_has_it(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        extra = {"peer_tokens": "tokens"} if name == "peer_listen" else {}
-        config = Config(**{name: f"127.0.0.1:{port}"}, **extra)
+        settings: dict[str, Any] = {name: f"127.0.0.1:{port}", "peer_tokens": "tokens"}
+        config = Config(**settings)
         with pytest.raises(Unavailable) as refused:
             check_ports(config)
     flag = "--" + name.replace("_", "-")
