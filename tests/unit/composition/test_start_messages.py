@@ -71,10 +71,10 @@ def test_bytes_of_a_replay_by_the_second_add_up_to_its_totals() -> None:
 def test_a_refusal_is_text_on_a_terminal_and_a_json_line_elsewhere(tmp_path: Path) -> None:
     command = module_command("cachesvc", "--backend", "shm", "--socket", str(tmp_path / "absent" / "kv.sock"))
     reader, terminal = os.openpty()
-    ended = subprocess.run(command, stderr=terminal, check=False)  # noqa: S603
+    ended = subprocess.run(command, stderr=terminal, check=False)
     os.close(terminal)
     said = os.read(reader, 4096).decode()
     os.close(reader)
     assert (ended.returncode, said.startswith("cachesvcd: the folder of the socket")) == (2, True), said
-    piped = subprocess.run(command, stderr=subprocess.PIPE, check=False)  # noqa: S603
+    piped = subprocess.run(command, stderr=subprocess.PIPE, check=False)
     assert b'"event": "start_refused"' in piped.stderr
