@@ -1,10 +1,10 @@
 """vLLM's own planner on the caches of published models. No model is made: specs are what vLLM's layers of these sizes
 say. What the daemon's layout makes of each plan, ``tests/unit/vllm/daemon/test_vllm_plans.py`` holds.
 
-    python -m tests.vllm.planning > tests/vllm/releases/0.32-plans.json
+    python -m tests.vllm.planning > tests/vllm/plans.jsonl
 
-Prints a line of JSON for each plan, or for its refusal. For another release than the installed one, put its package
-before it on PYTHONPATH, with its ``dist-info``: only sources in Python are read.
+Prints a line of JSON for each plan, or for its refusal. 0.32 and 0.33 print the same. For another release than the
+installed one, put its package before it on PYTHONPATH, with its ``dist-info``: only sources in Python are read.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ READ = (
     *("block_size", "sliding_window", "attention_chunk_size", "max_tp_shards", "tp_replicated", "mamba_cache_mode"),
     *("num_speculative_blocks", "prefix_replay_tokens"),
 )
-"""What the connector reads of a layer's spec."""
+"""Fields that the connector reads of a layer's spec."""
 
 
 def describe(config: Any, specs: dict[str, KVCacheSpec], layout_name: str) -> dict[str, Any]:

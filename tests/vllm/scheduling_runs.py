@@ -45,7 +45,7 @@ SIZES_TOO = {**SIZES, "groups": (FULL, WIDE_WINDOW, WINDOW, FULL)}
 """Whole sequences, which lead, in blocks of half as many tokens as windows have."""
 SCRATCH: dict[str, Any] = {
     "groups": (Group(window_tokens=8, block_tokens=4), Group(window_tokens=4, block_tokens=2), Group(block_tokens=16)),
-    "pages": 500,
+    "pages": 260,
     "page_bytes": 32 * DIGEST_BYTES,
 }
 """Windows within a block, most of whose pages no hit needs."""
@@ -340,7 +340,7 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "deaths-sizes": lambda socket, seed: deaths(socket, seed, Shape(stock=2, **SIZES_TOO)),
     "scratch": lambda socket, seed: two(socket, seed, Shape(**SCRATCH)),
     "scratch-late": lambda socket, seed: two(socket, seed, Shape(is_async=True, **LATE, **SCRATCH)),
-    "tight-scratch": lambda socket, seed: tight(socket, seed, replace(TIGHT, **{**SCRATCH, "pages": 260})),
+    "tight-scratch": lambda socket, seed: tight(socket, seed, replace(TIGHT, **{**SCRATCH, "pages": 110})),
     "states-within": lambda socket, seed: two(socket, seed, Shape(groups=(SAVED_STATE, SAVED_STATE, FULL), pages=200)),
     "states-priorities": lambda socket, seed: two(
         socket, seed, Shape(has_priorities=True, groups=(STATE, FULL), pages=60, at_a_time=6)

@@ -28,7 +28,7 @@ class Group:
 
 FULL, WINDOW, STATE = Group(), Group(window_tokens=10), Group(is_state=True)
 WIDE_FULL, WIDE_WINDOW = Group(block_tokens=8), Group(window_tokens=18, block_tokens=8)
-"""Of blocks that have twice as many tokens."""
+"""Groups of blocks with twice as many tokens."""
 SAVED_STATE = Group(is_state=True, saves_within=True)
 
 

@@ -7,12 +7,10 @@ import subprocess
 
 from tests.vllm.rig import PYTHON_VARIABLE, ROOT, engine_environment
 
-RELEASES = ROOT / "tests/vllm/releases"
-
 
 def test_the_installed_vllm_plans_as_recorded() -> None:
     command = [os.environ[PYTHON_VARIABLE], "-m", "tests.vllm.planning"]
     done = subprocess.run(command, cwd=ROOT, env=engine_environment(), stdout=subprocess.PIPE, text=True, check=True)
     plans = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    recorded = (RELEASES / "0.32-plans.json").read_text(encoding="utf-8").splitlines()
+    recorded = (ROOT / "tests/vllm/plans.jsonl").read_text(encoding="utf-8").splitlines()
     assert plans == recorded, "record the plans anew: python -m tests.vllm.planning"

@@ -68,7 +68,8 @@ def test_a_sequence_that_lost_the_race_to_seal_keeps_its_own(rig: Rig) -> None:
     for number in (1, 2):
         rig.run(match, lease, number, chain(*"ab"), 0)
         rig.run(allocate, lease, number, 2)
-    _, told = (rig.run(publish, lease, number, 0, chain(*"ab"), 2) for number in (1, 2))
+    rig.run(publish, lease, 1, 0, chain(*"ab"), 2)
+    told = rig.run(publish, lease, 2, 0, chain(*"ab"), 2)
     assert told.duplicate_positions == (0, 1)
     assert [len(cells.pages) for cells in told.spares] == [2, 0]
     sequence = rig.core.ledger.leases[lease].sequences[2]
@@ -92,3 +93,10 @@ def test_a_layout_says_which_groups_are_scratch() -> None:
     full = Layout(BLOCK_TOKENS, 1, (LAYOUT.groups[0], PlaneGroup("ring", pool="kv")), LAYOUT.planes)
     assert full.fingerprint != LAYOUT.fingerprint
     assert (LAYOUT.scratch_groups, full.scratch_groups) == ((SCRATCH,), ())
+
+
+def test_a_policy_for_copies_has_none_of_scratch() -> None:
+    groups = (*LAYOUT.groups, PlaneGroup("state", pool="kv", is_state=True))
+    planes = (*LAYOUT.planes, Plane("k", 0, "state", (8,), "uint8"))
+    rig = rig_of(Layout(BLOCK_TOKENS, 1, groups, planes), device=(12,) * 3, host=(0,) * 3)
+    assert [kin.groups for kin in rig.place().kin] == [(2,)]

@@ -1,5 +1,5 @@
 """vLLM's own plans for the caches of published models have a layout of the same bytes, or are refused by name. They
-were recorded with both releases (``tests/vllm/planning.py``)."""
+were recorded (``tests/vllm/planning.py``), and both releases make the same."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from cachesvc_vllm.daemon.slab_layout import group_parts, place_wider_first, sla
 from cachesvc.model.geometry import device_bytes
 from tests.unit.rigs.vllm_rig import KVCacheConfig, KVCacheTensor
 
-RELEASES = ("0.32", "0.33")
 LAYOUTS = ("LBHNC", "BLHNC")
 """Layers outermost, and blocks."""
-FOLDER = Path(__file__).parents[3] / "vllm/releases"
+RECORDED = Path(__file__).parents[3] / "vllm/plans.jsonl"
 
 
 @cache
-def recorded(release: str) -> dict[str, dict[str, Any]]:
-    """Plans of a release by model and layout."""
-    lines = (FOLDER / f"{release}-plans.json").read_text(encoding="utf-8").splitlines()
+def recorded() -> dict[str, dict[str, Any]]:
+    """Plans by model and layout."""
+    lines = RECORDED.read_text(encoding="utf-8").splitlines()
     return {plan["plan"]: plan for plan in map(json.loads, lines)}
 
 
@@ -38,9 +37,9 @@ def spec_of(facts: dict[str, Any]) -> Any:
     return type(fields.pop("kind"), (SimpleNamespace,), {})(**fields)
 
 
-def config_of(release: str, plan: str) -> KVCacheConfig:
+def config_of(plan: str) -> KVCacheConfig:
     """The plan as vLLM's configuration, where the connector has it place its layers."""
-    facts = recorded(release)[plan]
+    facts = recorded()[plan]
     tensors = [
         KVCacheTensor(size, list(map(str, layers)), layer_stride, block_stride, offset)
         for size, layer_stride, block_stride, offset, layers in facts["tensors"]
@@ -54,7 +53,6 @@ def config_of(release: str, plan: str) -> KVCacheConfig:
     return config
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 @pytest.mark.parametrize(
     ("model", "groups"),
@@ -69,10 +67,8 @@ def config_of(release: str, plan: str) -> KVCacheConfig:
         ("Llama 3 8B", {"full": 1}),
     ],
 )
-def test_a_pool_holds_as_many_blocks_as_vllm_alone(
-    release: str, model: str, groups: dict[str, int], layout_name: str
-) -> None:
-    config = config_of(release, f"{model}, {layout_name}")
+def test_a_pool_holds_as_many_blocks_as_vllm_alone(model: str, groups: dict[str, int], layout_name: str) -> None:
+    config = config_of(f"{model}, {layout_name}")
     layout = slab_layout(config)
     kinds = [each.retention.value for each in cache_groups(config)]
     assert {kind: kinds.count(kind) for kind in kinds} == groups
@@ -86,7 +82,6 @@ def fit(config: KVCacheConfig) -> float:
     return config.kv_cache_tensors[0].size / device_bytes(layout, (config.num_blocks,) * len(layout.groups))
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("plan", "block_tokens", "parts"),
     [
@@ -96,9 +91,9 @@ def fit(config: KVCacheConfig) -> float:
     ],
 )
 def test_groups_with_smaller_blocks_have_several_pages_in_each_of_the_layout(
-    release: str, plan: str, block_tokens: int, parts: list[int]
+    plan: str, block_tokens: int, parts: list[int]
 ) -> None:
-    config = config_of(release, plan)
+    config = config_of(plan)
     layout = slab_layout(config)
     assert layout.block_tokens == block_tokens
     assert sorted(each.count for each in group_parts(config)) == sorted(parts)
@@ -108,8 +103,8 @@ def test_groups_with_smaller_blocks_have_several_pages_in_each_of_the_layout(
 
 
 def test_most_pages_of_a_short_window_are_scratch() -> None:
-    """Of DeepSeek V4's: two of four with 64 tokens and a window of 128, two of 64 with four, 16 of 32 with eight."""
-    config = config_of("0.33", "DeepSeek V4, BLHNC")
+    """Needed of DeepSeek V4's: two of four with 64 tokens and a window of 128, two of 64 with four, 16 of 32 with eight."""
+    config = config_of("DeepSeek V4, BLHNC")
     layout = slab_layout(config)
     needed = [
         [layout.window_of(group) for group in each.groups if not layout.groups[group].is_scratch]
@@ -119,7 +114,6 @@ def test_most_pages_of_a_short_window_are_scratch() -> None:
     assert needed == [[64, 128], [64, 128], [4, 8], list(range(8, 129, 8))]
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
@@ -130,6 +124,6 @@ def test_most_pages_of_a_short_window_are_scratch() -> None:
         ("cross attention, LBHNC", "CrossAttentionSpec"),
     ],
 )
-def test_what_has_no_layout_is_refused_by_name(release: str, plan: str, words: str) -> None:
+def test_what_has_no_layout_is_refused_by_name(plan: str, words: str) -> None:
     with pytest.raises(ConnectorRefused, match=words):
-        slab_layout(config_of(release, plan))
+        slab_layout(config_of(plan))
