@@ -215,7 +215,8 @@ class AsyncLease(LeaseView):
             await self.calls.release_abandoned()
         record = self.record.new_sequence(sequence_id)
         try:
-            await self.calls.run(record.open(keys, max_blocks, waited_seconds, expected, retention))
+            record.retention = retention
+            await self.calls.run(record.open(keys, max_blocks, waited_seconds, expected))
         except (DeadlineExceeded, *INTERRUPTS):
             self.record.orphans.append(record)
             raise

@@ -8,7 +8,7 @@ from kvcache.v1 import cache_pb2
 
 
 class Retention(Enum):
-    """What an engine expects of the blocks that a request uses and computes. A hint moves blocks within the order of
+    """Expectation of an engine for the blocks that a request uses and computes. A hint moves blocks within the order of
     their own model; a false one costs only the model's own hits.
 
     ``ONCE``: they will not be asked for again (evaluation, batch jobs). They go before all others, and are not

@@ -59,7 +59,8 @@ class StepBatch(Generic[H]):
     ) -> int:
         """Open a sequence; the result is its handle."""
         record = self._lease.new_sequence(sequence_id)
-        operation: Operation[Any] = record.open(keys, max_blocks, waited_seconds, expected, retention)
+        record.retention = retention
+        operation: Operation[Any] = record.open(keys, max_blocks, waited_seconds, expected)
         take = operation.apply
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)
