@@ -33,7 +33,7 @@ from cachesvc.model.requests import Ended
 from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
-from cachesvc.policy.hints import Retention
+from cachesvc.policy.hints import RequestHint
 from cachesvc.policy.writing import WriteRule
 from cachesvc.simulated_disk import SimulatedDisk
 
@@ -140,7 +140,7 @@ class Simulation:
         if self._disk is not None:
             self._disk.seconds = now
         sharing, before = Sharing(), self._core.ledger.models[1].hit_blocks.copy()
-        hit = self._run(match, core, call, sequence, keys, blocks, sharing, retention=Retention(retention))
+        hit = self._run(match, core, call, sequence, keys, blocks, sharing, retention=RequestHint(retention))
         first = hit.device_blocks + hit.host_blocks
         step = STEP_BLOCKS if call.model.layout.window_groups else AT_ONCE
         for at in range(first, blocks, step) if first < blocks else (blocks,):

@@ -64,7 +64,7 @@ class BlockTables(Hold):
         self.cursors: dict[int, int] = {}
         self.declared = 0
         self.request: Request | None = None
-        self.retention = 0  # its engine's hint: a value of the policy's Retention
+        self.retention = 0  # its engine's hint: a value of the policy's RequestHint
 
     @property
     def blocks(self) -> int:

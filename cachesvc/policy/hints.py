@@ -13,7 +13,7 @@ from enum import IntEnum
 from cachesvc.model.errors import InvalidRequest
 
 
-class Retention(IntEnum):
+class RequestHint(IntEnum):
     """Expected use of a request's blocks. The values are those of the wire."""
 
     DEFAULT = 0
@@ -21,16 +21,16 @@ class Retention(IntEnum):
     KEEP = 2
 
 
-def retention_of(number: int) -> Retention:
-    """Retention of a message. Raises InvalidRequest for a number that is none."""
+def retention_of(number: int) -> RequestHint:
+    """RequestHint of a message. Raises InvalidRequest for a number that is none."""
     try:
-        return Retention(number)
+        return RequestHint(number)
     except ValueError:
         raise InvalidRequest(f"retention is {number}; it is 0 (default), 1 (once) or 2 (keep)") from None
 
 
-def hinted(stamp: int, retention: Retention, pool_blocks: int) -> int:
+def hinted(stamp: int, retention: RequestHint, pool_blocks: int) -> int:
     """Access number under which an access at ``stamp`` counts, in a pool of ``pool_blocks`` blocks."""
-    if retention is Retention.ONCE:
+    if retention is RequestHint.ONCE:
         return 0
-    return stamp + pool_blocks if retention is Retention.KEEP else stamp
+    return stamp + pool_blocks if retention is RequestHint.KEEP else stamp

@@ -20,7 +20,7 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, KeyMisplaced, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.policy.hints import Retention, hinted
+from cachesvc.policy.hints import RequestHint, hinted
 
 MOST_CLOCK_SECONDS = 1e10
 """Three hundred years: sums of ages stay numbers."""
@@ -37,7 +37,7 @@ def match(
     sharing: Sharing | None = None,
     waited: float = 0.0,
     clock: float | None = None,
-    retention: Retention = Retention.DEFAULT,
+    retention: RequestHint = RequestHint.DEFAULT,
 ) -> Matched | Wait:
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
 

@@ -35,7 +35,7 @@ from cachesvc.model.columns import Publishes, before_repeated
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, LedgerBroken, NotOwned
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING
-from cachesvc.policy.hints import Retention, hinted
+from cachesvc.policy.hints import RequestHint, hinted
 
 
 class Blocked(NamedTuple):
@@ -333,7 +333,7 @@ def _commit_new(core: Core, call: Call, fresh: NewBlocks, named: NamedStates | N
     if named is not None:  # before the blocks are copied to the host: their states go along
         seal_states(core, call, fresh.tables[0], named)
     if core.writing.copies_when_sealed:  # by one transfer: each costs more than its block
-        kept = [path for each, path in zip(sequences, paths, strict=True) if each.retention != Retention.ONCE]
+        kept = [path for each, path in zip(sequences, paths, strict=True) if each.retention != RequestHint.ONCE]
         back_up(core, model, replica, list(chain.from_iterable(kept)))
     observers.sealed_new(core, call, keys, paths)
     return [sequence.sealed for sequence in sequences]
@@ -347,18 +347,18 @@ def _commit_known(core: Core, call: Call, known: Known, named: NamedStates | Non
     ready, pending = _until_filling(replica.place, rows)
     new = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, row in enumerate(ready) if row == NO_ROW]
     observers.sealing(core, call, keys, ready)
-    retention, blocks = Retention(sequence.retention), replica.place.pools[replica.place.lead].usable
+    retention, blocks = RequestHint(sequence.retention), replica.place.pools[replica.place.lead].usable
     stamp = partial(_hinted_stamp, core, retention, blocks)
     sealed = sequence.seal(keys, ready, stamp, _take_reuses(model, new))
     if named is not None:
         seal_states(core, call, sequence, named)
-    if sealed.rows and core.writing.copies_when_sealed and retention is not Retention.ONCE:
+    if sealed.rows and core.writing.copies_when_sealed and retention is not RequestHint.ONCE:
         back_up(core, model, replica, sealed.rows)
     observers.sealed_known(core, call, sequence, len(ready), sealed)
     return _answer(sequence, sealed, pending)
 
 
-def _hinted_stamp(core: Core, retention: Retention, blocks: int) -> int:
+def _hinted_stamp(core: Core, retention: RequestHint, blocks: int) -> int:
     return hinted(core.ledger.stamp(), retention, blocks)
 
 
@@ -366,7 +366,7 @@ def _restamp(place: Place, sequences: Iterable[BlockTables], paths: Iterable[Row
     """Blocks that were just sealed count as used when their engines expect them to be."""
     for each, path in zip(sequences, paths, strict=True):
         if each.retention:
-            kind, blocks = Retention(each.retention), place.pools[place.lead].usable
+            kind, blocks = RequestHint(each.retention), place.pools[place.lead].usable
             each.ledger.index.restamp(path, partial(hinted, retention=kind, pool_blocks=blocks))
 
 

@@ -11,14 +11,16 @@ from cachesvc.flows.engine.release import release
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.hints import Retention, hinted, retention_of
+from cachesvc.policy.hints import RequestHint, hinted, retention_of
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 
 BLOCKS = 8
-DEFAULT, ONCE, KEEP = Retention
+DEFAULT, ONCE, KEEP = RequestHint
 
 
-def serve(rig: Rig, lease: str, number: int, names: str, hint: Retention = DEFAULT, *, apart: bool = False) -> Matched:
+def serve(
+    rig: Rig, lease: str, number: int, names: str, hint: RequestHint = DEFAULT, *, apart: bool = False
+) -> Matched:
     """A request for a prompt; ``apart``: its blocks are published one by one."""
     keys = chain(*names)
     hit = rig.run(match, lease, number, keys, 0, None, 0.0, None, hint)
@@ -85,7 +87,7 @@ def test_blocks_that_are_kept_stay_for_one_more_turn_and_no_longer() -> None:
 
 def test_the_same_hint_on_all_is_none() -> None:
     left = []
-    for hint in Retention:
+    for hint in RequestHint:
         rig = rig_of(one_group(), device=(BLOCKS,))
         lease = rig.lease()
         for number, names in enumerate(("abc", "xyz", "abq", "mno"), start=1):
@@ -104,7 +106,7 @@ def test_blocks_that_will_not_return_are_not_copied_when_they_are_sealed() -> No
 
 
 def test_a_number_that_is_no_hint_is_refused() -> None:
-    assert [retention_of(number) for number in range(3)] == list(Retention)
+    assert [retention_of(number) for number in range(3)] == list(RequestHint)
     with pytest.raises(InvalidRequest, match="retention is 3; it is 0"):
         retention_of(3)
-    assert [hinted(5, hint, 100) for hint in Retention] == [5, 0, 105]
+    assert [hinted(5, hint, 100) for hint in RequestHint] == [5, 0, 105]
