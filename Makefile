@@ -128,11 +128,13 @@ proto-accept: $(BUF_SETUP) ## Take the protos as they are for the baseline that 
 	@mkdir -p $(dir $(BASELINE))
 	$(BUF) build proto --exclude-source-info --output $(BASELINE)
 
-k8s-render: $(SETUP) ## Render deploy/k8s into deploy/k8s/rendered (needs kubectl or kustomize)
+k8s-render: $(SETUP) ## Render deploy/k8s, and make the Helm chart of it (needs kubectl or kustomize)
 	$(BIN)/python -m tools.k8s_render
+	$(BIN)/python -m tools.helm_chart
 
 k8s-validate: $(SETUP) $(MONITORS_SETUP) ## Check manifests and image offline: schemas, wiring, security, sizes, Dockerfile
 	$(BIN)/python -m tools.k8s_render --check
+	$(BIN)/python -m tools.helm_chart --check
 	$(BIN)/kubernetes-validate --strict --quiet deploy/k8s/rendered/gpu.yaml deploy/k8s/rendered/trial.yaml \
 		deploy/k8s/rendered/tls.yaml deploy/k8s/rendered/engine.yaml deploy/k8s/rendered/vllm.yaml
 	$(BIN)/hadolint deploy/docker/Dockerfile

@@ -53,7 +53,7 @@ class BlockTables(Hold):
     computed by this request. ``request``: its handle in an eviction policy that follows requests.
     """
 
-    __slots__ = ("cursors", "declared", "keys", "own", "request", "tables")
+    __slots__ = ("cursors", "declared", "keys", "own", "request", "retention", "tables")
 
     def __init__(self, ledger: BlockLedger, place: Place, keys: bytes) -> None:
         super().__init__(ledger, place)
@@ -64,6 +64,7 @@ class BlockTables(Hold):
         self.cursors: dict[int, int] = {}
         self.declared = 0
         self.request: Request | None = None
+        self.retention = 0  # its engine's hint: a value of the policy's RequestHint
 
     @property
     def blocks(self) -> int:

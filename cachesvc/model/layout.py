@@ -36,9 +36,8 @@ MAX_PAGE_BYTES = 1 << 30
 MARKER = "prefix"
 MARKER_PAGES = 64
 """Markers on a device for each page of its largest group where the caller gives no number: while a window holds w
-blocks, its sequence may be 64 * w blocks long. They take a byte each; what the daemon keeps of every page is what
-bounds them. The host has as many as pages: there it is markers that run out first, and take the pages of their blocks
-along."""
+blocks, its sequence may be 64 * w blocks long. They take a byte each; what the daemon keeps of every page bounds them.
+The host has as many as pages: markers run out first there, and take the pages of their blocks along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +121,7 @@ class Layout:
         _check_planes(self)
 
     def __repr__(self) -> str:
-        """Numbers of the layout; ``planes`` lists what it has."""
-        groups = ", ".join(group.name for group in self.groups)
-        return (
-            f"<Layout {self.layers} layers, {len(self.planes)} planes, groups {groups}, "
-            f"block_tokens={self.block_tokens}, ranks={self.ranks}>"
-        )
+        return f"<Layout {self.layers} layers, groups {', '.join(self.group_index)}, block_tokens={self.block_tokens}>"
 
     @cached_property
     def group_index(self) -> dict[str, int]:

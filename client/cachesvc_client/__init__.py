@@ -50,6 +50,7 @@ from cachesvc_client.core.errors import (
     UntrustedDaemon,
     UsedAfterFork,
 )
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import BlockHasher, ExtraKey, block_keys
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.events import BlockMirror, EventSubscriber
@@ -130,6 +131,7 @@ __all__ = [
     "Reattacher",
     "Recycled",
     "Registration",
+    "Retention",
     "Retries",
     "Sequence",
     "StepBatch",

@@ -12,7 +12,7 @@ from cachesvc_ctl.core.text import describe_bytes
 
 GIB = 1 << 30
 DAEMON_BYTES = GIB
-"""What the daemon takes of a GPU beside its pool: a context of 0.3 GiB on an H100, and what pins the host pool."""
+"""Memory that the daemon takes of a GPU beside its pool: a context of 0.3 GiB on an H100, and pins of the host pool."""
 ACTIVATION_BYTES = 4 * GIB
 """Default for activations and CUDA graphs of vLLM with batches of 8k to 16k tokens."""
 HOST_TIMES = 3
@@ -110,7 +110,7 @@ def weights_beside(config: Path) -> int:
 
 
 def remedy(memory: Memory, ranks: int) -> str:
-    """What to try where the weights leave no pool on a GPU."""
+    """Ways out where the weights leave no pool on a GPU."""
     more = next((tried for tried in RANKS_TRIED if tried > ranks and memory.pool(tried) > 0), None)
     ways = [f"--tp {more} leaves {describe_bytes(memory.pool(more))}"] if more is not None else []
     return ", or ".join([*ways, "quantised weights (--weights)", "fewer --activations (smaller batches)"])

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from cachesvc_client import Expected
+from cachesvc_client import Expected, Retention
 
 from cachesvc.model.text.addresses import MOST_PORT, parse_address
 from cachesvc_vllm.daemon.errors import News
@@ -36,6 +36,19 @@ def expected_of(request: Any, patience_s: float, block_tokens: int) -> Expected 
         if isinstance(where := params.get(name), Mapping):
             return _expected(request, where, patience_s, block_tokens, is_computed=is_computed)
     return None
+
+
+def retention_of(request: Any) -> Retention:
+    """Return the client's hint on a request's blocks: ``retention`` in its ``kv_transfer_params``, "once" or "keep".
+    Another word is logged and ignored: a hint fails no request."""
+    params = request.kv_transfer_params
+    said = params.get("retention", Retention.DEFAULT.value) if isinstance(params, Mapping) else Retention.DEFAULT.value
+    try:
+        return Retention(said)
+    except ValueError:
+        if _news.is_new("retention"):
+            log.warning("retention_ignored request=%s retention=%s", request.request_id, repr(said)[:60])
+        return Retention.DEFAULT
 
 
 def _expected(

@@ -7,7 +7,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.vllm_objects import Request
-from cachesvc_vllm.handover import expected_of
+from cachesvc_vllm.handover import expected_of, retention_of
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.namespace.adapters import Adapters
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
@@ -58,7 +58,7 @@ class Wishes:
         most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
         first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
         expected = expected_of(request, self._patience_s, self._block_tokens) if most else None
-        return Wish(keys, most, first, salt, expected)
+        return Wish(keys, most, first, salt, expected, retention_of(request))
 
     def close(self) -> None:
         """Read no more adapters. Idempotent."""

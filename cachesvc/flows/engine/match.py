@@ -20,6 +20,7 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, KeyMisplaced, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.policy.hints import RequestHint, hinted
 
 MOST_CLOCK_SECONDS = 1e10
 """Three hundred years: sums of ages stay numbers."""
@@ -36,11 +37,12 @@ def match(
     sharing: Sharing | None = None,
     waited: float = 0.0,
     clock: float | None = None,
+    retention: RequestHint = RequestHint.DEFAULT,
 ) -> Matched | Wait:
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
 
     ``waited``: seconds since the request came to its engine, ``MOST_WAITED_SECONDS`` at most. ``clock``: by which
-    eviction goes from now on.
+    eviction goes from now on. ``retention``: the engine's hint on the blocks that it uses and computes.
 
     With ``sharing`` it may first wait for what other replicas and storage have. Raises InvalidRequest (ragged keys, an
     id of no process), LimitExceeded, Conflict (the sequence is open), DaemonDraining.
@@ -55,7 +57,8 @@ def match(
     if isinstance(hit, Wait):
         return hit
     sequence = Sequence(sequence_id, lease.id, model.id, call.replica.id, model.blocks, place, keys)
-    sequence.hold(hit, core.ledger.stamp())
+    sequence.retention = retention
+    sequence.hold(hit, hinted(core.ledger.stamp(), retention, place.pools[place.lead].usable))
     lease.sequences[sequence_id] = sequence
     sequence.charge(core.ledger.key_bytes, lease.party)
     stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)

@@ -25,6 +25,7 @@ from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Re
 from cachesvc.model.columns import NO_POSITIONS
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.transfer import Urgency
+from cachesvc.policy.hints import retention_of
 from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls.dispatcher import Ask, Dispatcher, Operation
@@ -108,7 +109,8 @@ def _match(core: Core, call: Call, m: cache_pb2.MatchRequest, sharing: Sharing) 
     clock = m.clock_seconds if m.HasField("clock_seconds") else None
     if m.HasField("expected"):
         sharing.expected = expected_from_proto(m.expected)
-    return match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, m.waited_ms / 1000, clock)
+    hint = retention_of(m.retention)
+    return match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, m.waited_ms / 1000, clock, hint)
 
 
 def _allocate(core: Core, call: Call, m: cache_pb2.AllocateRequest, _: None) -> Allocated | Wait:

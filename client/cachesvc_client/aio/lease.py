@@ -23,6 +23,7 @@ from cachesvc_client.core.errors import (
     LimitExceeded,
     NotSupported,
 )
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
@@ -80,15 +81,17 @@ class AsyncLease(LeaseView):
         sequence_id: int | None = None,
         waited_seconds: float = 0,
         expected: Expected | None = None,
+        retention: Retention = Retention.DEFAULT,
     ) -> Opening[AsyncSequence]:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
         ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it.
-        ``expected``: what another node computes of it; ``coming_blocks`` says how much is still on its way. Raises
-        DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
+        ``expected``: what another node computes of it; ``coming_blocks`` says how much is still on its way.
+        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining,
+        InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds, expected))
+        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds, expected, retention))
 
     @explains_arguments
     async def prefetch(self, keys: PackedKeys) -> Prefetched:
@@ -206,11 +209,13 @@ class AsyncLease(LeaseView):
         sequence_id: int | None,
         waited_seconds: float,
         expected: Expected | None,
+        retention: Retention,
     ) -> AsyncSequence:
         if self.record.orphans or self.record.ending:
             await self.calls.release_abandoned()
         record = self.record.new_sequence(sequence_id)
         try:
+            record.retention = retention
             await self.calls.run(record.open(keys, max_blocks, waited_seconds, expected))
         except (DeadlineExceeded, *INTERRUPTS):
             self.record.orphans.append(record)

@@ -9,6 +9,7 @@ from cachesvc.model.answers import Expected
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
 from cachesvc_client.core.arguments import explains_arguments, renamed
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.entries import Entry, Publish, Recycle, Release
 from cachesvc_client.records.launches import Due
@@ -54,9 +55,11 @@ class StepBatch(Generic[H]):
         sequence_id: int | None = None,
         waited_seconds: float = 0,
         expected: Expected | None = None,
+        retention: Retention = Retention.DEFAULT,
     ) -> int:
         """Open a sequence; the result is its handle."""
         record = self._lease.new_sequence(sequence_id)
+        record.retention = retention
         operation: Operation[Any] = record.open(keys, max_blocks, waited_seconds, expected)
         take = operation.apply
         operation.apply = lambda response: self._make_handle(take(response))

@@ -30,6 +30,7 @@ from cachesvc.wire.convert import (
     unpack_numbers,
 )
 from cachesvc_client.core.errors import InvalidRequest, NotSupported
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.registration import Registration
 
 _STATE_NAMES = {number: name for name, number in TICKET_STATES.items()}
@@ -118,11 +119,17 @@ def build_match(
     waited_seconds: float = 0,
     clock_seconds: float | None = None,
     expected: Expected | None = None,
+    retention: Retention = Retention.DEFAULT,
 ) -> cache_pb2.MatchRequest:
     """``keys``: packed 32-byte block keys; ``max_blocks`` 0: reuse all that there is. ``clock_seconds``: a replay's."""
     waited_ms = min(max(0, round(waited_seconds * 1000)), 0xFFFFFFFF)
     request = cache_pb2.MatchRequest(
-        sequence_id=sequence_id, keys=keys, max_blocks=max_blocks, waited_ms=waited_ms, clock_seconds=clock_seconds
+        sequence_id=sequence_id,
+        keys=keys,
+        max_blocks=max_blocks,
+        waited_ms=waited_ms,
+        clock_seconds=clock_seconds,
+        retention=retention.number,
     )
     if expected is not None:
         request.expected.CopyFrom(expected_to_proto(expected))

@@ -83,7 +83,7 @@ def no_answer(failure: grpc.RpcError, arguments: argparse.Namespace) -> str:
 
 
 def _plain(reason: str) -> str:
-    """What gRPC says of a unix socket, without its codes and the path that it repeats."""
+    """Reason that gRPC gives for a unix socket, without its codes and the path that it repeats."""
     for words, plain in PLAIN.items():
         if words in reason:
             return plain

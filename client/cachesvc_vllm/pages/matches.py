@@ -57,7 +57,8 @@ class Matches:
         batch = self._stream.batch()
         for wish in wishes.values():
             keys = self._pack(wish.hashes, wish.salt) if wish.most_blocks else b""
-            batch.match(keys, max_blocks=wish.most_blocks, expected=wish.expected if wish.most_blocks else None)
+            expected = wish.expected if wish.most_blocks else None
+            batch.match(keys, max_blocks=wish.most_blocks, expected=expected, retention=wish.retention)
         try:
             step = self._stream.send(batch)
         except CacheClientError as error:

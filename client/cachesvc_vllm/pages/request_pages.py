@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cachesvc_client import Expected
+from cachesvc_client import Expected, Retention
 from cachesvc_client import Sequence as DaemonSequence
 from cachesvc_client.layouts.parts import Parts
 
@@ -57,13 +57,14 @@ def blocks_wanted(
 class Wish:
     """Match of a request: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM takes first,
     hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``). ``expected``: what another node
-    computes of it."""
+    computes of it. ``retention``: the client's hint on its blocks."""
 
     hashes: Sequence[bytes]
     most_blocks: int
     first_blocks: int
     salt: bytes = b""
     expected: Expected | None = None
+    retention: Retention = Retention.DEFAULT
 
 
 LONE = Parts((0,))

@@ -54,8 +54,9 @@ allocate = explains_arguments(build_allocate)
     ],
 )
 def test_names_the_argument_its_value_and_what_it_takes(named: dict[str, Any], words: str) -> None:
+    wish: dict[str, Any] = {"model": "m", "layout": LAYOUT} | named
     with pytest.raises(InvalidRequest) as refused:
-        register(**({"model": "m", "layout": LAYOUT} | named))
+        register(**wish)
     assert words in str(refused.value)
     assert refused.value.__suppress_context__  # no traceback of protobuf's before the sentence
 

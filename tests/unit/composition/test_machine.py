@@ -1,4 +1,4 @@
-"""What a daemon lacks on a machine, each line with its remedy."""
+"""Findings on a machine for a daemon, each with its remedy."""
 
 from __future__ import annotations
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cachesvc_ctl.lab.replay.replay import MOVED, Tally
@@ -15,6 +18,7 @@ from cachesvc.flows.engine.match import match
 from cachesvc.flows.leases.leases import open_lease, process_arrived
 from cachesvc.hardware import WAYS_IN, check_ports
 from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.model.text.interpreter import module_command
 from cachesvc.service.loop.sweeper import tell_ended
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of
 
@@ -23,8 +27,8 @@ from tests.unit.rigs.ledger_rig import chain, one_group, rig_of
 def test_a_taken_port_names_the_flag_and_who_has_it(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        extra = {"peer_tokens": "tokens"} if name == "peer_listen" else {}
-        config = Config(**{name: f"127.0.0.1:{port}"}, **extra)
+        settings: dict[str, Any] = {name: f"127.0.0.1:{port}", "peer_tokens": "tokens"}
+        config = Config(**settings)
         with pytest.raises(Unavailable) as refused:
             check_ports(config)
     flag = "--" + name.replace("_", "-")
@@ -62,3 +66,15 @@ def test_bytes_of_a_replay_by_the_second_add_up_to_its_totals() -> None:
     tally.note_bytes(3, {"h2d_bytes": 20, "d2h_bytes": 6})
     by_second = {second: tuple(getattr(each, name) for name in MOVED) for second, each in tally.samples.items()}
     assert by_second == {1: (12, 5), 2: (0, 0), 3: (8, 1)}
+
+
+def test_a_refusal_is_text_on_a_terminal_and_a_json_line_elsewhere(tmp_path: Path) -> None:
+    command = module_command("cachesvc", "--backend", "shm", "--socket", str(tmp_path / "absent" / "kv.sock"))
+    reader, terminal = os.openpty()
+    ended = subprocess.run(command, stderr=terminal, check=False)
+    os.close(terminal)
+    said = os.read(reader, 4096).decode()
+    os.close(reader)
+    assert (ended.returncode, said.startswith("cachesvcd: the folder of the socket")) == (2, True), said
+    piped = subprocess.run(command, stderr=subprocess.PIPE, check=False)
+    assert b'"event": "start_refused"' in piped.stderr

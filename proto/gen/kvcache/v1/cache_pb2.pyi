@@ -23,6 +23,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Retention:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RetentionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Retention.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RETENTION_UNSPECIFIED: _Retention.ValueType  # 0
+    RETENTION_ONCE: _Retention.ValueType  # 1
+    """They will not be asked for again: new ones go before all others, are not copied to the host when they are sealed, and
+    what is used of others counts as no use.
+    """
+    RETENTION_KEEP: _Retention.ValueType  # 2
+    """They will come back: they are kept for one more turn of their pool."""
+
+class Retention(_Retention, metaclass=_RetentionEnumTypeWrapper): ...
+
+RETENTION_UNSPECIFIED: Retention.ValueType  # 0
+RETENTION_ONCE: Retention.ValueType  # 1
+"""They will not be asked for again: new ones go before all others, are not copied to the host when they are sealed, and
+what is used of others counts as no use.
+"""
+RETENTION_KEEP: Retention.ValueType  # 2
+"""They will come back: they are kept for one more turn of their pool."""
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
+
 class _SwapDirection:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -72,6 +97,7 @@ class MatchRequest(_message.Message):
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
     CLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     EXPECTED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
@@ -88,6 +114,10 @@ class MatchRequest(_message.Message):
     """A replay's: what time it is in its trace, by which eviction goes from then on. It does not go back. INVALID_ARGUMENT
     once a request of the model has come without: then all go by the daemon's time until the model has no leases.
     """
+    retention: Global___Retention.ValueType
+    """What the engine expects of the blocks that this sequence uses and computes: a hint for eviction on every tier, within
+    the model.
+    """
     @_builtins.property
     def expected(self) -> Global___Expected:
         """What another node computes for this request: it is fetched as it is sealed there."""
@@ -102,11 +132,12 @@ class MatchRequest(_message.Message):
         max_blocks: _builtins.int = ...,
         waited_ms: _builtins.int = ...,
         clock_seconds: _builtins.float | None = ...,
+        retention: Global___Retention.ValueType = ...,
         expected: Global___Expected | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "clock_seconds", b"clock_seconds", "expected", b"expected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "clock_seconds", b"clock_seconds", "expected", b"expected", "keys", b"keys", "lease_id", b"lease_id", "max_blocks", b"max_blocks", "request_id", b"request_id", "sequence_id", b"sequence_id", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "clock_seconds", b"clock_seconds", "expected", b"expected", "keys", b"keys", "lease_id", b"lease_id", "max_blocks", b"max_blocks", "request_id", b"request_id", "retention", b"retention", "sequence_id", b"sequence_id", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clock_seconds: _TypeAlias = _typing.Literal["clock_seconds"]  # noqa: Y015
     _WhichOneofArgType__clock_seconds: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds"]  # noqa: Y015

@@ -142,9 +142,7 @@ def test_an_indexer_is_found_before_the_latent() -> None:
 
 def test_an_unknown_model_is_told_what_is_known() -> None:
     for model_type in ("mamba2", None, 7, ["llama"], "x" * 500):
-        with pytest.raises(
-            UnknownModelType, match="known are deepseek_v2, deepseek_v3, deepseek_v32,"
-        ) as hit:
+        with pytest.raises(UnknownModelType, match="known are deepseek_v2, deepseek_v3, deepseek_v32,") as hit:
             layout_of_config({"model_type": model_type}, block_tokens=64)
         assert hit.value.model_type == model_type
         assert "gpt_oss" in hit.value.known
