@@ -105,8 +105,10 @@ def _find(core: Core, call: Call, keys: bytes, expected: Expected) -> Expectatio
     """The expectation of these keys, begun where there is none yet; None where there are too many."""
     all_known = call.model.stored.expectations
     known = all_known.get((expected.peer, keys[-KEY_BYTES:]))
-    if known is not None:
+    if known is not None and known.end != ExpectationEnd.ABANDONED:  # an engine that was held up goes on
         return known
+    if known is not None:
+        del all_known[known.name]
     if len(all_known) >= MOST_EXPECTATIONS:
         ended = next((each for each in all_known.values() if each.end), None)
         if ended is None:
