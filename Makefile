@@ -70,8 +70,8 @@ routers-test: $(SETUP) $(ROUTERS_SETUP) ## Real routers on KV events: what they 
 
 vllm-setup: $(VLLM_SETUP) ## Create .venv-vllm with vLLM for a processor (2 GiB), beside the product's own environment
 
-vllm-test: $(SETUP) $(VLLM_SETUP) ## Real vLLM processes on a daemon in shared memory, answer by answer against plain vLLM
-	CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm \
+vllm-test: $(SETUP) $(VLLM_SETUP) $(ROUTERS_SETUP) ## Real vLLM processes on a daemon in shared memory, answer by answer against plain vLLM
+	CACHESVC_ROUTERS=$(CURDIR)/$(ROUTERS) CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm \
 		-n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and daemons (GPU_PYTHON=python3: no venv)

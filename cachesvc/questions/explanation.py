@@ -54,7 +54,7 @@ EXPECTATIONS = {
     "incomplete": "what it lent did not come whole",
     "abandoned": "no request waits for it any more",
 }
-"""How expectations of other nodes end, in words."""
+"""Ends of expectations of other nodes, in words."""
 
 
 class BlockHolder(NamedTuple):

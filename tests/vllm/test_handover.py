@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.rig import Node, running_node
-from tests.vllm.harness import run_module
+from tests.vllm.harness import daemon_faults, run_module
 
 PREFILLS = ("--peer-listen", "127.0.0.1:0", "--write-policy", "write_through")
 DECODES = ("--peer-allow", "127.0.0.0/8")
 
 
 def handed_over(runs: str, prefiller: Node, decoder: Node) -> dict[str, int]:
-    faults = {"@kill": lambda _: (prefiller.daemon.process.kill(), prefiller.daemon.process.wait())}
+    faults = daemon_faults(prefiller.daemon.kill, prefiller.daemon.start)
     return run_module("tests.vllm.handover_runs", runs, prefiller.socket, decoder.socket, faults=faults)
 
 

@@ -1,9 +1,9 @@
-"""Expect: follow what another node computes for a request here, and fetch it as it is sealed there.
+"""Expect: follow what another node computes for a request here, and fetch each block once it is sealed there.
 
     asking ── lent ──▶ fetching ── admitted ──▶ asking ... until all is here
        └── absent, silent, restarted, refused: over; the request has what came by then, and computes the rest
 
-A question waits on the other node until there is something to lend, so a block is on its way as soon as it is sealed.
+A question waits on the other node until there is something to lend, so a sealed block is on its way at once.
 Matches keep an expectation alive; without one for a while nothing is asked or fetched for it any more.
 """
 
@@ -49,7 +49,7 @@ MOST_FAILURES = 2
 
 
 class ExpectationEnd(StrEnum):
-    """How an expectation ended."""
+    """End of an expectation."""
 
     ARRIVED = "arrived"
     SILENT = "silent"  # no progress for as long as the caller is patient
@@ -252,7 +252,7 @@ def _replica_of(model: Model, known: Expectation) -> Replica | None:
 
 
 def _hit(model: Model, replica: Replica, known: Expectation) -> Hit | None:
-    """What is here of it; None where its keys are no chain."""
+    """Longest hit of it here; None where its keys are no chain."""
     try:
         return model.blocks.find(known.keys, replica.place)
     except KeyMisplaced:

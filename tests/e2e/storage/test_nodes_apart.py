@@ -190,7 +190,7 @@ def test_a_new_life_of_the_lender_knows_nothing_of_the_last_ones_leases(network:
 
 
 def test_a_prefill_is_followed_over_a_slow_and_lossy_link_and_a_cut_one_is_given_up(network: Network) -> None:
-    """The decoder's daemon has only the permitted network, and is told where the prefill is."""
+    """The decoder's daemon has only the permitted network; a request names the prefiller."""
     named = ("--peers", "", "--peer-allow", "10.77.0.0/24")
     with network.node(0) as one, network.node(1, extra=named) as two, engine_on(one) as first, engine_on(two) as second:
         network.delay("20ms", "1%")
