@@ -70,14 +70,18 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     sharing.coming = 0
     most = min(len(keys) // KEY_BYTES, *filter(None, (max_blocks, expected.blocks)), 1 << 32)
     parse_address("expected.peer", expected.peer, least_port=1)
-    if core.lenders is None or core.storage is None or most <= hit.blocks:
+    if core.lenders is None or core.storage is None or not most:
         return None
-    known = _find(core, call, keys[: most * KEY_BYTES], expected)
+    is_here = most <= hit.blocks
+    name = expected.peer, key_at(keys, most - 1)
+    found = call.model.stored.expectations.get(name)
+    known = found if is_here else _find(core, call, keys[: most * KEY_BYTES], expected)
     if known is None:
         return None
     known.wanted_at = call.now
     _look(core, call.model, known, call.now)
-    if known.end:
+    if known.end or is_here:
+        sharing.arrived, known.arrived = known.arrived, 0  # for the first call that uses them
         return None
     sharing.coming = most - hit.blocks
     if sharing.expects_since is None:
@@ -234,7 +238,9 @@ def _came(core: Core, model: Model, known: Expectation) -> None:
             _end(core, model, known, ExpectationEnd.INCOMPLETE)
         return
     known.failures = 0
-    core.count(Count.EXPECTED_BLOCKS, 0 if hit is None else hit.blocks - max(before, 0))
+    came = 0 if hit is None else hit.blocks - max(before, 0)
+    known.arrived += came
+    core.count(Count.EXPECTED_BLOCKS, came)
     _ask(core, model, known)
 
 

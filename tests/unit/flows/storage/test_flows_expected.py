@@ -102,6 +102,8 @@ def test_each_piece_is_fetched_as_it_is_sealed() -> None:
     assert following.look() == (8, 0)
     assert following.ended("arrived") == 1
     assert following.rig.core.counters["expected_blocks"] == 8
+    assert following.rig.core.counters["match_requests"] == 1, "looks that found it coming are no requests"
+    assert following.rig.model.hit_blocks == {"device": 0, "host": 0, "storage": 8}
     assert not following.rig.core.ledger.tickets.running
 
 
