@@ -208,7 +208,12 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     if path is not None:
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except tomllib.TOMLDecodeError as error:
+            raise InvalidRequest(
+                f"cannot read the configuration {path}: {error}; texts and sizes stand in quotes, as in device_pool = "
+                '"4GiB"'
+            ) from error
+        except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"cannot read the configuration {path}: {error}") from error
     known = {field.name: field for field in fields(Config)}
     values = {name.replace("-", "_"): value for name, value in values.items()}

@@ -253,7 +253,7 @@ class BlockTables(Hold):
 
     def _seal_own(self, position: int, row: int) -> None:
         pages = [table[position] for table in self.tables]
-        for group in self.place.state_groups:
+        for group in self.place.unsealed_groups:
             pages[group] = NO_PAGE
         self.ledger.seal(self.place, row, pages)
         for own, page in zip(self.own, pages, strict=True):
@@ -268,7 +268,7 @@ class BlockTables(Hold):
         place = self.place
         for group, table in enumerate(self.tables):
             own = table[position]
-            if own == NO_PAGE or group in place.state_groups:
+            if own == NO_PAGE or group in place.unsealed_groups:
                 continue
             if place.states[group][row] == ABSENT:
                 self.ledger.seal_alone(place, group, row, own)

@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.vllm.cells import Cells, Misread
 from tests.vllm.schedulers import make_scheduler
-from tests.vllm.shape import BLOCK_TOKENS, Shape
+from tests.vllm.shape import Shape
 
 LONGEST, VOCABULARY = 128, 50
 
@@ -40,7 +40,7 @@ class Worker(WorkerSide):
         self._loads: dict[str, Any] = {}
         self._may_wait = self._drafts = False
         self._told = None
-        self._tells_blocks = len(node.share.layout.groups) == 1
+        self._tells_blocks = len(node.share.parts) == 1
         node.start()
         node.keep_address()
         slab, pages = node.share.slab, node.share.pages
@@ -97,7 +97,7 @@ class Engine:
             weights_version=shape.weights_version,
             remote_patience_ms=shape.patience_ms,
         )
-        share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // BLOCK_TOKENS)
+        share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // shape.block_tokens, parts=shape.parts)
         instance = new_instance(name)
         self.worker = Worker(Node(settings, instance, share, attaches=True), shape.page_bytes)
         self.scheduler = make_scheduler(name, settings, shape, LONGEST)
@@ -105,7 +105,7 @@ class Engine:
         self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
         self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats
         self.connector.get_kv_connector_stats = self.take_stats
-        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
+        self._hasher = get_request_block_hasher(shape.hash_tokens, sha256_cbor)
         self._tokens: dict[str, list[int]] = {}
         self._under_way: deque[_Step] = deque()
         self._late: list[Callable[[], None]] = []
@@ -316,16 +316,16 @@ class Engine:
         """The drafter's pass behind the target's: it reads its slots of what was computed before, and writes those of
         this step, each with the token behind it; those of drafts that were refused are left wrong. Keys without
         lookahead do not tell apart what follows a block, as in vLLM alone: its last slot may be for another token."""
-        slots = self.worker.slots
+        slots, block = self.worker.slots, self.shape.groups[-1].block_tokens
         for at in range(len(digests)):
-            page, slot = table[at // BLOCK_TOKENS], BLOCK_TOKENS + at % BLOCK_TOKENS
+            page, slot = table[at // block], block + at % block
             if at + 1 >= len(tokens):
                 slots[page, slot] = 1
                 continue
             expected = self.model.follow(digests[at], tokens[at + 1])
             if at >= computed:
                 slots[page, slot] = expected
-            elif self.shape.draft_blocks == "lookahead" or (at + 1) % BLOCK_TOKENS:
+            elif self.shape.draft_blocks == "lookahead" or (at + 1) % self.shape.block_tokens:
                 assert slots[page, slot] == expected, f"{name}: the drafter's token {at} of {computed} is another's"
 
     def _sample(self, tokens: list[int], row: list[int], digests: list[int], *, is_whole: bool) -> list[int]:

@@ -14,6 +14,7 @@ from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.aio.opening import Opening
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.aio.stepping import AsyncStepStream
+from cachesvc_client.core.arguments import explains_arguments
 from cachesvc_client.core.errors import (
     Conflict,
     DaemonUnavailable,
@@ -89,10 +90,12 @@ class AsyncLease(LeaseView):
         """
         return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds, expected))
 
+    @explains_arguments
     async def prefetch(self, keys: PackedKeys) -> Prefetched:
         """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""
         return await self.calls.run(self.record.prefetch(keys))
 
+    @explains_arguments
     async def pause_write_backs(self, seconds: float) -> None:
         """Report that decode suffers: the daemon copies no backups off this lease's devices for ``seconds``. At most 1
         at a time; call again for longer. Returns at once. Swaps and evictions that callers wait for go on. Raises
@@ -101,6 +104,7 @@ class AsyncLease(LeaseView):
         self.record.ask_pause(seconds)
         self._keeping.nudge()
 
+    @explains_arguments
     async def make_sure(self, timeout_s: float) -> None:
         """Validate all reads of the lease's pages up to now. While ``is_sure`` this asks nothing; else it asks the
         daemon, which knows whether it revoked the lease as silent and granted its pages to others.
@@ -111,6 +115,7 @@ class AsyncLease(LeaseView):
         if not self.record.is_sure:
             await self._keeping.make_sure(timeout_s)
 
+    @explains_arguments
     def step(self, stock_pages: int | Seq[int] = 0) -> AsyncStepStream:
         """Open the lease's step stream. ``stock_pages``: pages to keep in stock, for every group or for each.
 
@@ -126,6 +131,7 @@ class AsyncLease(LeaseView):
         stream = self.calls.stream = AsyncStepStream(self.calls)
         return stream
 
+    @explains_arguments
     async def completed(self, launch: int) -> None:
         """Note that the kernels of ``launch`` and of all earlier launches have ended, and send the releases that
         waited.
@@ -146,6 +152,7 @@ class AsyncLease(LeaseView):
         except LimitExceeded:  # too many steps are under way: the next one takes them along
             log.debug("release_waits_for_a_step lease=%s", self.id)
 
+    @explains_arguments
     async def wait_tickets(self, tickets: Seq[int], timeout_s: float | None = None) -> tuple[TicketView, ...]:
         """Wait until all transfers have ended, done or failed; their views say which.
 
@@ -184,12 +191,14 @@ class AsyncLease(LeaseView):
     ) -> None:
         await self.close(quiesced=None if kind is None else False)
 
+    @explains_arguments
     async def _attach(self, rank: int) -> AttachedPool:
         self.record.check()
         pool = await attach_pool(self.calls.connection, self.registration, self.id, rank)
         self.record.pools.append(pool)
         return pool
 
+    @explains_arguments
     async def _match(
         self,
         keys: PackedKeys,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cachesvc.model.layout import Layout
 
@@ -20,7 +20,7 @@ class Registration:
 
     model_id: int
     replica: int
-    namespace: bytes
+    namespace: bytes = field(repr=False)
     device_pages: tuple[int, ...]
     host_pages: tuple[int, ...]
     devices: tuple[str, ...]

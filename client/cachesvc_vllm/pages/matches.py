@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from cachesvc_client import CacheClientError, DeadlineExceeded, PendingStep, PoolExhausted, StepStream
 
-from cachesvc.model.layout import Layout
 from cachesvc_vllm.daemon.errors import News
-from cachesvc_vllm.pages.group_tables import other_tables
+from cachesvc_vllm.pages.group_tables import EngineGroups
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 
 log = logging.getLogger(__name__)
@@ -19,9 +18,11 @@ class Matches:
     """``pack``: the daemon's keys of hashes and a salt. At most one message is under way. Used from vLLM's scheduler
     thread."""
 
-    def __init__(self, stream: StepStream, pack: Callable[[Sequence[bytes], bytes], bytes], layout: Layout) -> None:
+    def __init__(
+        self, stream: StepStream, pack: Callable[[Sequence[bytes], bytes], bytes], groups: EngineGroups
+    ) -> None:
         self._stream = stream
-        self._layout = layout
+        self._groups = groups
         self._pack = pack
         self._coming: dict[str, Wish] = {}
         self._sent: tuple[PendingStep, list[RequestPages]] | None = None
@@ -63,14 +64,8 @@ class Matches:
             refused("match", next(iter(wishes)), error)
             return []
         requests = [
-            RequestPages(
-                request_id,
-                now_s,
-                lead=self._layout.full_groups[0],
-                others=other_tables(self._layout),
-                first_blocks=wish.first_blocks,
-                is_matching=True,
-                wish=wish,
+            RequestPages.begin(
+                self._groups, request_id, now_s, first_blocks=wish.first_blocks, is_matching=True, wish=wish
             )
             for request_id, wish in wishes.items()
         ]
