@@ -77,8 +77,8 @@ routers-test: $(SETUP) $(ROUTERS_SETUP) ## Real routers on KV events: what they 
 
 vllm-setup: $(VLLM_SETUP) ## Create .venv-vllm with vLLM for a processor (2 GiB), beside the product's own environment
 
-vllm-test: $(SETUP) $(VLLM_SETUP) ## Real vLLM processes on a daemon in shared memory, answer by answer against plain vLLM
-	CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm \
+vllm-test: $(SETUP) $(VLLM_SETUP) $(ROUTERS_SETUP) ## Real vLLM processes on a daemon in shared memory, answer by answer against plain vLLM
+	CACHESVC_ROUTERS=$(CURDIR)/$(ROUTERS) CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm \
 		-n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 sglang-setup: $(SGLANG_SETUP) ## Create .venv-sglang with SGLang for a processor (2.5 GiB), beside the product's own environment

@@ -254,7 +254,8 @@ class Expectation:
     for ``patience`` seconds after ``progress_at``. ``here``: blocks of it that this node had when it asked last, at
     ``asked_at``; None: no question is under way, and one is due at ``retry_at``. ``epoch``: of the peer's life.
     ``failures``: questions in a row that had no answer, or whose loan did not come. ``has_begun``: the peer was seen to
-    compute it. ``end``: how it ended, empty while it has not.
+    compute it. ``arrived``: blocks that no call has used yet. ``end``: how it ended, empty while it has
+    not.
     """
 
     keys: bytes
@@ -273,6 +274,7 @@ class Expectation:
     epoch: int = 0
     failures: int = 0
     has_begun: bool = False
+    arrived: int = 0
     end: str = ""
 
     @property

@@ -1,4 +1,4 @@
-"""Which peers are asked for blocks: those that have most of them, the next one where the one before is slow."""
+"""Choice of the peers that are asked for blocks: those that have most, the next where the one before is slow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def candidates(peers: Sequence[Peer], keys: Sequence[bytes]) -> list[Peer]:
     return [*chosen, *others] if len(peers) <= FEW_PEERS else chosen[:MOST_ASKED]
 
 
-class Question:
+class BorrowQuestion:
     """One question for ``parts`` of chained ``keys``. ``note``: gets each answer, from any thread."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Question:
         self._give_back(peer, answer)
 
     def _end(self) -> None:
-        """What comes from now on is not wanted."""
+        """End the question: later loans are given back."""
         with self._lock:
             self._is_over = True
         while not self._answers.empty():

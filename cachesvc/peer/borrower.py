@@ -17,7 +17,7 @@ from functools import partial
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import CacheError, PermissionDenied, Unavailable
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.asking import ASK_SECONDS, Question, candidates, may_have
+from cachesvc.peer.asking import ASK_SECONDS, BorrowQuestion, candidates, may_have
 from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, PeerControl
 from cachesvc.peer.fleet.guests import Guests
 from cachesvc.peer.fleet.health import Peer
@@ -265,7 +265,7 @@ class PeerStorage:
         keys = list(dict.fromkeys(name.key for name in names))
         parts = list(dict.fromkeys(name.part for name in names))
         chosen = candidates(self.peers, keys)
-        lent = Question(self._loans, self._note_answer, scope, keys, parts).ask(chosen)
+        lent = BorrowQuestion(self._loans, self._note_answer, scope, keys, parts).ask(chosen)
         return [name in lent for name in names]
 
     def _note_answer(self, peer: Peer, answer: Borrowed | CacheError) -> None:

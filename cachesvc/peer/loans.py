@@ -1,4 +1,4 @@
-"""What peers lend to this node at the moment, by the names of objects: each loan is read once, or given back."""
+"""Loans of peers to this node, by the names of objects: each is read once, or given back."""
 
 from __future__ import annotations
 

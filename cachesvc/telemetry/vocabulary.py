@@ -137,6 +137,12 @@ VOCABULARY: dict[str, Event] = {
         ("peer", "reason"),
     ),
     "peer_object_wrong": Event("warning", "Another node sent an object other than the requested one.", ("peer",)),
+    "peer_not_asked": Event(
+        "warning", "A request named a daemon that this node may not ask, or that has no address.", ("peer", "reason")
+    ),
+    "peer_name_unknown": Event("warning", "A name in --peers could not be looked up.", ("peers", "reason")),
+    "peers_changed": Event("info", "Names in --peers stand for other nodes than before.", ("peers", "left_out")),
+    "peer_names_broke": Event("error", "A defect: names in --peers were not looked up."),
     "peer_refused": Event("info", "A peer without a token tried to borrow.", ("method",)),
     "peer_stream_refused": Event("info", "A connection for bytes had no valid secret."),
     "peer_stream_broke": Event("error", "A defect: a stream of bytes to another node has ended."),

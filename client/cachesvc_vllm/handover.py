@@ -15,7 +15,8 @@ from typing import Any
 
 from cachesvc_client import Expected, Retention
 
-from cachesvc.model.text.addresses import MOST_PORT, parse_address
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.text.addresses import parse_address
 from cachesvc_vllm.daemon.errors import News
 
 MOST_HOST_CHARACTERS = 253
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def expected_of(request: Any, patience_s: float, block_tokens: int) -> Expected | None:
-    """What a router says that another node computes of a request; None: nothing, or nothing that can be read."""
+    """Read what another node computes of a request, as a router says; None: nothing, or nothing that can be read."""
     params = request.kv_transfer_params
     if not isinstance(params, Mapping):
         return None
@@ -56,14 +57,18 @@ def _expected(
 ) -> Expected | None:
     tokens = _number(where.get("remote_num_tokens"))
     host, port = where.get("remote_host"), _number(where.get("remote_port"))
-    if not isinstance(host, str) or not 0 < len(host) <= MOST_HOST_CHARACTERS or not 0 < (port or 0) <= MOST_PORT:
+    peer = f"[{host}]:{port}" if isinstance(host, str) and ":" in host else f"{host}:{port}"
+    try:
+        if not isinstance(host, str) or len(host) > MOST_HOST_CHARACTERS:
+            raise InvalidRequest("remote_host is no name or address")
+        parse_address("remote_host", peer, least_port=1)
+    except InvalidRequest as error:  # a match with it would be refused each time
         if _news.is_new("params"):
-            log.warning("remote_params_ignored request=%s params=%s", request.request_id, repr(where)[:200])
+            log.warning("remote_params_ignored request=%s why=%s", request.request_id, error)
         return None
     blocks = 0 if tokens is None else tokens // block_tokens
     if tokens is not None and not blocks:
         return None
-    peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Expected(peer, blocks, patience_s, is_computed, waits=False)
 
 
@@ -75,7 +80,7 @@ def _number(value: object) -> int | None:
 
 
 def answer_of(request: Any, address: str, engine_id: str, ranks: int) -> dict[str, Any] | None:
-    """What a router passes on to the decoding engine, where it asked for that; None: nothing. ``address``: where this
+    """Answer a router that asked where the decoding engine finds the blocks; None: it did not. ``address``: where this
     engine's daemon lends."""
     params = request.kv_transfer_params
     if not isinstance(params, Mapping) or not params.get("do_remote_decode") or not address:

@@ -17,7 +17,7 @@ from tests.vllm.shape import BLOCK_TOKENS, Shape
 PROMPTS = 40
 NEW = 6
 ROUTED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
-"""What a router sends to the prefilling engine."""
+"""Words of a router to the prefilling engine."""
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:

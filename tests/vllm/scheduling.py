@@ -80,8 +80,8 @@ class Model:
 
 
 class Engine:
-    """``answers``: by request, as far as they have come. ``told``: by request, what a router is told at its
-    end. ``hits``: tokens that were there when it was first scheduled.
+    """``answers``: by request, as far as they have come. ``told``: by request, its last words for
+    a router. ``hits``: tokens that were there when it was first scheduled.
     ``loads``, and the ``failed_loads`` of these, have ended.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
     that are not what they should be are read all the same, as kernels would, and are ``misread``.

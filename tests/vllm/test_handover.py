@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.rig import Node, running_node
-from tests.vllm.harness import run_module
+from tests.vllm.harness import daemon_faults, run_module
 
 PREFILLS = ("--peer-listen", "127.0.0.1:0", "--write-policy", "write_through")
 DECODES = ("--peer-allow", "127.0.0.0/8")
 
 
 def handed_over(runs: str, prefiller: Node, decoder: Node) -> dict[str, int]:
-    def kill(_: object) -> None:
-        prefiller.daemon.process.kill()
-        prefiller.daemon.process.wait()
-
-    return run_module("tests.vllm.handover_runs", runs, prefiller.socket, decoder.socket, faults={"@kill": kill})
+    faults = daemon_faults(prefiller.daemon.kill, prefiller.daemon.start)
+    return run_module("tests.vllm.handover_runs", runs, prefiller.socket, decoder.socket, faults=faults)
 
 
 @pytest.mark.parametrize("runs", ["one-after-another,at-once,bad-words", "prefiller-dies"])

@@ -62,14 +62,15 @@ def match(
     lease.sequences[sequence_id] = sequence
     sequence.charge(core.ledger.key_bytes, lease.party)
     stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)
-    observers.matched(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
-    note_hit(core, model, hit.row)
-    if core.writing.counts_reuse and hit.row != NO_ROW:
-        back_up_reused(core, model, call.replica, hit.row)
+    coming = 0 if sharing is None else sharing.coming
+    if not coming:  # else its caller matches again before it uses the hit
+        observers.matched(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
+        note_hit(core, model, hit.row)
+        if core.writing.counts_reuse and hit.row != NO_ROW:
+            back_up_reused(core, model, call.replica, hit.row)
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks
     tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
     computing = computing_blocks(model, keys, hit.blocks) if model.blocks.computing else 0
-    coming = 0 if sharing is None else sharing.coming
     return Matched(device, host, computing, tuple(tables), min(stored, host), hit.full_blocks, coming)
 
 

@@ -1,9 +1,9 @@
-"""Expect: follow what another node computes for a request here, and fetch it as it is sealed there.
+"""Expect: follow what another node computes for a request here, and fetch each block once it is sealed there.
 
     asking ── lent ──▶ fetching ── admitted ──▶ asking ... until all is here
        └── absent, silent, restarted, refused: over; the request has what came by then, and computes the rest
 
-A question waits on the other node until there is something to lend, so a block is on its way as soon as it is sealed.
+A question waits on the other node until there is something to lend, so a sealed block is on its way at once.
 Matches keep an expectation alive; without one for a while nothing is asked or fetched for it any more.
 """
 
@@ -49,7 +49,7 @@ MOST_FAILURES = 2
 
 
 class ExpectationEnd(StrEnum):
-    """How an expectation ended."""
+    """End of an expectation."""
 
     ARRIVED = "arrived"
     SILENT = "silent"  # no progress for as long as the caller is patient
@@ -70,14 +70,18 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     sharing.coming = 0
     most = min(len(keys) // KEY_BYTES, *filter(None, (max_blocks, expected.blocks)), 1 << 32)
     parse_address("expected.peer", expected.peer, least_port=1)
-    if core.lenders is None or core.storage is None or most <= hit.blocks:
+    if core.lenders is None or core.storage is None or not most:
         return None
-    known = _find(core, call, keys[: most * KEY_BYTES], expected)
+    is_here = most <= hit.blocks
+    name = expected.peer, key_at(keys, most - 1)
+    found = call.model.stored.expectations.get(name)
+    known = found if is_here else _find(core, call, keys[: most * KEY_BYTES], expected)
     if known is None:
         return None
     known.wanted_at = call.now
     _look(core, call.model, known, call.now)
-    if known.end:
+    if known.end or is_here:
+        sharing.arrived, known.arrived = known.arrived, 0  # for the first call that uses them
         return None
     sharing.coming = most - hit.blocks
     if sharing.expects_since is None:
@@ -105,8 +109,10 @@ def _find(core: Core, call: Call, keys: bytes, expected: Expected) -> Expectatio
     """The expectation of these keys, begun where there is none yet; None where there are too many."""
     all_known = call.model.stored.expectations
     known = all_known.get((expected.peer, keys[-KEY_BYTES:]))
-    if known is not None:
+    if known is not None and known.end != ExpectationEnd.ABANDONED:  # an engine that was held up goes on
         return known
+    if known is not None:
+        del all_known[known.name]
     if len(all_known) >= MOST_EXPECTATIONS:
         ended = next((each for each in all_known.values() if each.end), None)
         if ended is None:
@@ -232,7 +238,9 @@ def _came(core: Core, model: Model, known: Expectation) -> None:
             _end(core, model, known, ExpectationEnd.INCOMPLETE)
         return
     known.failures = 0
-    core.count(Count.EXPECTED_BLOCKS, 0 if hit is None else hit.blocks - max(before, 0))
+    came = 0 if hit is None else hit.blocks - max(before, 0)
+    known.arrived += came
+    core.count(Count.EXPECTED_BLOCKS, came)
     _ask(core, model, known)
 
 
@@ -250,7 +258,7 @@ def _replica_of(model: Model, known: Expectation) -> Replica | None:
 
 
 def _hit(model: Model, replica: Replica, known: Expectation) -> Hit | None:
-    """What is here of it; None where its keys are no chain."""
+    """Longest hit of it here; None where its keys are no chain."""
     try:
         return model.blocks.find(known.keys, replica.place)
     except KeyMisplaced:

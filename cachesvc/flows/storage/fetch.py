@@ -85,7 +85,7 @@ def fetched_blocks(hit: Hit, sharing: Sharing) -> int:
     """Number of blocks of a hit that came with the fetches its call waited for, and were not in place before."""
     last = sharing.fetch
     if last is None:
-        return 0
+        return min(sharing.arrived, hit.blocks - hit.device_blocks)
     first = sharing.fetched_first if sharing.passed_on else max(hit.device_blocks, sharing.fetched_first)
     return max(0, min(hit.blocks, last.first + last.admitted) - first)
 

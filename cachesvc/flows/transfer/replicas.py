@@ -42,7 +42,7 @@ class Sharing:
     ``fetch``: what it waits for from storage, since ``fetch_since``; the first one was from block ``fetched_first`` on.
     ``goes_on``: it waits for what lies behind that one. ``in_pieces``: the host cannot hold all that storage has; the
     device has ``passed_on`` blocks of it by then. ``expected``: what the caller expects of another node; ``coming``
-    blocks of it are on their way still; the call waits for them since ``expects_since``.
+    blocks of it are on their way still, and ``arrived`` came; the call waits for them since ``expects_since``.
     """
 
     urgency: Urgency = Urgency.AWAITED
@@ -60,6 +60,7 @@ class Sharing:
     expected: Expected | None = None
     expects_since: float | None = None
     coming: int = 0
+    arrived: int = 0
 
 
 class _Source(NamedTuple):

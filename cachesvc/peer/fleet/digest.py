@@ -1,4 +1,4 @@
-"""What a node has, in a few bytes a block: a set that may take a block for there that is not, and never the reverse.
+"""Digest of what a node has, some bits a block: it may take a block for there that is not, and never the reverse.
 
 The lender counts, so that blocks can leave; others get its bits, first all of them and then those that flipped since. A
 key is a hash already: parts of it are the numbers of its bits.
@@ -34,7 +34,7 @@ class DigestNews(NamedTuple):
 
 
 def bits_for(blocks: int) -> int:
-    """Number of bits for so many blocks, a power of two."""
+    """Number of bits for a number of blocks, a power of two."""
     return min(MOST_BITS, max(LEAST_BITS, 1 << (BITS_A_BLOCK * blocks).bit_length()))
 
 
@@ -49,7 +49,7 @@ def numbers_of(keys: bytes, bits: int) -> Any:
 
 
 class CountedDigest:
-    """Digest of this node's copies. ``version`` counts changes from 1 on."""
+    """PeerDigest of this node's copies. ``version`` counts changes from 1 on."""
 
     def __init__(self, bits: int) -> None:
         self.version = 1
@@ -77,7 +77,7 @@ class CountedDigest:
             self._remembered -= len(gone)
 
     def news(self, epoch: int, known_version: int) -> DigestNews:
-        """What a reader lacks that knows a version; 0: none."""
+        """Changes since a version that a reader knows; 0: it knows none."""
         if not self._forgotten <= known_version <= self.version:
             bits = np.packbits(self._counts > 0, bitorder="little").tobytes()
             return DigestNews(epoch, self.version, bits, b"")
@@ -85,7 +85,7 @@ class CountedDigest:
         return DigestNews(epoch, self.version, b"", b"".join(each.tobytes() for each in flips))
 
 
-class Digest:
+class PeerDigest:
     """Another node's digest, as far as it has told. Any thread may read; one writes."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Digest:
         return True
 
     def reach(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys the node has, most likely: it has no block without those above."""
+        """Count the first keys that the node has, most likely: it has no block without those above."""
         low, high = 0, len(keys)
         while low < high:
             middle = (low + high + 1) >> 1

@@ -24,6 +24,7 @@ class DigestFeed:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._core = node.core
         self._digest: CountedDigest | None = None
         self._feeds: dict[int, Feed] = {}
         self._asked_at = 0.0
@@ -32,8 +33,8 @@ class DigestFeed:
         self._waiting: set[asyncio.Future[None]] = set()
 
     async def news(self, epoch: int, version: int, patience: float) -> DigestNews | None:
-        """What a reader lacks that knows ``version`` of the life ``epoch``, once there is any; None: nothing, for
-        ``patience`` seconds."""
+        """Changes since ``version`` of the life ``epoch``, once there are any; None: there were none for ``patience``
+        seconds."""
         self._asked_at = self._node.now()
         until = self._asked_at + min(patience, MOST_PATIENCE_SECONDS)
         self.tick()
@@ -63,7 +64,7 @@ class DigestFeed:
         if self._node.now() - self._asked_at > IDLE_SECONDS:
             self._drop()
             return
-        models = self._node.core.ledger.models
+        models = self._core.ledger.models
         if self._digest is None or any(number not in models for number in self._feeds):
             self._drop()
             blocks = sum(_capacity(model) for model in models.values())

@@ -71,12 +71,12 @@ T = TypeVar("T")
 class SequenceRecord:
     """Block tables and cursors of one sequence, as of the last answer.
 
-    ``loading``: blocks that ``tickets`` bring, or brought.
-    ``sealed_blocks``: blocks known to be shared; ``asked_blocks``: up to where publishing was asked for. ``growth``:
-    stock pages in the table that the daemon has not been told of. ``allocations`` counts allocate operations without an
-    answer, ``steps`` operations of all kinds that went out in a step. ``give_backs``: what the next recycles give back.
-    ``output_tokens``: what the engine says of its request at its end. ``clock_seconds``: what a replay says of the time
-    in its trace. ``retention``: its engine's hint. ``ends_after``: the launch that its release waits for, 0 for none.
+    ``loading``: blocks that ``tickets`` bring, or brought. ``sealed_blocks``: blocks known to be shared;
+    ``asked_blocks``: up to where publishing was asked for. ``growth``: stock pages in the table that the daemon has not
+    been told of. ``allocations`` counts allocate operations without an answer, ``steps`` operations of all kinds that
+    went out in a step. ``give_backs``: what the next recycles give back. ``output_tokens``: of its request, at its end.
+    ``clock_seconds``: the time in a replay's trace.
+    ``retention``: hint of its engine. ``ends_after``: launch that its release waits for, 0: none.
     """
 
     def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
@@ -122,8 +122,8 @@ class SequenceRecord:
             self._put(self.matched.tables)
             return self
 
-        request = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, expected, self.retention)
-        return self._operation(MATCH, request, apply, self._end)
+        asked = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, expected, self.retention)
+        return self._operation(MATCH, asked, apply, self._end)
 
     def allocate(
         self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS

@@ -1,4 +1,4 @@
-"""Which peer is asked, in what order, and what becomes of a late answer."""
+"""Choice of the peer that is asked, and the fate of a late answer."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.peer.asking import MOST_ASKED, candidates, may_have
-from cachesvc.peer.fleet.digest import MOST_BITS, MOST_FLIPS, CountedDigest, Digest, DigestNews, bits_for, words_of
+from cachesvc.peer.fleet.digest import MOST_BITS, MOST_FLIPS, CountedDigest, DigestNews, PeerDigest, bits_for, words_of
 from cachesvc.peer.fleet.health import Peer
 from tests.unit.peer.peer_rig import NearControl
 
@@ -21,13 +21,13 @@ def keys_of(seed: int, count: int) -> list[bytes]:
     return [dice.randbytes(KEY_BYTES) for _ in range(count)]
 
 
-def told(counted: CountedDigest, digest: Digest) -> None:
+def told(counted: CountedDigest, digest: PeerDigest) -> None:
     digest.learn(counted.news(EPOCH, digest.version if digest.epoch == EPOCH else 0))
 
 
 def test_what_came_is_there_and_what_left_is_not_whatever_the_order() -> None:
     dice = random.Random(1)
-    counted, digest = CountedDigest(bits_for(2000)), Digest()
+    counted, digest = CountedDigest(bits_for(2000)), PeerDigest()
     there: Counter[bytes] = Counter()
     for round_ in range(60):
         come = keys_of(round_, 40) + dice.choices([*there] or [b"\1" * KEY_BYTES], k=5)
@@ -44,7 +44,7 @@ def test_what_came_is_there_and_what_left_is_not_whatever_the_order() -> None:
 
 
 def test_a_reader_that_is_far_behind_gets_all_and_one_that_is_not_what_has_flipped() -> None:
-    counted, digest = CountedDigest(MOST_BITS), Digest()
+    counted, digest = CountedDigest(MOST_BITS), PeerDigest()
     counted.change(b"".join(keys_of(1, 10)), came=True)
     told(counted, digest)
     version = digest.version
@@ -68,7 +68,7 @@ def test_a_reader_that_is_far_behind_gets_all_and_one_that_is_not_what_has_flipp
     ],
 )
 def test_nonsense_is_forgotten(news: DigestNews) -> None:
-    counted, digest = CountedDigest(bits_for(10)), Digest()
+    counted, digest = CountedDigest(bits_for(10)), PeerDigest()
     told(counted, digest)
     assert digest.is_known
     digest.learn(news)

@@ -1,4 +1,4 @@
-"""Peers that requests name: within the permitted networks alone, and only so many."""
+"""Peers that requests name: within the permitted networks alone, and a bounded number of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ NAME = Address("cachesvc.example", 7100)
 
 
 class Zone:
-    """What the name stands for; None: it cannot be looked up."""
+    """Hosts that the name stands for; None: it cannot be looked up."""
 
     def __init__(self) -> None:
         self.hosts: list[str] | None = []

@@ -120,7 +120,7 @@ class MatchRequest(_message.Message):
     """
     @_builtins.property
     def expected(self) -> Global___Expected:
-        """What another node computes for this request: it is fetched as it is sealed there."""
+        """What another node computes for this request: each block is fetched once it is sealed there."""
 
     def __init__(
         self,

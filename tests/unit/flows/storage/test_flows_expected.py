@@ -17,6 +17,7 @@ from cachesvc.model.answers import Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import PageState
+from cachesvc.questions.explanation import EXPECTATIONS
 from tests.unit.rigs.ledger_rig import chain
 from tests.unit.rigs.storage_flows_rig import GONE, LENT, StorageRig, storing
 
@@ -101,6 +102,8 @@ def test_each_piece_is_fetched_as_it_is_sealed() -> None:
     assert following.look() == (8, 0)
     assert following.ended("arrived") == 1
     assert following.rig.core.counters["expected_blocks"] == 8
+    assert following.rig.core.counters["match_requests"] == 1, "looks that found it coming are no requests"
+    assert following.rig.model.hit_blocks == {"device": 0, "host": 0, "storage": 8}
     assert not following.rig.core.ledger.tickets.running
 
 
@@ -208,6 +211,16 @@ def test_without_a_match_nothing_is_asked_or_fetched_any_more() -> None:
     assert not following.rig.model.stored.expectations, "it is forgotten"
 
 
+def test_an_engine_that_was_held_up_goes_on_expecting() -> None:
+    following = Following()
+    following.look()
+    following.pass_time(flow.IDLE_SECONDS + 0.1)
+    assert following.look() == (0, 8)
+    following.promise(8)
+    following.at.tell(range(8), LENT)
+    assert following.look() == (8, 0)
+
+
 def test_what_was_lent_and_does_not_come_is_asked_for_once_more() -> None:
     following = Following()
     following.look()
@@ -246,3 +259,7 @@ def test_there_are_only_so_many() -> None:
     assert following.look()[1] == 0
     assert following.rig.core.counters["expectations_refused"] == 1
     assert len(following.rig.model.stored.expectations) == flow.MOST_EXPECTATIONS
+
+
+def test_every_end_has_words_for_operators() -> None:
+    assert set(EXPECTATIONS) == {end.value for end in flow.ExpectationEnd}

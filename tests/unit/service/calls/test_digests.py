@@ -6,18 +6,18 @@ import asyncio
 
 from cachesvc.flows.models.admin import evict
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.fleet.digest import Digest, words_of
+from cachesvc.peer.fleet.digest import PeerDigest, words_of
 from cachesvc.service.calls.digests import DigestFeed
 from tests.unit.rigs.dispatch_rig import Desk
 from tests.unit.rigs.ledger_rig import chain, serve
 
 
-def has(digest: Digest, prompt: str) -> list[bool]:
+def has(digest: PeerDigest, prompt: str) -> list[bool]:
     keys = chain(*prompt)
     return [digest.has(words_of(keys[at : at + KEY_BYTES])) for at in range(0, len(keys), KEY_BYTES)]
 
 
-async def learn(feed: DigestFeed, digest: Digest, patience: float = 0.0) -> None:
+async def learn(feed: DigestFeed, digest: PeerDigest, patience: float = 0.0) -> None:
     feed.tick()
     news = await feed.news(digest.epoch, digest.version, patience)
     if news is not None:
@@ -27,7 +27,7 @@ async def learn(feed: DigestFeed, digest: Digest, patience: float = 0.0) -> None
 def test_what_is_sealed_is_in_it_and_what_is_evicted_leaves_it() -> None:
     async def run() -> None:
         async with Desk() as desk:
-            rig, digest, feed = desk.rig, Digest(), DigestFeed(desk.node)
+            rig, digest, feed = desk.rig, PeerDigest(), DigestFeed(desk.node)
             lease = rig.lease()
             serve(rig, lease, 1, "abcd")
             await learn(feed, digest)
@@ -49,7 +49,7 @@ def test_what_is_sealed_is_in_it_and_what_is_evicted_leaves_it() -> None:
 def test_a_reader_waits_for_a_change_and_gets_what_has_flipped() -> None:
     async def run() -> None:
         async with Desk() as desk:
-            digest, feed = Digest(), DigestFeed(desk.node)
+            digest, feed = PeerDigest(), DigestFeed(desk.node)
             await learn(feed, digest)
             assert digest.is_known, "a node without blocks says so"
             waiting = asyncio.ensure_future(feed.news(digest.epoch, digest.version, 30.0))
