@@ -38,6 +38,9 @@ from cachesvc_sglang.prompts import PromptKeys, may_share
 ROOT = "root"
 """Node of a match that found nothing and is no request's."""
 
+AHEAD_DIVISOR = 8
+"""Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""
+
 LOOK_S = 0.002
 """Time that an engine which runs nothing waits for a load."""
 
@@ -61,7 +64,9 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         registration = self.node.lease.registration
         self._namespace = registration.namespace
         self._pool_blocks = allocator.num_pages
-        self._book = PageBook(self.node.lease, self._settings.stock_blocks)
+        step_tokens = params.chunked_prefill_size or self._pool_blocks * self.page_size
+        ahead = min(step_tokens // self.page_size, self._pool_blocks // AHEAD_DIVISOR)
+        self._book = PageBook(self.node.lease, self._settings.stock_blocks, ahead)
         self._book.untold.is_late = bool(self.node.pool.is_on_gpu)
         self._weights = WeightsVersion(
             self._settings.weights_version, announced_in(registration), self.node.announced_weights
@@ -82,12 +87,17 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
 
     # -- matches -----------------------------------------------------------------------------------------------------
 
+    def expect(self, request: Any) -> None:
+        """A request waits: match it before its turn, so that SGLang waits for no answer then."""
+        if self._book.find(request.rid) is None:
+            self._book.expect(request.rid, self._wish(request, request.origin_input_ids + request.output_ids, None))
+
     def match_prefix(self, params: Any) -> Any:
         """Find what the daemon has of a request's prompt; it stays pinned until the request ends or is matched anew."""
         request = params.req
         if request is None:
             return self._found(ROOT, 0, 0)
-        wish = self._wish(request, params.key)
+        wish = self._wish(request, params.key.token_ids, params.key.limit)
         pages = self._book.find(request.rid)
         if pages is not None and request.rid in self._loading and self._look(request.rid):
             return self._found(pages, pages.hit_blocks, pages.host_blocks)
@@ -313,12 +323,14 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
             self._keys[request.rid] = keys
         return keys
 
-    def _wish(self, request: Any, key: Any) -> Wish:
-        first = -(-len(key.token_ids) // self.page_size)
+    def _wish(self, request: Any, tokens: Sequence[int], most_tokens: int | None) -> Wish:
+        """Match for a request's ``tokens``, at most ``most_tokens`` of them; the last one is computed."""
+        first = -(-len(tokens) // self.page_size)
         if self._is_off or not may_share(request):
             return Wish((), 0, first)
-        hashes = self._keys_of(request).extend(key.token_ids)
-        return Wish(hashes, min(len(key) // self.page_size, len(hashes)), first)
+        hashes = self._keys_of(request).extend(tokens)
+        most = max(0, len(tokens) - 1) if most_tokens is None else min(most_tokens, len(tokens))
+        return Wish(hashes, min(most // self.page_size, len(hashes)), first)
 
     def _shorter(self, pages: RequestPages) -> Wish:
         keys = self._keys[pages.request_id]

@@ -76,6 +76,14 @@ def _retract_all(scheduler: Any) -> None:
     scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
 
+def add_request_to_queue(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Match a request that waits from now on."""
+    original(scheduler, request, *args, **kwargs)
+    cache = scheduler.tree_cache
+    if isinstance(cache, PageCache) and scheduler.waiting_queue and scheduler.waiting_queue[-1] is request:
+        cache.expect(request)
+
+
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Begin a step."""
     if isinstance(scheduler.tree_cache, PageCache):
@@ -102,6 +110,7 @@ HOOKS: Mapping[str, Callable[..., Any]] = {
     "sglang.srt.mem_cache.allocation.alloc_for_extend": allocate,
     "sglang.srt.mem_cache.allocation.alloc_for_decode": allocate,
     f"{SCHEDULER}.ingest_requests": ingest_requests,
+    f"{SCHEDULER}._add_request_to_queue": add_request_to_queue,
     f"{SCHEDULER}.run_batch": run_batch,
     f"{SCHEDULER}.update_running_batch": update_running_batch,
     f"{SCHEDULER}.process_batch_result": process_batch_result,

@@ -82,6 +82,8 @@ def serve(connection: socket.socket) -> None:
         print(json.dumps({"pid": os.getpid()}), file=out, flush=True)
         wish = json.loads(lines.readline())
         os.environ.update(wish["environment"])
+        if wish["log"]:
+            os.dup2(os.open(wish["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), sys.stderr.fileno())
         try:
             engine = make(wish)
         except Exception as error:

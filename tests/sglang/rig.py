@@ -102,6 +102,7 @@ class SglangFleet:
                 "load_format": self.load_format,
                 "blocks": blocks,
                 "cachesvc": socket_path is not None,
+                "log": "",
                 "environment": {"CACHESVC_SOCKET": socket_path or "", "CACHESVC_SGLANG": json.dumps(extra or {})},
                 **wish,
             },

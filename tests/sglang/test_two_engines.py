@@ -57,7 +57,15 @@ def test_random_requests_are_answered_alike_by_two_engines_and_by_sglang_alone(
         assert [answer.said for answer in answers] == [answer.said for answer in expected]
         cached += sum(answer.cached for answer in answers)
         own += sum(answer.cached for answer in expected)
-    assert cached >= own > 0
+    assert cached > 0.9 * own > 0  # two that compute one prefix at the same time do not find each other's
+
+
+def test_what_one_after_another_finds_is_no_less_than_in_one_cache(two: list[Engine], plain: Engine) -> None:
+    assert plain.reset()  # it may have some of these prompts' heads from other tests, and never more than a pool
+    for each, request in enumerate(random_requests(9, 16)):
+        answer, expected = two[each % 2].ask(request)[0], plain.ask(request)[0]
+        assert answer.said == expected.said
+        assert answer.cached >= expected.cached
 
 
 def test_an_engine_killed_in_mid_request_leaves_what_it_sealed_to_the_next(
@@ -75,17 +83,6 @@ def test_an_engine_killed_in_mid_request_leaves_what_it_sealed_to_the_next(
     answer = two[0].ask(told)[0]
     assert (answer.said, answer.cached) == (expected[0].said, 6 * BLOCK_TOKENS)
     assert two[0].ask(random_prompt(51, 8.5))[0].said == expected[1].said
-
-
-def test_what_is_flushed_is_not_found_any_more_and_salts_separate(two: list[Engine], plain: Engine) -> None:
-    prompt = random_prompt(90, 4.5)
-    salted = replace(prompt, salt="a tenant")
-    expected = plain.ask(prompt)[0].said
-    answers = [engine.ask(each)[0] for each in (prompt, salted) for engine in two]
-    assert two[0].reset()
-    answers += [two[0].ask(prompt)[0], two[0].ask(prompt)[0]]
-    assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS] * 3
-    assert {answer.said for answer in answers} == {expected}
 
 
 def test_requests_under_way_end_well_when_the_daemon_dies_and_what_comes_after_finds_the_next(
@@ -109,3 +106,15 @@ def test_requests_under_way_end_well_when_the_daemon_dies_and_what_comes_after_f
     answers = [engine.ask(later)[0] for engine in two]
     assert [answer.said for answer in answers] == [expected[2].said] * 2
     assert [answer.cached for answer in answers] == [0, 5 * BLOCK_TOKENS]
+
+
+def test_what_is_flushed_is_not_found_any_more_and_salts_separate(two: list[Engine], plain: Engine) -> None:
+    """Last: an engine that was flushed shares with no other until there is a new version of the weights."""
+    prompt = random_prompt(90, 4.5)
+    salted = replace(prompt, salt="a tenant")
+    expected = plain.ask(prompt)[0].said
+    answers = [engine.ask(each)[0] for each in (prompt, salted) for engine in two]
+    assert two[0].reset()
+    answers += [two[0].ask(prompt)[0], two[0].ask(prompt)[0]]
+    assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS] * 3
+    assert {answer.said for answer in answers} == {expected}
