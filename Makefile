@@ -77,8 +77,8 @@ routers-test: $(SETUP) $(ROUTERS_SETUP) ## Real routers on KV events: what they 
 
 vllm-setup: $(VLLM_SETUP) ## Create .venv-vllm with vLLM for a processor (2 GiB), beside the product's own environment
 
-vllm-test: $(SETUP) $(VLLM_SETUP) ## Real vLLM processes on a daemon in shared memory, answer by answer against plain vLLM
-	CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm \
+vllm-test: $(SETUP) $(VLLM_SETUP) $(ROUTERS_SETUP) ## Real vLLM processes on a daemon in shared memory, answer by answer against plain vLLM
+	CACHESVC_ROUTERS=$(CURDIR)/$(ROUTERS) CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm \
 		-n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 sglang-setup: $(SGLANG_SETUP) ## Create .venv-sglang with SGLang for a processor (2.5 GiB), beside the product's own environment
@@ -129,11 +129,13 @@ proto-accept: $(BUF_SETUP) ## Take the protos as they are for the baseline that 
 	@mkdir -p $(dir $(BASELINE))
 	$(BUF) build proto --exclude-source-info --output $(BASELINE)
 
-k8s-render: $(SETUP) ## Render deploy/k8s into deploy/k8s/rendered (needs kubectl or kustomize)
+k8s-render: $(SETUP) ## Render deploy/k8s, and make the Helm chart of it (needs kubectl or kustomize)
 	$(BIN)/python -m tools.k8s_render
+	$(BIN)/python -m tools.helm_chart
 
 k8s-validate: $(SETUP) $(MONITORS_SETUP) ## Check manifests and image offline: schemas, wiring, security, sizes, Dockerfile
 	$(BIN)/python -m tools.k8s_render --check
+	$(BIN)/python -m tools.helm_chart --check
 	$(BIN)/kubernetes-validate --strict --quiet deploy/k8s/rendered/gpu.yaml deploy/k8s/rendered/trial.yaml \
 		deploy/k8s/rendered/tls.yaml deploy/k8s/rendered/engine.yaml deploy/k8s/rendered/vllm.yaml
 	$(BIN)/hadolint deploy/docker/Dockerfile

@@ -53,7 +53,7 @@ class BlockTables(Hold):
     computed by this request. ``request``: its handle in an eviction policy that follows requests.
     """
 
-    __slots__ = ("cursors", "declared", "keys", "own", "request", "tables")
+    __slots__ = ("cursors", "declared", "keys", "own", "request", "retention", "tables")
 
     def __init__(self, ledger: BlockLedger, place: Place, keys: bytes) -> None:
         super().__init__(ledger, place)
@@ -64,6 +64,7 @@ class BlockTables(Hold):
         self.cursors: dict[int, int] = {}
         self.declared = 0
         self.request: Request | None = None
+        self.retention = 0  # its engine's hint: a value of the policy's RequestHint
 
     @property
     def blocks(self) -> int:
@@ -253,7 +254,7 @@ class BlockTables(Hold):
 
     def _seal_own(self, position: int, row: int) -> None:
         pages = [table[position] for table in self.tables]
-        for group in self.place.state_groups:
+        for group in self.place.unsealed_groups:
             pages[group] = NO_PAGE
         self.ledger.seal(self.place, row, pages)
         for own, page in zip(self.own, pages, strict=True):
@@ -268,7 +269,7 @@ class BlockTables(Hold):
         place = self.place
         for group, table in enumerate(self.tables):
             own = table[position]
-            if own == NO_PAGE or group in place.state_groups:
+            if own == NO_PAGE or group in place.unsealed_groups:
                 continue
             if place.states[group][row] == ABSENT:
                 self.ledger.seal_alone(place, group, row, own)

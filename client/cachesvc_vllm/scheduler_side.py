@@ -18,7 +18,6 @@ from cachesvc_vllm.daemon.weights_version import WeightsVersion
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
-from cachesvc_vllm.namespace.media import Media
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.group_tables import Positions
 from cachesvc_vllm.pages.page_book import PageBook
@@ -51,21 +50,19 @@ class SchedulerSide:
         self._has_lookahead = settings.draft_blocks == "lookahead"
         self._lookahead_tokens = lookahead_tokens
         registration = node.lease.registration
-        self._book = PageBook(node.lease, settings.stock_blocks, blocks_ahead(step_tokens, registration))
+        self._book = PageBook(
+            node.lease, settings.stock_blocks, blocks_ahead(step_tokens, registration), parts=node.share.parts
+        )
         self._book.untold.is_late = drafts
         self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
         self._layout, self._step_tokens = registration.layout, step_tokens
-        block_tokens = registration.layout.block_tokens
+        block_tokens = self._block_tokens = registration.layout.block_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
-        self._weights = WeightsVersion(
-            settings.weights_version, announced_in(node.lease.registration), node.announced_weights
-        )
+        self._weights = WeightsVersion(settings.weights_version, announced_in(registration), node.announced_weights)
         self._book.salt = self._weights.salt
-        self._announcer: Announcer | None = None
-        if publisher is not None:
-            self._announcer = Announcer(node, settings.token_file, publisher, self._book.keys)
-        media = Media(is_shared=settings.share_media)
-        self._wishes = Wishes(self._keys, media, self._announcer, step_tokens, block_tokens)
+        keys = self._book.keys
+        self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)
+        self._wishes = Wishes(self._keys, settings, self._announcer, step_tokens, block_tokens)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._dropped = Dropped.NOT
@@ -73,8 +70,7 @@ class SchedulerSide:
         self._loading_since_s: dict[str, float] = {}
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
-        self._states = StateCells(None, ())
-        self._block_tokens = 0
+        self._states = StateCells(None, {})
         self._find_hits: Any = None
         self._allocate: Any = None
         self._unfinished: dict[str, Any] = {}
@@ -84,14 +80,15 @@ class SchedulerSide:
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
-        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights)
+        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights, self._block_tokens)
         if self._announcer is not None:
             pool.on_reset = self._announcer.reset
             self._announcer.start()
         take_place(manager, pool)
         self._manager = manager
-        self._states = StateCells(manager, self._layout.state_groups)
-        self._block_tokens = pool.hash_block_size
+        groups = self._book.groups
+        self._states = StateCells(manager, {group: groups.state_of(group) for group in groups.states})
+        self._keys.hashes_a_block = self._block_tokens // pool.hash_block_size
         if self._lookahead_tokens:
             keep_last_blocks(manager.coordinator)
         self._find_hits, self._allocate = manager.get_computed_blocks, manager.allocate_slots
@@ -157,7 +154,7 @@ class SchedulerSide:
         )
         asked = (request, num_new_tokens, local, new_computed_blocks, num_lookahead_tokens, external, *args)
         if pages is not None and self._book.has(pages, wanted, states):
-            if pages.taken >= wanted and pages.fills_nothing(request, num_new_tokens, self._block_tokens):
+            if pages.taken_blocks >= wanted and pages.fills_nothing(request, num_new_tokens, self._block_tokens):
                 return self._manager.empty_kv_cache_blocks
             pool.schedule(pages)
             pool.now.counts_own = True
@@ -167,6 +164,11 @@ class SchedulerSide:
                 return blocks
         allocate = partial(self._allocate, *asked, **kwargs)
         return self._reserve_and_allocate(request, wanted, states, allocate, external)
+
+    @property
+    def peer_address(self) -> str:
+        """HOST:PORT at which the daemon lends what this engine shares; empty: nowhere."""
+        return "" if self._book.is_adrift else self._node.lease.registration.peer_address
 
     @property
     def next_lease(self) -> str:
@@ -186,9 +188,9 @@ class SchedulerSide:
 
     def host_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Tokens to load from the host behind ``local_tokens`` that vLLM has in place; None where the request was not
-        matched yet. 0 where vLLM leaves out a part of the hit: what lies behind that is no use."""
+        matched yet, or more is coming. 0 where vLLM leaves out a part of the hit: what lies behind that is no use."""
         pages = self._book.find(request.request_id)
-        if pages is None:
+        if pages is None or pages.is_coming:
             return None
         return pages.host_blocks * self._block_tokens if local_tokens == pages.hit_blocks * self._block_tokens else 0
 
@@ -388,7 +390,7 @@ class SchedulerSide:
         if pages is not None:
             if self._announcer is not None:
                 self._announcer.note(request, keys, pages.salt)
-            self._book.seal(pages, min(full_blocks, pages.taken), keys)
+            self._book.seal(pages, min(full_blocks, pages.taken_blocks), keys)
         return full_blocks
 
     def _leave_if_back(self) -> None:

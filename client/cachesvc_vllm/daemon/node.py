@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Registration, Timeouts
+from cachesvc_client.layouts.parts import Parts
 
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.daemon.errors import ConnectorRefused, News
@@ -89,7 +90,8 @@ VLLM = Flags()
 class Share:
     """Pool that an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of
     each rank's GPU; none for the daemon's first devices. ``display_name``: for operators. ``longest_blocks``: of a
-    request; 0 where it does not matter."""
+    request; 0 where it does not matter. ``parts``: groups of the layout that each of the engine's is; without them,
+    each is one."""
 
     model: str
     layout: Layout
@@ -97,6 +99,7 @@ class Share:
     devices: tuple[str, ...] = ()
     display_name: str = ""
     longest_blocks: int = 0
+    parts: tuple[Parts, ...] = ()
 
     @property
     def slab(self) -> str:

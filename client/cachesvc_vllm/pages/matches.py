@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cachesvc_client import CacheClientError, DeadlineExceeded, PendingStep, PoolExhausted, StepStream
 
-from cachesvc.model.layout import Layout
 from cachesvc_vllm.daemon.errors import News
-from cachesvc_vllm.pages.group_tables import other_tables
+from cachesvc_vllm.pages.group_tables import EngineGroups
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 
 log = logging.getLogger(__name__)
@@ -19,9 +18,11 @@ class Matches:
     """``pack``: the daemon's keys of hashes and a salt. At most one message is under way. Used from vLLM's scheduler
     thread."""
 
-    def __init__(self, stream: StepStream, pack: Callable[[Sequence[bytes], bytes], bytes], layout: Layout) -> None:
+    def __init__(
+        self, stream: StepStream, pack: Callable[[Sequence[bytes], bytes], bytes], groups: EngineGroups
+    ) -> None:
         self._stream = stream
-        self._layout = layout
+        self._groups = groups
         self._pack = pack
         self._coming: dict[str, Wish] = {}
         self._sent: tuple[PendingStep, list[RequestPages]] | None = None
@@ -56,21 +57,16 @@ class Matches:
         batch = self._stream.batch()
         for wish in wishes.values():
             keys = self._pack(wish.hashes, wish.salt) if wish.most_blocks else b""
-            batch.match(keys, max_blocks=wish.most_blocks)
+            expected = wish.expected if wish.most_blocks else None
+            batch.match(keys, max_blocks=wish.most_blocks, expected=expected, retention=wish.retention)
         try:
             step = self._stream.send(batch)
         except CacheClientError as error:
             refused("match", next(iter(wishes)), error)
             return []
         requests = [
-            RequestPages(
-                request_id,
-                now_s,
-                lead=self._layout.full_groups[0],
-                others=other_tables(self._layout),
-                first_blocks=wish.first_blocks,
-                is_matching=True,
-                salt=wish.salt,
+            RequestPages.begin(
+                self._groups, request_id, now_s, first_blocks=wish.first_blocks, is_matching=True, wish=wish
             )
             for request_id, wish in wishes.items()
         ]
@@ -103,6 +99,15 @@ class Matches:
         """Go on by another stream. What was under way on the old one has no answer."""
         self._stream = stream
         self._sent = None
+
+
+def coming_again(requests: Iterable[RequestPages], now_s: float) -> dict[str, Wish]:
+    """Return requests whose blocks are coming from another node and that are due to be matched again."""
+    return {
+        each.request_id: each.wish
+        for each in requests
+        if each.wish is not None and each.is_coming and not each.is_recent(now_s)
+    }
 
 
 def refused(what: str, request_id: str, error: CacheClientError) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, StepStream
 
 from cachesvc_vllm.namespace.draft_keys import salted
-from cachesvc_vllm.pages.giving_way import GivingWay
-from cachesvc_vllm.pages.group_tables import NO_POSITIONS, Positions, other_tables
-from cachesvc_vllm.pages.matches import Matches, refused
+from cachesvc_vllm.pages.giving_way import Clock, GivingWay
+from cachesvc_vllm.pages.group_tables import NO_POSITIONS, AllParts, Positions, engine_groups
+from cachesvc_vllm.pages.matches import Matches, coming_again, refused
 from cachesvc_vllm.pages.private_pages import PrivatePages
 from cachesvc_vllm.pages.reports import put_reports
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
@@ -26,9 +26,6 @@ from cachesvc_vllm.pages.untold import Sealing, Untold
 
 SHORT_PAUSE_S = 0.002
 """vLLM's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""
-
-MATCH_HOLDS_S = 0.05
-"""A request that waits for room is matched again after so long: others may have computed more of it by then."""
 
 STOCK_DIVISOR = 16
 """A stock takes at most so small a part of the pool: others cannot use what lies in it."""
@@ -46,18 +43,24 @@ class PageBook:
     of each hit, whose drafter's KV is right for another continuation."""
 
     def __init__(
-        self, lease: Lease, stock_blocks: int, ahead_blocks: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        lease: Lease,
+        stock_blocks: int,
+        ahead_blocks: int = 0,
+        clock: Clock = time.monotonic,
+        parts: AllParts = (),
     ) -> None:
         self._lease = lease
-        self._layout = lease.registration.layout
-        self.lead = self._layout.full_groups[0]
+        layout = lease.registration.layout
+        self.groups = engine_groups(layout, parts)
+        self._lead = self.groups.lead_parts.groups[0]
         self._ahead_blocks = ahead_blocks
-        pages = lease.registration.device_pages[self.lead] // len(self._layout.groups)
+        pages = lease.registration.device_pages[self._lead] // len(layout.groups)
         self._stock_blocks = max(1, min(stock_blocks, pages // STOCK_DIVISOR))
         self._stream: StepStream = lease.step(self._stock_blocks)
         self._clock = clock
         self._requests: dict[str, RequestPages] = {}
-        self._matches = Matches(self._stream, self.keys, self._layout)
+        self._matches = Matches(self._stream, self.keys, self.groups)
         self.untold = Untold()
         self._pending: PendingStep | None = None
         self._private = PrivatePages()
@@ -65,10 +68,8 @@ class PageBook:
         self._short_until_s = 0.0
         self._way = GivingWay(clock)
         self.without_host: set[str] = set()
-        self.drops_last = False
         self.held_blocks = 0
-        self.is_adrift = False
-        self.is_moving = False
+        self.drops_last = self.is_adrift = self.is_moving = False
 
     @property
     def is_empty(self) -> bool:
@@ -79,8 +80,8 @@ class PageBook:
         """True where a request of ``blocks`` blocks finds no room before there is a new lease, whatever ends by
         then."""
         mine = len(self._private) + sum(each.spare_pages for each in self._requests.values() if each is not request)
-        missing = request.missing_pages(blocks, states)
-        return self.is_adrift and (self.is_moving or (self.is_empty and missing > mine))
+        is_short = self.is_empty and request.missing_pages(blocks, states) > mine
+        return self.is_adrift and (self.is_moving or is_short)
 
     def find(self, request_id: str) -> RequestPages | None:
         """Pages of a request, if it has begun."""
@@ -115,7 +116,7 @@ class PageBook:
     def shorten(self, request_id: str, wish: Wish, blocks: int) -> RequestPages:
         """Match a request again for at most ``blocks`` blocks, and give back what it pinned behind them: vLLM computes
         those blocks, so their cells must be private pages."""
-        return self._match(request_id, replace(wish, most_blocks=blocks))
+        return self._match(request_id, replace(wish, most_blocks=blocks, expected=None))
 
     def forget(self, request_id: str) -> None:
         """Give the request's pages back, at once or when vLLM has freed the last of them."""
@@ -155,14 +156,13 @@ class PageBook:
 
     def use_hits(self, request: RequestPages) -> None:
         """vLLM uses the blocks that were found in place."""
-        self.held_blocks += request.hit_blocks
-        request.take_hits()
+        self.held_blocks += request.take_hits()
 
-    def take(self, request: RequestPages, blocks: int) -> list[int]:
+    def take(self, request: RequestPages, pages: int) -> list[int]:
         """The next pages of a request, reserved before."""
-        self.held_blocks += blocks
+        self.held_blocks += pages
         self._way.admit()
-        return request.take(blocks)
+        return request.take(pages)
 
     def hold(self, request: RequestPages, cells: int) -> None:
         """vLLM uses cells of another group than the leading one."""
@@ -192,9 +192,9 @@ class PageBook:
             if table.first <= table.told:
                 continue
             if self.is_adrift:
-                self._private.add(table.drop_pages(max(table.told, request.first_private), table.first))
+                self._private.add(table.drop_pages(max(table.told, request.first_private_of(table)), table.first))
             else:
-                self.untold.recycle(request, table.group, table.first)
+                self.untold.recycle(request, table.parts.dead(table.first))
             table.told = table.first
 
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
@@ -212,7 +212,7 @@ class PageBook:
         free = self._stream.free_pages
         if not free:
             return not_held
-        to_be_had = free[self.lead] + self._stream.evictable_pages[self.lead] + self._stock_pages + spare
+        to_be_had = free[self._lead] + self._stream.evictable_pages[self._lead] + self._stock_pages + spare
         return min(not_held, to_be_had)
 
     def flush(self) -> None:
@@ -282,10 +282,12 @@ class PageBook:
         if self.is_with_daemon():
             self._take_matches()
             ahead = sum(each.first_blocks for each in self._requests.values() if each.is_ahead)
-            self._send_matches({request_id: wish, **self._matches.next_coming(self._ahead_blocks - ahead)})
+            again = coming_again(self._requests.values(), self._clock()) if wish.expected is not None else {}
+            for other in again:
+                self.forget(other)
+            self._send_matches({request_id: wish, **again, **self._matches.next_coming(self._ahead_blocks - ahead)})
             self._take_matches()
-        begun = RequestPages(request_id, self._clock(), lead=self.lead, others=other_tables(self._layout))
-        return self._requests.setdefault(request_id, begun)
+        return self._requests.setdefault(request_id, RequestPages.begin(self.groups, request_id, self._clock()))
 
     def _is_fresh(self, request: RequestPages, wish: Wish) -> bool:
         """True where a request that waits need not be matched again: what it has is recent, or has its pages, and is no
@@ -294,8 +296,8 @@ class PageBook:
             return False
         if request.host_blocks and request.request_id in self.without_host:
             return False
-        has_pages = len(request.pages) > request.hit_blocks
-        return has_pages or self._clock() - request.begun_s < MATCH_HOLDS_S
+        has_pages = request.rows > request.hit_blocks
+        return (has_pages and not request.is_coming) or request.is_recent(self._clock())
 
     def _send_matches(self, wishes: dict[str, Wish]) -> None:
         if self._way.is_away:
@@ -316,11 +318,11 @@ class PageBook:
         if self._drop_idle(request) and self._allocate(request, blocks, states):
             return True
         hit_blocks = request.sequence.hit_blocks
-        if len(request.pages) < hit_blocks and not self._allocate(request, hit_blocks, NO_POSITIONS):
+        if request.rows < hit_blocks and not self._allocate(request, hit_blocks, NO_POSITIONS):
             return False
-        rows = min(blocks - len(request.pages), self._stock_pages // request.row_pages)
+        rows = min(blocks - request.rows, self._stock_pages // request.row_pages)
         if rows > 0:
-            self._grow(request, len(request.pages) + rows, NO_POSITIONS)
+            self._grow(request, request.rows + rows, NO_POSITIONS)
         return request.has_pages(blocks, states) or self._allocate(request, blocks, states)
 
     def _grow(self, request: RequestPages, blocks: int, states: Positions) -> bool:
@@ -331,7 +333,7 @@ class PageBook:
             return False
         growth = request.growth(blocks, states)
         try:
-            sequence.grow_from_stock(growth.blocks - len(request.pages), positions=growth.positions)
+            sequence.grow_from_stock(growth.blocks - request.rows, positions=growth.positions)
         except CacheClientError as error:
             refused("grow", request.request_id, error)
             return False
@@ -342,7 +344,7 @@ class PageBook:
     def _stock_pages(self) -> int:
         stock = self._lease.record.stock
         assert stock is not None
-        return stock.pages[self.lead]
+        return stock.pages[self._lead]
 
     def _allocate(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Have the daemon make the table ``blocks`` long, in a step that reports growth first; and, as far as they go,
@@ -366,9 +368,9 @@ class PageBook:
 
     def _drop_idle(self, but_for: RequestPages | None = None) -> bool:
         """Give back what requests pin that vLLM has not admitted; True where there was one."""
-        idle = [each for each in self._requests.values() if each.is_ahead and each is not but_for]
-        for request in idle:
-            self.forget(request.request_id)
+        idle = [each.request_id for each in self._requests.values() if each.is_ahead and each is not but_for]
+        for request_id in idle:
+            self.forget(request_id)
         if idle:
             self.flush()
         return bool(idle)
