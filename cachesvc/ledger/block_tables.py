@@ -50,7 +50,8 @@ class BlockTables(Hold):
     """``tables[g][i]`` is a page or NO_PAGE, int32. ``own[g]``: pages that this request alone may write, in its tables
     or spare (another sequence sealed their key first). ``cursors[g]``: first position behind the sinks that a windowed
     group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as being
-    computed by this request. ``request``: its handle in an eviction policy that follows requests. ``retention``: its engine's hint.
+    computed by this request. ``request``: its handle in an eviction policy that follows requests.
+    ``retention``: its engine's hint.
     """
 
     __slots__ = ("cursors", "declared", "keys", "own", "request", "retention", "tables")
