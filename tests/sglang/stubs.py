@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import ClassVar
 
 NAMES = (
     *("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.transforms.v2"),
@@ -38,7 +37,9 @@ class Anything:
 class Stub(ModuleType):
     """Module that has every name. Those of ``sgl_kernel`` raise when they are called: none may be."""
 
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):

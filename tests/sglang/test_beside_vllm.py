@@ -30,5 +30,5 @@ def test_two_kinds_of_engines_use_one_daemon_and_share_no_block(fleet: SglangFle
         assert {answer.cached for answers in again for answer in answers} == {6 * BLOCK_TOKENS}
         with grpc.insecure_channel(f"unix:{node.socket}") as channel:
             models = admin_pb2_grpc.AdminServiceStub(channel).ListModels(admin_pb2.ListModelsRequest()).models
-        assert {each.name.partition("-")[0] for each in models} == {"sglang", "vllm"}
+        assert {each.model.partition("-")[0] for each in models} == {"sglang", "vllm"}
         check_daemon(node.socket)
