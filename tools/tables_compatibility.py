@@ -23,7 +23,8 @@ def compatibility() -> str:
         ["GPUs, with recorded runs", ", ".join(_gpus()), "any that the driver knows; MIG slices cannot be shared"],
         ["Linux", f"{_dotted(KERNEL_OF_PIDFDS)} or later", "an engine's end in another pod is seen later"],
         ["", f"{_dotted(KERNEL_OF_HUGE_PAGES)} or later", "the host pool has small pages, and fills slower"],
-        ["vLLM", ", ".join(_vllm()), "refused, unless `allow_untested_vllm`"],
+        ["vLLM", ", ".join(_tested("vllm")), "refused, unless `allow_untested_vllm`"],
+        ["SGLang, on CPU", ", ".join(_tested("sglang")), "refused, unless `allow_untested_sglang`"],
         ["Kubernetes", f"schemas of {', '.join(_kubernetes())}", "not applied to a cluster"],
     ]
     return rows(["part", "tested", "otherwise"], body)
@@ -45,11 +46,11 @@ def _gpus() -> list[str]:
     return sorted({str(each["gpu"]) for each in machines if isinstance(each, dict) and "gpu" in each})
 
 
-def _vllm() -> list[str]:
-    """Releases that the connector takes; its module would import vLLM."""
-    text = (ROOT / "client/cachesvc_vllm/startup/refusals.py").read_text(encoding="utf-8")
-    (found,) = re.findall(r"^TESTED = \((.*)\)$", text, re.MULTILINE)
-    return [f"{major}.{minor}" for major, minor in re.findall(r"\((\d+), (\d+)\)", found)]
+def _tested(engine: str) -> list[str]:
+    """Releases of an engine that its connector takes; the connector's module would import the engine."""
+    (path,) = (ROOT / f"client/cachesvc_{engine}").rglob("refusals.py")
+    (found,) = re.findall(r"^TESTED = \((.*)\)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return [numbers.replace(", ", ".") for numbers in re.findall(r"\((\d+(?:, \d+)+)\)", found)]
 
 
 def _kubernetes() -> list[str]:

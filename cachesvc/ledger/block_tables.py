@@ -51,6 +51,7 @@ class BlockTables(Hold):
     or spare (another sequence sealed their key first). ``cursors[g]``: first position behind the sinks that a windowed
     group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as being
     computed by this request. ``request``: its handle in an eviction policy that follows requests.
+    ``retention``: its engine's hint.
     """
 
     __slots__ = ("cursors", "declared", "keys", "own", "request", "retention", "tables")
@@ -64,7 +65,7 @@ class BlockTables(Hold):
         self.cursors: dict[int, int] = {}
         self.declared = 0
         self.request: Request | None = None
-        self.retention = 0  # its engine's hint: a value of the policy's RequestHint
+        self.retention = 0
 
     @property
     def blocks(self) -> int:

@@ -65,7 +65,7 @@ GEMMA_4 = HybridModel(
     blocks=384,
     options={"max_num_batched_tokens": 256},
 )
-"""As Gemma 3, with wider heads where whole sequences are kept: blocks there have half as many tokens."""
+"""Groups as Gemma 3 has them, with wider heads where whole sequences are kept: blocks there have half the tokens."""
 
 GPT_OSS = HybridModel(
     _gqa(

@@ -57,7 +57,7 @@ def match(
     if isinstance(hit, Wait):
         return hit
     sequence = Sequence(sequence_id, lease.id, model.id, call.replica.id, model.blocks, place, keys)
-    sequence.retention = retention
+    sequence.follow_hint(retention)
     sequence.hold(hit, hinted(core.ledger.stamp(), retention, place.pools[place.lead].usable))
     lease.sequences[sequence_id] = sequence
     sequence.charge(core.ledger.key_bytes, lease.party)

@@ -29,7 +29,7 @@ PAGES = {
     for page, path in {
         "README": "README.md",
         **{name: f"docs/{name}.md" for name in ("first-steps", "vllm", "nodes", "operating", "integrating", "gpu")},
-        **{name: f"docs/{name}.md" for name in ("deploying", "upgrading", "troubleshooting", "index")},
+        **{name: f"docs/{name}.md" for name in ("deploying", "upgrading", "troubleshooting", "index", "sglang")},
     }.items()
 }
 REASONS = ("installs from", "needs a GPU", "needs a cluster", "needs several machines", "needs ", "takes minutes")

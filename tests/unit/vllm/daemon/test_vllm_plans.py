@@ -103,7 +103,7 @@ def test_groups_with_smaller_blocks_have_several_pages_in_each_of_the_layout(
 
 
 def test_most_pages_of_a_short_window_are_scratch() -> None:
-    """Needed of DeepSeek V4's: two of four with 64 tokens and a window of 128, two of 64 with four, 16 of 32 with eight."""
+    """DeepSeek V4 needs two of four pages with 64 tokens, two of 64 with four, and 16 of 32 with eight."""
     config = config_of("DeepSeek V4, BLHNC")
     layout = slab_layout(config)
     needed = [
