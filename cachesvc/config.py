@@ -62,7 +62,9 @@ class Config:
     Verify; ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the read-only page
     on loopback, or empty. ``storage``: what outlives the daemon, by tier, as KIND:WHERE?options, the
     fastest first. ``peers``: daemons of
-    other nodes that are asked, HOST:PORT by comma. ``peer_listen``: HOST:PORT where they are answered, or empty;
+    other nodes that are asked, HOST:PORT by comma. ``peer_allow``: networks by comma whose daemons are asked where a
+    request names them. ``peer_listen``: HOST:PORT where other nodes are answered, or empty; ``peer_advertise``:
+    HOST:PORT that engines tell them, where that is another;
     ``peer_data_port``: where their bytes come from, 0: any. ``peer_tokens``: file of what nodes show each other;
     ``peer_tls_*``: their certificates. ``peer_lease_seconds``: how long a silent node keeps what it borrowed.
     ``fault_copies``: share of copies that are made to fail, for tests; a flag that no file may set, for the shm backend
@@ -117,7 +119,9 @@ class Config:
     web_listen: str = ""
     storage: tuple[str, ...] = ()
     peers: str = ""
+    peer_allow: str = ""
     peer_listen: str = ""
+    peer_advertise: str = ""
     peer_data_port: int = 0
     peer_tokens: str = ""
     peer_tls_certificate: str = ""
@@ -204,7 +208,12 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     if path is not None:
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except tomllib.TOMLDecodeError as error:
+            raise InvalidRequest(
+                f"cannot read the configuration {path}: {error}; texts and sizes stand in quotes, as in device_pool = "
+                '"4GiB"'
+            ) from error
+        except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"cannot read the configuration {path}: {error}") from error
     known = {field.name: field for field in fields(Config)}
     values = {name.replace("-", "_"): value for name, value in values.items()}

@@ -18,7 +18,7 @@ from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.flows.context.core import Core, Limits
 from cachesvc.flows.leases.leases import process_arrived, process_holds
-from cachesvc.hardware import Hardware, check_memory, choose_hardware, measure_links
+from cachesvc.hardware import Hardware, check_machine, choose_hardware, measure_links
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host.pool import HostPool
 from cachesvc.model.words import WritePolicy
@@ -108,7 +108,8 @@ def build(
 
     Raises a CacheError that says what cannot be had.
     """
-    base = _base(config, choose(config))
+    base, claim = _base(config, choose(config)), SocketClaim(config.socket)
+    base.hardware.share_claim(claim.held)
     node, watch = base.node, base.telemetry.watch
     process_of, grace = node.core.ledger.processes.get, config.token_grace_seconds
     keyring = Keyring(config.tokens, process_of, node.now, grace) if config.tokens else None
@@ -127,7 +128,7 @@ def build(
     return DaemonParts(
         config=config,
         base=base,
-        claim=SocketClaim(config.socket),
+        claim=claim,
         life=_life(config, base, calls.lanes),
         registrar=calls.engine.registrar,
         keyrings=() if keyring is None else (keyring,),
@@ -153,7 +154,7 @@ def steps(parts: DaemonParts) -> tuple[Step, ...]:
     admit = next((keyring.admit_scraper for keyring in parts.keyrings), None)
     return (
         Step(parts.claim.take, parts.claim.release),
-        Step(partial(check_memory, config, hardware), _nothing),  # an ending daemon has given its memory back by now
+        Step(partial(check_machine, config, hardware), _nothing),
         Step(hardware.backend.start, hardware.backend.close),
         Step(partial(measure_links, config, hardware, parts.facts.devices.append), _nothing),
         Step(telemetry.start_tracing, telemetry.close),
@@ -306,7 +307,7 @@ def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
     return Calls(
         edge,
         quotas or Quotas(node.core, lambda _: NO_QUOTA),
-        EngineService(edge, base.hardware.backend, quotas),
+        EngineService(edge, base.hardware.backend, quotas, base.storages.nodes.advertised),
         LeaseService(edge, quotas),
         cache,
         Lanes(dispatcher, cache, keyring, base.telemetry.tracer, config.lanes_per_process, ways_in().lanes),

@@ -3,6 +3,7 @@ root."""
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from cachesvc.memory.host.available import MemoryLimit, memory_limits
 from cachesvc.memory.interface import DeviceMemory
 from cachesvc.memory.shm.backend import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.model.text.addresses import parse_address
 from cachesvc.mover.listing import ListedGpu, Listing
 from cachesvc.mover.process import found
 from cachesvc.mover.processes import MoverProcesses
@@ -56,6 +58,11 @@ class Hardware:
         """Tell ``lost(device, why)``, from a thread, when the slabs of a device are gone with its mover."""
         if isinstance(self.movers, MoverProcesses):
             self.movers.tell_losses(lost)
+
+    def share_claim(self, claim: Callable[[], tuple[int, ...]]) -> None:
+        """Have movers in processes of their own hold the daemon's lock, whose descriptor ``claim`` gives."""
+        if isinstance(self.movers, MoverProcesses):
+            self.movers.share_claim(claim)
 
     def hurry(self) -> None:
         """The daemon stops: wait for no process of a device that hangs."""
@@ -226,8 +233,47 @@ def link_costs(config: Config, gpus: tuple[Gpu, ...], tell: Callable[[DeviceLine
     return costs_of(min(figured, key=lambda figures: figures.load_bytes_per_us))
 
 
-def check_memory(config: Config, hardware: Hardware) -> None:
-    """Raises InvalidRequest where device pools would come out of this machine's memory and do not fit."""
+WAYS_IN = (
+    ("listen", "cannot listen on"),
+    ("health_listen", "cannot answer probes on"),
+    ("metrics_listen", "cannot serve metrics on"),
+    ("web_listen", "cannot serve the page on"),
+    ("peer_listen", "cannot listen for other nodes on"),
+)
+
+
+def check_ports(config: Config) -> None:
+    """Raises Unavailable for the first configured address that this machine cannot serve on, before any pool is
+    filled."""
+    for name, words in WAYS_IN:
+        text = str(getattr(config, name))
+        reason = port_trouble(*parse_address(name, text)) if text else ""
+        if reason:
+            flag = "--" + name.replace("_", "-")
+            raise Unavailable(f"{words} {text}: {reason}; choose another {flag} (ss -ltnp shows who has a port)")
+
+
+def port_trouble(host: str, port: int) -> str:
+    """Reason why a TCP server cannot have an address; empty where it can."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        return f"{error.strerror}"
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen(1)
+        except OSError as error:
+            return f"{error.strerror}"
+    return ""
+
+
+def check_machine(config: Config, hardware: Hardware) -> None:
+    """Raises Unavailable for an address that is taken, InvalidRequest where device pools would come out of this
+    machine's memory and do not fit. An ending daemon has given both back by the time that its socket is free."""
+    check_ports(config)
     if hardware.backend.name == "shm":
         check_shm_memory(config, memory_limits())
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.text.addresses import parse_address, parse_addresses
+from cachesvc.model.text.addresses import Address, parse_address, parse_addresses
 from cachesvc.peer.borrower import PeerStorage
+from cachesvc.peer.fleet.guests import Guests, parse_networks
+from cachesvc.peer.fleet.names import MOST_PEERS, PeerNames
 from cachesvc.peer.lender import Lender
+from cachesvc.service.calls.digests import DigestFeed
+from cachesvc.service.calls.expecting import PeerLenders
 from cachesvc.service.calls.lending import LendingDesk
 from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.peer_client import GrpcControl
@@ -18,22 +22,31 @@ from cachesvc.service.rpc.peer_service import PeerListening, PeerServer, PeerSer
 from cachesvc.storage.spec import StorageSpec, TierOptions, WriteWhen, parse_storage
 from cachesvc.telemetry import events
 
-MOST_PEERS = 16
-"""Most peers: a borrower asks them one after another."""
+ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not listened on
+DNS = "dns:"
+"""Before a name that stands for many peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSpec:
-    """``addresses``: of the peers, the nearest first. ``tier``: how what they lend is waited for."""
+    """``addresses``: of the peers, the nearest first. ``tier``: how what they lend is waited for. ``names``: stand for
+    further peers."""
 
     addresses: tuple[str, ...]
     tier: TierOptions
+    names: tuple[Address, ...] = ()
 
 
 def check_peers(config: Config) -> PeerSpec | None:
     """Peers that a daemon would ask; None: none. Raises InvalidRequest for impossible settings."""
-    for address in filter(None, (config.peer_listen,)):
-        _check_address(config, "peer_listen", address)
+    for name, address in (("peer_listen", config.peer_listen), ("peer_advertise", config.peer_advertise)):
+        if address:
+            _check_address(config, name, address)
+    if config.peer_advertise and not config.peer_listen:
+        raise InvalidRequest("peer_advertise: this node lends nothing; set peer_listen, too")
+    for network in parse_networks("peer_allow", config.peer_allow):
+        if not network.is_loopback:
+            _require_trust(config, "peer_allow", str(network))
     if bool(config.peer_tls_certificate) != bool(config.peer_tls_key) or bool(config.peer_tls_ca) != bool(
         config.peer_tls_key
     ):
@@ -41,26 +54,37 @@ def check_peers(config: Config) -> PeerSpec | None:
     if not 0 <= config.peer_data_port < 1 << 16:
         raise InvalidRequest(f"peer_data_port: {config.peer_data_port} is not a port")
     if not config.peers:
-        return None
+        return PeerSpec((), TierOptions(WriteWhen.NEVER)) if config.peer_allow else None
     spec: StorageSpec = parse_storage(f"peers:{config.peers}", ("peers",))
     spec.check_options({})
     if config.storage and spec.tier != TierOptions():
         raise InvalidRequest("peers: with storage, the options of both are those of storage")
-    addresses = parse_addresses("peers", spec.where, most=MOST_PEERS)
-    for address in addresses:
+    texts = [each.strip() for each in spec.where.split(",")]
+    names = tuple(
+        parse_address("peers", each.removeprefix(DNS), least_port=1) for each in texts if each.startswith(DNS)
+    )
+    listed = ",".join(each for each in texts if not each.startswith(DNS))
+    addresses = parse_addresses("peers", listed, most=MOST_PEERS) if listed or not names else ()
+    for address in (*addresses, *(each.removeprefix(DNS) for each in texts)):
         _check_address(config, "peers", address)
     options = spec.tier
     return PeerSpec(
         addresses,
         TierOptions(WriteWhen.NEVER, options.write_rate, options.wait, options.deadline, options.recompute),
+        names,
     )
 
 
 def _check_address(config: Config, name: str, address: str) -> None:
     parsed = parse_address(name, address)
-    if not parsed.is_loopback and not (config.peer_tokens and config.peer_tls_key):
+    if not parsed.is_loopback:
+        _require_trust(config, name, parsed.host)
+
+
+def _require_trust(config: Config, name: str, where: str) -> None:
+    if not (config.peer_tokens and config.peer_tls_key):
         raise InvalidRequest(
-            f"{name}: {parsed.host} is not loopback: nodes need peer_tokens and certificates (peer_tls_certificate, "
+            f"{name}: {where} is not loopback: nodes need peer_tokens and certificates (peer_tls_certificate, "
             "peer_tls_key, peer_tls_ca) to know each other"
         )
 
@@ -75,24 +99,46 @@ class Nodes:
         files = PeerListening(config.peer_listen, config.peer_tls_certificate, config.peer_tls_key, config.peer_tls_ca)
         self._files = files
         addresses: Sequence[str] = () if self.spec is None else self.spec.addresses
-        self.peers = (
-            PeerStorage([GrpcControl(each, files, self._tokens) for each in addresses], time.monotonic)
-            if addresses
-            else None
-        )
+        networks = parse_networks("peer_allow", config.peer_allow)
+
+        def make(address: str, name: str = "") -> GrpcControl:
+            return GrpcControl(address, files, self._tokens, name)
+
+        guests = Guests(networks, make, time.monotonic) if networks else None
+        names = PeerNames(self.spec.names, make, self._own, time.monotonic) if self.spec else None
+        controls = [make(each) for each in addresses]
+        self.peers = PeerStorage(controls, time.monotonic, guests, names) if self.spec else None
         self.desk: LendingDesk | None = None
+        self._digests: DigestFeed | None = None
         self._lender: Lender | None = None
         self._server: PeerServer | None = None
 
     def connect(self, node: Node, view: Callable[[int, int, int, int], memoryview]) -> None:
         """Connect to this node's ledger and host pages."""
         config = self._config
+        if self.peers is not None:
+            PeerLenders(node, self.peers, self._own)
         if not config.peer_listen:
             return
         self.desk = LendingDesk(node, view, config.peer_lease_seconds)
         host = parse_address("peer_listen", config.peer_listen).host
+        self._digests = DigestFeed(node)
         self._lender = Lender(self.desk.desk, host, config.peer_data_port)
-        self._server = PeerServer(PeerService(self.desk, self._lender), self._files, self._tokens)
+        self._server = PeerServer(PeerService(self.desk, self._lender, self._digests), self._files, self._tokens)
+
+    def advertised(self) -> str:
+        """HOST:PORT at which other nodes reach this one; empty where nothing is lent, or no address says where."""
+        if self._config.peer_advertise:
+            return self._config.peer_advertise
+        if self._server is None:
+            return ""
+        host = parse_address("peer_listen", self._config.peer_listen).host
+        if host in ANY_HOST:
+            return ""
+        return f"[{host}]:{self._server.port}" if ":" in host else f"{host}:{self._server.port}"
+
+    def _own(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.advertised(), self._config.peer_listen)))
 
     async def start(self) -> None:
         """Raises a CacheError that says what cannot be had."""
@@ -120,3 +166,5 @@ class Nodes:
         """Do periodic work, on the ledger thread."""
         if self.desk is not None:
             self.desk.tick()
+        if self._digests is not None:
+            self._digests.tick()

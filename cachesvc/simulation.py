@@ -33,6 +33,7 @@ from cachesvc.model.requests import Ended
 from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
+from cachesvc.policy.hints import RequestHint
 from cachesvc.policy.writing import WriteRule
 from cachesvc.simulated_disk import SimulatedDisk
 
@@ -123,11 +124,12 @@ class Simulation:
         disk = SimulatedDisk(self._pools.disk_blocks, self._rank, self._disk)
         return Simulation(self._pools, self._block_tokens, disk)
 
-    def serve(self, keys: bytes, now: float, ended: Ended | None = None) -> Hits:
+    def serve(self, keys: bytes, now: float, ended: Ended | None = None, retention: int = 0) -> Hits:
         """A request for the prompt of packed ``keys`` at ``now`` (seconds, which do not go back).
 
         What is missing is computed and published; of a prompt longer than the device pool only as much as fits it. The
         request holds nothing when this returns; ``ended``: when it is over, which may lie ahead, and its output.
+        ``retention``: its engine's hint.
         """
         self._sequence += 1
         sequence = self._sequence
@@ -138,7 +140,7 @@ class Simulation:
         if self._disk is not None:
             self._disk.seconds = now
         sharing, before = Sharing(), self._core.ledger.models[1].hit_blocks.copy()
-        hit = self._run(match, core, call, sequence, keys, blocks, sharing)
+        hit = self._run(match, core, call, sequence, keys, blocks, sharing, retention=RequestHint(retention))
         first = hit.device_blocks + hit.host_blocks
         step = STEP_BLOCKS if call.model.layout.window_groups else AT_ONCE
         for at in range(first, blocks, step) if first < blocks else (blocks,):

@@ -211,8 +211,15 @@ def _say(message: dict[str, object]) -> None:
     sys.stdout.flush()
 
 
+USAGE = """usage: python -m examples.engine SETTINGS, with settings as JSON, such as
+  {"name": "a", "variant": "tiny-gqa", "socket": "/tmp/kv.sock", "device_blocks": 320, "host_blocks": 320}
+and then a request a line on standard input: {"prompt": [1, 2, 3], "new_tokens": 4}"""
+
+
 def main() -> None:
     """Build the model, connect and serve."""
+    if len(sys.argv) != 2 or not sys.argv[1].startswith("{"):
+        sys.exit(USAGE)
     settings = EngineSettings(**json.loads(sys.argv[1]))
     began = time.perf_counter()
     model = build_model(VARIANTS[settings.variant])

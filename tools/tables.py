@@ -1,6 +1,7 @@
 """Writes the tables of figures from the files in benchmarks/results: ``python -m tools.tables [--check]``.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` in README, docs/figures.md or docs/vllm.md.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` in README, docs/figures.md,
+docs/vllm.md or docs/deploying.md.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tools import tables_eviction, tables_running, tables_storage, tables_vllm
+from tools import tables_compatibility, tables_eviction, tables_running, tables_storage, tables_vllm
 from tools.results import RESULTS, ROOT
 from tools.results import load as _load
 from tools.results import rows as _rows
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md", tables_vllm.PAGE)
+PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md", tables_vllm.PAGE, tables_compatibility.PAGE)
 TABLE = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -41,16 +42,22 @@ def render(text: str) -> str:
 
 def headline() -> str:
     """The one table of the front page: what a prefix of 32k tokens costs where it lies."""
-    attach, overlap, in_vllm = _load("attach.json"), _load("overlap.json"), _load("vllm-host.json")["b"]
+    attach, overlap = _load("attach.json"), _load("overlap.json")
+    beside, in_vllm = _load("vllm.json")["a"]["ours"], _load("vllm-host.json")["b"]
     host = [row for row in attach["host"] if row["way"] == "by layer"]
     asked = max(row["tokens"] for row in in_vllm["ours-a"] if row["tokens"] % 64)
     first = {who: row["host_ms"] for who, rows in in_vllm.items() for row in rows if row["tokens"] == asked}
     longest = max((row for row in overlap["rows"] if row["pages"] == "runs"), key=lambda row: row["prefix_tokens"])
+    other = max(beside, key=lambda row: row["tokens"])
     rows = [
         ["on the device, computed by another engine", f"{attach['hit']['median_ms']:.1f} ms, nothing copied"],
         [
             "in the host pool",
             f"{max(row['all_ms'] for row in host):.0f} ms, the first layer after {host[0]['first_layer_ms']:.1f} ms",
+        ],
+        [
+            f"first token in vLLM, {other['tokens']:,} tokens that another process computed, against computing them",
+            f"{other['other_ms']:.0f} ms against {other['computed_ms']:,.0f} ms",
         ],
         [
             f"first token in vLLM behind {asked:,} tokens in the host pool",
@@ -331,6 +338,7 @@ def kernels() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "compatibility": tables_compatibility.compatibility,
     "headline": headline,
     "ledger": ledger,
     "rpc": rpc,

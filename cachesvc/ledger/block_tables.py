@@ -51,9 +51,10 @@ class BlockTables(Hold):
     or spare (another sequence sealed their key first). ``cursors[g]``: first position behind the sinks that a windowed
     group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as being
     computed by this request. ``request``: its handle in an eviction policy that follows requests.
+    ``retention``: its engine's hint.
     """
 
-    __slots__ = ("cursors", "declared", "keys", "own", "request", "tables")
+    __slots__ = ("cursors", "declared", "keys", "own", "request", "retention", "tables")
 
     def __init__(self, ledger: BlockLedger, place: Place, keys: bytes) -> None:
         super().__init__(ledger, place)
@@ -64,6 +65,7 @@ class BlockTables(Hold):
         self.cursors: dict[int, int] = {}
         self.declared = 0
         self.request: Request | None = None
+        self.retention = 0
 
     @property
     def blocks(self) -> int:
@@ -253,7 +255,7 @@ class BlockTables(Hold):
 
     def _seal_own(self, position: int, row: int) -> None:
         pages = [table[position] for table in self.tables]
-        for group in self.place.state_groups:
+        for group in self.place.unsealed_groups:
             pages[group] = NO_PAGE
         self.ledger.seal(self.place, row, pages)
         for own, page in zip(self.own, pages, strict=True):
@@ -268,7 +270,7 @@ class BlockTables(Hold):
         place = self.place
         for group, table in enumerate(self.tables):
             own = table[position]
-            if own == NO_PAGE or group in place.state_groups:
+            if own == NO_PAGE or group in place.unsealed_groups:
                 continue
             if place.states[group][row] == ABSENT:
                 self.ledger.seal_alone(place, group, row, own)

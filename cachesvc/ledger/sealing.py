@@ -25,9 +25,9 @@ class NewBlocks(NamedTuple):
 
 
 def seal_new(place: Place, blocks: NewBlocks, stamp: int, reuses: Mapping[bytes, int]) -> Sequence[Sequence[int]]:
-    """Seal all of ``blocks`` but for states. Their pages are private or, in windowed groups, none. ``stamp``: the first
-    of as many access numbers as there are blocks and sequences. ``reuses``: the remembered reuse counts. Returns the
-    rows of each sequence. Raises IllegalMove."""
+    """Seal all of ``blocks`` but for states and scratch. Their pages are private or, in windowed groups, none.
+    ``stamp``: the first of as many access numbers as there are blocks and sequences. ``reuses``: the remembered reuse
+    counts. Returns the rows of each sequence. Raises IllegalMove."""
     all_tables, keys, bounds = blocks
     index = all_tables[0].ledger.index
     tips = [tables.anchor for tables in all_tables]
@@ -41,7 +41,7 @@ def seal_new(place: Place, blocks: NewBlocks, stamp: int, reuses: Mapping[bytes,
         paths = index.insert_paths(zip(tips, parts, strict=True), stamp, reuses)
         rows, last = list(chain.from_iterable(paths)), [path[-1] for path in paths]
     for group in range(len(place.pools)):
-        if group not in place.state_groups:
+        if group not in place.unsealed_groups:
             place.seal_new(group, rows, _give_up(group, blocks))
     place.come(rows, index.parent)
     for tables, path, part in zip(all_tables, paths, parts, strict=True):

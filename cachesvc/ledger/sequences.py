@@ -72,6 +72,10 @@ class Sequence(BlockTables):
             self.charged = held, party, size_bytes
             held[party] = held.get(party, 0) + size_bytes
 
+    def follow_hint(self, retention: int) -> None:
+        """Set its engine's hint on what it uses and computes, a value of the policy's ``RequestHint``."""
+        self.retention = retention
+
     def remember(self, recent: RecentRequest) -> None:
         """Set the request ``recent``, which gets the end of this sequence."""
         self.recent = recent

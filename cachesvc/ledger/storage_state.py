@@ -24,6 +24,7 @@ from cachesvc.ledger.index.windows import window_positions
 from cachesvc.ledger.pages.sharded_dict import KeyQueue
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.numbers.sharing import Party
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
 
 MOST_WRITTEN = 1 << 18
@@ -54,7 +55,7 @@ class Fetch:
     ``keys``: theirs; the first comes under ``pin``'s row, whose key is ``parent``. ``out``: of each block, how many of
     its objects may still write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed
     groups that do not come with a block, as (block, group). ``lent``: blocks of which another node lent some.
-    ``is_piece``: its blocks leave the host once a device has them.
+    ``is_piece``: its blocks leave the host once a device has them. ``then``: called once it has ended.
     """
 
     def __init__(self, blocks: BlockLedger, ticket: int, first: int, keys: tuple[bytes, ...], pin: Pin) -> None:
@@ -68,6 +69,7 @@ class Fetch:
         self.end = len(keys)
         self.admitted = 0
         self.lent: set[int] = set()
+        self.then: list[Callable[[], None]] = []
         self.is_piece = False
         self.has_begun = False
         self.is_over = False
@@ -244,13 +246,56 @@ class Keep:
         self._pin.let_go()
 
 
+@dataclass(slots=True, eq=False)
+class Expectation:
+    """Blocks that the daemon at ``peer`` computes for requests here, ``keys`` packed from the root on.
+
+    ``ticket``: of its waiters. ``party`` on ``replica`` expects them, was last here at ``wanted_at``, and is patient
+    for ``patience`` seconds after ``progress_at``. ``here``: blocks of it that this node had when it asked last, at
+    ``asked_at``; None: no question is under way, and one is due at ``retry_at``. ``epoch``: of the peer's life.
+    ``failures``: questions in a row that had no answer, or whose loan did not come. ``has_begun``: the peer was seen to
+    compute it. ``arrived``: blocks that no call has used yet. ``end``: how it ended, empty while it has
+    not.
+    """
+
+    keys: bytes
+    peer: str
+    patience: float
+    is_computed: bool
+    ticket: int
+    replica: int
+    party: Party
+    progress_at: float
+    wanted_at: float
+    here: int = -1
+    asked_at: float | None = None
+    is_fetching: bool = False
+    retry_at: float = 0.0
+    epoch: int = 0
+    failures: int = 0
+    has_begun: bool = False
+    arrived: int = 0
+    end: str = ""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that are expected."""
+        return len(self.keys) // KEY_BYTES
+
+    @property
+    def name(self) -> tuple[str, bytes]:
+        """Name of an expectation: the peer and the last block."""
+        return self.peer, self.keys[-KEY_BYTES:]
+
+
 @dataclass(slots=True)
 class Stored:
     """State of one model. ``fetching``: the fetch of a key; ``wanted``: keys to write, in their order, once the loop is
     idle; ``ready``: those that have come to the host for it, which go first; ``coming``: those to write once they come
     there. ``written``: keys that were, newest last, and when. ``used``: deepest keys of paths that were used, with how
     many hits, still to be passed down; ``reused``: keys that were used again once and are not written. ``staged``: keys
-    of copies that came to the host to be written alone; ``landed``: of those that leave it once a device has them."""
+    of copies that came to the host to be written alone; ``landed``: of those that leave it once a device has them.
+    ``expectations``: what other nodes compute for this one, and the last of those that have ended."""
 
     fetches: dict[int, Fetch] = field(default_factory=dict)
     fetching: dict[bytes, Fetch] = field(default_factory=dict)
@@ -264,6 +309,7 @@ class Stored:
     reused: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     staged: set[bytes] = field(default_factory=set)
     landed: set[bytes] = field(default_factory=set)
+    expectations: OrderedDict[tuple[str, bytes], Expectation] = field(default_factory=OrderedDict)
     most_written: int = MOST_WRITTEN
 
     @property

@@ -192,6 +192,9 @@ class DeviceMemory(Protocol):
         """True where ``target``'s load stream may copy from slabs on ``source``, the same device too. Raises
         NotFound."""
 
+    def refused_peers(self) -> dict[tuple[str, str], str]:
+        """Pairs (source, target) that the hardware offers, and whose copies were found wrong; each with the reason."""
+
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         """Make a chunk of host memory copyable; returns its region. ``fd``: the memory file that it is, which movers
         in processes of their own need."""

@@ -60,7 +60,8 @@ class Wait(NamedTuple):
 
 class Matched(NamedTuple):
     """Blocks in place, blocks to load, blocks that another request is computing; tables of those in place; and how many
-    of those to load came from storage for this call. ``full_blocks``: the hit, had no window or state been missing."""
+    of those to load came from storage for this call. ``full_blocks``: the hit, had no window or state been missing.
+    ``coming_blocks``: blocks behind the hit that are on their way from another node."""
 
     device_blocks: int
     host_blocks: int
@@ -68,6 +69,19 @@ class Matched(NamedTuple):
     tables: tuple[GroupCells, ...]
     storage_blocks: int = 0
     full_blocks: int = 0
+    coming_blocks: int = 0
+
+
+class Expected(NamedTuple):
+    """First ``blocks`` blocks of a request (0: all), which the daemon at ``peer`` has or will have. ``patience``:
+    seconds without progress after which the rest is not expected any more. ``is_computed``: it has computed them all.
+    ``waits``: the call waits for them."""
+
+    peer: str
+    blocks: int = 0
+    patience: float = 10.0
+    is_computed: bool = False
+    waits: bool = True
 
 
 class Allocated(NamedTuple):

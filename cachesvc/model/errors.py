@@ -205,9 +205,10 @@ class PoolExhausted(CacheError):
         pinned: int,
         quarantined: int,
         capacity: int,
+        remedy: str = "",
     ) -> None:
-        hint = "it is full now: release sequences, ask for fewer, or recompute"
-        if wanted > capacity:
+        hint = remedy or "it is full now: release sequences, ask for fewer, or recompute"
+        if wanted > capacity and not remedy:
             hint = (
                 "too large: the pool can never hold that; ask for fewer, or have the operator give the daemon a larger "
                 "pool"

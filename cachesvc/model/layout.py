@@ -26,7 +26,7 @@ ITEM_BYTES = {
     "int32": 4,
     "uint32": 4,
 }
-MAX_GROUPS = 16
+MAX_GROUPS = 128
 MAX_PLANES = 4096
 MAX_RANKS = 64
 MAX_BLOCK_TOKENS = 4096
@@ -36,9 +36,8 @@ MAX_PAGE_BYTES = 1 << 30
 MARKER = "prefix"
 MARKER_PAGES = 64
 """Markers on a device for each page of its largest group where the caller gives no number: while a window holds w
-blocks, its sequence may be 64 * w blocks long. They take a byte each; what the daemon keeps of every page is what
-bounds them. The host has as many as pages: there it is markers that run out first, and take the pages of their blocks
-along."""
+blocks, its sequence may be 64 * w blocks long. They take a byte each; what the daemon keeps of every page bounds them.
+The host has as many as pages: markers run out first there, and take the pages of their blocks along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,8 @@ class Plane:
 class PlaneGroup:
     """Planes that are kept and dropped together.
 
-    ``window_tokens``: None where attention reaches back without bound; otherwise the window counts the query itself.
+    ``window_tokens``: None where attention reaches back without bound; otherwise the window counts the query itself. 0:
+    scratch, of which no hit needs anything: its pages stay the sequence's own, and go when the engine gives them back.
     ``replicated``: every rank holds the same bytes, so one copy serves all of them on the host. ``pool``: groups that
     name the same one draw their pages from one free list: a page has a group from its grant on until it is free again.
     Empty: a pool of its own. ``is_state``: a recurrent state, valid at the end of its block alone, and kept only at
@@ -87,6 +87,11 @@ class PlaneGroup:
     def is_full(self) -> bool:
         """True where a hit needs all of its blocks."""
         return self.window_tokens is None and not self.is_state
+
+    @property
+    def is_scratch(self) -> bool:
+        """True where no copy outlives its sequence."""
+        return self.window_tokens == 0
 
 
 MARKER_GROUP = PlaneGroup(MARKER, replicated=True)
@@ -114,6 +119,9 @@ class Layout:
         _check_numbers(self)
         _check_groups(self)
         _check_planes(self)
+
+    def __repr__(self) -> str:
+        return f"<Layout {self.layers} layers, groups {', '.join(self.group_index)}, block_tokens={self.block_tokens}>"
 
     @cached_property
     def group_index(self) -> dict[str, int]:
@@ -184,8 +192,14 @@ class Layout:
         """Those of the windowed groups whose copies are states."""
         return tuple(i for i, group in enumerate(self.groups) if group.is_state)
 
+    @cached_property
+    def scratch_groups(self) -> tuple[int, ...]:
+        """Those of the windowed groups that have no copies."""
+        return tuple(i for i, group in enumerate(self.groups) if group.is_scratch)
+
     def window_of(self, group: int) -> int:
-        """Tokens of a windowed group's window, the query itself included. Raises ValueError for a full group."""
+        """Tokens of a windowed group's window, the query itself included; 0 for scratch. Raises ValueError for a full
+        group."""
         found = self.groups[group]
         window = self.block_tokens if found.is_state else found.window_tokens
         if window is None:
@@ -270,7 +284,7 @@ class Layout:
         return 1 if self.groups[group].replicated else self.ranks
 
     def window_blocks(self, group: int) -> int:
-        """Most blocks that the keys of a window can touch, the newest one included."""
+        """Most blocks that the keys of a window can touch, the newest one included; of scratch, the newest one."""
         return -(-(self.window_of(group) - 1) // self.block_tokens) + 1
 
     def sink_blocks(self, group: int) -> int:
@@ -293,6 +307,8 @@ class Layout:
             out += [_prefixed(group.pool) for group in self.groups]
         if self.state_groups:
             out.append(b"state" + bytes(group.is_state for group in self.groups))
+        if self.scratch_groups:
+            out.append(b"scratch" + bytes(group.is_scratch for group in self.groups))
         return b"".join(out)
 
     @cached_property
@@ -336,7 +352,7 @@ def _check_groups(layout: Layout) -> None:
             _check_name("pool", group.pool)
         window = group.window_tokens
         _require(
-            window is None or 1 <= window < 1 << 31,
+            window is None or 0 <= window < 1 << 31,
             f"group {group.name!r}: window_tokens {window} out of range",
         )
         _require(
@@ -344,7 +360,7 @@ def _check_groups(layout: Layout) -> None:
             f"group {group.name!r}: sink_tokens {group.sink_tokens} out of range",
         )
         _require(
-            window is not None or group.sink_tokens == 0,
+            bool(window) or group.sink_tokens == 0,
             f"group {group.name!r}: sink_tokens mean nothing without a window",
         )
         _require(

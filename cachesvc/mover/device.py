@@ -23,8 +23,8 @@ from cachesvc.model.transfer import CopiesHang, Direction
 from cachesvc.mover import records
 from cachesvc.mover.channel import MoverFault
 from cachesvc.mover.life import Life
+from cachesvc.mover.peers import SlabOfMover
 from cachesvc.mover.ring import Part
-from cachesvc.mover.slab import SlabOfMover
 from cachesvc.swap.movers import OnEnd, RankEnd, RankJob
 from cachesvc.swap.planner import Pool
 

@@ -6,10 +6,11 @@ by then its process has ended: nothing of it writes to any memory any more.
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -34,6 +35,10 @@ UNKILLABLE_SECONDS = 30.0
 """A process that was killed and is still there after so long stands in a driver's call that does not return."""
 
 
+Claim = Callable[[], tuple[int, ...]]
+"""Gives the descriptor of the daemon's lock, once it has one."""
+
+
 class HostChunk(NamedTuple):
     """Host memory, by its region's number here and its file."""
 
@@ -42,13 +47,32 @@ class HostChunk(NamedTuple):
     fd: int
 
 
-class Life:
-    """``start`` opens it. ``version``: what it has to be of."""
+class StampOfLife(NamedTuple):
+    """Stamp of a mover's life: its memory, by a descriptor that is ours where there is one, and the seed of its
+    bytes."""
 
-    def __init__(self, begin: Begin, version: str, settings: Settings) -> None:
+    handle: Handle
+    fd: int | None
+    seed: str
+
+    def copy(self) -> StampOfLife:
+        """The stamp with a descriptor of its own."""
+        return self._replace(fd=None if self.fd is None else os.dup(self.fd))
+
+    def close(self) -> None:
+        """Close the descriptor, once."""
+        if self.fd is not None:
+            os.close(self.fd)
+
+
+class Life:
+    """``start`` opens it. ``version``: what it has to be of. ``claim``: what it keeps until its end."""
+
+    def __init__(self, begin: Begin, version: str, settings: Settings, claim: Claim = tuple) -> None:
         self._begin = begin
         self._version = version
         self._settings = settings
+        self._claim = claim
         self._process: MoverProcess | None = None
         self._is_ours = False
         self._is_let_go = True  # it may go on without this life
@@ -79,7 +103,7 @@ class Life:
             if hello["version"] != self._version:
                 raise Unavailable(f"the mover is of version {hello['version']}, this daemon of {self._version}")
             self._is_ours, self.pid = True, hello["pid"]
-            told = self.ask("open", descriptors=(jobs.fd, ends.fd), **self._settings.told())
+            told = self.ask("open", descriptors=(jobs.fd, ends.fd, *self._claim()), **self._settings.told())
             self.facts = told.head
             undo.pop_all()
         self._is_let_go = False
@@ -159,6 +183,21 @@ class Life:
             if region in self._known:
                 self._known.remove(region)
                 self.ask("close_peer", region=region)
+
+    def stamp(self) -> StampOfLife:
+        """Have the mover write its stamp. Raises as ``ask``."""
+        told = self.ask("stamp")
+        handle = Handle(told.head["kind"], told.body, told.head["size_bytes"])
+        return StampOfLife(handle, told.descriptors[0] if told.descriptors else None, told.head["seed"])
+
+    def check_peer(self, stamp: StampOfLife) -> tuple[str, bool]:
+        """Have the mover pull another one's stamp; returns what is wrong, if anything, and whether the pull did not
+        end. Raises as ``ask``."""
+        descriptors = () if stamp.fd is None else (stamp.fd,)
+        fields = {"kind": stamp.handle.kind, "size_bytes": stamp.handle.size_bytes, "seed": stamp.seed}
+        body = stamp.handle.token
+        told = self._channel.ask("check_peer", ANSWER_SECONDS, descriptors=descriptors, body=body, **fields).head
+        return told["wrong"], told["hangs"]
 
     def kill(self) -> None:
         """End the process. One that was found and has not said what it is may be another daemon's: that one is left

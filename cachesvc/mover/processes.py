@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,10 +19,10 @@ from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavaila
 from cachesvc.model.transfer import Direction
 from cachesvc.mover.channel import MoverFault, MoverGone
 from cachesvc.mover.device import DeviceMover
-from cachesvc.mover.life import HostChunk, Life
+from cachesvc.mover.life import Claim, HostChunk, Life
+from cachesvc.mover.peers import PeerSlabs, SlabOfMover, at_once
 from cachesvc.mover.process import Begin, child
 from cachesvc.mover.settings import Settings
-from cachesvc.mover.slab import SlabOfMover
 from cachesvc.swap.movers import OnEnd, RankJob
 from cachesvc.swap.planner import Pool
 
@@ -33,10 +31,6 @@ log = logging.getLogger(__name__)
 
 PROBE_ANSWER_SECONDS = 10.0
 """A mover answers on a thread that does nothing else: one that takes longer to say how its device is hangs."""
-
-
-ASKED_SECONDS = 1.0
-"""Time limit of movers that are asked at once, seconds. One that hangs answers, or is ended, while others go on."""
 
 
 class _Chunk(NamedTuple):
@@ -61,21 +55,20 @@ class MoverProcesses:
         probe_seconds: float = PROBE_ANSWER_SECONDS,
     ) -> None:
         self.name = settings[0].kind
-        self._reaches = reaches
+        self._claim: Claim = tuple
         self._lock = threading.Lock()
         self._regions = itertools.count(1)
         self._chunks: dict[int, _Chunk] = {}
-        self._slabs: dict[int, tuple[DeviceMover, SlabOfMover]] = {}
+        self._peers = PeerSlabs(reaches)
         self._lives: dict[str, Life] = {}
         self._figures: dict[str, dict[str, Any]] = {}
-        self._unknown: set[tuple[int, str]] = set()  # slabs that a target does not know, by (region, target)
         self._on_lost: Callable[[str, str], None] = _nobody_told
         self._at = {
             one.device: DeviceMover(
                 one.device,
                 one.device_bytes,
                 one.timeline_words,
-                partial(Life, begin, version, one),
+                partial(Life, begin, version, one, self._held),
                 partial(self._equip, one.device),
                 self._lost,
                 probe_seconds,
@@ -84,6 +77,10 @@ class MoverProcesses:
         }
         self._asked: set[str] = set()  # devices whose probe is not answered yet
         self._running = False
+
+    def share_claim(self, claim: Claim) -> None:
+        """Have movers that start from now on hold the daemon's lock: the next daemon waits for them."""
+        self._claim = claim
 
     def tell_losses(self, on_lost: Callable[[str, str], None]) -> None:
         """Tell ``on_lost(device, why)``, from a thread, when the slabs of a device are gone."""
@@ -128,19 +125,11 @@ class MoverProcesses:
         close = slab.on_close
 
         def give_back(closed: SlabOfMover) -> None:
-            with self._lock:
-                self._slabs.pop(closed.region, None)
-                self._unknown = {each for each in self._unknown if each[0] != closed.region}
-                peers = self._peers(device)
-            _at_once([partial(_tolerated, partial(life.forget_peer, closed.region)) for _, life in peers])
-            _at_once([partial(close, closed)])
+            self._peers.remove(device, closed.region)
+            at_once([partial(close, closed)])
 
         slab.on_close = give_back
-        with self._lock:
-            self._slabs[slab.region] = at, slab
-            peers = self._peers(device)
-            self._unknown.update((slab.region, target) for target, _ in peers)
-        _at_once([self._telling(target, life, slab) for target, life in peers])
+        self._peers.add(device, slab)
         return slab
 
     def timeline(self, device: str) -> HostTimeline:
@@ -157,17 +146,17 @@ class MoverProcesses:
 
     def close_sheet(self, device: str, sheet: int) -> None:
         """Forget a model's words: no job of it comes any more."""
-        _at_once([partial(self._mover(device).close_sheet, sheet)])
+        at_once([partial(self._mover(device).close_sheet, sheet)])
 
     def can_reach(self, source: str, target: str) -> bool:
-        """True where the hardware can, and the target's mover knows all of the source's slabs."""
+        """True where the hardware can, and the target's mover has got the source's stamp and knows all of its slabs."""
         self._mover(source)
         self._mover(target)
-        if source == target:
-            return True
-        with self._lock:
-            blind = {self._slabs[region][0].device for region, each in self._unknown if each == target}
-        return self._is_wired(source, target) and source not in blind
+        return source == target or self._peers.can_reach(source, target)
+
+    def refused_peers(self) -> dict[tuple[str, str], str]:
+        """Pairs of devices whose copies failed their check; a new mover of the source is checked anew."""
+        return self._peers.refused()
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         """Have every mover map and pin a chunk; it must stay mapped until ``close``. A mover that is gone, or whose
@@ -200,20 +189,20 @@ class MoverProcesses:
 
     def probe(self) -> None:
         """Ask every mover for its device, all at once. Waits for no answer that takes long."""
-        _at_once([partial(self._probe, device) for device in self._at])
+        at_once([partial(self._probe, device) for device in self._at])
 
     def read(self, region: int, offset: int, size_bytes: int) -> bytes:
         """Bytes of a region. Raises NotFound for a region that is unknown or gone, InvalidRequest, Unavailable."""
         with self._lock:
-            chunk, slab = self._chunks.get(region), self._slabs.get(region)
+            chunk, device = self._chunks.get(region), self._peers.device_of(region)
         if chunk is not None:
             view = chunk.view
             if offset < 0 or size_bytes < 0 or offset + size_bytes > view.nbytes:
                 raise InvalidRequest(f"bytes [{offset}, {offset + size_bytes}) are outside of {view.nbytes} bytes")
             return bytes(view[offset : offset + size_bytes])
-        if slab is None:
+        if device is None:
             raise NotFound("region", region, "its slab was closed")
-        return slab[0].life().ask("read", region=region, offset=offset, size_bytes=size_bytes).body
+        return self._at[device].life().ask("read", region=region, offset=offset, size_bytes=size_bytes).body
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Facts and link figures of each device that works, by name, measured on all at once; movers that come later
@@ -236,7 +225,7 @@ class MoverProcesses:
         """The daemon stops: wait for no mover that hangs."""
         with self._lock:
             lives = list(self._lives.values())
-        _at_once([life.hurry for life in lives])
+        at_once([life.hurry for life in lives])
 
     def close(self) -> None:
         """End every mover in order. Idempotent."""
@@ -246,8 +235,7 @@ class MoverProcesses:
         with self._lock:
             self._chunks.clear()
             self._lives.clear()
-            slabs = [slab for _, slab in self._slabs.values()]
-        for slab in slabs:
+        for slab in self._peers.close():
             slab.close()
 
     # -- movers --------------------------------------------------------------------------------------------------------
@@ -286,17 +274,18 @@ class MoverProcesses:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _held(self) -> tuple[int, ...]:
+        return self._claim()
+
     def _equip(self, device: str, life: Life) -> None:
         """Equip a new life: what comes meanwhile reaches it too, and all of it once."""
         with self._lock:
             self._lives[device] = life
-            chunks, slabs = dict(self._chunks), list(self._slabs.values())
+            chunks = dict(self._chunks)
         if figures := self._figures.get(device):
             life.ask("plan_by", figures=figures)
         life.learn_hosts([HostChunk(region, chunk.view.nbytes, chunk.fd) for region, chunk in chunks.items()])
-        for mover, slab in slabs:
-            if mover.device != device and self._is_wired(mover.device, device):
-                self._tell(device, life, slab, slab.fd)
+        self._peers.begin(device, life)
 
     def _probe(self, device: str) -> None:
         """Probe a device, unless a probe is in flight."""
@@ -312,35 +301,8 @@ class MoverProcesses:
     def _lost(self, device: str, why: str) -> None:
         with self._lock:
             self._lives.pop(device, None)
+        self._peers.end(device)
         self._on_lost(device, why)
-
-    def _is_wired(self, source: str, target: str) -> bool:
-        return self._reaches is None or (source, target) in self._reaches
-
-    def _peers(self, source: str) -> list[tuple[str, Life]]:
-        return [each for each in self._lives.items() if each[0] != source and self._is_wired(source, each[0])]
-
-    def _telling(self, target: str, life: Life, slab: SlabOfMover) -> Callable[[], None]:
-        """Tells a mover of another one's slab; may come late, when the slab's own descriptor is closed."""
-        fd = None if slab.fd is None else os.dup(slab.fd)
-
-        def tell() -> None:
-            try:
-                self._tell(target, life, slab, fd)
-            finally:
-                if fd is not None:
-                    os.close(fd)
-
-        return tell
-
-    def _tell(self, target: str, life: Life, slab: SlabOfMover, fd: int | None) -> None:
-        """Have a mover map another one's slab. One that refuses is not reached from there: its loads go by the host."""
-        is_known = _tolerated(partial(life.learn_peer, slab.region, slab.handle, fd))
-        with self._lock:
-            if is_known or slab.region not in self._slabs:
-                self._unknown.discard((slab.region, target))
-            elif self._lives.get(target) is life:
-                self._unknown.add((slab.region, target))
 
     def _mover(self, device: str) -> DeviceMover:
         if device not in self._at:
@@ -358,28 +320,6 @@ def _outcome_of(call: Callable[[], object]) -> CacheError | None:
     except CacheError as refused:
         return refused
     return None
-
-
-def _at_once(calls: Sequence[Callable[[], object]]) -> None:
-    """Make all calls, each on a thread of its own, and wait for them; for ``ASKED_SECONDS`` at most, and then those
-    that are left go on."""
-    threads = [threading.Thread(target=call, name="mover-asked", daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + ASKED_SECONDS
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-
-
-def _tolerated(call: Callable[[], object]) -> bool:
-    """Run a call; False where it was refused. A mover that dies meanwhile learns of it with its next life, or never
-    again."""
-    try:
-        call()
-    except (CacheError, MoverFault) as refused:
-        log.info("mover_peer_not_told reason=%s", refused)
-        return False
-    return True
 
 
 def _nobody_told(device: str, why: str) -> None:

@@ -10,40 +10,32 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.model.errors import CacheError
+from cachesvc.model.errors import CacheError, PermissionDenied, Unavailable
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.control import HandshakeFailed, Loan, PeerControl
-from cachesvc.peer.health import Peer
+from cachesvc.peer.asking import ASK_SECONDS, BorrowQuestion, candidates, may_have
+from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, PeerControl
+from cachesvc.peer.fleet.guests import Guests
+from cachesvc.peer.fleet.health import Peer
+from cachesvc.peer.fleet.names import PeerNames
+from cachesvc.peer.fleet.news import NewsReader
+from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
 from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into
 from cachesvc.storage.header import HEADER_BYTES
-from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus
+from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
 from cachesvc.telemetry import events
 
 THREADS = 4
 MOST_WAITING = 1024
-ASK_SECONDS = 0.5
-"""Time limit of an answer without bytes, seconds."""
 CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 5.0
-UNUSED_SECONDS = 10.0
-"""Time after which unread loans are given back, seconds."""
+LOOK_SECONDS = 1.0
+"""Interval at which peers that tell nothing are asked for their digests, seconds."""
 CLOSE_SECONDS = 1.0
-
-
-@dataclass(eq=False)
-class HeldLoan:
-    """Loan of a peer: ``numbers`` by name."""
-
-    peer: Peer
-    loan: Loan
-    numbers: dict[ObjectName, int]
-    since: float
-    is_read: bool = False
 
 
 @dataclass(slots=True)
@@ -55,27 +47,29 @@ class BorrowJob:
     deadline: float
 
 
-@dataclass(slots=True)
-class Wanted:
-    """Items of one call that one peer lends."""
-
-    held: HeldLoan
-    items: list[tuple[int, Item]] = field(default_factory=list)
-
-
 class PeerStorage:
-    """The engine over ``controls``, each of another daemon, the nearest first. ``clock``: monotonic seconds."""
+    """The engine over ``controls``, each of another daemon, the nearest first. ``guests``: peers that requests name.
+    ``names``: which stand for further peers. ``clock``: monotonic seconds."""
 
     kind = "peers"
 
-    def __init__(self, controls: Sequence[PeerControl], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        controls: Sequence[PeerControl],
+        clock: Callable[[], float] = time.monotonic,
+        guests: Guests | None = None,
+        names: PeerNames | None = None,
+    ) -> None:
         self.caps = Caps(is_shared=True, survives="daemon", evicts_itself=True)
-        self.peers = [Peer(control, clock) for control in controls]
+        self.peers: Sequence[Peer] = [Peer(control, clock) for control in controls]
+        self._listed = tuple(self.peers)
+        self._names = names
         self.counts: Counter[str] = Counter()
         self.read_bytes = 0
         self._clock = clock
-        self._held: dict[ObjectName, HeldLoan] = {}
-        self._unread: list[HeldLoan] = []
+        self._guests = guests
+        self._loans = HeldLoans(clock)
+        self._news = NewsReader(lambda: self.peers)
         self._jobs: deque[BorrowJob] = deque()
         self._changed = threading.Condition()
         self._is_open = False
@@ -92,6 +86,16 @@ class PeerStorage:
         for thread in self._threads:
             thread.start()
         self._keeper.start()
+        if self._names is not None:
+            self._names.told = self._found
+            self._names.start()
+        self._news.look()
+
+    def _found(self, named: Sequence[Peer]) -> None:
+        """Ask these peers too, instead of those that names stood for before."""
+        listed = {peer.control.address for peer in self._listed}
+        self.peers = (*self._listed, *(peer for peer in named if peer.control.address not in listed))
+        self._news.look()
 
     def register(self, chunk: memoryview) -> None:
         """No-op: any memory will do."""
@@ -99,16 +103,21 @@ class PeerStorage:
     def describe(self, scope: Scope, label: str) -> None:
         """No-op: peers know their models by themselves."""
 
-    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Return None, since peers must be asked, unless none can be, or all were a moment ago."""
         first = keys[:KEY_BYTES]
-        can_be_asked = any(peer.is_usable and not peer.lacks(first) for peer in self.peers)
-        return None if can_be_asked and first else 0
+        held = self._loans.find(ObjectName(scope, first, parts[0])) if first and parts else None
+        if held is not None and held.is_expected:
+            return None
+        return None if first and may_have(self.peers, first) else 0
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """Borrows them of the first peer that has the first of them."""
+        """Borrow them of the peer that has most of them."""
         asked = list(names)
         nothing = [False] * len(asked)
+        if (held := self._loans.find(asked[0])) is not None and held.is_expected:
+            found([name in held.numbers for name in asked])
+            return
 
         def ask() -> None:
             there = nothing
@@ -119,30 +128,46 @@ class PeerStorage:
 
         self._add(BorrowJob(ask, partial(found, nothing), deadline))
 
+    def expect(
+        self, address: str, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, answered: Answered
+    ) -> None:
+        """Have the peer at ``address`` lend what it has of packed ``keys``, and wait there for the first of them for
+        ``patience`` seconds. ``answered`` is called once, from any thread; what is lent can be read by then. Raises
+        PermissionDenied, InvalidRequest."""
+        peer = self._peer_at(address)
+        if not peer.is_usable:
+            answered(Unavailable(f"{address}: {peer.reason}"))
+            return
+
+        one_by_one = [key_at(keys, at) for at in range(len(keys) // KEY_BYTES)]
+
+        def done(answer: Borrowed | CacheError) -> None:
+            self._note_answer(peer, answer)
+            if not isinstance(answer, CacheError) and answer.loan is not None:
+                self._loans.hold(peer, answer.loan, scope, one_by_one, parts, is_expected=True)
+            answered(answer)
+
+        try:
+            peer.control.borrow_later(scope, keys, parts, patience, patience + ASK_SECONDS, done)
+        except CacheError as error:
+            done(error)
+
+    def _peer_at(self, address: str) -> Peer:
+        """The peer of an address, configured or a guest. Raises PermissionDenied, InvalidRequest."""
+        known = next((peer for peer in self.peers if peer.control.address == address), None)
+        if known is not None:
+            return known
+        if self._guests is None:
+            raise PermissionDenied(f"{address} is none of this node's peers, and no peer_allow permits others")
+        return self._guests.peer_at(address)
+
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read borrowed objects. All others are a MISS."""
-        missing = dict(enumerate(items))
-        wanted: list[Wanted] = []
-        with self._changed:
-            while (held := self._best_for(missing.values())) is not None:
-                held.is_read = True
-                mine = [(index, item) for index, item in missing.items() if item.name in held.numbers]
-                wanted.append(Wanted(held, mine))
-                for index, _ in mine:
-                    del missing[index]
-                for name in held.numbers:  # one stream is all that a loan is good for
-                    if self._held.get(name) is held:
-                        del self._held[name]
+        wanted, missing = self._loans.take(items)
         for index in missing:
             each(index, Outcome.MISS)
         for one in wanted:
             self._add(BorrowJob(partial(self._read, one, deadline, each), partial(self._refuse, one, each), deadline))
-
-    def _best_for(self, items: Iterable[Item]) -> HeldLoan | None:
-        """The loan that has most of the items: another call may have borrowed some of them since, for itself."""
-        names = [item.name for item in items]
-        loans = {id(held): held for held in map(self._held.get, names) if held is not None}
-        return max(loans.values(), key=lambda held: sum(name in held.numbers for name in names), default=None)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
         """Peers keep what they compute, and nothing else."""
@@ -175,13 +200,13 @@ class PeerStorage:
         return [
             f"nothing is borrowed of the node {each.distrust}; see that peer_tls_certificate, peer_tls_key and "
             "peer_tls_ca of both nodes are current, and that each node trusts who signed the other's"
-            for each in self.peers
+            for each in self._all_peers()
             if each.distrust
         ]
 
     def holds(self, name: ObjectName) -> bool:
         """True for borrowed objects."""
-        return name in self._held
+        return self._loans.find(name) is not None
 
     def close(self) -> None:
         """Give back what is borrowed, as far as peers answer in time. Idempotent."""
@@ -192,12 +217,18 @@ class PeerStorage:
         for job in jobs:
             job.refuse()
         self._stopping.set()
+        self._news.close()
+        if self._names is not None:
+            self._names.close()
         until = time.monotonic() + CLOSE_SECONDS
         for thread in (*self._threads, self._keeper):
             if thread.is_alive():
                 thread.join(max(0.0, until - time.monotonic()))
-        for peer in self.peers:
+        for peer in self._all_peers():
             peer.control.close()
+
+    def _all_peers(self) -> list[Peer]:
+        return [*self.peers, *(self._guests.all() if self._guests is not None else ())]
 
     # -- on threads ----------------------------------------------------------------------------------------------
 
@@ -233,44 +264,22 @@ class PeerStorage:
         scope = names[0].scope
         keys = list(dict.fromkeys(name.key for name in names))
         parts = list(dict.fromkeys(name.part for name in names))
-        for peer in self.peers:
-            if not peer.is_usable or peer.lacks(keys[0]):
-                continue
-            try:
-                loan = peer.control.borrow(scope, b"".join(keys), parts, ASK_SECONDS)
-            except CacheError as error:
-                self._note_refusal(peer, error)
-                continue
-            peer.worked(0 if loan is None else loan.epoch)
-            if loan is None:
-                peer.had_nothing(keys[0])
-                continue
-            return self._hold(peer, loan, names, keys, parts)
-        return [False] * len(names)
-
-    def _hold(
-        self, peer: Peer, loan: Loan, names: list[ObjectName], keys: list[bytes], parts: list[Part]
-    ) -> list[bool]:
-        peer.counts["lent"] += 1
-        row = {key: at * len(parts) for at, key in enumerate(keys)}
-        column = {part: at for at, part in enumerate(parts)}
-        numbers = {name: row[name.key] + column[name.part] for name in names}
-        lent = {name: at for name, at in numbers.items() if at < len(loan.lent) and loan.lent[at]}
-        held = HeldLoan(peer, loan, lent, self._clock())
-        with self._changed:
-            before = {id(each): each for each in map(self._held.get, lent) if each is not None}
-            self._held.update(dict.fromkeys(lent, held))
-            unused = [each for each in before.values() if all(self._held.get(n) is not each for n in each.numbers)]
-        for each in unused:
-            self._give_back(each)
+        chosen = candidates(self.peers, keys)
+        lent = BorrowQuestion(self._loans, self._note_answer, scope, keys, parts).ask(chosen)
         return [name in lent for name in names]
+
+    def _note_answer(self, peer: Peer, answer: Borrowed | CacheError) -> None:
+        if isinstance(answer, CacheError):
+            self._note_refusal(peer, answer)
+            return
+        peer.worked(answer.epoch)
+        peer.counts["lent"] += answer.loan is not None
 
     def _refuse(self, wanted: Wanted, each: Each) -> None:
         """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""
         for index, _ in wanted.items:
             each(index, Outcome.BUSY)
-        with self._changed:
-            self._unread.append(wanted.held)
+        self._loans.leave_unread(wanted.held)
 
     def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
         """Read all items of a loan, over one stream. Each of them ends, and is not written to any more then."""
@@ -329,43 +338,30 @@ class PeerStorage:
     def _keep(self) -> None:
         """Root of the thread that says that what is borrowed is still wanted."""
         yield_to_callers()
-        while not self._stopping.wait(BEAT_SECONDS):
+        beat_at = self._clock() + BEAT_SECONDS
+        while not self._stopping.wait(LOOK_SECONDS):
             try:
-                self.beat()
+                self._news.look()
+                if self._clock() >= beat_at:
+                    beat_at = self._clock() + BEAT_SECONDS
+                    self.beat()
             except Exception:  # noqa: BLE001 - the root of a thread: the next beat may be better
                 events.failure("peer_beat_broke")
         until = time.monotonic() + CLOSE_SECONDS
-        for held in (*self._take_unread(), *self._all_held()):
+        for held in (*self._loans.take_unread(), *self._loans.all()):
             left = until - time.monotonic()
             if left > 0 and held.peer.is_usable:  # else it lapses
                 self._give_back(held, min(ASK_SECONDS, left))
 
     def beat(self) -> None:
         """Send heartbeats for loans still wanted, and give back abandoned ones."""
-        for held in self._take_unread():
+        for held in self._loans.take_unread():
             self._give_back(held)
-        now = self._clock()
         wanted: dict[int, tuple[Peer, list[int]]] = {}
-        for held in self._all_held():
-            if now - held.since > UNUSED_SECONDS:
-                with self._changed:
-                    for name in held.numbers:
-                        if self._held.get(name) is held:
-                            del self._held[name]
-                self._give_back(held)
-            else:
-                wanted.setdefault(id(held.peer), (held.peer, []))[1].append(held.loan.lease)
+        for held in self._loans.all():
+            wanted.setdefault(id(held.peer), (held.peer, []))[1].append(held.loan.lease)
         for peer, leases in wanted.values():
             try:
                 peer.control.beat(leases, ASK_SECONDS)
             except CacheError as error:
                 self._note_refusal(peer, error)
-
-    def _take_unread(self) -> list[HeldLoan]:
-        with self._changed:
-            unread, self._unread = self._unread, []
-        return unread
-
-    def _all_held(self) -> list[HeldLoan]:
-        with self._changed:
-            return list({id(held): held for held in self._held.values()}.values())

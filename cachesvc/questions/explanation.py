@@ -43,6 +43,19 @@ REASONS = {
     Cause.UNSTORED: "storage let go of it, or did not have it",
 }
 
+EXPECTATIONS = {
+    "arrived": "all of the prompt has come",
+    "silent": "it made no progress for as long as the caller was patient",
+    "absent": "it has computed the prompt and lacks this part",
+    "restarted": "it has started again since",
+    "unreachable": "it does not answer",
+    "refused": "this node may not ask it: it is none of --peers and in no network of --peer-allow",
+    "full": "the host here has no room",
+    "incomplete": "what it lent did not come whole",
+    "abandoned": "no request waits for it any more",
+}
+"""Ends of expectations of other nodes, in words."""
+
 
 class BlockHolder(NamedTuple):
     """A sequence, or a prefetch (``PREFETCH``), that keeps a block on a place.
@@ -128,7 +141,7 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
     newest_first = events[::-1]
     lines = [_line(view, model, event) for event in newest_first]
     if row == NO_ROW or not index.has_copy(row):
-        why = _why_not(model, newest_first, view.now()) + _storage_words(view, model, key)
+        why = _why_not(model, newest_first, view.now()) + _storage_words(view, model, key) + _expected_words(model, key)
         return BlockExplanation(model.id, model.shown, key, None, [], False, [], lines, 0, why)
     holders = holders_of(view, model, row)
     tickets = [
@@ -149,7 +162,8 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
         _why_here(model, row, holders.lines, tickets)
         + _shorter_hits(model, row)
         + _worth(model, row)
-        + _storage_words(view, model, key),
+        + _storage_words(view, model, key)
+        + _expected_words(model, key),
     )
 
 
@@ -275,6 +289,16 @@ def _storage_words(view: View, model: Model, key: bytes) -> str:
     if seconds is not None:
         return f"; storage has it: written, or seen there, {view.now() - seconds:.1f} s ago"
     return "; storage has it, from before" if view.is_stored(model, key) else ""
+
+
+def _expected_words(model: Model, key: bytes) -> str:
+    """Words on what other nodes were to send of it lately."""
+    words = ""
+    for known in model.stored.expectations.values():
+        if known.keys.find(key) % KEY_BYTES == 0:
+            what = EXPECTATIONS.get(known.end, known.end) if known.end else "it is on its way"
+            words += f"; expected from the node {known.peer}: {what}"
+    return words
 
 
 def _why_not(model: Model, newest_first: list[Event], now: float) -> str:

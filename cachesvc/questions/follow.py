@@ -110,6 +110,11 @@ class Feed:
         return self._journal.last + 1 - self._next
 
     @property
+    def is_in_snapshot(self) -> bool:
+        """True until the last piece of a snapshot was given."""
+        return self._row != NO_ROW
+
+    @property
     def is_overrun(self) -> bool:
         """True once the next change that it needs is no longer known."""
         return self._next < self._journal.first

@@ -133,6 +133,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         _gauge("device_pool_bytes", ("device",), "Bytes of a device that the daemon gives to models."),
         _gauge("device_pool_free_bytes", ("device",), "Of these, bytes that no model has."),
+        _gauge(
+            "device_peers_refused", (), "Pairs of devices whose copies failed their check: hits there come by the host."
+        ),
         _gauge("host_pool_bytes", (), "Bytes of the host pool."),
         _gauge("host_pool_ready_bytes", (), "Of these, bytes that are populated and registered."),
     ),

@@ -29,6 +29,12 @@ VOCABULARY: dict[str, Event] = {
     "start_refused": Event(
         "error", "The daemon could not start, with the reason, such as a taken socket or port.", ("reason",)
     ),
+    "start_waits": Event(
+        "warning",
+        "The lock beside the socket is held by a daemon that starts or ends, or by movers of a killed one, which may "
+        "still write to its memory. The daemon waits for `seconds`, and then refuses to start.",
+        ("lock", "holders", "seconds"),
+    ),
     "stopped": Event("info", "The daemon has ended in order."),
     # devices and memory
     "no_gpu": Event("info", "Backend auto found no GPU and takes shared memory.", ("reason",)),
@@ -46,6 +52,12 @@ VOCABULARY: dict[str, Event] = {
         "warning", "A GPU is broken: nothing new is registered there, readiness is off.", ("device", "reason", "...")
     ),
     "device_back": Event("info", "A broken device works again, with a new mover.", ("device",)),
+    "device_pair_refused": Event(
+        "warning",
+        "Copies from one device to another failed their check: hits there come by the host until the source's mover is "
+        "started again.",
+        ("source", "target", "reason"),
+    ),
     "device_memory_by_handles": Event(
         "warning",
         "The driver of these GPUs has no VMM memory: pools are mapped by IPC handles, and engines on them do not come "
@@ -125,6 +137,12 @@ VOCABULARY: dict[str, Event] = {
         ("peer", "reason"),
     ),
     "peer_object_wrong": Event("warning", "Another node sent an object other than the requested one.", ("peer",)),
+    "peer_not_asked": Event(
+        "warning", "A request named a daemon that this node may not ask, or that has no address.", ("peer", "reason")
+    ),
+    "peer_name_unknown": Event("warning", "A name in --peers could not be looked up.", ("peers", "reason")),
+    "peers_changed": Event("info", "Names in --peers stand for other nodes than before.", ("peers", "left_out")),
+    "peer_names_broke": Event("error", "A defect: names in --peers were not looked up."),
     "peer_refused": Event("info", "A peer without a token tried to borrow.", ("method",)),
     "peer_stream_refused": Event("info", "A connection for bytes had no valid secret."),
     "peer_stream_broke": Event("error", "A defect: a stream of bytes to another node has ended."),
@@ -142,6 +160,11 @@ VOCABULARY: dict[str, Event] = {
         "info", "A process joined the lease of its engine's other processes.", ("lease", "engine", "model", "replica")
     ),
     "lease_closed": Event("info", "An engine closed its lease.", ("lease", "quiesced")),
+    "lease_process_ended": Event(
+        "info",
+        "A process ended that held a lease; its private pages come back, its sealed blocks stay.",
+        ("lease", "engine", "sequences", "private_pages"),
+    ),
     "lease_silent": Event("warning", "A lease without a heartbeat for too long is lost.", ("lease", "seconds")),
     "life_connection_refused": Event("warning", "A process was refused a life connection.", ("uid", "pid", "reason")),
     "life_connection_dropped": Event(

@@ -9,6 +9,7 @@ from kvcache.v1 import cache_pb2, common_pb2, engine_pb2
 
 from cachesvc.model.answers import (
     Allocated,
+    Expected,
     GroupCells,
     Matched,
     Prefetched,
@@ -170,6 +171,23 @@ def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:
     ]
 
 
+def expected_from_proto(message: cache_pb2.Expected) -> Expected:
+    """Expectation of a Match."""
+    patience = message.patience_ms / 1000 if message.patience_ms else Expected("").patience
+    return Expected(message.peer, message.blocks, patience, message.is_computed, not message.no_wait)
+
+
+def expected_to_proto(expected: Expected) -> cache_pb2.Expected:
+    """Message of an expectation."""
+    return cache_pb2.Expected(
+        peer=expected.peer,
+        blocks=expected.blocks,
+        patience_ms=max(1, round(expected.patience * 1000)),
+        is_computed=expected.is_computed,
+        no_wait=not expected.waits,
+    )
+
+
 def matched_to_proto(answer: Matched) -> cache_pb2.MatchResponse:
     """Answer of Match."""
     message = cache_pb2.MatchResponse(
@@ -178,6 +196,7 @@ def matched_to_proto(answer: Matched) -> cache_pb2.MatchResponse:
         storage_blocks=answer.storage_blocks,
         computing_blocks=answer.computing_blocks,
         full_blocks=answer.full_blocks,
+        coming_blocks=answer.coming_blocks,
     )
     for cells in answer.tables:  # made where they belong: a table of 128k tokens is 8 KiB, and would be copied there
         message.tables.add(group=cells.group, pages=pack_pages(cells.pages))

@@ -68,6 +68,7 @@ LIMITS: dict[str, Bound] = {
     "CloseRequest.process_token": TOKEN,
     "MatchRequest.lease_id": ID,
     "MatchRequest.keys": KEYS,
+    "Expected.peer": Bound(256),
     "AllocateRequest.lease_id": ID,
     "AllocateRequest.positions": GROUPS,
     "GroupPositions.positions": CELLS,

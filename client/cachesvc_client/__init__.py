@@ -3,9 +3,9 @@
     with CacheClient("/run/cachesvc/cachesvc.sock", engine="my-engine") as client:
         registration = client.register("model@revision", gqa(layers=32, kv_heads=8, head_dim=128, block_tokens=64))
         with client.open_lease(registration) as lease, lease.attach() as pool:
-            keys = block_keys(registration.namespace, prompt, 64)
-            with lease.match(keys, max_blocks=(len(prompt) - 1) // 64) as sequence:
-                sequence.allocate(blocks)         # pages for the rest; what lies on the host starts to load
+            keys = lease.hasher(prompt).keys
+            with lease.match(keys, max_blocks=(len(prompt) - 1) // 64) as sequence:  # one token is computed at least
+                sequence.allocate(-(-len(prompt) // 64))  # the table's whole length; host blocks start to load
                 for ticket in sequence.tickets:   # before layer l's attention
                     pool.wait_layer(ticket, l, timeout_s=5)
                     # on a GPU: pool.wait_layer_on(stream, ticket, l), and pool.confirm(*sequence.tickets) at the end
@@ -15,7 +15,7 @@
 Every error is a CacheClientError, drawn as a tree in ``errors``; on any of them an engine can go on without the cache.
 """
 
-from cachesvc.model.answers import Allocated, Prefetched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.answers import Allocated, Expected, Prefetched, Published, Recycled, Swapped, TicketView
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
@@ -36,6 +36,7 @@ from cachesvc_client.core.errors import (
     LeaseLost,
     LimitExceeded,
     LoadFailed,
+    NoSuchPlane,
     NotFound,
     NotOwned,
     NotSupported,
@@ -49,6 +50,7 @@ from cachesvc_client.core.errors import (
     UntrustedDaemon,
     UsedAfterFork,
 )
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import BlockHasher, ExtraKey, block_keys
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.events import BlockMirror, EventSubscriber
@@ -72,6 +74,7 @@ from cachesvc_client.layouts.families import (
 from cachesvc_client.layouts.hf_config import layout_of_config
 from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
+from cachesvc_client.memory.tensors import from_bfloat16, to_bfloat16
 from cachesvc_client.reattach import Reattacher
 from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.records.stock import Stock
@@ -99,6 +102,7 @@ __all__ = [
     "DeadlineExceeded",
     "EventSubscriber",
     "EventsMissed",
+    "Expected",
     "ExtraKey",
     "GpuFailed",
     "HeadPlace",
@@ -112,6 +116,7 @@ __all__ = [
     "LimitExceeded",
     "LoadFailed",
     "LoadOutcome",
+    "NoSuchPlane",
     "NotFound",
     "NotOwned",
     "NotSupported",
@@ -126,6 +131,7 @@ __all__ = [
     "Reattacher",
     "Recycled",
     "Registration",
+    "Retention",
     "Retries",
     "Sequence",
     "StepBatch",
@@ -146,6 +152,7 @@ __all__ = [
     "default_target",
     "dsa",
     "even_window_heads",
+    "from_bfloat16",
     "gqa",
     "gqa_head_windows",
     "gqa_windowed",
@@ -158,5 +165,6 @@ __all__ = [
     "padding_bytes",
     "split_heads",
     "tensor_names",
+    "to_bfloat16",
     "with_draft",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
@@ -9,6 +10,7 @@ from types import TracebackType
 from cachesvc.model.layout import Layout
 from cachesvc_client.aio.client import DEFAULT_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUTS, ClientCalls
 from cachesvc_client.aio.lease import AsyncLease
+from cachesvc_client.core.arguments import checks_arguments
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
@@ -31,9 +33,10 @@ class CacheClient:
     CACHESVC_TRANSPORT: which way calls go; AUTO takes a lane where the daemon gives one.
     """
 
+    @checks_arguments
     def __init__(
         self,
-        socket_path: str | None = None,
+        socket_path: str | os.PathLike[str] | None = None,
         *,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         retries: Retries = DEFAULT_RETRIES,
@@ -55,6 +58,10 @@ class CacheClient:
         self.socket_path = self._calls.socket_path
         self.engine = engine
         self._leases: dict[AsyncLease, Lease] = {}
+
+    def __repr__(self) -> str:
+        state = f"connected by {self.transport}" if self.connected else "not connected"
+        return f"<CacheClient of {self.socket_path}, engine {self.engine!r}: {state}>"
 
     @property
     def connected(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
-from cachesvc.model.answers import Prefetched, TicketView
+from cachesvc.model.answers import Expected, Prefetched, TicketView
 from cachesvc_client.aio.lease import AsyncLease
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.views import LeaseView
@@ -30,16 +31,35 @@ class Lease(LeaseView):
         return drive(self._calls.attach(rank))
 
     def match(
-        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+        self,
+        keys: PackedKeys,
+        *,
+        max_blocks: int = 0,
+        sequence_id: int | None = None,
+        waited_seconds: float = 0,
+        expected: Expected | None = None,
+        retention: Retention = Retention.DEFAULT,
     ) -> Sequence:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
-        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it. Raises
-        DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
+        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it.
+        ``expected``: what another node computes of it; ``coming_blocks`` says how much is still on its way.
+        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining,
+        InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        opening = self._calls.match(keys, max_blocks=max_blocks, sequence_id=sequence_id, waited_seconds=waited_seconds)
-        return Sequence(drive(opening))
+        return Sequence(
+            drive(
+                self._calls.match(
+                    keys,
+                    max_blocks=max_blocks,
+                    sequence_id=sequence_id,
+                    waited_seconds=waited_seconds,
+                    expected=expected,
+                    retention=retention,
+                )
+            )
+        )
 
     def prefetch(self, keys: PackedKeys) -> Prefetched:
         """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""

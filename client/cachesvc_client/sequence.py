@@ -8,6 +8,7 @@ from types import TracebackType
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.aio.sequence import AsyncSequence
+from cachesvc_client.core.arguments import renamed
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.tables import NO_DEAD, NO_STATES, States
 from cachesvc_client.records.views import SequenceView
@@ -25,8 +26,11 @@ class Sequence(SequenceView):
         super().__init__(calls.record)
         self._calls = calls
 
-    def allocate(self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS) -> Allocated:
-        """Make the block tables ``blocks`` long, all or nothing; blocks of the hit on the host start to load.
+    @renamed(blocks="upto_blocks")
+    def allocate(
+        self, upto_blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
+    ) -> Allocated:
+        """Make the block tables ``upto_blocks`` long, all or nothing; blocks of the hit on the host start to load.
 
         ``loading_blocks`` of the answer says how many of the new blocks are loads; the rest is fresh and this
         sequence's alone. ``short_suffix``: what is to be computed takes less time than the load, or nothing waits layer
@@ -34,7 +38,7 @@ class Sequence(SequenceView):
         ``positions``: by group with a window or states, the new blocks that get a page (left out: all of a window, the
         last of a state). Raises PoolExhausted, LimitExceeded, LoadFailed, InvalidRequest (shorter than now or the hit).
         """
-        return drive(self._calls.allocate(blocks, short_suffix=short_suffix, positions=positions))
+        return drive(self._calls.allocate(upto_blocks, short_suffix=short_suffix, positions=positions))
 
     def publish(self, upto_blocks: int, keys: PackedKeys = b"", *, states: States = NO_STATES) -> Published:
         """Seal the computed blocks up to ``upto_blocks``; from then on they are shared and immutable.

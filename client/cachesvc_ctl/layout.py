@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.text.sizes import parse_size
 from cachesvc_ctl.core.command import Command, flag
 from cachesvc_ctl.core.text import describe_bytes, table
+from cachesvc_ctl.plan import ACTIVATION_BYTES, Memory, Plan, make_plan, remedy, weights_beside
 
 MAX_SEQUENCE_TOKENS = 1 << 31
 MAX_CONFIG_BYTES = 16 << 20
+PLANNED_TOKENS = 32768
+"""Length of the requests that a plan counts, unless --sequence-tokens says another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,10 @@ class LayoutOfModel(Command):
         ),
         flag("--memory", metavar="SIZE", help="device memory of one rank for the cache, e.g. 40GiB"),
         flag("--sequence-tokens", type=int, metavar="N", help="length of the sequences that are to fit into --memory"),
+        flag("--assume", choices=("gqa",), help="take an unknown model type's layers as plain grouped-query attention"),
+        flag("--gpu-memory", metavar="SIZE", help="memory of a GPU, e.g. 80GiB: print a plan with pools and flags"),
+        flag("--weights", metavar="SIZE", help="weights of all ranks, for the plan (default: the files beside CONFIG)"),
+        flag("--activations", metavar="SIZE", help="activations and graphs on a GPU, for the plan (default 4GiB)"),
         flag("--json", action="store_true", help="print everything as JSON"),
     )
 
@@ -88,8 +96,8 @@ class LayoutOfModel(Command):
         tokens = self.arguments.sequence_tokens
         if tokens is not None and not 1 <= tokens <= MAX_SEQUENCE_TOKENS:
             raise InvalidRequest(f"--sequence-tokens must be in 1..{MAX_SEQUENCE_TOKENS}, got {tokens}")
-        if tokens is not None and memory_bytes is None:
-            raise InvalidRequest("--sequence-tokens says how many sequences fit: give --memory too")
+        if tokens is not None and memory_bytes is None and self.arguments.gpu_memory is None:
+            raise InvalidRequest("--sequence-tokens says how many sequences fit: give --memory or --gpu-memory too")
         config = read_config(Path(self.arguments.config))
         heads = read_heads(self.arguments.window_heads, self.arguments.window_tokens, self.arguments.sink_tokens)
         layout = layout_of_config(
@@ -100,7 +108,9 @@ class LayoutOfModel(Command):
             scale_dtype=self.arguments.scale_dtype,
             mtp=self.arguments.mtp,
             heads=heads,
+            assume=self.arguments.assume,
         )
+        plan = self._plan(layout, tokens)
         padding = padding_bytes(layout, heads.marks) if heads is not None else (0,) * len(layout.groups)
         if memory_bytes is not None and fit(layout, block_pages(layout), memory_bytes).count == 0:
             needed = device_bytes(layout, block_pages(layout))
@@ -108,10 +118,29 @@ class LayoutOfModel(Command):
                 f"--memory {self.arguments.memory} holds no block: one takes {needed:,} bytes on each rank"
             )
         if self.arguments.json:
-            print(json.dumps(as_json(config["model_type"], layout, padding, memory_bytes, tokens), indent=2))
+            document = as_json(config["model_type"], layout, padding, memory_bytes, tokens)
+            print(json.dumps(document if plan is None else document | {"plan": plan.as_json()}, indent=2))
         else:
             print(describe(config["model_type"], layout, padding, memory_bytes, tokens))
+            print("" if plan is None else "\n" + plan.describe())
         return 0
+
+    def _plan(self, layout: Layout, tokens: int | None) -> Plan | None:
+        """Plan for a GPU, where one is named. Raises InvalidRequest where nothing is left for a pool."""
+        said = self.arguments
+        if said.gpu_memory is None:
+            return None
+        weights = weights_beside(Path(said.config)) if said.weights is None else parse_size(said.weights)
+        if not weights:
+            raise InvalidRequest("there are no weights beside the config.json: say --weights SIZE, such as 16GiB")
+        activations = ACTIVATION_BYTES if said.activations is None else parse_size(said.activations)
+        memory = Memory(parse_size(said.gpu_memory), weights, activations)
+        if memory.pool(layout.ranks) < device_bytes(layout, block_pages(layout)):
+            raise InvalidRequest(
+                f"weights of {describe_bytes(weights)} on {layout.ranks} GPUs of {said.gpu_memory} leave no pool; try "
+                f"{remedy(memory, layout.ranks)}"
+            )
+        return make_plan(layout, memory, tokens or PLANNED_TOKENS, partial(_held, layout))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -123,13 +152,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def _held(layout: Layout, pool_bytes: int, tokens: int) -> tuple[int, int]:
+    """Tokens that a pool holds in every group, and its sequences of ``tokens`` tokens while they decode."""
+    blocks = fit(layout, block_pages(layout), pool_bytes).count
+    return blocks * layout.block_tokens, fit(layout, sequence_pages(layout, tokens), pool_bytes).count
+
+
 def _read_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise InvalidRequest(f"{path} has more than {describe_bytes(MAX_CONFIG_BYTES)}: that is no config.json")
         return json.loads(path.read_bytes())
     except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
+        hint = "; CONFIG is a local file: download the model's config.json first" if not path.exists() else ""
+        raise InvalidRequest(f"cannot read {path}: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} is no JSON: {error}") from error
 

@@ -14,6 +14,7 @@ from cachesvc.model.errors import CacheError
 from cachesvc.model.text.command_line import Parser
 from cachesvc.model.text.nearest import did_you_mean
 from cachesvc_ctl.calibrate import Calibrate
+from cachesvc_ctl.check import Check
 from cachesvc_ctl.core.command import Command
 from cachesvc_ctl.core.daemon_process import DaemonFailed
 from cachesvc_ctl.core.extras import MissingExtraError
@@ -47,7 +48,7 @@ INTERRUPTED = 130
 """Exit code that shells use for a command that Ctrl-C ended."""
 
 COMMANDS: tuple[type[Command], ...] = (
-    *(Status, Top, Wait),
+    *(Check, Status, Top, Wait),
     *(Models, Leases, Tenants, Sequences, Blocks, Tree, Tickets, Why, Events, Storage, Verify),
     *(Evict, Weights, Drain, Reload),
     *(Dump, Load, Describe),

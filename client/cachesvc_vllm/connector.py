@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cachesvc_vllm.daemon.node import Node
 from cachesvc_vllm.daemon.settings import read_settings
+from cachesvc_vllm.handover import answer_of
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.namespace.draft_keys import draft_lookahead, drafts_with_kv
@@ -176,10 +177,14 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.has_late_pages
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Note the end of a request; its blocks may be freed."""
-        if self._scheduler is not None:
-            self._scheduler.finish(request)
-        return False, None
+        """Note the end of a request; its blocks may be freed. A router may want to know where they are."""
+        if self._scheduler is None:
+            return False, None
+        self._scheduler.finish(request)
+        config = self._vllm_config
+        ranks = config.parallel_config.tensor_parallel_size
+        engine_id = config.kv_transfer_config.engine_id
+        return False, answer_of(request, self._scheduler.peer_address, engine_id, ranks)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

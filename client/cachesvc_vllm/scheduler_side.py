@@ -18,7 +18,6 @@ from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.loading import Loading
 from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
-from cachesvc_vllm.namespace.media import Media
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.group_tables import Positions
 from cachesvc_vllm.pages.page_book import PageBook
@@ -50,40 +49,36 @@ class SchedulerSide:
         self._has_lookahead = settings.draft_blocks == "lookahead"
         self._lookahead_tokens = lookahead_tokens
         registration = node.lease.registration
-        ahead, step_blocks = (
-            blocks_ahead(step_tokens, registration),
-            -(-step_tokens // registration.layout.block_tokens),
-        )
+        block_tokens = self._block_tokens = registration.layout.block_tokens
         self._book = PageBook(
-            node.lease, settings.stock_blocks, ahead, step_blocks=step_blocks, most_requests=most_requests
+            node.lease,
+            settings.stock_blocks,
+            blocks_ahead(step_tokens, registration),
+            parts=node.share.parts,
+            step_blocks=-(-step_tokens // block_tokens),
+            most_requests=most_requests,
         )
         self._book.outbox.runs = self._computes
         self._book.untold.is_late = drafts
         self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
-        self._layout, self._step_tokens = registration.layout, step_tokens
-        block_tokens = registration.layout.block_tokens
+        self._step_tokens = step_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
-        self._weights = WeightsVersion(
-            settings.weights_version, announced_in(node.lease.registration), node.announced_weights
-        )
+        self._weights = WeightsVersion(settings.weights_version, announced_in(registration), node.announced_weights)
         self._book.salt = self._weights.salt
-        self._announcer: Announcer | None = None
-        if publisher is not None:
-            self._announcer = Announcer(node, settings.token_file, publisher, self._book.keys)
-        media = Media(is_shared=settings.share_media)
-        self._wishes = Wishes(self._keys, media, self._announcer, step_tokens, block_tokens)
+        keys = self._book.keys
+        self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)
+        self._wishes = Wishes(self._keys, settings, self._announcer, step_tokens, block_tokens)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._dropped = Dropped.NOT
         self._loading = Loading()
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
-        self._states = StateCells(None, ())
-        self._block_tokens = 0
+        self._states = StateCells(None, {})
         self._find_hits: Any = None
         self._allocate: Any = None
-        first_tokens = step_tokens if self._layout.window_groups else None
-        self._wanted: Callable[..., int] = partial(blocks_wanted, step_tokens=first_tokens)
+        first_tokens = step_tokens if registration.layout.window_groups else None
+        self._wanted: Callable[..., int] = partial(blocks_wanted, block_tokens=block_tokens, step_tokens=first_tokens)
         self._unfinished: dict[str, Any] = {}
         self._put_off: set[str] = set()
         self._has_admitted = self._is_hasty = False
@@ -92,16 +87,16 @@ class SchedulerSide:
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
-        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights)
+        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights, self._block_tokens)
         if self._announcer is not None:
             pool.on_reset = self._announcer.reset
             self._announcer.start()
         take_place(manager, pool)
         self._manager = manager
-        self._states = StateCells(manager, self._layout.state_groups)
-        self._block_tokens = pool.hash_block_size
-        longest = manager.max_model_len
-        self._wanted = partial(self._wanted, longest_tokens=longest, block_tokens=self._block_tokens)
+        self._wanted = partial(self._wanted, longest_tokens=manager.max_model_len)
+        groups = self._book.groups
+        self._states = StateCells(manager, {group: groups.state_of(group) for group in groups.states})
+        self._keys.hashes_a_block = self._block_tokens // pool.hash_block_size
         if self._lookahead_tokens:
             keep_last_blocks(manager.coordinator)
         self._find_hits, self._allocate = manager.get_computed_blocks, manager.allocate_slots
@@ -161,7 +156,7 @@ class SchedulerSide:
         )
         asked = (request, num_new_tokens, local, new_computed_blocks, num_lookahead_tokens, external, *args)
         if pages is not None and self._book.has(pages, wanted, states):
-            if pages.taken >= wanted and pages.fills_nothing(request, num_new_tokens, self._block_tokens):
+            if pages.taken_blocks >= wanted and pages.fills_nothing(request, num_new_tokens, self._block_tokens):
                 return self._manager.empty_kv_cache_blocks
             pool.schedule(pages)
             pool.now.counts_own = True
@@ -171,6 +166,11 @@ class SchedulerSide:
                 return blocks
         allocate = partial(self._allocate, *asked, **kwargs)
         return self._reserve_and_allocate(request, wanted, states, allocate, external)
+
+    @property
+    def peer_address(self) -> str:
+        """HOST:PORT at which the daemon lends what this engine shares; empty: nowhere."""
+        return "" if self._book.is_adrift else self._node.lease.registration.peer_address
 
     @property
     def next_lease(self) -> str:
@@ -190,11 +190,11 @@ class SchedulerSide:
 
     def host_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Tokens to load from the host behind ``local_tokens`` that vLLM has in place. 0 where vLLM leaves out a part
-        of the hit: what lies behind that is no use. None where vLLM is to ask again: its adapter is read, or, once for
-        each request, the daemon's answer is on its way while others run."""
+        of the hit: what lies behind that is no use. None where vLLM is to ask again: its adapter is read, another node
+        computes more of it, or, once for each request, the daemon's answer is on its way while others run."""
         with self._watch:
             pages = self._book.find(request.request_id)
-            if pages is None:
+            if pages is None or pages.is_coming:
                 return None
             loaded = pages.host_blocks if local_tokens == pages.hit_blocks * self._block_tokens else 0
             tokens = loaded * self._block_tokens
@@ -391,7 +391,7 @@ class SchedulerSide:
         if pages is not None:
             if self._announcer is not None:
                 self._announcer.note(request, keys, pages.salt)
-            self._book.seal(pages, min(full_blocks, pages.taken), keys)
+            self._book.seal(pages, min(full_blocks, pages.taken_blocks), keys)
         return full_blocks
 
     def _leave_if_back(self) -> None:

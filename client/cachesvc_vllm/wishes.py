@@ -5,7 +5,9 @@ from __future__ import annotations
 from cachesvc_client import Registration
 from vllm.lora.utils import get_adapter_absolute_path
 
+from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.vllm_objects import Request
+from cachesvc_vllm.handover import expected_of, retention_of
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.namespace.adapters import Adapters
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
@@ -28,13 +30,19 @@ class Wishes:
     there are no KV events."""
 
     def __init__(
-        self, keys: LookaheadKeys, media: Media, announcer: Announcer | None, step_tokens: int, block_tokens: int
+        self,
+        keys: LookaheadKeys,
+        settings: Settings,
+        announcer: Announcer | None,
+        step_tokens: int,
+        block_tokens: int,
     ) -> None:
         self._keys = keys
-        self._media = media
+        self._media = Media(is_shared=settings.share_media)
         self._announcer = announcer
         self._step_tokens = step_tokens
         self._block_tokens = block_tokens
+        self._patience_s = settings.remote_patience_ms / 1000
         self._adapters = Adapters(get_adapter_absolute_path)
 
     def of(self, request: Request, most_tokens: int | None, *, may_hit: bool) -> Wish | None:
@@ -49,7 +57,8 @@ class Wishes:
         tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
         most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
         first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
-        return Wish(keys, most, first, salt)
+        expected = expected_of(request, self._patience_s, self._block_tokens) if most else None
+        return Wish(keys, most, first, salt, expected, retention_of(request))
 
     def close(self) -> None:
         """Read no more adapters. Idempotent."""

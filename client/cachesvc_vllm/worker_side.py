@@ -26,7 +26,7 @@ from cachesvc.model.answers import TicketView
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.node import Node, Share, new_instance
 from cachesvc_vllm.daemon.settings import Settings
-from cachesvc_vllm.daemon.slab_layout import place_wider_first, slab_layout
+from cachesvc_vllm.daemon.slab_layout import group_parts, place_wider_first, slab_layout
 from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
 from cachesvc_vllm.namespace.identity import config_details
 from cachesvc_vllm.namespace.naming import Runtime, display_name, model_facts, model_name
@@ -191,7 +191,7 @@ class WorkerSide:
         place_wider_first(config)
         layout = slab_layout(config, ranks.world_size)
         longest = -(-self._vllm_config.model_config.max_model_len // layout.block_tokens)
-        share = Share(name, layout, config.num_blocks, devices, shown, longest)
+        share = Share(name, layout, config.num_blocks, devices, shown, longest, group_parts(config))
         if ranks.is_first_rank:
             log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)
             log.info("shares_by model=%s options=%s", name, config_details(self._vllm_config, runtime.environment))

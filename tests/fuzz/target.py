@@ -152,7 +152,7 @@ class Target:
         self.host_pool.start()
         node, edge = self.node, Edge(self.dispatcher)
         health = DeviceHealth(self.backend, node, self.tell)
-        facts = Facts(
+        facts = self.facts = Facts(
             version="fuzzed",
             backend="shm",
             epoch=node.epoch,

@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvcache.v1 import admin_pb2
 
+from cachesvc.memory.copy.peer_check import STAMP_BYTES, PeerCheck, bytes_of
 from cachesvc.memory.cuda.backend import CudaBackend
 from cachesvc.memory.cuda.slab import CudaSlab
+from cachesvc.model.errors import Unavailable
 from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer, has_reached
@@ -274,6 +277,24 @@ def test_replicas_share_device_to_device(gpus: tuple[Gpu, Gpu], rng: np.random.G
         assert landed_bytes(rig.engine, "p2p") == moved
 
 
+def test_ways_between_the_gpus_bring_each_one_s_stamp_and_no_other_bytes(
+    gpus: tuple[Gpu, Gpu], rng: np.random.Generator
+) -> None:
+    with two_gpu_rig(gpus, rng) as rig:
+        assert rig.backend.refused_peers() == {}
+        for source, target in (gpus, gpus[::-1]):
+            if not target.can_reach(source):
+                pytest.skip("these two GPUs do not reach each other")
+            stamp = PeerCheck(rig.backend, source.uuid).stamp()
+            check = PeerCheck(rig.backend, target.uuid)
+            check.verify(stamp.slab.region, stamp.seed)
+            assert isinstance(stamp.slab, CudaSlab)
+            wrong = bytes([bytes_of(stamp.seed)[-1] ^ 1])
+            write_device(source, stamp.slab.memory.address + STAMP_BYTES - 1, wrong)
+            with pytest.raises(Unavailable, match=f"1 of .* the first at {STAMP_BYTES - 1}"):
+                check.verify(stamp.slab.region, stamp.seed)
+
+
 class EngineOnOneGpu(RemoteGpuEngine):
     """A process that is shown one GPU alone."""
 
@@ -309,3 +330,5 @@ def test_an_engine_hits_what_one_on_another_gpu_has_computed(gpus: tuple[Gpu, Gp
         back = first.ask("serve", tokens=prompt(1, blocks + 1))
         assert (back["computed"], back["bad"]) == (0, [])
         assert (node.counters().get("p2p_bytes", 0) > 0) == near
+        attention = node.admin.GetStatus(admin_pb2.GetStatusRequest()).attention
+        assert not [line for line in attention if "are refused" in line]

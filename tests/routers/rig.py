@@ -212,6 +212,28 @@ class VllmRouter:
 
 
 @contextmanager
+def running_router(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
+    """A router that serves at a port of loopback."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+
+    def is_ready() -> bool:
+        assert process.poll() is None, log.read_text(encoding="utf-8")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=WAIT_S):
+                return True
+        except OSError:
+            return False
+
+    try:
+        wait_until(is_ready, "the router serves")
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
 def vllm_router(followed: Sequence[Worker]) -> Iterator[VllmRouter]:
     """A router that follows workers."""
     with ExitStack() as stack:
@@ -230,20 +252,7 @@ def vllm_router(followed: Sequence[Worker]) -> Iterator[VllmRouter]:
         for url, worker in zip(urls, followed, strict=True):
             command += ["--kv-event-source", f"{url}={worker.endpoint}"]
         log = Path(folder) / "log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT)
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-
-        def is_ready() -> bool:
-            assert process.poll() is None, log.read_text(encoding="utf-8")
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=WAIT_S):
-                    return True
-            except OSError:
-                return False
-
-        wait_until(is_ready, "the router serves")
+        stack.enter_context(running_router(command, port, log))
         router = VllmRouter(f"http://127.0.0.1:{port}", log, urls)
         stack.callback(router.close)
         yield router

@@ -312,7 +312,7 @@ class SimEngine(SimStates):
 
         def recycled(_: object) -> None:
             request.spares.clear()
-            for group in layout.window_groups:
+            for group in set(layout.window_groups) - set(layout.scratch_groups):
                 dead = max(0, tokens - layout.window_of(group) + 1) // layout.block_tokens
                 for position in range(layout.sink_blocks(group), dead):
                     request.tables[group][position] = NO_PAGE

@@ -299,6 +299,10 @@ class SteppedBackend:
         self._check(target)
         return self._are_near or source == target
 
+    def refused_peers(self) -> dict[tuple[str, str], str]:
+        """None: what is near is sound."""
+        return {}
+
     def expedite(self, device: str, ticket: int) -> None:
         """A ticket's jobs on the device are awaited now."""
         self._check(device)

@@ -62,7 +62,7 @@ def gqa_layout() -> Layout:
 
 def windowed_layout(window_tokens: int, sink_tokens: int, pool: str, state_bytes: int = 37) -> Layout:
     """Two ranks: a replicated full group, and a window whose bytes differ by rank; of one ``pool``, if it is named, and
-    then a third group, of states."""
+    then a group of states, and one of scratch."""
     planes = [Plane("latent", layer, "full", (37,), "uint8") for layer in range(2)]
     planes += [Plane(name, 1, "window", (37,) if pool else (3, 7), "uint8") for name in ("k", "v")]
     groups: tuple[PlaneGroup, ...] = (
@@ -71,7 +71,8 @@ def windowed_layout(window_tokens: int, sink_tokens: int, pool: str, state_bytes
     )
     if pool:
         planes.append(Plane("ssm", 2, "state", (state_bytes,), "uint8"))
-        groups = (*groups, PlaneGroup("state", pool=pool, is_state=True))
+        planes.append(Plane("ring", 2, "scratch", (11,), "uint8"))
+        groups = (*groups, PlaneGroup("state", pool=pool, is_state=True), PlaneGroup("scratch", 0, pool=pool))
     return Layout(4, 2, groups, tuple(planes))
 
 
@@ -112,8 +113,8 @@ class World:
         gqa_host, windowed_host = pages(bias.host), pages(bias.host, bias.host_windows)
         on_devices = [pages(*both), pages(*both)]
         if pool:
-            on_devices = [PoolRequest((sum(each.pages),) * 3) for each in on_devices]
-            windowed_host = PoolRequest((windowed_host.pages[0], *(windowed_host.pages[1],) * 2))
+            on_devices = [PoolRequest((sum(each.pages) * 4 // 3,) * 4) for each in on_devices]
+            windowed_host = PoolRequest((windowed_host.pages[0], *(windowed_host.pages[1],) * 3))
         return [
             RegisterRequest("model", gqa, b"tenant 1", ("step-0",), pages(*device), gqa_host, reserved_pages=1),
             RegisterRequest("model", gqa, b"tenant 1", ("step-1",), pages(*device), gqa_host, reserved_pages=1),

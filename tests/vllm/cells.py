@@ -48,7 +48,7 @@ class Cells:
                 self._write_state(whole, digests)
             return
         for at in range(computed, end):
-            self.slots[self._page(at), at % BLOCK_TOKENS] = digests[at]
+            self.slots[self._page(at), at % self.group.block_tokens] = digests[at]
 
     def _write_state(self, tokens: int, digests: Sequence[int]) -> None:
         page = self._page(tokens - 1)
@@ -63,9 +63,9 @@ class Cells:
             return
         window = self.group.window_tokens
         for at in range(0 if window is None else max(0, computed - window + 1), computed):
-            yield self.table[at // BLOCK_TOKENS], at % BLOCK_TOKENS, digests[at]
+            yield self.table[at // self.group.block_tokens], at % self.group.block_tokens, digests[at]
 
     def _page(self, at: int) -> int:
-        page = self.table[at // BLOCK_TOKENS]
+        page = self.table[at // self.group.block_tokens]
         assert page, f"token {at} of {self.group} has the page that is never granted"
         return page

@@ -85,6 +85,7 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
             "logprobs": [[_told(at) for at in said.logprobs] for said in out.outputs]
             + [_told(at) for at in out.prompt_logprobs or ()],
             "cached": out.num_cached_tokens,
+            "handover": out.kv_transfer_params,
         }
         for out in llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters)
     ]

@@ -50,6 +50,23 @@ GEMMA_3 = HybridModel(
 )
 """Five groups of windows and one of whole sequences."""
 
+GEMMA_4 = HybridModel(
+    _gqa(
+        architectures=["Gemma4ForCausalLM"],
+        model_type="gemma4_text",
+        num_hidden_layers=6,
+        hidden_activation="gelu_pytorch_tanh",
+        global_head_dim=64,
+        hidden_size_per_layer_input=0,
+        sliding_window=2 * WINDOW_TOKENS,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    ),
+    block_tokens=2 * BLOCK_TOKENS,
+    blocks=384,
+    options={"max_num_batched_tokens": 256},
+)
+"""Groups as Gemma 3 has them, with wider heads where whole sequences are kept: blocks there have half the tokens."""
+
 GPT_OSS = HybridModel(
     _gqa(
         architectures=["GptOssForCausalLM"],

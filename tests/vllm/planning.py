@@ -1,9 +1,10 @@
-"""vLLM's own planner on the caches of published models, and the daemon's layout for each plan. No model is made: specs
-are what vLLM's layers of these sizes say.
+"""vLLM's own planner on the caches of published models. No model is made: specs are what vLLM's layers of these sizes
+say. What the daemon's layout makes of each plan, ``tests/unit/vllm/daemon/test_vllm_plans.py`` holds.
 
-    python -m tests.vllm.planning
+    python -m tests.vllm.planning > tests/vllm/plans.jsonl
 
-Prints by model its groups, and the bytes that vLLM and the daemon take for the same number of blocks; or the refusal.
+Prints a line of JSON for each plan, or for its refusal. 0.32 and 0.33 print the same. For another release than the
+installed one, put its package before it on PYTHONPATH, with its ``dist-info``: only sources in Python are read.
 """
 
 from __future__ import annotations
@@ -15,15 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cachesvc_vllm.daemon.cache_groups import cache_groups
-from cachesvc_vllm.daemon.errors import ConnectorRefused
-from cachesvc_vllm.daemon.slab_layout import place_wider_first, slab_layout
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    resolve_kv_cache_block_sizes,
-)
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -36,8 +30,12 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from cachesvc.model.geometry import device_bytes
 from tests.vllm.rig import MODEL
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 POOL_BYTES = 40 << 30
 BFLOAT = torch.bfloat16
@@ -96,14 +94,48 @@ def hybrid(count: int, every: int, states: MambaSpec, attention: Attention, firs
     return mixed(count, every, attention.full(), states, first)
 
 
+def deepseek_v4(layers: int) -> dict[str, KVCacheSpec]:
+    """Windows in each layer; behind the first two, compressed latents of 4 or 128 tokens, and what they are compressed
+    from; for those of 4 an indexer too."""
+    one = {"num_kv_heads": 1, "max_tp_shards": 1, "alignment": 576}
+    packed = {"head_size": 512, "dtype": torch.uint8, "state_content_bytes": 584, "cache_dtype_str": "fp8_ds_mla"}
+    found: dict[str, KVCacheSpec] = {}
+
+    def keep(layer: int, ratio: int) -> None:
+        spec = MLAAttentionSpec(block_size=256, tokens_per_state=ratio, **one, **packed, model_version="deepseek_v4")
+        found[f"model.layers.{layer}.attn"] = spec
+
+    def compress(name: str, ratio: int, size: int) -> None:
+        reach = 2 * ratio if ratio == 4 else ratio
+        found[name] = SlidingWindowMLASpec(
+            block_size=4 if ratio == 4 else 8, head_size=size, dtype=torch.float32, sliding_window=reach, **one
+        )
+
+    for layer in range(layers):
+        found[f"model.layers.{layer}.window"] = SlidingWindowMLASpec(
+            block_size=64, sliding_window=128, **one, **packed, model_version="deepseek_v4"
+        )
+        if layer < 2:
+            continue
+        if layer % 2:
+            keep(layer, 128)
+            compress(f"model.layers.{layer}.compressor", 128, 2 * 512)
+            continue
+        keep(layer, 4)
+        compress(f"model.layers.{layer}.compressor", 4, 4 * 512)
+        compress(f"model.layers.{layer}.indexer.compressor", 4, 4 * 128)
+        found[f"model.layers.{layer}.indexer"] = MLAAttentionSpec(
+            block_size=256, tokens_per_state=4, head_size=132, dtype=torch.uint8, **one
+        )
+    return found
+
+
 def models() -> dict[str, dict[str, KVCacheSpec]]:
     """Specs of each model's layers."""
     gdn = state(((3, 8192), BFLOAT), ((32, 128, 128), BFLOAT))
     gemma, oss, llama = Attention(16, 128), Attention(8, 64), Attention(8, 128)
     nemotron, _ = beside(state(((3, 10240), BFLOAT), ((128, 64, 128), torch.float32)), Attention(8, 128))
     wide = Attention(8, 128, nemotron.block_size)
-    gemma4 = {"block_size": 16, "num_kv_heads": 4, "head_size": 512, "dtype": BFLOAT}
-    latents = {"block_size": 64, "num_kv_heads": 1, "dtype": BFLOAT}
     return {
         "Gemma 3 27B": mixed(62, 6, gemma.full(), gemma.window(1024)),
         "gpt-oss-120b": mixed(36, 2, oss.full(), oss.window(128)),
@@ -117,16 +149,9 @@ def models() -> dict[str, dict[str, KVCacheSpec]]:
         "LFM2 1.2B": hybrid(16, 3, state(((2, 2048), BFLOAT)), Attention(8, 64), 2),
         "Llama 3 8B": {f"model.layers.{each}": llama.full() for each in range(32)},
         "Mistral 7B v0.1": {f"model.layers.{each}": llama.window(4096) for each in range(32)},
-        "two sizes of heads": mixed(30, 6, FullAttentionSpec(**gemma4), Attention(16, 256).window(1024)),
-        "DeepSeek V4": {
-            **{f"model.layers.{each}.attn": MLAAttentionSpec(**latents, head_size=576) for each in range(4)},
-            **{
-                f"model.layers.{each}.window": SlidingWindowMLASpec(
-                    block_size=8, num_kv_heads=1, head_size=576, dtype=BFLOAT, sliding_window=128
-                )
-                for each in range(4)
-            },
-        },
+        "Gemma 4 31B": mixed(60, 6, Attention(4, 512).full(), Attention(16, 256).window(1024)),
+        "Gemma 4 E4B": mixed(24, 6, Attention(2, 512).full(), Attention(2, 256).window(512)),
+        "DeepSeek V4": deepseek_v4(43),
         "states that drafts move": hybrid(4, 4, replace(gdn, num_speculative_blocks=2), Attention(2, 256)),
         "states of mode all": hybrid(4, 4, replace(gdn, mamba_cache_mode="all"), Attention(2, 256)),
         "a ring for scratch": {
@@ -147,44 +172,60 @@ def plan(config: Any, specs: dict[str, KVCacheSpec], layout_name: str) -> Any:
     return get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), POOL_BYTES)
 
 
+READ = (
+    *("block_size", "sliding_window", "attention_chunk_size", "max_tp_shards", "tp_replicated", "mamba_cache_mode"),
+    *("num_speculative_blocks", "prefix_replay_tokens"),
+)
+"""Fields that the connector reads of a layer's spec."""
+
+
 def describe(config: Any, specs: dict[str, KVCacheSpec], layout_name: str) -> dict[str, Any]:
-    """The plan and the daemon's layout for it."""
+    """The plan as far as the connector reads it, with layers by number."""
     config.cache_config.num_gpu_blocks_override = None
     planned = plan(config, specs, layout_name)
     config.cache_config.num_gpu_blocks_override = planned.num_blocks // 256 * 256
     planned = plan(config, specs, layout_name)
-    planned.hash_block_size = resolve_kv_cache_block_sizes(planned, config)[1]
-    place_wider_first(planned)
-    layout = slab_layout(planned)
-    size = planned.kv_cache_tensors[0].size
-    pages = (planned.num_blocks,) * len(layout.groups)
+    numbers = {name: number for number, name in enumerate(specs)}
     return {
-        "groups": [
-            [each.retention.value, each.window_tokens, len(group.layer_names)]
-            for each, group in zip(cache_groups(planned), planned.kv_cache_groups, strict=True)
+        "num_blocks": planned.num_blocks,
+        "hash_block_size": resolve_kv_cache_block_sizes(planned, config)[1],
+        "tensors": [
+            [each.size, each.layer_stride, each.block_stride, each.offset, [numbers[name] for name in each.layers]]
+            for each in planned.kv_cache_tensors
         ],
-        "block_tokens": layout.block_tokens,
-        "blocks": planned.num_blocks,
-        "vllm_bytes": size,
-        "daemon_bytes": device_bytes(layout, pages),
-        "planes": [len(layout.planes_of(group)) for group in range(len(layout.groups))],
+        "groups": [
+            {"layers": [numbers[name] for name in each.layer_names], "spec": _spec_facts(each.kv_cache_spec)}
+            for each in planned.kv_cache_groups
+        ],
     }
 
 
+def _spec_facts(spec: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"kind": type(spec).__name__}
+    facts |= {name: found for name in READ if (found := getattr(spec, name, None)) is not None}
+    if hasattr(spec, "kv_cache_specs"):
+        kinds: list[dict[str, Any]] = []
+        for each in map(_spec_facts, spec.kv_cache_specs.values()):
+            if each not in kinds:
+                kinds.append(each)
+        facts["specs"] = kinds
+    return facts
+
+
 def main() -> None:
-    """Print one line of JSON."""
+    """Print the plans."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         config = EngineArgs(model=folder, skip_tokenizer_init=True, max_model_len=2048, enforce_eager=True)
         made = config.create_engine_config()
-    found: dict[str, Any] = {}
     for name, specs in models().items():
         for layout in ("LBHNC", "BLHNC"):
+            found: dict[str, Any] = {"plan": f"{name}, {layout}"}
             try:
-                found[f"{name}, {layout}"] = describe(made, specs, layout)
-            except (ConnectorRefused, ValueError, NotImplementedError) as refused:
-                found[f"{name}, {layout}"] = {"refused": str(refused)}
-    print(json.dumps(found))
+                found |= describe(made, specs, layout)
+            except (AssertionError, ValueError, NotImplementedError) as refused:
+                found["refused"] = str(refused)
+            print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -61,11 +61,12 @@ class Prompt:
 @dataclass(frozen=True)
 class Answer:
     """``tokens``: of each sample. ``logprobs``: of the two most likely tokens at each place, bit by bit; of the prompt
-    too, where it asked for them. ``cached``: prompt tokens not computed."""
+    too, where it asked for them. ``cached``: prompt tokens not computed. ``handover``: its words for a router."""
 
     tokens: tuple[tuple[int, ...], ...]
     logprobs: str
     cached: int
+    handover: Mapping[str, Any] | None = None
 
     @property
     def said(self) -> tuple[tuple[tuple[int, ...], ...], str]:
@@ -192,7 +193,10 @@ class Engine:
 
 def _answers(told: Sequence[Mapping[str, Any]]) -> list[Answer]:
     return [
-        Answer(tuple(map(tuple, each["tokens"])), json.dumps(each["logprobs"]), int(each["cached"])) for each in told
+        Answer(
+            tuple(map(tuple, each["tokens"])), json.dumps(each["logprobs"]), int(each["cached"]), each.get("handover")
+        )
+        for each in told
     ]
 
 

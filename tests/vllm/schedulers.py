@@ -41,7 +41,7 @@ def _spec(group: Group) -> KVCacheSpec:
             num_prefill_checkpoint_blocks=int(group.saves_within),
             prefill_checkpoint_alignment=1 if group.saves_within else None,
         )
-    common = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
+    common = {"block_size": group.block_tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
     if group.window_tokens is None:
         return FullAttentionSpec(**common)
     return SlidingWindowSpec(**common, sliding_window=group.window_tokens)
@@ -90,13 +90,13 @@ def make_scheduler(name: str, settings: Settings, shape: Shape, longest_tokens: 
             },
         ).create_engine_config()
     config.cache_config.num_gpu_blocks = shape.pages
-    config.cache_config.block_size = BLOCK_TOKENS
+    config.cache_config.block_size = shape.block_tokens
     config.cache_config.mamba_cache_mode = "align"
     init_none_hash(sha256_cbor)
     groups = [KVCacheGroupSpec([f"l{index}"], _spec(each)) for index, each in enumerate(shape.groups)]
     retained = 0 if len(groups) > 1 else None
     memory = KVCacheConfig(shape.pages, [], groups, prefix_cache_retention_interval=retained)
     kind = AsyncScheduler if shape.is_async else Scheduler
-    made = kind(config, memory, StructuredOutputManager(config), BLOCK_TOKENS)
+    made = kind(config, memory, StructuredOutputManager(config), shape.block_tokens, shape.hash_tokens)
     made.defer_block_free = shape.is_async  # as on a GPU: here vLLM has one step at a time
     return made

@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.vllm.cells import Cells, Misread
 from tests.vllm.schedulers import make_scheduler
-from tests.vllm.shape import BLOCK_TOKENS, Shape
+from tests.vllm.shape import Shape
 
 LONGEST, VOCABULARY = 128, 50
 
@@ -40,7 +40,7 @@ class Worker(WorkerSide):
         self._loads: dict[str, Any] = {}
         self._may_wait = self._drafts = False
         self._told = None
-        self._tells_blocks = len(node.share.layout.groups) == 1
+        self._tells_blocks = len(node.share.parts) == 1
         node.start()
         node.keep_address()
         slab, pages = node.share.slab, node.share.pages
@@ -80,7 +80,8 @@ class Model:
 
 
 class Engine:
-    """``answers``: by request, as far as they have come. ``hits``: tokens that were there when it was first scheduled.
+    """``answers``: by request, as far as they have come. ``told``: by request, its last words for
+    a router. ``hits``: tokens that were there when it was first scheduled.
     ``loads``, and the ``failed_loads`` of these, have ended.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
     that are not what they should be are read all the same, as kernels would, and are ``misread``.
@@ -94,8 +95,9 @@ class Engine:
             stock_blocks=shape.stock,
             draft_blocks=shape.draft_blocks or "lookahead",
             weights_version=shape.weights_version,
+            remote_patience_ms=shape.patience_ms,
         )
-        share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // BLOCK_TOKENS)
+        share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // shape.block_tokens, parts=shape.parts)
         instance = new_instance(name)
         self.worker = Worker(Node(settings, instance, share, attaches=True), shape.page_bytes)
         self.scheduler = make_scheduler(name, settings, shape, LONGEST)
@@ -103,13 +105,14 @@ class Engine:
         self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
         self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats
         self.connector.get_kv_connector_stats = self.take_stats
-        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
+        self._hasher = get_request_block_hasher(shape.hash_tokens, sha256_cbor)
         self._tokens: dict[str, list[int]] = {}
         self._under_way: deque[_Step] = deque()
         self._late: list[Callable[[], None]] = []
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.hits: dict[str, int] = {}
+        self.told: dict[str, Any] = {}
         self.loads = self.failed_loads = self.misread = self.most_stock = 0
         self.interrupt: Callable[[], None] | None = None
         self.sibling_errors: set[int] = set()
@@ -120,10 +123,11 @@ class Engine:
         """True while anything is left to do."""
         return bool(self.scheduler.has_requests() or self._under_way)
 
-    def add(self, prompt: Sequence[int], new: int, adapter: Any = None) -> str:
-        """A request comes; its name. ``adapter``: its ``LoRARequest``."""
+    def add(self, prompt: Sequence[int], new: int, adapter: Any = None, handover: Any = None) -> str:
+        """A request comes; its name. ``adapter``: its ``LoRARequest``; ``handover``: a router's words with it."""
         name = f"{self.name}-{len(self.requests)}"
-        params = SamplingParams(max_tokens=new, ignore_eos=True)
+        extra = None if handover is None else {"kv_transfer_params": handover}
+        params = SamplingParams(max_tokens=new, ignore_eos=True, extra_args=extra)
         priority = self._rng.randrange(3) if self.shape.has_priorities else 0
         request = Request(
             name, list(prompt), params, None, lora_request=adapter, block_hasher=self._hasher, priority=priority
@@ -204,6 +208,8 @@ class Engine:
         for outputs in self.scheduler.update_from_output(step.said, step.output).values():
             for each in outputs.outputs:
                 self.answers[each.request_id] += each.new_token_ids
+                if each.kv_transfer_params is not None:
+                    self.told[each.request_id] = each.kv_transfer_params
         if (told := step.output.kv_connector_output) is not None and told.invalid_block_ids:
             for name in step.places:  # what was dropped is computed again behind what vLLM has
                 self._tokens[name] = list(self.requests[name].all_token_ids)
@@ -335,16 +341,16 @@ class Engine:
         """The drafter's pass behind the target's: it reads its slots of what was computed before, and writes those of
         this step, each with the token behind it; those of drafts that were refused are left wrong. Keys without
         lookahead do not tell apart what follows a block, as in vLLM alone: its last slot may be for another token."""
-        slots = self.worker.slots
+        slots, block = self.worker.slots, self.shape.groups[-1].block_tokens
         for at in range(len(digests)):
-            page, slot = table[at // BLOCK_TOKENS], BLOCK_TOKENS + at % BLOCK_TOKENS
+            page, slot = table[at // block], block + at % block
             if at + 1 >= len(tokens):
                 slots[page, slot] = 1
                 continue
             expected = self.model.follow(digests[at], tokens[at + 1])
             if at >= computed:
                 slots[page, slot] = expected
-            elif self.shape.draft_blocks == "lookahead" or (at + 1) % BLOCK_TOKENS:
+            elif self.shape.draft_blocks == "lookahead" or (at + 1) % self.shape.block_tokens:
                 assert slots[page, slot] == expected, f"{name}: the drafter's token {at} of {computed} is another's"
 
     def _sample(self, tokens: list[int], row: list[int], digests: list[int], *, is_whole: bool) -> list[int]:

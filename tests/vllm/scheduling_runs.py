@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.vllm.scheduling import VOCABULARY, Engine
-from tests.vllm.shape import FULL, SAVED_STATE, STATE, WINDOW, Shape
+from tests.vllm.shape import DIGEST_BYTES, FULL, SAVED_STATE, STATE, WIDE_FULL, WIDE_WINDOW, WINDOW, Group, Shape
 
 STUCK_S = 30.0
 """A run in which nothing happens for so long has failed."""
@@ -42,6 +42,16 @@ LONG_STEPS = 0.9
 
 WINDOWS: dict[str, Any] = {"groups": (WINDOW, WINDOW, FULL), "pages": 160}
 STATES: dict[str, Any] = {"groups": (STATE, STATE, FULL), "pages": 200}
+SIZES: dict[str, Any] = {"groups": (WINDOW, WINDOW, WIDE_FULL), "pages": 160, "page_bytes": 16 * DIGEST_BYTES}
+"""Windows in blocks of half as many tokens as whole sequences have."""
+SIZES_TOO = {**SIZES, "groups": (FULL, WIDE_WINDOW, WINDOW, FULL)}
+"""Whole sequences, which lead, in blocks of half as many tokens as windows have."""
+SCRATCH: dict[str, Any] = {
+    "groups": (Group(window_tokens=8, block_tokens=4), Group(window_tokens=4, block_tokens=2), Group(block_tokens=16)),
+    "pages": 260,
+    "page_bytes": 32 * DIGEST_BYTES,
+}
+"""Windows within a block, most of whose pages no hit needs."""
 ALL_KINDS: dict[str, Any] = {"groups": (STATE, WINDOW, FULL), "pages": 200}
 
 
@@ -328,6 +338,15 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "states": lambda socket, seed: two(socket, seed, Shape(**STATES)),
     "all-kinds": lambda socket, seed: two(socket, seed, Shape(at_a_time=24, **ALL_KINDS)),
     "windows-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **WINDOWS)),
+    "sizes": lambda socket, seed: two(socket, seed, Shape(**SIZES)),
+    "sizes-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **SIZES_TOO)),
+    "sizes-late": lambda socket, seed: two(socket, seed, Shape(**LATE, **SIZES)),
+    "sizes-drop": lambda socket, seed: two(socket, seed, Shape(drafts=3, draft_blocks="drop", **SIZES_TOO)),
+    "tight-sizes": lambda socket, seed: tight(socket, seed, replace(TIGHT, **{**SIZES, "pages": 90})),
+    "deaths-sizes": lambda socket, seed: deaths(socket, seed, Shape(stock=2, **SIZES_TOO)),
+    "scratch": lambda socket, seed: two(socket, seed, Shape(**SCRATCH)),
+    "scratch-late": lambda socket, seed: two(socket, seed, Shape(is_async=True, **LATE, **SCRATCH)),
+    "tight-scratch": lambda socket, seed: tight(socket, seed, replace(TIGHT, **{**SCRATCH, "pages": 110})),
     "states-within": lambda socket, seed: two(socket, seed, Shape(groups=(SAVED_STATE, SAVED_STATE, FULL), pages=200)),
     "states-priorities": lambda socket, seed: two(
         socket, seed, Shape(has_priorities=True, groups=(STATE, FULL), pages=60, at_a_time=6)

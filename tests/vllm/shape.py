@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from cachesvc_client.layouts.parts import Parts, part_group
 from cachesvc_vllm.daemon.slab_layout import GROUP, POOL
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
@@ -15,15 +17,18 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Group:
-    """A group of the cache; with neither, it keeps whole sequences. ``saves_within``: the last chunk of a prompt leaves
-    a state at the end of its last whole block too."""
+    """A group of the cache; with neither window nor states, it keeps whole sequences. ``saves_within``: the last chunk
+    of a prompt leaves a state at the end of its last whole block too."""
 
     window_tokens: int | None = None
     is_state: bool = False
     saves_within: bool = False
+    block_tokens: int = BLOCK_TOKENS
 
 
 FULL, WINDOW, STATE = Group(), Group(window_tokens=10), Group(is_state=True)
+WIDE_FULL, WIDE_WINDOW = Group(block_tokens=8), Group(window_tokens=18, block_tokens=8)
+"""Groups of blocks with twice as many tokens."""
 SAVED_STATE = Group(is_state=True, saves_within=True)
 
 
@@ -34,7 +39,8 @@ class Shape:
     ``page_bytes``: more than digests need, so that loads take their time. ``recomputes``: what was not loaded; else its
     request ends with an error. ``events``: the folder of sockets on which vLLM publishes KV events, one for each
     engine; empty: it publishes none. ``groups``: of the cache, over one pool; the last one keeps whole sequences.
-    ``has_priorities``: requests have some, and vLLM schedules by them."""
+    ``has_priorities``: requests have some, and vLLM schedules by them. ``patience_ms``: with what another node is said
+    to compute."""
 
     pages: int = 96
     at_a_time: int = 8
@@ -49,16 +55,39 @@ class Shape:
     recomputes: bool = True
     events: str = ""
     has_priorities: bool = False
+    patience_ms: int = 10_000
     groups: tuple[Group, ...] = (FULL,)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block in which each group has whole ones."""
+        return math.lcm(*(each.block_tokens for each in self.groups))
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens of vLLM's hashes."""
+        return math.gcd(*(each.block_tokens for each in self.groups))
 
     @property
     def layout(self) -> Layout:
         """Layout that its engine registers."""
         if len(self.groups) == 1:
             return Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (self.page_bytes,), "uint8"),))
-        groups = tuple(
-            PlaneGroup(f"g{index}", window_tokens=each.window_tokens, is_state=each.is_state, pool=POOL)
-            for index, each in enumerate(self.groups)
-        )
-        planes = tuple(Plane("kv", 0, each.name, (self.page_bytes,), "uint8") for each in groups)
-        return Layout(BLOCK_TOKENS, 1, groups, planes)
+        groups, planes = [], []
+        for index, each in enumerate(self.groups):
+            group = PlaneGroup(f"g{index}", window_tokens=each.window_tokens, is_state=each.is_state, pool=POOL)
+            mine = [Plane("kv", 0, group.name, (self.page_bytes,), "uint8")]
+            more = part_group(group, mine, block_tokens=self.block_tokens, part_tokens=each.block_tokens)
+            groups += more[0]
+            planes += more[1]
+        return Layout(self.block_tokens, 1, tuple(groups), tuple(planes))
+
+    @property
+    def parts(self) -> tuple[Parts, ...]:
+        """Groups of the layout that each of its own is."""
+        first, found = 0, []
+        for each in self.groups:
+            count = self.block_tokens // each.block_tokens
+            found.append(Parts(tuple(range(first, first + count))))
+            first += count
+        return tuple(found)

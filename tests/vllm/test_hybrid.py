@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.rig import running_node, short_folder
-from tests.vllm.hybrid_models import GEMMA_3, GPT_OSS, QWEN_3_NEXT, HybridModel
+from tests.vllm.hybrid_models import GEMMA_3, GEMMA_4, GPT_OSS, QWEN_3_NEXT, HybridModel
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, engines, random_prompt
 
 MODELS = [
-    pytest.param(GEMMA_3, id="gemma-3"),
+    pytest.param(GEMMA_4, id="gemma-4"),
     pytest.param(GPT_OSS, id="gpt-oss"),
     pytest.param(QWEN_3_NEXT, id="qwen3-next"),
 ]
-KINDS = [MODELS[0], MODELS[2]]
+KINDS = [pytest.param(GEMMA_3, id="gemma-3"), MODELS[2]]
 """One model with windows, and one with states."""
 BATCH = 6
 

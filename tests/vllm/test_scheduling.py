@@ -68,12 +68,12 @@ def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        *("windows-async", "windows-drafts", "windows-late"),
+        *("windows-late", "sizes-async", "scratch"),
         *("states-async", "states-within", "states-priorities", "all-kinds"),
     ],
 )
 def test_each_group_holds_what_was_computed(name: str) -> None:
-    """A window's cells from its beginning on, and the state of exactly the tokens before."""
+    """Windows from their beginning, states of exactly the tokens before, and blocks of several sizes."""
     with running_node() as node:
         told = run(name, node, 1)
         assert min(told["whole"], told["loads"], told["preempted"]) > 0

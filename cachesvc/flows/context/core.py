@@ -124,6 +124,27 @@ class Storage(Protocol):
         """A model has left the ledger; nothing of it is under way."""
 
 
+class Promise(NamedTuple):
+    """Answer of another node that was asked for blocks. ``lent``: how many of the first it lends from now on; behind
+    these, engines there are ``computing`` blocks. ``epoch``: of its life. ``problem``: why there is no answer."""
+
+    lent: int = 0
+    computing: int = 0
+    epoch: int = 0
+    problem: str = ""
+
+
+class Lenders(Protocol):
+    """Other nodes, which compute blocks for this one. Calls return at once."""
+
+    def is_here(self, peer: str) -> bool:
+        """True where the address is this node's own."""
+
+    def ask(self, model: Model, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]) -> str:
+        """Ask the node at ``peer`` to lend what it has of packed ``keys``, and to wait for the first for ``seconds``.
+        ``told`` is called later, from the loop; a fetch then finds what is lent. Returns why that node is not asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Every bound that a caller can run into. Sizes in the unit of the name.
@@ -165,8 +186,8 @@ class Core:
     """Made once by the composition root; tests make their own.
 
     ``new_name`` gives lease ids. ``on_refused``: called with ``(ticket, reason)`` of a transfer that the mover refused;
-    it has failed by then. ``on_sealed``: called with ``(model, replica, row of the last, count)`` once for each Publish
-    that sealed blocks. ``chores``: background tasks, for when no call is served; ``on_ended`` is called with tickets
+    it has failed by then. ``on_sealed``: called with ``(model, replica, row of the last, count)`` for each Publish that
+    sealed blocks. ``chores``: background tasks, for when no call is served; ``on_ended`` is called with tickets
     that end by one. ``storage``: None where none is configured; ``on_wanted``: called when blocks of a model wait to be
     written to it.
     """
@@ -181,10 +202,11 @@ class Core:
     next_model: int = 1
     new_name: Callable[[], str] = field(default_factory=lambda: map(str, itertools.count(1)).__next__)
     on_refused: Callable[[int, str], None] | None = None
-    on_sealed: Callable[[int, int, int, int], None] | None = None
+    on_sealed: list[Callable[[int, int, int, int], None]] = field(default_factory=list)
     chores: Chores = field(default_factory=deque)
     on_ended: Callable[[list[int]], None] | None = None
     storage: Storage | None = None
+    lenders: Lenders | None = None
     on_wanted: Callable[[Model], None] | None = None
 
     def count(self, name: Count, amount: int = 1) -> None:

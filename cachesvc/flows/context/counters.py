@@ -29,6 +29,14 @@ class Count(StrEnum):
     STORAGE_FETCHED_BLOCKS = "storage_fetched_blocks"
     STORAGE_KEPT_BLOCKS = "storage_kept_blocks"
     STORAGE_NOT_KEPT_BLOCKS = "storage_not_kept_blocks"
+    EXPECTATIONS = "expectations"
+    EXPECTATIONS_REFUSED = "expectations_refused"
+    EXPECTATIONS_ENDED_ARRIVED = "expectations_ended_arrived"
+    EXPECTATIONS_ENDED_SILENT = "expectations_ended_silent"
+    EXPECTATIONS_ENDED_ABSENT = "expectations_ended_absent"
+    EXPECTATIONS_ENDED_UNREACHABLE = "expectations_ended_unreachable"
+    EXPECTATIONS_ENDED_OTHER = "expectations_ended_other"
+    EXPECTED_BLOCKS = "expected_blocks"
     LENT_BLOCKS = "lent_blocks"
     LENT_BLOCKS_BACK = "lent_blocks_back"
     LEASES_LOST = "leases_lost"
@@ -53,3 +61,12 @@ LEASES_ENDED = {
     LeaseEnd.OTHER: Count.LEASES_ENDED_OTHER,
 }
 """Counter of each end of a lease."""
+
+EXPECTATIONS_ENDED = {
+    "arrived": Count.EXPECTATIONS_ENDED_ARRIVED,
+    "silent": Count.EXPECTATIONS_ENDED_SILENT,
+    "absent": Count.EXPECTATIONS_ENDED_ABSENT,
+    "unreachable": Count.EXPECTATIONS_ENDED_UNREACHABLE,
+    "restarted": Count.EXPECTATIONS_ENDED_UNREACHABLE,
+}
+"""Counter of each end of an expectation; others count as OTHER."""

@@ -64,9 +64,9 @@ def sealed_new(core: Core, call: Call, keys: Seq[bytes], paths: Seq[Seq[int]]) -
     model = call.model
     model.reuse.computed_all(keys)
     model.reuse.published += len(keys)
-    if core.on_sealed is not None:
+    for listener in core.on_sealed:
         for path in paths:
-            core.on_sealed(model.id, call.replica.id, path[-1], len(path))
+            listener(model.id, call.replica.id, path[-1], len(path))
     core.count(Count.PUBLISHED_BLOCKS, len(keys))
 
 
@@ -89,8 +89,8 @@ def sealing(core: Core, call: Call, keys: bytes, rows: Seq[int]) -> None:
 
 def sealed_known(core: Core, call: Call, sequence: Sequence, blocks: int, sealed: Sealed) -> None:
     """Blocks of a sequence have been sealed, ``blocks`` with those that others had sealed first."""
-    if core.on_sealed is not None and sequence.anchor != NO_ROW:
-        core.on_sealed(call.model.id, call.replica.id, sequence.anchor, blocks)
+    for listener in core.on_sealed if sequence.anchor != NO_ROW else ():
+        listener(call.model.id, call.replica.id, sequence.anchor, blocks)
     core.count(Count.PUBLISHED_BLOCKS, len(sealed.rows))
     core.count(Count.DUPLICATE_BLOCKS, len(sealed.doubles))
 

@@ -7,6 +7,7 @@ from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN
+from cachesvc.flows.storage.expected import follow
 from cachesvc.flows.storage.fetch import fetched_blocks, reach
 from cachesvc.flows.storage.uses import note_hit
 from cachesvc.flows.transfer.backup import back_up_reused
@@ -19,6 +20,7 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, KeyMisplaced, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.policy.hints import RequestHint, hinted
 
 MOST_CLOCK_SECONDS = 1e10
 """Three hundred years: sums of ages stay numbers."""
@@ -35,11 +37,12 @@ def match(
     sharing: Sharing | None = None,
     waited: float = 0.0,
     clock: float | None = None,
+    retention: RequestHint = RequestHint.DEFAULT,
 ) -> Matched | Wait:
     """Open ``sequence_id`` under the lease with the longest hit of packed ``keys``.
 
     ``waited``: seconds since the request came to its engine, ``MOST_WAITED_SECONDS`` at most. ``clock``: by which
-    eviction goes from now on.
+    eviction goes from now on. ``retention``: the engine's hint on the blocks that it uses and computes.
 
     With ``sharing`` it may first wait for what other replicas and storage have. Raises InvalidRequest (ragged keys, an
     id of no process), LimitExceeded, Conflict (the sequence is open), DaemonDraining.
@@ -54,18 +57,21 @@ def match(
     if isinstance(hit, Wait):
         return hit
     sequence = Sequence(sequence_id, lease.id, model.id, call.replica.id, model.blocks, place, keys)
-    sequence.hold(hit, core.ledger.stamp())
+    sequence.follow_hint(retention)
+    sequence.hold(hit, hinted(core.ledger.stamp(), retention, place.pools[place.lead].usable))
     lease.sequences[sequence_id] = sequence
     sequence.charge(core.ledger.key_bytes, lease.party)
     stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)
-    observers.matched(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
-    note_hit(core, model, hit.row)
-    if core.writing.counts_reuse and hit.row != NO_ROW:
-        back_up_reused(core, model, call.replica, hit.row)
+    coming = 0 if sharing is None else sharing.coming
+    if not coming:  # else its caller matches again before it uses the hit
+        observers.matched(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
+        note_hit(core, model, hit.row)
+        if core.writing.counts_reuse and hit.row != NO_ROW:
+            back_up_reused(core, model, call.replica, hit.row)
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks
     tables = [GroupCells(group, 0, table[:]) for group, table in enumerate(sequence.tables)] if device else ()
-    computing = _computing(model, keys, hit.blocks) if model.blocks.computing else 0
-    return Matched(device, host, computing, tuple(tables), min(stored, host), hit.full_blocks)
+    computing = computing_blocks(model, keys, hit.blocks) if model.blocks.computing else 0
+    return Matched(device, host, computing, tuple(tables), min(stored, host), hit.full_blocks, coming)
 
 
 def check_request(core: Core, call: Call, sequence_id: int, keys: bytes) -> None:
@@ -120,7 +126,9 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
     if sharing is None:
         return hit
     wait = share(core, call, keys, max_blocks, hit, sharing) if len(call.model.replicas) > 1 else None
-    if wait is None and core.storage is not None:
+    if wait is None and sharing.expected is not None:
+        wait = follow(core, call, keys, max_blocks, hit, sharing)
+    if wait is None and core.storage is not None and not sharing.coming:
         wait = reach(core, call, keys, max_blocks, hit, sharing)
     return hit if wait is None else wait
 
@@ -133,8 +141,8 @@ def check_keys(lease: Lease, keys: bytes) -> None:
         raise LimitExceeded("block keys", len(keys) // KEY_BYTES, lease.blocks_per_sequence)
 
 
-def _computing(model: Model, keys: bytes, first: int) -> int:
-    """Number of blocks after the hit that other requests are computing now. They declare keys root first, so these are
+def computing_blocks(model: Model, keys: bytes, first: int) -> int:
+    """Number of blocks from ``first`` on that requests are computing now. They declare keys root first, so these are
     a run, whose end is found by bisection."""
     low = first
     middle = high = len(keys) // KEY_BYTES

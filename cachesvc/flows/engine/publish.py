@@ -8,7 +8,9 @@ is sealed by itself: they are duplicates of what others sealed first, or blocks 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ from cachesvc.flows.engine.match import check_keys
 from cachesvc.flows.engine.states import NamedStates, named_states, seal_states
 from cachesvc.flows.transfer.backup import back_up
 from cachesvc.flows.transfer.transfers import wait_for
-from cachesvc.ledger.block_tables import Sealed
+from cachesvc.ledger.block_tables import BlockTables, Sealed
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model
@@ -33,6 +35,7 @@ from cachesvc.model.columns import Publishes, before_repeated
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, LedgerBroken, NotOwned
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING
+from cachesvc.policy.hints import RequestHint, hinted
 
 
 class Blocked(NamedTuple):
@@ -326,10 +329,12 @@ def _commit_new(core: Core, call: Call, fresh: NewBlocks, named: NamedStates | N
     sequences, keys, _ = fresh
     reuses = _take_reuses(model, keys)
     paths = seal_new(replica.place, fresh, core.ledger.stamps(len(keys) + len(sequences)), reuses)
+    _restamp(replica.place, sequences, paths)
     if named is not None:  # before the blocks are copied to the host: their states go along
         seal_states(core, call, fresh.tables[0], named)
     if core.writing.copies_when_sealed:  # by one transfer: each costs more than its block
-        back_up(core, model, replica, list(chain.from_iterable(paths)))
+        kept = [path for each, path in zip(sequences, paths, strict=True) if each.retention != RequestHint.ONCE]
+        back_up(core, model, replica, list(chain.from_iterable(kept)))
     observers.sealed_new(core, call, keys, paths)
     return [sequence.sealed for sequence in sequences]
 
@@ -342,13 +347,27 @@ def _commit_known(core: Core, call: Call, known: Known, named: NamedStates | Non
     ready, pending = _until_filling(replica.place, rows)
     new = [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, row in enumerate(ready) if row == NO_ROW]
     observers.sealing(core, call, keys, ready)
-    sealed = sequence.seal(keys, ready, core.ledger.stamp, _take_reuses(model, new))
+    retention, blocks = RequestHint(sequence.retention), replica.place.pools[replica.place.lead].usable
+    stamp = partial(_hinted_stamp, core, retention, blocks)
+    sealed = sequence.seal(keys, ready, stamp, _take_reuses(model, new))
     if named is not None:
         seal_states(core, call, sequence, named)
-    if sealed.rows and core.writing.copies_when_sealed:
+    if sealed.rows and core.writing.copies_when_sealed and retention is not RequestHint.ONCE:
         back_up(core, model, replica, sealed.rows)
     observers.sealed_known(core, call, sequence, len(ready), sealed)
     return _answer(sequence, sealed, pending)
+
+
+def _hinted_stamp(core: Core, retention: RequestHint, blocks: int) -> int:
+    return hinted(core.ledger.stamp(), retention, blocks)
+
+
+def _restamp(place: Place, sequences: Iterable[BlockTables], paths: Iterable[Rows[int]]) -> None:
+    """Blocks that were just sealed count as used when their engines expect them to be."""
+    for each, path in zip(sequences, paths, strict=True):
+        if each.retention:
+            kind, blocks = RequestHint(each.retention), place.pools[place.lead].usable
+            each.ledger.index.restamp(path, partial(hinted, retention=kind, pool_blocks=blocks))
 
 
 def _take_reuses(model: Model, keys: Iterable[bytes]) -> dict[bytes, int]:

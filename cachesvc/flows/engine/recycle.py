@@ -179,6 +179,9 @@ def _check_computed(model: Model, sequence: Sequence, computed_tokens: int, dead
 
 
 def _dead_blocks(model: Model, group: int, computed_tokens: int) -> int:
-    """Number of blocks of a sequence that no query from ``computed_tokens`` on looks back to, but for sinks."""
+    """Number of blocks of a sequence that no query from ``computed_tokens`` on looks back to, but for sinks. 0 of
+    scratch: how long that is used, the engine says."""
     layout = model.layout
+    if layout.groups[group].is_scratch:
+        return 0
     return max(0, computed_tokens - layout.window_of(group) + 1) // layout.block_tokens

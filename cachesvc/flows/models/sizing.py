@@ -13,6 +13,7 @@ from cachesvc.flows.models.tenant_budget import Budget, Memory, memory_of
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import CacheError, LimitExceeded, PoolExhausted
 from cachesvc.model.layout import Layout
+from cachesvc.model.text.sizes import describe_bytes
 from cachesvc.swap.headroom import Headroom, PoolSizes
 
 MAX_POOL_PAGES = 1 << 22
@@ -224,6 +225,22 @@ class _Sizing:
             left // block_bytes,
             then.left_on(new.devices) // block_bytes,
             now.device_capacity // block_bytes,
+            self._remedy(block_bytes, now.device_capacity),
+        )
+
+    def _remedy(self, block_bytes: int, capacity_bytes: int) -> str:
+        """Remedy for a device pool that cannot hold a block, or that other models hold. Names no model: the caller may
+        be of another tenant than theirs."""
+        if block_bytes * self._new.pages_least > capacity_bytes:
+            return (
+                f"one block takes {describe_bytes(block_bytes)}, the pool has {describe_bytes(capacity_bytes)}: have "
+                "the operator give the daemon a larger --device-pool, or register smaller blocks"
+            )
+        if self._new.device_pool.pages or not self._others.models:
+            return ""
+        return (
+            "other models have the rest of the pool: register each with its part (device_share=0.5), or have an "
+            "operator evict one (cachesvc models, cachesvc evict --model NAME)"
         )
 
     def _no_host_memory(self) -> PoolExhausted:
@@ -243,7 +260,9 @@ def _too_many(pool: str, pages: int, block_bytes: int) -> LimitExceeded:
     return LimitExceeded(what, pages, MAX_POOL_PAGES)
 
 
-def _exhausted(pool: str, pages: tuple[int, ...], free: int, free_without_idle: int, capacity: int) -> PoolExhausted:
+def _exhausted(
+    pool: str, pages: tuple[int, ...], free: int, free_without_idle: int, capacity: int, remedy: str = ""
+) -> PoolExhausted:
     return PoolExhausted(
         pool=pool,
         wanted=max(pages, default=1),
@@ -252,4 +271,5 @@ def _exhausted(pool: str, pages: tuple[int, ...], free: int, free_without_idle: 
         pinned=capacity - free_without_idle,
         quarantined=0,
         capacity=capacity,
+        remedy=remedy,
     )

@@ -22,10 +22,11 @@ from cachesvc.flows.transfer.transfers import land
 from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.ledger.index.pins import Keep, Pin, kept
 from cachesvc.ledger.index.tier_copies import NO_ROW
-from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.storage_state import Fetch
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.numbers.sharing import Party
 from cachesvc.model.transfer import DONE, Inward, Urgency
 
 MOST_BLOCKS = 1024
@@ -69,7 +70,7 @@ def reach(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharin
         if expected is None:
             expected = PEEKED_BLOCKS if fetch is None else len(ahead) // KEY_BYTES
         asked = min(wanted - hit.blocks, expected)
-        begun = _begin(core, call, keys, hit, asked)
+        begun = begin_fetch(core, model, call.replica, call.lease.party, keys, hit, asked)
         if begun is None or isinstance(begun, Wait):
             return begun
         joined = begun
@@ -84,14 +85,16 @@ def fetched_blocks(hit: Hit, sharing: Sharing) -> int:
     """Number of blocks of a hit that came with the fetches its call waited for, and were not in place before."""
     last = sharing.fetch
     if last is None:
-        return 0
+        return min(sharing.arrived, hit.blocks - hit.device_blocks)
     first = sharing.fetched_first if sharing.passed_on else max(hit.device_blocks, sharing.fetched_first)
     return max(0, min(hit.blocks, last.first + last.admitted) - first)
 
 
-def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch | Wait | None:
-    """Take pages for the next ``blocks`` blocks, or as many as can be had, and ask for them."""
-    model, host = call.model, call.model.blocks.host
+def begin_fetch(
+    core: Core, model: Model, replica: Replica, party: Party, keys: bytes, hit: Hit, blocks: int
+) -> Fetch | Wait | None:
+    """Take pages for the ``blocks`` blocks behind a hit, or as many as can be had, and ask for them."""
+    host = model.blocks.host
     assert core.storage is not None
     most = host.usable_blocks // HOST_SHARE
     blocks = min(blocks, most)
@@ -104,10 +107,10 @@ def _begin(core: Core, call: Call, keys: bytes, hit: Hit, blocks: int) -> Fetch 
     blocks = min(blocks, host.free_blocks)
     if blocks <= 0:
         return None
-    ticket = core.ledger.tickets.open(model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=call.lease.party)
+    ticket = core.ledger.tickets.open(model.id, replica.id, Inward.FETCH, Urgency.AWAITED, party=party)
     ticket.moved_blocks = blocks
     ticket.size_bytes = blocks * sum(model.layout.page_bytes(g) * model.layout.host_ranks(g) for g in host.full_groups)
-    places = (call.replica.place, *model.blocks.index.places)  # a pin on the host keeps its copies of the path there
+    places = (replica.place, *model.blocks.index.places)  # a pin on the host keeps its copies of the path there
     place = next((each for each in places if hit.row != NO_ROW and each.is_hittable(hit.row)), host)
     first, last = hit.blocks * KEY_BYTES, (hit.blocks + blocks) * KEY_BYTES
     names = tuple(keys[at : at + KEY_BYTES] for at in range(first, last, KEY_BYTES))
@@ -182,12 +185,19 @@ def _admit(core: Core, model: Model, fetch: Fetch) -> bool:
         model.stored.end(fetch)
         if core.ledger.tickets.is_running(fetch.ticket):
             core.ledger.tickets.running[fetch.ticket].moved_blocks = fetch.admitted
-            ended = land(core, fetch.ticket, DONE)
-            if ended and core.on_ended is not None:
-                core.on_ended(ended)
+            end_ticket(core, fetch.ticket)
+        for call in fetch.then:
+            call()
     elif fetch.is_done:
         model.stored.fetches.pop(fetch.ticket, None)
     return True
+
+
+def end_ticket(core: Core, ticket: int) -> None:
+    """End the ticket of a wait for storage: calls that wait go on."""
+    ended = land(core, ticket, DONE)
+    if ended and core.on_ended is not None:
+        core.on_ended(ended)
 
 
 def _note_admitted(core: Core, model: Model, fetch: Fetch) -> None:

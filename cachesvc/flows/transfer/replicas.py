@@ -27,7 +27,7 @@ from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.storage_state import Fetch
 from cachesvc.ledger.tickets import Ticket
-from cachesvc.model.answers import Wait
+from cachesvc.model.answers import Expected, Wait
 from cachesvc.model.errors import LimitExceeded, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency
@@ -41,7 +41,8 @@ class Sharing:
     ``ticket``: the load from another replica that the call began; with it the replica has ``blocks`` blocks in place.
     ``fetch``: what it waits for from storage, since ``fetch_since``; the first one was from block ``fetched_first`` on.
     ``goes_on``: it waits for what lies behind that one. ``in_pieces``: the host cannot hold all that storage has; the
-    device has ``passed_on`` blocks of it by then.
+    device has ``passed_on`` blocks of it by then. ``expected``: what the caller expects of another node; ``coming``
+    blocks of it are on their way still, and ``arrived`` came; the call waits for them since ``expects_since``.
     """
 
     urgency: Urgency = Urgency.AWAITED
@@ -56,6 +57,10 @@ class Sharing:
     goes_on: bool = False
     in_pieces: bool = False
     passed_on: int = 0
+    expected: Expected | None = None
+    expects_since: float | None = None
+    coming: int = 0
+    arrived: int = 0
 
 
 class _Source(NamedTuple):

@@ -174,7 +174,8 @@ class BlockIndex(Paths):
         first = len(self.keys)
         more = min(max(first, LEAST_ROWS), MOST_ROWS)
         self.keys.extend([None] * more)
-        for each in (self.parent, self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
+        self.parent.extend(array("i", (NO_ROW,)) * more)
+        for each in (self.depth, self.head, self.children, self.stamp, self.reached, self.hits):
             each.frombytes(bytes(each.itemsize * more))
         if self.follows_requests:
             self.segments.frombytes(bytes(4 * more))
@@ -231,13 +232,20 @@ class BlockIndex(Paths):
         return not self.keys
 
     def touch(self, row: int, stamp: int) -> None:
-        """Stamp an access. Only the deepest block of an access is stamped; a parent inherits when a child goes."""
+        """Stamp an access, unless a hint has given the row a later one. Only the deepest block of an access is stamped;
+        a parent inherits when a child goes."""
         moved = [order for order in self.orders if order.remove(row)]
-        self.stamp[row] = stamp
+        if stamp > self.stamp[row]:
+            self.stamp[row] = stamp
         if self.hits[row] < HITS_MAX:
             self.hits[row] += 1
         for order in moved:
             order.update(row)
+
+    def restamp(self, path: Sequence[int], stamp: Callable[[int], int]) -> None:
+        """Give rows that no order has filed yet the access numbers that ``stamp`` makes of theirs."""
+        for row in path:
+            self.stamp[row] = stamp(self.stamp[row])
 
     def inherit(self, row: int, stamp: int) -> None:
         """A child of ``row`` that was last used at ``stamp`` goes from a place: leaf-first order stays the order of

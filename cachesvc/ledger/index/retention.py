@@ -21,18 +21,18 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, READY
 
 ROWS_LOOKED = 512
-"""Rows that are climbed to find other copies. What is farther away counts as this far."""
+"""Rows that are climbed to find other copies or positions. What is farther away counts as this far, or as not there."""
 TICKS = 1000
 """Order of positions in a queue, to the millisecond."""
 
 
 def kin_of(layout: Layout, shares: Sequence[Sequence[int]]) -> tuple[Kin, ...]:
-    """The windowed groups that draw from pools of full groups, those with the same needs together."""
+    """The windowed groups with copies that draw from pools of full groups, those with the same needs together."""
     found: dict[tuple[int, int, int], list[int]] = {}
     for at, groups in enumerate(shares):
         full = sum(group in layout.full_groups for group in groups)
         for group in groups if full else ():
-            if group in layout.window_groups:
+            if group in layout.window_groups and group not in layout.scratch_groups:
                 found.setdefault((at, hit_window_blocks(layout, group), layout.sink_blocks(group)), []).append(group)
     return tuple(
         Kin(tuple(groups), window, sinks, sum(group in layout.full_groups for group in shares[at]))
@@ -148,16 +148,17 @@ class Retention:
                 order.update(each)
 
     def _link(self, row: int) -> None:
-        """Link the positions from ``row`` up, to where those above are linked already."""
+        """Link the positions from ``row`` up, to where those above are linked already, or too far away."""
         parent, classes, below = self._index.parent, self.rule.classes, self.below
-        last, at = row, parent[row]
-        while at != NO_ROW:
+        last, at, climbed = row, parent[row], 0
+        while at != NO_ROW and climbed < ROWS_LOOKED:
+            climbed += 1
             if classes[at]:
                 is_linked = below[at] == last
                 below[at] = last
                 if is_linked:
                     return
-                last = at
+                last, climbed = at, 0
             at = parent[at]
 
     # -- distances ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
@@ -25,7 +26,8 @@ FEW_POSITIONS, MANY_POSITIONS = 64, 4096
 
 
 def hit_window_blocks(layout: Layout, group: int) -> int:
-    """Blocks before a hit's end that a windowed group must have: enough to compute the hit's last token again."""
+    """Blocks before a hit's end that a windowed group must have: enough to compute the hit's last token again; 0 of
+    scratch."""
     return -(-layout.window_of(group) // layout.block_tokens)
 
 
@@ -50,10 +52,11 @@ class WindowNeed(NamedTuple):
 
 
 def window_needs(layout: Layout) -> tuple[WindowNeed, ...]:
-    """Needs of each windowed group."""
+    """Needs of each windowed group whose copies a hit needs."""
     return tuple(
         WindowNeed(group, hit_window_blocks(layout, group), layout.sink_blocks(group), layout.groups[group].is_state)
         for group in layout.window_groups
+        if group not in layout.scratch_groups
     )
 
 
@@ -112,6 +115,8 @@ class WindowSearch:
         blocks: int,
     ) -> None:
         self._needs = needs
+        self._windows = [need for need in needs if not need.is_state]
+        self._states = [need.group for need in needs if need.is_state]
         self._prefix = prefix
         self._index = prefix.index
         self._place = place
@@ -130,20 +135,20 @@ class WindowSearch:
         for group, _, sinks, _ in self._needs:
             if sinks:
                 best = self._shorter(group, best, self._first_gap(group, 0, min(best, sinks), best))
-        whole_from = [best] * len(self._needs)
-        at = 0
-        checked = 0
-        while checked < len(self._needs):
-            group, window, _, is_state = self._needs[at]
-            if is_state:
-                gap = self._last_state(group, best)
+        whole_from = [best] * len(self._windows)
+        steps = len(self._windows) + bool(self._states)
+        at = checked = 0
+        while checked < steps:
+            if at == len(self._windows):
+                group, gap = self._states[0], self._last_states(best)
             else:
+                group, window, _, _ = self._windows[at]
                 first, last = max(0, best - window), min(whole_from[at], best)
                 gap = self._first_gap(group, first, last, best)
                 whole_from[at] = min(first, last) if gap == best else gap
             checked = checked + 1 if gap == best else 0
             best = self._shorter(group, best, gap)
-            at = (at + 1) % len(self._needs)
+            at = (at + 1) % steps
         return best
 
     def in_place(self, blocks: int) -> int:
@@ -164,27 +169,34 @@ class WindowSearch:
             self.lost[group] = self.lost.get(group, 0) + best - blocks
         return blocks
 
-    def _last_state(self, group: int, blocks: int) -> int:
-        """The most blocks, of ``blocks``, at whose end there is a state. Most positions have none, so they are looked
-        at many at a time."""
-        index, here = self._index, np.frombuffer(self._place.states[group], np.uint8)
-        there = None if self._host is None else np.frombuffer(self._host.states[group], np.uint8)
-        count, left = FEW_POSITIONS, blocks
+    def _last_states(self, blocks: int) -> int:
+        """The most blocks, of ``blocks``, at whose end each group of states has one. Most positions have none, so they
+        are looked at many at a time, and those of all groups together: one may have them where another has none."""
+        index, count, left = self._index, FEW_POSITIONS, blocks
         while left > 0:
             rows = column(index.last_rows(self._prefix.row(left - 1), count))
-            found = here[rows] == READY
-            if there is not None:
-                found |= there[rows] == READY
             position: int
-            for position in (left - len(rows) + np.flatnonzero(found)[::-1]).tolist():
+            for position in (left - len(rows) + np.flatnonzero(self._may_have_states(rows))[::-1]).tolist():
                 row = int(rows[position - left])
-                if position < self._device_blocks and here[row] == READY:
-                    return position + 1
-                if self._is_loadable(group, position, row):
+                if all(self._has_state(group, position, row) for group in self._states):
                     return position + 1
             left -= len(rows)
             count = min(2 * count, MANY_POSITIONS)
         return 0
+
+    def _may_have_states(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """True where the device or the host has a state of each group."""
+        found = np.ones(len(rows), np.bool_)
+        for group in self._states:
+            mine = np.frombuffer(self._place.states[group], np.uint8)[rows] == READY
+            if self._host is not None:
+                mine |= np.frombuffer(self._host.states[group], np.uint8)[rows] == READY
+            found &= mine
+        return found
+
+    def _has_state(self, group: int, position: int, row: int) -> bool:
+        is_here = position < self._device_blocks and self._place.states[group][row] == READY
+        return is_here or self._is_loadable(group, position, row)
 
     def _first_gap(self, group: int, first: int, last: int, otherwise: int) -> int:
         """The first position of ``[first, last)`` whose windowed copy is missing; ``otherwise`` if there is none."""

@@ -153,9 +153,8 @@ class PagePool:
         if len(pages) < AT_ONCE:
             self._move_few(sorted(pages), target)
             return
-        column = np.sort(np.asarray(pages, np.int32))
-        gaps = np.diff(column)
-        if column[0] < 0 or column[-1] >= self.pages or not gaps.all():
+        column = self._rising(np.asarray(pages, np.int32))
+        if column is None:
             raise IllegalMove(
                 f"{self.name}: {len(pages)} pages", "pages that are not distinct pages of the pool", target
             )
@@ -170,9 +169,21 @@ class PagePool:
         self._state_column[column] = target
         if target == FREE:
             self._free_column[column] = True
-            starts = np.flatnonzero(np.append(True, gaps != 1))
+            starts = np.flatnonzero(np.append(True, np.diff(column) != 1))
             longest = int(np.argmax(np.diff(starts, append=len(column))))
             self._hints.extend(column[[*starts[-HINTS_LOOKED_AT:], starts[longest]]].tolist())
+
+    def _rising(self, pages: Column) -> Column | None:
+        """Pages in their order; None where they are not distinct pages of the pool."""
+        if int(pages.min()) < 0 or int(pages.max()) >= self.pages:
+            return None
+        if len(pages) * PAGES_A_PAGE < self.pages:
+            rising = np.sort(pages)
+            return rising if np.diff(rising).all() else None
+        named = np.zeros(self.pages, np.bool_)  # a sort takes three times as long
+        named[pages] = True
+        rising = np.flatnonzero(named).astype(np.int32)
+        return rising if len(rising) == len(pages) else None
 
     def _move_few(self, pages: list[int], target: PageState) -> None:
         states, added = self.states, self._added

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 import numpy as np
 
 from cachesvc.ledger.pages.change_log import NO_ROW
-from cachesvc.model.numbers.int32s import Column, array_of
+from cachesvc.model.numbers.int32s import Column, array_of, column
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 FEW_ROWS, RUN_ROWS = 32, 2048
 """Number of a path's rows that are read one by one, and number read at a time after those, while they lie in a row."""
+SHORT_RUNS, ROWS_LOOKED_AT = 32, 256
+"""Ranges after which a long path counts as scattered, and rows of the index to look at for each row of a path."""
 
 
 class Paths:
@@ -39,16 +40,19 @@ class Paths:
 
     def last_rows(self, row: int, count: int) -> array[int]:
         """The last ``count`` rows (fewer where the root is nearer) of the path down to ``row``, root first."""
-        left = max(count, 0)
-        runs: list[Column] = [np.empty(0, np.int32)]
-        for first, last in self._runs(row):
-            if not left:
-                break
-            length = min(last - first, left)
-            runs.append(np.arange(last - length, last, dtype=np.int32))
-            left -= length
-        runs.reverse()
-        return array_of(np.concatenate(runs))
+        left, runs = max(count, 0), 0
+        parts: list[Column] = [np.empty(0, np.int32)]
+        while left and row != NO_ROW:
+            part = None
+            if runs == SHORT_RUNS:  # few of them: one look at all rows costs less than as many again
+                part, runs = self._part_of_chain(row, left), 0
+            if part is None:
+                part, runs = np.arange(max(self._run_start(row), row + 1 - left), row + 1, dtype=np.int32), runs + 1
+            parts.append(part)
+            left -= len(part)
+            row = self.parent[part[0]]
+        parts.reverse()
+        return array_of(np.concatenate(parts))
 
     def rows_above(self, tip: int, most: int) -> tuple[Ints, int]:
         """Up to ``most`` rows from ``tip`` up, and the one above them. Rows that came together mostly lie in a row:
@@ -72,19 +76,30 @@ class Paths:
                 row = parent[first]
         return np.array(rows, np.int64), row
 
-    def _runs(self, tip: int) -> Iterator[tuple[int, int]]:
-        """The rows from ``tip`` up to the root as ranges, in each of which every row is the parent of the next: rows
-        that came together mostly are."""
-        parent = self.parent
-        row = tip
-        while row != NO_ROW:
-            first, few = row, max(row - FEW_ROWS, 0)
-            while first > few and parent[first] == first - 1:
-                first -= 1
-            if first and first == few:
-                low = max(first - RUN_ROWS, 0)
-                above = np.frombuffer(parent, np.int32, first - low + 1, 4 * low)
-                ends = np.flatnonzero(above != np.arange(low - 1, first, dtype=np.int32))
-                first = low + int(ends[-1]) if len(ends) else low
-            yield first, row + 1
-            row = parent[first]
+    def _run_start(self, row: int) -> int:
+        """The first row of a range that ends with ``row``, in which every row is the parent of the next: rows that came
+        together mostly are."""
+        parent, first, few = self.parent, row, max(row - FEW_ROWS, 0)
+        while first > few and parent[first] == first - 1:
+            first -= 1
+        if not first or first != few:
+            return first
+        low = max(first - RUN_ROWS, 0)
+        above = np.frombuffer(parent, np.int32, first - low + 1, 4 * low)
+        ends = np.flatnonzero(above != np.arange(low - 1, first, dtype=np.int32))
+        return low + int(ends[-1]) if len(ends) else low
+
+    def _part_of_chain(self, row: int, most: int) -> Column | None:
+        """Up to ``most`` rows of one chain, down to ``row``, by a look at every row's chain; None where the chain has
+        too few for that. It takes the same time wherever the rows lie."""
+        head, depth = self.head[row], self.depth[row]
+        count = min(most, depth - self.depth[head] + 1)
+        if count < max(RUN_ROWS, len(self.head) // ROWS_LOOKED_AT):
+            return None
+        found = np.flatnonzero(np.frombuffer(self.head, np.uint32) == head)
+        above, depths = column(self.parent)[found], column(self.depth)[found]
+        is_live = (above != NO_ROW) | (found == head)  # rows that are not in use have a chain and no parent
+        wanted = is_live & (depths > depth - count) & (depths <= depth)
+        out = np.empty(count, np.int32)
+        out[depths[wanted] - (depth - count + 1)] = found[wanted]
+        return out

@@ -35,7 +35,8 @@ class Kin(NamedTuple):
 class PlacePools:
     """``pools[g]``: of each group. ``shares``: the groups by pool, ``full_in`` how many of these have no window.
 
-    ``states[g]``: the state of each row's copy in a group. ``kin``: the windowed groups whose copies a policy values.
+    ``states[g]``: the state of each row's copy in a group. ``unsealed_groups``: those whose pages stay their sequence's
+    own when its blocks are sealed. ``kin``: the windowed groups whose copies a policy values.
     """
 
     def __init__(self, layout: Layout, pools: tuple[PagePool, ...], shares: tuple[tuple[int, ...], ...]) -> None:
@@ -45,6 +46,7 @@ class PlacePools:
         self.has_shared_pools = len(shares) < len(pools)
         self.full_groups = layout.full_groups
         self.state_groups = layout.state_groups
+        self.unsealed_groups = layout.state_groups + layout.scratch_groups
         self.states = [bytearray() for _ in layout.groups]
         self.kin: tuple[Kin, ...] = ()
 

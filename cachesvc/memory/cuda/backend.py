@@ -16,6 +16,7 @@ from functools import partial
 
 from cachesvc.memory.copy.arbiter import CopyRules
 from cachesvc.memory.copy.copy_thread import Clock, CopyThread, CopyThreads
+from cachesvc.memory.copy.peer_check import refused_of
 from cachesvc.memory.cuda.health import GpuHealth
 from cachesvc.memory.cuda.interface import GpuDevice, GpuMemory, GpuQueue
 from cachesvc.memory.cuda.regions import Region, Regions
@@ -29,7 +30,7 @@ from cachesvc.model.errors import InvalidRequest, NotFound, PoolExhausted, Unava
 from cachesvc.model.transfer import Direction
 
 SPARE_BYTES = 64 << 20
-"""Left of a device beside the pool, for what rounding slabs up to 2 MiB takes."""
+"""Left of a device beside the pool, for what rounding slabs up to 2 MiB takes, and for checks of its links."""
 ANSWER_S = 5.0
 """The longest that ``probe`` waits for GPUs to say that they work; they go on, and are not asked again meanwhile."""
 LOOK_S = 2.0
@@ -72,6 +73,7 @@ class CudaBackend:
         self._health = {uuid: GpuHealth(uuid) for uuid in self._gpus}
         self._devices: dict[str, Device] = {}
         self._reach: set[tuple[str, str]] = set()
+        self._refused: dict[tuple[str, str], str] = {}
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._slabs: dict[int, CudaSlab] = {}
@@ -116,6 +118,8 @@ class CudaBackend:
             self.close()
             raise
         self._running = True
+        self._refused = refused_of(self, self._reach)
+        self._reach -= self._refused.keys()
 
     def create_slab(self, device: str, size_bytes: int) -> CudaSlab:
         """Zeroed memory. Raises PoolExhausted (in bytes) when the budget or the GPU cannot hold it, Unavailable."""
@@ -127,13 +131,28 @@ class CudaBackend:
                 raise self._exhausted(at, size_bytes, free)
             at.used_bytes += size_bytes
         try:
-            memory = at.gpu.allocate(size_bytes, vmm=self._vmm)
+            return self._allocate(at, size_bytes, size_bytes)
         except MemoryError as error:
             self._give_back(at, size_bytes)
             raise self._exhausted(at, size_bytes, min(free, at.gpu.free_bytes())) from error
-        except RuntimeError as error:
+        except Unavailable:
             self._give_back(at, size_bytes)
-            raise Unavailable(f"GPU {device} gives no memory: {error}; nvidia-smi may say why") from error
+            raise
+
+    def create_scratch(self, device: str, size_bytes: int) -> CudaSlab:
+        """Zeroed memory out of what is spare beside the budget. Raises Unavailable."""
+        at = self._device(device)
+        at.health.check()
+        try:
+            return self._allocate(at, size_bytes, 0)
+        except MemoryError as error:
+            raise Unavailable(f"GPU {device} has no {size_bytes} bytes left to check its links: {error}") from error
+
+    def _allocate(self, at: Device, size_bytes: int, charged_bytes: int) -> CudaSlab:
+        try:
+            memory = at.gpu.allocate(size_bytes, vmm=self._vmm)
+        except RuntimeError as error:
+            raise Unavailable(f"GPU {at.gpu.uuid} gives no memory: {error}; nvidia-smi may say why") from error
         region = self._add_region(Region(memory.address, size_bytes, at.gpu))
 
         def drop(closed: CudaSlab) -> None:
@@ -141,7 +160,7 @@ class CudaBackend:
             self._drop_region(closed.region)
             self._slabs.pop(closed.region)
             at.health.attempt(memory.close)
-            self._give_back(at, size_bytes)
+            self._give_back(at, charged_bytes)
 
         slab = self._slabs[region] = CudaSlab(region, memory, size_bytes, drop)
         return slab
@@ -179,6 +198,10 @@ class CudaBackend:
         self._gpu(source)
         self._gpu(target)
         return source == target or (source, target) in self._reach
+
+    def refused_peers(self) -> dict[tuple[str, str], str]:
+        """Pairs of GPUs whose copies failed their check at the start."""
+        return dict(self._refused)
 
     def expedite(self, device: str, ticket: int) -> None:
         """A ticket's jobs on the device are awaited now."""

@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from cachesvc.memory.copy.arbiter import CopyRules
 from cachesvc.memory.copy.copy_thread import CopyThread, CopyThreads
@@ -141,12 +142,16 @@ class ShmBackend:
                 )
             self._used[device] += size_bytes
         try:
-            return self._map_slab(device, size_bytes)
-        except OSError as error:
+            return self._map_slab(device, size_bytes, size_bytes)
+        except Unavailable:
             self._give_back(device, size_bytes)
-            raise Unavailable(
-                f"no memory file for a slab on {device}: {error}; see ulimit -n and free memory"
-            ) from error
+            raise
+
+    def create_scratch(self, device: str, size_bytes: int) -> ShmSlab:
+        """Zeroed memory beside the budget. Raises Unavailable."""
+        self._check_running()
+        self._check_device(device)
+        return self._map_slab(device, size_bytes, 0)
 
     def timeline(self, device: str) -> HostTimeline:
         """The device's timeline."""
@@ -187,6 +192,10 @@ class ShmBackend:
         self._check_device(source)
         self._check_device(target)
         return True
+
+    def refused_peers(self) -> dict[tuple[str, str], str]:
+        """None: copies between them are within one process's memory."""
+        return {}
 
     def expedite(self, device: str, ticket: int) -> None:
         """A ticket's jobs on the device are awaited now."""
@@ -266,19 +275,23 @@ class ShmBackend:
         check_bounds(copies, self._sizes)
         run_copies(copies, self._regions)
 
-    def _map_slab(self, device: str, size_bytes: int) -> ShmSlab:
-        fd = sealed_memfd(f"kvcache-{device}", size_bytes)
-        try:
-            region = self._add_region(map_memfd(fd, size_bytes))
-        except OSError:
-            os.close(fd)
-            raise
+    def _map_slab(self, device: str, size_bytes: int, charged_bytes: int) -> ShmSlab:
+        with ExitStack() as undo:
+            try:
+                fd = sealed_memfd(f"kvcache-{device}", size_bytes)
+                undo.callback(os.close, fd)
+                region = self._add_region(map_memfd(fd, size_bytes))
+            except OSError as error:
+                raise Unavailable(
+                    f"no memory file for a slab on {device}: {error}; see ulimit -n and free memory"
+                ) from error
+            undo.pop_all()
 
         def drop(slab: ShmSlab) -> None:
             self._holds.end(slab.region)
             with self._lock:
                 del self._slabs[slab.region], self._regions[slab.region], self._sizes[slab.region]
-            self._give_back(device, size_bytes)
+            self._give_back(device, charged_bytes)
 
         slab = ShmSlab(region, size_bytes, fd, drop)
         with self._lock:

@@ -48,5 +48,16 @@ def parse_amount(text: object) -> int:
     return size
 
 
+def describe_bytes(count: float) -> str:
+    """A number of bytes with a binary unit, four digits at most before the point: ``12 B``, ``3.42 GiB``."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.2f} {unit}"
+    return f"{count / 1024:,.2f} TiB"
+
+
 def _probable_unit(number: int) -> str:
     return "GiB" if number < MOST_LIKELY_GIB else "MiB"

@@ -70,13 +70,13 @@ class Checksums:
     def start(self) -> None:
         """Begin to listen for publishes, unless it is off."""
         if self.mode != "off":
-            self._node.core.on_sealed = self._on_sealed
+            self._node.core.on_sealed.append(self._on_sealed)
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
         """Stop the task."""
-        self._node.core.on_sealed = None
         if self._task is not None:
+            self._node.core.on_sealed.remove(self._on_sealed)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None

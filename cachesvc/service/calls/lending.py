@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from cachesvc.flows.engine.match import computing_blocks
 from cachesvc.flows.storage.lend import Lending, end_lending, lend
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.lent import LentBlocks
@@ -23,6 +24,9 @@ from cachesvc.storage.shapes import Shape, Shapes, shapes_of
 MOST_BLOCKS = 1024
 """Most blocks of one lease."""
 MOST_LEASES = 256
+MOST_PATIENT = 256
+"""Most borrowers that wait for a first block at a time; others are answered at once."""
+MOST_PATIENCE_SECONDS = 10.0
 LEND_SECONDS = 0.4
 """Longest wait of a borrower for what is on a device alone, seconds: it gives up asking a little later."""
 
@@ -39,14 +43,19 @@ class LendingDesk:
         self._node = node
         self._view = view
         self._lent: dict[int, tuple[Model, LentBlocks]] = {}
+        self._waiting: dict[int, set[asyncio.Future[None]]] = {}
+        node.core.on_sealed.append(self._on_sealed)
 
     @property
     def epoch(self) -> int:
         """Epoch of this daemon's life."""
         return self._node.epoch
 
-    async def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> Lent | None:
-        """Keep what is there; None: nothing is. Raises InvalidRequest, LimitExceeded, Unavailable."""
+    async def borrow(
+        self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float = 0.0
+    ) -> tuple[Lent | None, int]:
+        """Keep what is there; None: nothing is, and no first block was sealed for ``patience`` seconds. Beside it, the
+        number of blocks behind that an engine is computing. Raises InvalidRequest, LimitExceeded, Unavailable."""
         if not keys or len(keys) % KEY_BYTES:
             raise InvalidRequest(f"keys has {len(keys)} bytes, which are no keys of {KEY_BYTES}")
         if len(keys) // KEY_BYTES > MOST_BLOCKS:
@@ -55,7 +64,7 @@ class LendingDesk:
             raise LimitExceeded("leases of other nodes", len(self.desk) + 1, MOST_LEASES)
         found = self._find(scope)
         if found is None:
-            return None
+            return None, 0
         model, shapes = found
         wanted = self._wanted(shapes, parts)
         model.require_trusted()
@@ -64,12 +73,40 @@ class LendingDesk:
         def run() -> LentBlocks | Wait | None:
             return self._node.run_of(model.id, lend, self._node.core, model, keys, lending)
 
-        answer = run()
-        if isinstance(answer, Wait):
-            answer = await self._node.wait_out(run, answer, self._node.now() + LEND_SECONDS, OTHER_NODES, "borrow")
-        if answer is None:
-            return None
-        return await self._hand_out(model, scope, wanted, answer)
+        until = self._node.now() + min(patience, MOST_PATIENCE_SECONDS)
+        while True:
+            answer = run()
+            if isinstance(answer, Wait):
+                answer = await self._node.wait_out(run, answer, self._node.now() + LEND_SECONDS, OTHER_NODES, "borrow")
+            if answer is not None or not await self._sealed(model.id, until - self._node.now()):
+                break
+        here = 0 if answer is None else len(answer.rows)
+        computing = computing_blocks(model, keys, here) if model.blocks.computing else 0
+        return None if answer is None else await self._hand_out(model, scope, wanted, answer), computing
+
+    async def _sealed(self, model: int, seconds: float) -> bool:
+        """True once blocks of a model were sealed; False where the time is up, or too many wait."""
+        waiting = self._waiting.setdefault(model, set())
+        if seconds <= 0 or sum(map(len, self._waiting.values())) >= MOST_PATIENT:
+            return False
+        sealed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.add(sealed)
+        try:
+            await asyncio.wait_for(sealed, seconds)
+        except TimeoutError:
+            return False
+        finally:
+            waiting.discard(sealed)
+            if not waiting:
+                self._waiting.pop(model, None)
+        return True
+
+    def _on_sealed(self, model: int, replica: int, row: int, count: int) -> None:
+        """Wake borrowers that wait for a block of the model."""
+        del replica, row, count
+        for sealed in self._waiting.get(model, ()):
+            if not sealed.done():
+                sealed.set_result(None)
 
     def give_back(self, lease: int) -> None:
         """End a loan. Idempotent."""

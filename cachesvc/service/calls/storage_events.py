@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachesvc.flows.context.core import Core, Fetched, FetchedObject, FetchRequest, KeepRequest, StoredUse
+from cachesvc.flows.storage.expected import tick_expected
 from cachesvc.flows.storage.fetch import fetched
 from cachesvc.flows.storage.presence import forget, forget_all
 from cachesvc.flows.storage.uses import spread_all
@@ -84,6 +85,7 @@ class StorageFlows:
     def tick(self) -> None:
         """Do periodic work, on the ledger thread."""
         self.tiers.tick()
+        tick_expected(self._core)
         spread_all(self._core)
         pump_all(self._core)
 

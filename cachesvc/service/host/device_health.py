@@ -45,6 +45,7 @@ class DeviceHealth:
         self._probe_seconds = probe_seconds
         self._told = Serving(ready=True, live=True)
         self._known: dict[str, str] = {}
+        self._known_peers: dict[tuple[str, str], str] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -61,6 +62,10 @@ class DeviceHealth:
         """Broken devices, and the cause of each."""
         told = {device: self._backend.fault(device) for device in self._backend.devices()}
         return {device: reason for device, reason in told.items() if reason}
+
+    def refused_peers(self) -> dict[tuple[str, str], str]:
+        """Pairs (source, target) of devices whose copies go by the host, and why."""
+        return self._backend.refused_peers()
 
     def serving(self) -> Serving:
         """Current answers."""
@@ -89,7 +94,14 @@ class DeviceHealth:
                     if self._heals
                     else "restart the daemon when the engines of its other devices can do without it",
                 )
+        self._look_at_peers()
         await self.tell()
+
+    def _look_at_peers(self) -> None:
+        refused = self.refused_peers()
+        for (source, target), reason in refused.items() - self._known_peers.items():
+            events.warning("device_pair_refused", source=source, target=target, reason=reason)
+        self._known_peers = refused
 
     async def tell(self) -> None:
         """Tell health checks what is so now, where that has changed."""

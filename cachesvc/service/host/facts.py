@@ -70,6 +70,11 @@ class Facts:
     def attention(self, sees: Callable[[str], bool]) -> list[str]:
         """Sentences about what is broken; empty where nothing is. ``sees``: whether a tenant's matters are shown."""
         out = [f"device {uuid} is broken: {fault}" for uuid, fault in self.health.faults().items()]
+        out += [
+            f"copies from {source} to {target} are refused, hits there come by the host: {reason}; "
+            "check the link between the two GPUs (ACS, IOMMU, bridge)"
+            for (source, target), reason in self.health.refused_peers().items()
+        ]
         if self.host_pool.failure is not None:
             out.append(f"the host pool stays at {self.host_pool_ready_bytes} bytes: {self.host_pool.failure}")
         if stale := self.tokens_stale_seconds:

@@ -2,7 +2,8 @@
 
 An answer on a socket does not decide whether its files can be taken over: a daemon that ends has let go of
 it, yet still has memory to give back, and would then remove the files of the next one. So a daemon holds a lock beside
-its socket until nothing of it is left. A killed daemon's lock is free.
+its socket until nothing of it is left. Its movers hold the same lock: those of a killed daemon may have copies on their
+way to its memory, so the lock is free when the last of them has ended.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import os
 import socket
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from cachesvc.model.errors import Unavailable
+from cachesvc.model.text.printable import one_line
+from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
 
 GROUP_MODE = 0o660
@@ -25,6 +29,8 @@ LOCK_SUFFIX = ".lock"
 TAKE_SECONDS = 30.0
 """Time that a daemon waits for one that is ending, seconds: to unpin a large host pool takes a while."""
 LOOK_SECONDS = 0.02
+TELL_SECONDS = 0.5
+"""Time after which a daemon that waits says for what, seconds."""
 MOST_GROUP = (1 << 32) - 2
 """Highest group id: the number above it means no change."""
 
@@ -45,18 +51,27 @@ class SocketClaim:
         """
         if not Path(self._path).parent.is_dir():
             raise Unavailable(
-                f"the folder of the socket {self._socket} does not exist; make it or choose another --socket"
+                f"the folder of the socket {self._socket} does not exist; make it (sudo install "
+                "-d -m 0750 -o USER FOLDER, or RuntimeDirectory=cachesvc in a systemd unit) or choose another --socket"
             )
-        until = time.monotonic() + self._wait_seconds
+        began, has_told = time.monotonic(), False
         while not self._try():
-            if _answers(self._socket):
+            if is_served(self._socket):
                 raise Unavailable(
                     f"socket {self._socket} is in use by a running daemon; stop it or choose another --socket"
                 )
-            if time.monotonic() > until:
+            waited = time.monotonic() - began
+            if waited > self._wait_seconds:
+                holders = _holders_of(self._path)
                 raise Unavailable(
-                    f"another daemon holds {self._path} and does not serve: it is starting or ending for more than "
-                    f"{self._wait_seconds:g} s; stop it or choose another --socket"
+                    f"{self._path} is held for more than {self._wait_seconds:g} s by {holders}: a daemon that starts "
+                    "or ends, or a mover of a killed one, which may still write to its memory; end it (kill -9), or "
+                    "choose another --socket"
+                )
+            if waited > TELL_SECONDS and not has_told:
+                has_told = True
+                events.warning(
+                    "start_waits", lock=self._path, holders=_holders_of(self._path), seconds=self._wait_seconds
                 )
             await asyncio.sleep(LOOK_SECONDS)
         try:
@@ -66,9 +81,16 @@ class SocketClaim:
             self.release()
             raise
 
+    def held(self) -> tuple[int, ...]:
+        """Descriptor of the lock, for processes that must end before the next daemon starts."""
+        return tuple(self._held)
+
     def release(self) -> None:
-        """Release the lock for the next daemon. Idempotent."""
-        while self._held:
+        """Release the lock for the next daemon, where no mover holds it still. Idempotent."""
+        if not self._held:
+            return
+        os.close(self._held.pop())
+        if self._try():  # a mover that cannot be ended keeps the file, by which the next daemon finds it
             Path(self._path).unlink(missing_ok=True)
             os.close(self._held.pop())
 
@@ -114,6 +136,25 @@ class SocketClaim:
         )
 
 
+def _holders_of(path: str) -> str:
+    """Processes that hold the lock ``path``, with their names, as far as this one may look."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if any(_is_lock(fd, path) for fd in (process / "fd").iterdir()):
+                name = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+                found.append(f"process {process.name} ({one_line(name)})")
+    return ", ".join(sorted(found)) or "a process of another user or another PID namespace"
+
+
+def _is_lock(fd: Path, path: str) -> bool:
+    """True for a descriptor by which the file is locked; others wait for it with theirs."""
+    with suppress(OSError):
+        is_there = fd.readlink().name == Path(path).name and os.path.samestat(fd.stat(), Path(path).stat())
+        return is_there and "FLOCK" in (fd.parent.parent / "fdinfo" / fd.name).read_text(encoding="utf-8")
+    return False
+
+
 def remove_socket(path: str) -> None:
     """Remove a socket's file, if it is still there."""
     Path(path).unlink(missing_ok=True)
@@ -149,7 +190,7 @@ def group_number(group: str) -> int:
     return number
 
 
-def _answers(path: str) -> bool:
+def is_served(path: str) -> bool:
     """True where a process listens on the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(path) == 0

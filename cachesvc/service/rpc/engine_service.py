@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from kvcache.v1 import common_pb2, engine_pb2, engine_pb2_grpc
@@ -24,13 +25,21 @@ from cachesvc.wire.convert import layout_from_proto, placements_to_proto
 
 
 class EngineService(engine_pb2_grpc.EngineServiceServicer):
-    """Register, Attach, Detach. ``registrar``: closes before the memory does."""
+    """Register, Attach, Detach. ``registrar``: closes before the memory does. ``peer_address``: where this node lends;
+    empty: nowhere."""
 
-    def __init__(self, edge: Edge, backend: DeviceMemory, quotas: Quotas | None = None) -> None:
+    def __init__(
+        self,
+        edge: Edge,
+        backend: DeviceMemory,
+        quotas: Quotas | None = None,
+        peer_address: Callable[[], str] = str,
+    ) -> None:
         self._edge = edge
         self._node = edge.dispatcher.node
         self._backend = backend
         self._quotas = quotas
+        self._peer_address = peer_address
         self.registrar = Registrar(self._node)
         self.register = ServiceCall(name="EngineService/Register", handle=self._register, names_lease=False)
         self.attach = ServiceCall(name="EngineService/Attach", handle=self._attach, is_of_lease=True)
@@ -85,6 +94,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             reserved_pages=made.model.reserved_pages,
             first_pages=[0] * len(made.model.layout.groups),
             weights_version=made.model.weights_version,
+            peer_address=self._peer_address(),
         )
 
     def _budget(self, tenant: str) -> Budget:

@@ -25,6 +25,7 @@ from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Re
 from cachesvc.model.columns import NO_POSITIONS
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.transfer import Urgency
+from cachesvc.policy.hints import retention_of
 from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls.dispatcher import Ask, Dispatcher, Operation
@@ -32,6 +33,7 @@ from cachesvc.service.loop.node import end_wait
 from cachesvc.wire.convert import (
     allocated_to_proto,
     cells_from_proto,
+    expected_from_proto,
     matched_to_proto,
     positions_from_proto,
     prefetched_to_proto,
@@ -105,7 +107,10 @@ def _nothing() -> None:
 
 def _match(core: Core, call: Call, m: cache_pb2.MatchRequest, sharing: Sharing) -> Matched | Wait:
     clock = m.clock_seconds if m.HasField("clock_seconds") else None
-    return match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, m.waited_ms / 1000, clock)
+    if m.HasField("expected"):
+        sharing.expected = expected_from_proto(m.expected)
+    hint = retention_of(m.retention)
+    return match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, m.waited_ms / 1000, clock, hint)
 
 
 def _allocate(core: Core, call: Call, m: cache_pb2.AllocateRequest, _: None) -> Allocated | Wait:

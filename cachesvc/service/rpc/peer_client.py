@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
-from cachesvc.model.errors import Unavailable
-from cachesvc.peer.control import HandshakeFailed, Loan
+from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, Loan
+from cachesvc.peer.fleet.digest import DigestNews
 from cachesvc.service.host.tls import NodeCertificates
 from cachesvc.service.rpc.peer_service import PeerListening, PeerTokens
 from cachesvc.storage.seam import Part, Scope
@@ -27,11 +28,22 @@ PROBE_PAUSE_SECONDS = 30.0
 """A peer that cannot be reached is tried by hand so seldom, to tell whether it is for the certificates."""
 
 
-class GrpcControl:
-    """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's."""
+def _request(scope: Scope, keys: bytes, parts: Sequence[Part], patience: float) -> peer_pb2.BorrowRequest:
+    request = peer_pb2.BorrowRequest(
+        namespace=scope.namespace, layout_id=scope.layout, keys=keys, patience_ms=round(patience * 1000)
+    )
+    for part in parts:
+        request.parts.add(group=part.group, rank=part.rank, ranks=part.ranks)
+    return request
 
-    def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None) -> None:
+
+class GrpcControl:
+    """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's.
+    ``name``: that the peer's certificate is for, where that is not its address."""
+
+    def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None, name: str = "") -> None:
         self._address = address
+        self._options = (*_OPTIONS, *((("grpc.ssl_target_name_override", name),) if name else ()))
         self._tokens = tokens
         self._certificates = (
             NodeCertificates(files.certificate, files.key, files.authority) if files.authority else None
@@ -49,23 +61,55 @@ class GrpcControl:
         """Address of the peer, HOST:PORT."""
         return self._address
 
-    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan | None:
+    def borrow_later(
+        self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
+    ) -> None:
         """See PeerControl."""
-        request = peer_pb2.BorrowRequest(namespace=scope.namespace, layout_id=scope.layout, keys=keys)
-        for part in parts:
-            request.parts.add(group=part.group, rank=part.rank, ranks=part.ranks)
+        request = _request(scope, keys, parts, patience)
         try:
-            answer = self._connected().Borrow(request, timeout=seconds, metadata=self._metadata())
+            asked = self._connected().Borrow.future(request, timeout=seconds, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
             raise self._failure(error) from error
+
+        def done(call: grpc.Future[peer_pb2.BorrowResponse]) -> None:
+            try:
+                said: Borrowed | CacheError = self._borrowed(call.result())
+            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
+                said = self._failure(error)
+            answered(said)
+
+        asked.add_done_callback(done)
+
+    def news_later(
+        self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
+    ) -> None:
+        """See PeerControl."""
+        request = peer_pb2.NewsRequest(epoch=epoch, version=version, patience_ms=round(patience * 1000))
+        try:
+            asked = self._connected().News.future(request, timeout=2 * patience, metadata=self._metadata())
+        except (grpc.RpcError, ValueError) as error:
+            raise Unavailable(f"{self._address}: {error}") from error
+
+        def done(call: grpc.Future[peer_pb2.NewsResponse]) -> None:
+            try:
+                answer = call.result()
+                said: DigestNews | CacheError = DigestNews(answer.epoch, answer.version, answer.bits, answer.flips)
+            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
+                said = Unavailable(f"{self._address}: {error}")
+            answered(said)
+
+        asked.add_done_callback(done)
+
+    def _borrowed(self, answer: peer_pb2.BorrowResponse) -> Borrowed:
         if not answer.lease_id:
-            return None
+            return Borrowed(None, answer.epoch, answer.computing_blocks)
         with self._lock:
             self._epochs[answer.lease_id] = answer.epoch
         host = self._address.rpartition(":")[0].strip("[]")
         lent = tuple(map(bool, answer.lent))
         seconds = answer.silence_limit_ms / 1000
-        return Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent)
+        loan = Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent)
+        return Borrowed(loan, answer.epoch, answer.computing_blocks)
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
         """See PeerControl."""
@@ -116,8 +160,8 @@ class GrpcControl:
 
     def _open(self, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
         if credentials is None:
-            return grpc.insecure_channel(self._address, options=_OPTIONS)
-        return grpc.secure_channel(self._address, credentials, options=_OPTIONS)
+            return grpc.insecure_channel(self._address, options=self._options)
+        return grpc.secure_channel(self._address, credentials, options=self._options)
 
     def _failure(self, error: Exception) -> Unavailable:
         code = error.code() if isinstance(error, grpc.Call) else None

@@ -15,6 +15,7 @@ from cachesvc.model.errors import CacheError, InvalidRequest, Unauthenticated, U
 from cachesvc.peer.lender import Lender
 from cachesvc.service.access.auth import credentials_of, refusing
 from cachesvc.service.access.connections import rude_options
+from cachesvc.service.calls.digests import DigestFeed
 from cachesvc.service.calls.lending import LendingDesk
 from cachesvc.service.host.tls import Certificates
 from cachesvc.service.rpc.edge import Context, refuse
@@ -24,8 +25,9 @@ from cachesvc.wire.limits import check_fields
 
 NAMESPACE_BYTES = 32
 MIN_TOKEN_CHARACTERS = 22
-MOST_CONNECTIONS = 64
-MOST_CALLS = 64
+MOST_CONNECTIONS = 320
+MOST_CALLS = 512
+"""Most calls at a time. Of these, many wait for what is being computed (``MOST_PATIENT``)."""
 MESSAGE_BYTES = 1 << 20
 
 
@@ -89,8 +91,9 @@ class PeerGuard(grpc.aio.ServerInterceptor):
 class PeerService(peer_pb2_grpc.PeerServiceServicer):
     """Each call in some turns of the loop."""
 
-    def __init__(self, desk: LendingDesk, lender: Lender) -> None:
+    def __init__(self, desk: LendingDesk, lender: Lender, digests: DigestFeed) -> None:
         self._desk = desk
+        self._digests = digests
         self._lender = lender
 
     async def Borrow(self, request: peer_pb2.BorrowRequest, context: Context) -> peer_pb2.BorrowResponse:
@@ -100,11 +103,11 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
                 raise InvalidRequest("namespace has 32 bytes and layout_id 8")
             scope = Scope(request.namespace, request.layout_id)
             parts = [Part(part.group, part.rank, part.ranks) for part in request.parts]
-            lent = await self._desk.borrow(scope, request.keys, parts)
+            lent, computing = await self._desk.borrow(scope, request.keys, parts, request.patience_ms / 1000)
         except CacheError as error:
             await refuse(context, error)
         if lent is None:
-            return peer_pb2.BorrowResponse(epoch=self._desk.epoch)
+            return peer_pb2.BorrowResponse(epoch=self._desk.epoch, computing_blocks=computing)
         return peer_pb2.BorrowResponse(
             lease_id=lent.lease,
             epoch=self._desk.epoch,
@@ -112,6 +115,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             data_port=self._lender.port,
             silence_limit_ms=int(self._desk.lease_seconds * 1000),
             lent=bytes(each is not None for each in lent.objects),
+            computing_blocks=computing,
         )
 
     async def Beat(self, request: peer_pb2.BeatRequest, context: Context) -> peer_pb2.BeatResponse:
@@ -128,6 +132,13 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
         if request.epoch == self._desk.epoch:
             self._desk.give_back(request.lease_id)
         return peer_pb2.ReturnResponse()
+
+    async def News(self, request: peer_pb2.NewsRequest, context: Context) -> peer_pb2.NewsResponse:
+        del context
+        news = await self._digests.news(request.epoch, request.version, request.patience_ms / 1000)
+        if news is None:
+            return peer_pb2.NewsResponse(epoch=request.epoch, version=request.version)
+        return peer_pb2.NewsResponse(epoch=news.epoch, version=news.version, bits=news.bits, flips=news.flips)
 
 
 @dataclass(frozen=True, slots=True)

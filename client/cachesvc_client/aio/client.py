@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,6 +19,7 @@ from cachesvc_client.aio.attaching import attach_pool
 from cachesvc_client.aio.lease import AsyncLease, open_lease
 from cachesvc_client.aio.opening import Opening
 from cachesvc_client.aio.port import AsyncPort
+from cachesvc_client.core.arguments import checks_arguments
 from cachesvc_client.core.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, LeaseLost, NotFound
 from cachesvc_client.core.fork import Maker
 from cachesvc_client.core.registration import Registration
@@ -50,7 +52,7 @@ class ClientCalls:
 
     def __init__(
         self,
-        socket_path: str | None,
+        socket_path: str | os.PathLike[str] | None,
         engine: str,
         timeouts: Timeouts,
         retries: Retries,
@@ -59,7 +61,7 @@ class ClientCalls:
         make_port: Callable[[], Port],
         connecting: AbstractAsyncContextManager[None],
     ) -> None:
-        self.socket_path = default_socket() if socket_path is None else as_path(socket_path)
+        self.socket_path = default_socket() if socket_path is None else as_path(os.fspath(socket_path))
         self.engine = engine
         self._timeouts = timeouts
         self._retries = retries
@@ -75,6 +77,10 @@ class ClientCalls:
         self._pools: list[AttachedPool] = []
         self._on_lost: list[Callable[[], None]] = []
         self._open_ids = itertools.count(1)
+
+    def __repr__(self) -> str:
+        state = f"connected by {self.transport}" if self.connected else "not connected"
+        return f"<{type(self).__name__} of {self.socket_path}, engine {self.engine!r}: {state}>"
 
     @property
     def connected(self) -> bool:
@@ -106,6 +112,7 @@ class ClientCalls:
         block."""
         self._on_lost.append(callback)
 
+    @checks_arguments
     async def register(
         self,
         model: str,
@@ -147,6 +154,7 @@ class ClientCalls:
         )
         return await self._register(request, layout, timeout_s)
 
+    @checks_arguments
     def open_lease(self, registration: Registration, *, instance: str = "") -> Opening[AsyncLease]:
         """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable.
 
@@ -156,6 +164,7 @@ class ClientCalls:
         """
         return Opening(self._open_lease(registration, instance))
 
+    @checks_arguments
     def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> Opening[AttachedPool]:
         """Map one rank's pool in a worker process, under its scheduler's lease. Raises LeaseLost, NotFound."""
         return Opening(self._attach(registration, lease_id, rank))
@@ -192,6 +201,7 @@ class ClientCalls:
                 await carry_over(before, connection, lost)
             return opened
 
+    @checks_arguments
     async def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
         if self._connection is None:
@@ -294,9 +304,10 @@ class AsyncCacheClient(ClientCalls):
     CACHESVC_TRANSPORT: which way calls go; AUTO takes a lane where the daemon gives one.
     """
 
+    @checks_arguments
     def __init__(
         self,
-        socket_path: str | None = None,
+        socket_path: str | os.PathLike[str] | None = None,
         *,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
         retries: Retries = DEFAULT_RETRIES,

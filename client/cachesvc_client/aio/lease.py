@@ -7,13 +7,14 @@ import time
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
-from cachesvc.model.answers import Prefetched, TicketView
+from cachesvc.model.answers import Expected, Prefetched, TicketView
 from cachesvc_client.aio.attaching import attach_pool
 from cachesvc_client.aio.keeping import Keeping
 from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.aio.opening import Opening
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.aio.stepping import AsyncStepStream
+from cachesvc_client.core.arguments import explains_arguments
 from cachesvc_client.core.errors import (
     Conflict,
     DaemonUnavailable,
@@ -22,6 +23,7 @@ from cachesvc_client.core.errors import (
     LimitExceeded,
     NotSupported,
 )
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
@@ -72,20 +74,31 @@ class AsyncLease(LeaseView):
         return Opening(self._attach(rank))
 
     def match(
-        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+        self,
+        keys: PackedKeys,
+        *,
+        max_blocks: int = 0,
+        sequence_id: int | None = None,
+        waited_seconds: float = 0,
+        expected: Expected | None = None,
+        retention: Retention = Retention.DEFAULT,
     ) -> Opening[AsyncSequence]:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
-        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it. Raises
-        DaemonDraining, InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
+        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it.
+        ``expected``: what another node computes of it; ``coming_blocks`` says how much is still on its way.
+        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining,
+        InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds))
+        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds, expected, retention))
 
+    @explains_arguments
     async def prefetch(self, keys: PackedKeys) -> Prefetched:
         """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""
         return await self.calls.run(self.record.prefetch(keys))
 
+    @explains_arguments
     async def pause_write_backs(self, seconds: float) -> None:
         """Report that decode suffers: the daemon copies no backups off this lease's devices for ``seconds``. At most 1
         at a time; call again for longer. Returns at once. Swaps and evictions that callers wait for go on. Raises
@@ -94,6 +107,7 @@ class AsyncLease(LeaseView):
         self.record.ask_pause(seconds)
         self._keeping.nudge()
 
+    @explains_arguments
     async def make_sure(self, timeout_s: float) -> None:
         """Validate all reads of the lease's pages up to now. While ``is_sure`` this asks nothing; else it asks the
         daemon, which knows whether it revoked the lease as silent and granted its pages to others.
@@ -104,6 +118,7 @@ class AsyncLease(LeaseView):
         if not self.record.is_sure:
             await self._keeping.make_sure(timeout_s)
 
+    @explains_arguments
     def step(self, stock_pages: int | Seq[int] = 0) -> AsyncStepStream:
         """Open the lease's step stream. ``stock_pages``: pages to keep in stock, for every group or for each.
 
@@ -119,6 +134,7 @@ class AsyncLease(LeaseView):
         stream = self.calls.stream = AsyncStepStream(self.calls)
         return stream
 
+    @explains_arguments
     async def completed(self, launch: int) -> None:
         """Note that the kernels of ``launch`` and of all earlier launches have ended, and send the releases that
         waited.
@@ -139,6 +155,7 @@ class AsyncLease(LeaseView):
         except LimitExceeded:  # too many steps are under way: the next one takes them along
             log.debug("release_waits_for_a_step lease=%s", self.id)
 
+    @explains_arguments
     async def wait_tickets(self, tickets: Seq[int], timeout_s: float | None = None) -> tuple[TicketView, ...]:
         """Wait until all transfers have ended, done or failed; their views say which.
 
@@ -177,20 +194,29 @@ class AsyncLease(LeaseView):
     ) -> None:
         await self.close(quiesced=None if kind is None else False)
 
+    @explains_arguments
     async def _attach(self, rank: int) -> AttachedPool:
         self.record.check()
         pool = await attach_pool(self.calls.connection, self.registration, self.id, rank)
         self.record.pools.append(pool)
         return pool
 
+    @explains_arguments
     async def _match(
-        self, keys: PackedKeys, max_blocks: int, sequence_id: int | None, waited_seconds: float
+        self,
+        keys: PackedKeys,
+        max_blocks: int,
+        sequence_id: int | None,
+        waited_seconds: float,
+        expected: Expected | None,
+        retention: Retention,
     ) -> AsyncSequence:
         if self.record.orphans or self.record.ending:
             await self.calls.release_abandoned()
         record = self.record.new_sequence(sequence_id)
         try:
-            await self.calls.run(record.open(keys, max_blocks, waited_seconds))
+            record.retention = retention
+            await self.calls.run(record.open(keys, max_blocks, waited_seconds, expected))
         except (DeadlineExceeded, *INTERRUPTS):
             self.record.orphans.append(record)
             raise

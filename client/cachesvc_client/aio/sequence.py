@@ -11,6 +11,7 @@ from typing import TypeVar
 from cachesvc.model.answers import Allocated, Published, Recycled, Swapped, TicketView
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.aio.lease_calls import LeaseCalls
+from cachesvc_client.core.arguments import explains_arguments, renamed
 from cachesvc_client.core.errors import DaemonUnavailable, LeaseLost
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.lease_record import LATER
@@ -37,10 +38,12 @@ class AsyncSequence(SequenceView):
         super().__init__(record)
         self._calls = calls
 
+    @renamed(blocks="upto_blocks")
+    @explains_arguments
     async def allocate(
-        self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
+        self, upto_blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
     ) -> Allocated:
-        """Make the block tables ``blocks`` long, all or nothing; blocks of the hit on the host start to load.
+        """Make the block tables ``upto_blocks`` long, all or nothing; blocks of the hit on the host start to load.
 
         ``loading_blocks`` of the answer says how many of the new blocks are loads; the rest is fresh and this
         sequence's alone. ``short_suffix``: what is to be computed takes less time than the load, or nothing waits layer
@@ -48,8 +51,11 @@ class AsyncSequence(SequenceView):
         ``positions``: by group with a window or states, the new blocks that get a page (left out: all of a window, the
         last of a state). Raises PoolExhausted, LimitExceeded, LoadFailed, InvalidRequest (shorter than now or the hit).
         """
-        return await self._run(lambda: self.record.allocate(blocks, short_suffix=short_suffix, positions=positions))
+        return await self._run(
+            lambda: self.record.allocate(upto_blocks, short_suffix=short_suffix, positions=positions)
+        )
 
+    @explains_arguments
     async def publish(self, upto_blocks: int, keys: PackedKeys = b"", *, states: States = NO_STATES) -> Published:
         """Seal the computed blocks up to ``upto_blocks``; from then on they are shared and immutable.
 
@@ -62,6 +68,7 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.publish(upto_blocks, keys, states=states))
 
+    @explains_arguments
     async def recycle(
         self, computed_tokens: int, *, launch: int | None = None, dead: Mapping[int, int] = NO_DEAD
     ) -> Recycled:
@@ -74,6 +81,7 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.recycle(computed_tokens, launch, dead))
 
+    @explains_arguments
     def grow_from_stock(self, blocks: int = 1, *, positions: Positions = NO_POSITIONS) -> None:
         """Add ``blocks`` private blocks to the tables without a round trip; the next step tells the daemon.
 
@@ -83,6 +91,7 @@ class AsyncSequence(SequenceView):
         """
         self.grow(self._calls.record, blocks, positions)
 
+    @explains_arguments
     async def swap_out(self, *, launch: int | None = None) -> Swapped:
         """Start to take the sequence off the device; its pages must stay as they are until the tickets are done.
 
@@ -91,6 +100,7 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.swap_out(launch))
 
+    @explains_arguments
     async def swap_in(self, *, short_suffix: bool = False) -> Swapped:
         """Start to bring the sequence back; ``tables`` are new, and ``tickets`` are what to wait for.
 
@@ -98,6 +108,7 @@ class AsyncSequence(SequenceView):
         """
         return await self._run(lambda: self.record.swap_in(short_suffix=short_suffix))
 
+    @explains_arguments
     async def wait_loaded(self, timeout_s: float | None = None) -> None:
         """Wait until all of ``tickets`` are done. Raises LoadFailed, DeadlineExceeded."""
         if self.record.tickets:
@@ -110,11 +121,13 @@ class AsyncSequence(SequenceView):
         is quiet (``AttachedPool.wait_quiet``): a copy that was on its way may still land there."""
         return lost_tokens(self.record, self._calls.record.pools, self._calls.record.is_lost)
 
+    @explains_arguments
     async def wait_swapped(self, timeout_s: float | None = None) -> None:
         """Wait until the last swap is done. Raises LoadFailed (it is where it was before), DeadlineExceeded."""
         if self.record.swap_tickets:
             self.record.end_swap(await self._calls.wait_tickets(_ids(self.record.swap_tickets), timeout_s))
 
+    @explains_arguments
     async def release(self, *, launch: int | None = None, output_tokens: int | None = None) -> int:
         """End the sequence: unpin what it shares, free what is its own; device pages that came back.
 

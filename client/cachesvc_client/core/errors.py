@@ -7,6 +7,7 @@ CacheClientError              the same class as CacheError
 │   ├── KeyReused             (the daemon's own: here it is an InvalidRequest)
 │   ├── AlreadyClosed         a handle was used after its end, or ended twice
 │   │   └── UsedAfterFork     a handle was used in a child of the process that made it
+│   ├── NoSuchPlane           (also a KeyError) the layout has no plane of that layer and name
 │   └── TokenFileUnreadable   the token file is missing, empty or torn: it may be whole a moment later
 ├── NotFound                  model, lease, sequence or ticket is not known to the daemon
 ├── Conflict                  right request, wrong moment: another call must come first
@@ -89,6 +90,7 @@ __all__ = [
     "LeaseLost",
     "LimitExceeded",
     "LoadFailed",
+    "NoSuchPlane",
     "NotFound",
     "NotOwned",
     "NotSupported",
@@ -115,6 +117,12 @@ class AlreadyClosed(InvalidRequest):
 
 class UsedAfterFork(AlreadyClosed):
     """A handle was used in a child of the process that made it: connect after the fork."""
+
+
+class NoSuchPlane(InvalidRequest, KeyError):
+    """The pool has no plane of that layer and name, or two groups have one."""
+
+    __str__ = Exception.__str__  # that of KeyError shows the repr of its message
 
 
 class TokenFileUnreadable(InvalidRequest):

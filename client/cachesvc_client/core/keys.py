@@ -125,10 +125,14 @@ class BlockHasher:
     _tracks: list[_Track] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if len(self.namespace) != KEY_BYTES:
-            raise InvalidRequest(f"a namespace has {KEY_BYTES} bytes, got {len(self.namespace)}")
-        if self.block_tokens < 1:
-            raise InvalidRequest(f"block_tokens must be positive, got {self.block_tokens}")
+        namespace: object = self.namespace
+        if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
+            raise InvalidRequest(
+                f"a namespace is {KEY_BYTES} bytes, such as Registration.namespace, not {self.namespace!r:.80}"
+            )
+        block_tokens: object = self.block_tokens
+        if not isinstance(block_tokens, int) or block_tokens < 1:
+            raise InvalidRequest(f"block_tokens must be a positive whole number, got {self.block_tokens!r}")
         self.extras = tuple(sorted(self.extras, key=attrgetter("kind", "start_token", "end_token", "digest")))
         for extra in self.extras:
             if not 0 <= extra.start_token < extra.end_token or len(extra.digest) > MAX_EXTRA_BYTES:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.layout import ITEM_BYTES, MAX_PLANES, Layout, Plane, PlaneGroup
+from cachesvc_client.core.arguments import explains_arguments
 from cachesvc_client.layouts.dtypes import dtype_name
 
 FULL = "full"
@@ -71,6 +72,7 @@ class _Kind(NamedTuple):
     dtype: str
 
 
+@explains_arguments
 def gqa(
     *,
     layers: int,
@@ -91,6 +93,7 @@ def gqa(
     return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL),), planes)
 
 
+@explains_arguments
 def gqa_windowed(
     *,
     window_layers: Sequence[bool],
@@ -114,6 +117,7 @@ def gqa_windowed(
     return _layout(block_tokens, tensor_parallel, groups, planes)
 
 
+@explains_arguments
 def gqa_head_windows(
     *,
     window_heads: Sequence[Sequence[bool]],
@@ -142,6 +146,7 @@ def gqa_head_windows(
     return _layout(block_tokens, tensor_parallel, groups, planes)
 
 
+@explains_arguments
 def mla(
     *,
     layers: int,
@@ -158,6 +163,7 @@ def mla(
     return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), planes)
 
 
+@explains_arguments
 def mla_windowed(
     *,
     window_layers: Sequence[bool],
@@ -184,6 +190,7 @@ def mla_windowed(
     return _layout(block_tokens, tensor_parallel, groups, planes)
 
 
+@explains_arguments
 def dsa(
     *,
     layers: int,
@@ -211,6 +218,7 @@ def dsa(
     return _layout(block_tokens, tensor_parallel, (PlaneGroup(FULL, replicated=True),), planes)
 
 
+@explains_arguments
 def with_draft(target: Layout, draft: Layout) -> Layout:
     """``target`` and, as further layers behind its last, those of a draft model or of MTP, of any family.
 
@@ -230,6 +238,7 @@ def with_draft(target: Layout, draft: Layout) -> Layout:
     return Layout(target.block_tokens, target.ranks, target.own_groups + groups, target.own_planes + planes)
 
 
+@explains_arguments
 def opaque(*, block_bytes: int, block_tokens: int, layers: int = 1) -> Layout:
     """Pages of plain bytes: ``layers`` planes ``bytes`` that share ``block_bytes``; for replay and storage tests.
 
@@ -241,6 +250,7 @@ def opaque(*, block_bytes: int, block_tokens: int, layers: int = 1) -> Layout:
     return Layout(block_tokens, 1, (PlaneGroup(FULL),), planes)
 
 
+@explains_arguments
 def heads_per_rank(kv_heads: int, tensor_parallel: int) -> int:
     """Key-value heads on each rank. Raises LayoutRejected where they do not divide."""
     if tensor_parallel < 1 or kv_heads < 1 or kv_heads % tensor_parallel:
@@ -248,6 +258,7 @@ def heads_per_rank(kv_heads: int, tensor_parallel: int) -> int:
     return kv_heads // tensor_parallel
 
 
+@explains_arguments
 def split_heads(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> HeadSplit:
     """The heads of one layer that a rank holds, by group, out of ``is_window`` for each global kv head.
 
@@ -262,6 +273,7 @@ def split_heads(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> H
     )
 
 
+@explains_arguments
 def head_places(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> tuple[HeadPlace, ...]:
     """Places of a rank's heads, in their own order: entry i is for global head ``rank * heads_per_rank + i``.
 
@@ -273,6 +285,7 @@ def head_places(is_window: Sequence[bool], tensor_parallel: int, rank: int) -> t
     return tuple(places[head] for head in sorted(places))
 
 
+@explains_arguments
 def padding_bytes(layout: Layout, window_heads: Sequence[Sequence[bool]]) -> tuple[int, ...]:
     """Bytes of a page of each group that hold no head of rank r, summed over the ranks; of a ``gqa_head_windows``."""
     wasted = [0] * len(layout.groups)
@@ -286,6 +299,7 @@ def padding_bytes(layout: Layout, window_heads: Sequence[Sequence[bool]]) -> tup
     return tuple(wasted)
 
 
+@explains_arguments
 def even_window_heads(window_heads: Sequence[Sequence[bool]], tensor_parallel: int) -> tuple[tuple[bool, ...], ...]:
     """``window_heads`` with as many windowed heads on every rank: those above the least are kept whole instead.
 
@@ -314,6 +328,7 @@ def packed_row_bytes(kv_lora_rank: int, rope_dim: int) -> int:
     return kv_lora_rank + TILE_SCALE_BYTES * _tiles("kv_lora_rank", kv_lora_rank) + ROPE_VALUE_BYTES * rope_dim
 
 
+@explains_arguments
 def tensor_names(layout: Layout, rank: int, device: int) -> dict[str, Plane]:
     """The one name of every plane's tensor on one rank, as ``key_caches_12_rank1.device5``, in the layout's order.
 

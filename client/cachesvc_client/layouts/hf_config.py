@@ -70,8 +70,8 @@ class UnknownModelType(ConfigRejected):
         self.known = tuple(sorted(READERS))
         super().__init__(
             f"unknown model_type {shortened(model_type)}; known are {', '.join(self.known)}; where every layer is "
-            f"plain grouped-query attention say assume={PLAIN_GQA!r}, else build the layout with a function of "
-            "cachesvc_client such as gqa_windowed or mla"
+            f"plain grouped-query attention say assume={PLAIN_GQA!r} (--assume {PLAIN_GQA}), else build the layout "
+            "with a function of cachesvc_client such as gqa_windowed or mla"
         )
 
 
@@ -178,6 +178,13 @@ def _qwen3(keys: ConfigKeys, wish: _Wish) -> _Read:
         first = keys.number("max_window_layers")
         windows = tuple(layer >= first for layer in range(layers))
     return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), windows or ())
+
+
+def _mistral(keys: ConfigKeys, wish: _Wish) -> _Read:
+    """Mistral and Mixtral: all layers have a window where ``sliding_window`` is set, as in Mistral 7B 0.1."""
+    layers = keys.number("num_hidden_layers")
+    windows = (True,) * layers if keys.find_number("sliding_window") else ()
+    return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), windows)
 
 
 def _gemma3(keys: ConfigKeys, wish: _Wish) -> _Read:
@@ -339,6 +346,7 @@ def _refuse_scales(wish: _Wish) -> None:
 
 
 READERS: dict[str, Callable[[ConfigKeys, _Wish], _Read]] = {
+    "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek_sparse,
     "ernie4_5": _ernie,
@@ -346,7 +354,14 @@ READERS: dict[str, Callable[[ConfigKeys, _Wish], _Read]] = {
     "gemma3": _gemma3,
     "gemma3_text": _gemma3_text,
     "gpt_oss": _gpt_oss,
+    "granite": _llama,
+    "kimi_k2": _deepseek,
     "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mistral,
+    "olmo2": _llama,
+    "qwen2": _qwen3,
+    "qwen2_moe": _qwen3,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3,
 }

@@ -6,9 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 from cachesvc.model.layout import Layout, Plane
-from cachesvc_client.core.errors import DaemonFault, InvalidRequest
+from cachesvc_client.core.errors import DaemonFault, InvalidRequest, NoSuchPlane
 
 PlaneKey = tuple[int, str]
+
+
+class PlanesByKey(dict[PlaneKey, Any]):
+    """Arrays by layer and name."""
+
+    def __missing__(self, key: object) -> Any:
+        layers = sorted({layer for layer, _ in self})
+        names = sorted({name for _, name in self})
+        there = f"layers {layers[0]} to {layers[-1]} with {', '.join(names)}" if layers else "none"
+        raise NoSuchPlane(
+            f"there is no plane {key!r} here; planes go by (layer, name), and there are {there}; a plane that two "
+            "groups have is found by group_planes"
+        )
 
 
 class PoolPlanes:
@@ -19,7 +32,7 @@ class PoolPlanes:
         self._marker = None if layout.marker is None else layout.groups[layout.marker].name
         self._show = show
         self._mapped: dict[str, dict[PlaneKey, Any]] = {group.name: {} for group in layout.groups}
-        self._arrays: dict[str, dict[PlaneKey, Any]] = {}
+        self._arrays: dict[str, PlanesByKey] = {}
 
     def spec(self, group: str, layer: int, name: str) -> Plane:
         """Specification of a plane in the layout. Raises DaemonFault for an unknown plane."""
@@ -37,15 +50,16 @@ class PoolPlanes:
         """Add a plane."""
         self._mapped[spec.group][spec.layer, spec.name] = mapped
 
-    def of_group(self, group: str) -> dict[PlaneKey, Any]:
+    def of_group(self, group: str) -> PlanesByKey:
         """Arrays of one group. Raises InvalidRequest, and NotSupported where arrays cannot be made."""
         self.require(group)
         arrays = self._arrays.get(group)
         if arrays is None:
-            arrays = self._arrays[group] = {key: self._show(plane) for key, plane in self._mapped[group].items()}
+            shown = {key: self._show(plane) for key, plane in self._mapped[group].items()}
+            arrays = self._arrays[group] = PlanesByKey(shown)
         return arrays
 
-    def unambiguous(self) -> dict[PlaneKey, Any]:
+    def unambiguous(self) -> PlanesByKey:
         """Arrays of all groups, without those whose key two groups have. Raises as ``of_group``."""
         merged: dict[PlaneKey, Any] = {}
         doubled: set[PlaneKey] = set()
@@ -55,7 +69,7 @@ class PoolPlanes:
             planes = self.of_group(group)
             doubled |= merged.keys() & planes.keys()
             merged.update(planes)
-        return {key: plane for key, plane in merged.items() if key not in doubled}
+        return PlanesByKey((key, plane) for key, plane in merged.items() if key not in doubled)
 
     def find(self, layer: int, name: str, group: str | None) -> tuple[Plane, Any]:
         """One plane as it was mapped, and what the layout says of it. Raises InvalidRequest: none, or several."""

@@ -16,6 +16,8 @@ def layer_target(slot: TimelineSlot, layer: int) -> int:
 
 def slot_of(ticket: TicketView) -> TimelineSlot | None:
     """Slot to wait on; None when the ticket has ended well. Raises LoadFailed, InvalidRequest."""
+    if not isinstance(ticket, TicketView):
+        raise InvalidRequest(f"a wait takes a ticket, such as those of Sequence.tickets, not {ticket!r:.60}")
     if ticket.state == "failed":
         raise LoadFailed(f"load {ticket.id} failed: {ticket.reason}; release its sequence, match again and recompute")
     if ticket.state == "done":

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cachesvc_client.core.errors import NotSupported
 
@@ -66,6 +67,20 @@ def to_paddle(plane: Any, dtype: str) -> Any:
 
     with _device_of(plane):
         return paddle.from_dlpack(as_carrier(plane)).view(dtype)
+
+
+def to_bfloat16(values: npt.ArrayLike) -> npt.NDArray[np.uint16]:
+    """Bits of numbers as bfloat16, rounded to the nearest even: what a bfloat16 plane takes, since NumPy has no such
+    type and would store 0.7 as 0."""
+    bits = np.asarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    is_nan = np.isnan(np.asarray(values, np.float32))
+    return np.where(is_nan, np.uint64(0x7FC0), rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """Numbers of a bfloat16 plane, or of pages of one."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _device_of(plane: Any) -> AbstractContextManager[Any]:

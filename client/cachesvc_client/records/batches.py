@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+from cachesvc.model.answers import Expected
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.wire.columns import PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc_client.core.arguments import explains_arguments, renamed
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys
 from cachesvc_client.records.entries import Entry, Publish, Recycle, Release
 from cachesvc_client.records.launches import Due
@@ -45,21 +48,34 @@ class StepBatch(Generic[H]):
         self.sends_keys: bool | None = None
         self.no_wait = False
 
+    @explains_arguments
     def match(
-        self, keys: PackedKeys, *, max_blocks: int = 0, sequence_id: int | None = None, waited_seconds: float = 0
+        self,
+        keys: PackedKeys,
+        *,
+        max_blocks: int = 0,
+        sequence_id: int | None = None,
+        waited_seconds: float = 0,
+        expected: Expected | None = None,
+        retention: Retention = Retention.DEFAULT,
     ) -> int:
         """Open a sequence; the result is its handle."""
-        operation: Operation[Any] = self._lease.new_sequence(sequence_id).open(keys, max_blocks, waited_seconds)
+        record = self._lease.new_sequence(sequence_id)
+        record.retention = retention
+        operation: Operation[Any] = record.open(keys, max_blocks, waited_seconds, expected)
         take = operation.apply
         operation.apply = lambda response: self._make_handle(take(response))
         return self._add(operation)
 
+    @renamed(blocks="upto_blocks")
+    @explains_arguments
     def allocate(
-        self, sequence: H, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
+        self, sequence: H, upto_blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
     ) -> int:
         """Add a ``Sequence.allocate``; the result is an Allocated."""
-        return self._add(sequence.record.allocate(blocks, short_suffix=short_suffix, positions=positions))
+        return self._add(sequence.record.allocate(upto_blocks, short_suffix=short_suffix, positions=positions))
 
+    @explains_arguments
     def publish(
         self,
         sequence: H,
@@ -81,6 +97,7 @@ class StepBatch(Generic[H]):
         self.sends_keys = sends_keys
         return self._enter(Publish(record, first, upto_blocks, wanted))
 
+    @explains_arguments
     def recycle(
         self, sequence: H, computed_tokens: int, *, launch: int | None = None, dead: Mapping[int, int] = NO_DEAD
     ) -> int:
@@ -91,6 +108,7 @@ class StepBatch(Generic[H]):
             return self._add(record.give_back(due))
         return self._enter(Recycle(record, due.computed_tokens))
 
+    @explains_arguments
     def give_back(self, sequence: H, dead: Mapping[int, int], pages: list[tuple[int, int]]) -> int:
         """Give back what lies before the first block that is needed still (``dead``, by windowed group), and ``pages``,
         as ``(group, page)``, that other engines' took the place of. Unlike ``recycle`` it leaves other spares, which
@@ -98,14 +116,17 @@ class StepBatch(Generic[H]):
         blocks = tuple(dead.get(group, 0) for group in sequence.record.layout.window_groups)
         return self._add(sequence.record.give_back(Due(pages, 0, blocks)))
 
+    @explains_arguments
     def swap_out(self, sequence: H, *, launch: int | None = None) -> int:
         """Add a ``Sequence.swap_out``; the result is a Swapped."""
         return self._add(sequence.record.swap_out(launch))
 
+    @explains_arguments
     def swap_in(self, sequence: H, *, short_suffix: bool = False) -> int:
         """Add a ``Sequence.swap_in``; the result is a Swapped."""
         return self._add(sequence.record.swap_in(short_suffix=short_suffix))
 
+    @explains_arguments
     def release(self, sequence: H, *, launch: int | None = None, output_tokens: int | None = None) -> int:
         """Add a ``Sequence.release``; the result is the number of pages that came back, 0 while launches use it."""
         record = sequence.record
@@ -117,6 +138,7 @@ class StepBatch(Generic[H]):
             return self._add(record.release(self._lease.stock))
         return self._enter(Release(record, self._lease.stock))
 
+    @explains_arguments
     def prefetch(self, keys: PackedKeys) -> int:
         """Add a ``Lease.prefetch``; the result is a Prefetched."""
         return self._add(self._lease.prefetch(keys))

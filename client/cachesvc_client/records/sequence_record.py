@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.answers import Allocated, Expected, GroupCells, Matched, Published, Recycled, Swapped, TicketView
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
@@ -23,6 +23,7 @@ from cachesvc_client.core.errors import (
     NotFound,
 )
 from cachesvc_client.core.fork import Maker
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys, as_bytes, packed
 from cachesvc_client.records.launches import Due, GiveBacks, Launches
 from cachesvc_client.records.stock import Stock
@@ -70,12 +71,12 @@ T = TypeVar("T")
 class SequenceRecord:
     """Block tables and cursors of one sequence, as of the last answer.
 
-    ``loading``: blocks that ``tickets`` bring, or brought.
-    ``sealed_blocks``: blocks known to be shared; ``asked_blocks``: up to where publishing was asked for. ``growth``:
-    stock pages in the table that the daemon has not been told of. ``allocations`` counts allocate operations without an
-    answer, ``steps`` operations of all kinds that went out in a step. ``give_backs``: what the next recycles give back.
-    ``output_tokens``: what the engine says of its request at its end. ``clock_seconds``: what a replay says of the time
-    in its trace. ``ends_after``: the launch that its release waits for, 0 for none.
+    ``loading``: blocks that ``tickets`` bring, or brought. ``sealed_blocks``: blocks known to be shared;
+    ``asked_blocks``: up to where publishing was asked for. ``growth``: stock pages in the table that the daemon has not
+    been told of. ``allocations`` counts allocate operations without an answer, ``steps`` operations of all kinds that
+    went out in a step. ``give_backs``: what the next recycles give back. ``output_tokens``: of its request, at its end.
+    ``clock_seconds``: the time in a replay's trace.
+    ``retention``: hint of its engine. ``ends_after``: launch that its release waits for, 0: none.
     """
 
     def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
@@ -88,21 +89,19 @@ class SequenceRecord:
         self.sealed_blocks = self.asked_blocks = self.known_keys = 0
         self.tickets: tuple[TicketView, ...] = ()
         self.loading = range(0)
-        self.has_failed_load = False
         self.give_backs = GiveBacks(self.launches)
         self.growth: list[GroupCells] = []
         self.stranded: list[GroupCells] = []
-        self.is_swapped_out = False
         self.swap_tickets: tuple[TicketView, ...] = ()
-        self.is_released = False
+        self.is_released = self.is_swapped_out = self.has_failed_load = False
         self.ends_after = 0
         self.freed_pages = 0
         self.output_tokens: int | None = None
         self.clock_seconds: float | None = None
+        self.retention = Retention.DEFAULT
         self.failure: CacheClientError | None = None
         self.unanswered: Operation[Any] | None = None
-        self.allocations = 0
-        self.steps = 0
+        self.allocations = self.steps = 0
         self._cursors: dict[int, int] = {}
 
     @property
@@ -110,7 +109,9 @@ class SequenceRecord:
         """Length of the block tables."""
         return self.tables[0].blocks
 
-    def open(self, keys: PackedKeys, max_blocks: int, waited_seconds: float = 0) -> Operation[SequenceRecord]:
+    def open(
+        self, keys: PackedKeys, max_blocks: int, waited_seconds: float = 0, expected: Expected | None = None
+    ) -> Operation[SequenceRecord]:
         """Match: the sequence begins with the longest hit."""
         told = as_bytes(keys)
 
@@ -121,9 +122,8 @@ class SequenceRecord:
             self._put(self.matched.tables)
             return self
 
-        return self._operation(
-            MATCH, build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds), apply, self._end
-        )
+        asked = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, expected, self.retention)
+        return self._operation(MATCH, asked, apply, self._end)
 
     def allocate(
         self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
 
 from cachesvc.model.answers import TicketView
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.core.errors import CacheClientError, Conflict, InvalidRequest
+from cachesvc_client.core.keys import BlockHasher, ExtraKey
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.lease_record import LeaseRecord
@@ -19,6 +24,12 @@ class LeaseView:
 
     def __init__(self, record: LeaseRecord) -> None:
         self.record = record
+
+    def __repr__(self) -> str:
+        """State; of the id, which is a key to the lease, its beginning."""
+        state = "closed" if self.record.is_closed else "lost" if self.is_lost else "live"
+        on = self.registration
+        return f"<{type(self).__name__} {self.id[:12]} on model {on.model_id}, replica {on.replica}: {state}>"
 
     @property
     def id(self) -> str:
@@ -67,6 +78,15 @@ class LeaseView:
         if it is. It must not block."""
         self.record.on_lost(callback)
 
+    def hasher(self, tokens: Seq[int] | npt.NDArray[np.integer] = (), extras: Seq[ExtraKey] = ()) -> BlockHasher:
+        """Keys of a prompt under this lease's namespace, in blocks of its layout; ``extend`` adds the tokens to come.
+
+        ``extras``: what decides KV beside the tokens. Raises InvalidRequest.
+        """
+        hasher = BlockHasher(self.registration.namespace, self.registration.layout.block_tokens, tuple(extras))
+        hasher.extend(tokens)
+        return hasher
+
     def launch(self) -> int:
         """The number of an iteration of the engine's, asked for before the tables are read that its kernels get.
 
@@ -81,6 +101,14 @@ class SequenceView:
 
     def __init__(self, record: SequenceRecord) -> None:
         self.record = record
+
+    def __repr__(self) -> str:
+        """State, as of the last call or step."""
+        state = "released" if self.is_released else "swapped out" if self.is_swapped_out else "open"
+        return (
+            f"<{type(self).__name__} {self.id}: {state}, {self.blocks} blocks, {self.sealed_blocks} sealed, hit "
+            f"{self.device_blocks} on the device and {self.host_blocks} on the host>"
+        )
 
     @property
     def id(self) -> int:
@@ -117,6 +145,11 @@ class SequenceView:
     def computing_blocks(self) -> int:
         """Blocks after the hit that another engine was computing at Match: waiting and matching again may pay."""
         return self.record.matched.computing_blocks
+
+    @property
+    def coming_blocks(self) -> int:
+        """Blocks after the hit that were on their way from another node at Match, as ``expected``: match again."""
+        return self.record.matched.coming_blocks
 
     @property
     def blocks(self) -> int:

@@ -24,7 +24,7 @@ class Attempts:
         """Seconds to wait before the next attempt. Raises the call's typed error where no attempt is left."""
         error = error_of(failure)
         if not is_broken_way(failure, error) or self._left == 0 or now_s + self._pause_s >= self._deadline_s:
-            raise error from failure
+            raise error from (None if is_refusal(failure) else failure)  # the daemon's sentence is whole
         self._left -= 1
         pause_s = self._pause_s
         self._pause_s *= 2

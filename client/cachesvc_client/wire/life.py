@@ -68,7 +68,8 @@ class LifeConnection:
             connection, greeting = _greeted(path, self._timeout_s)
         except OSError as error:
             raise DaemonUnavailable(
-                f"no daemon at {path} ({error}); go on without the cache and reconnect later"
+                f"no daemon at {self._path} ({error.strerror or error}); start cachesvcd or name its socket in "
+                "CACHESVC_SOCKET; until then go on without the cache"
             ) from error
         if greeting is None:
             connection.close()

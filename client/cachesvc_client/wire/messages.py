@@ -6,7 +6,17 @@ from collections.abc import Iterable, Sequence
 
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
-from cachesvc.model.answers import Allocated, GroupCells, Matched, Prefetched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.answers import (
+    Allocated,
+    Expected,
+    GroupCells,
+    Matched,
+    Prefetched,
+    Published,
+    Recycled,
+    Swapped,
+    TicketView,
+)
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import TimelineSlot
@@ -14,11 +24,13 @@ from cachesvc.wire.convert import (
     TICKET_STATES,
     cells_from_proto,
     cells_to_proto,
+    expected_to_proto,
     layout_to_proto,
     positions_to_proto,
     unpack_numbers,
 )
 from cachesvc_client.core.errors import InvalidRequest, NotSupported
+from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.registration import Registration
 
 _STATE_NAMES = {number: name for name, number in TICKET_STATES.items()}
@@ -81,6 +93,7 @@ def parse_registration(response: engine_pb2.RegisterResponse, layout: Layout, re
         existed=response.existed,
         reserved_pages=response.reserved_pages,
         weights_version=response.weights_version,
+        peer_address=response.peer_address,
     )
 
 
@@ -100,13 +113,27 @@ def build_open(
 
 
 def build_match(
-    sequence_id: int, keys: bytes, max_blocks: int, waited_seconds: float = 0, clock_seconds: float | None = None
+    sequence_id: int,
+    keys: bytes,
+    max_blocks: int,
+    waited_seconds: float = 0,
+    clock_seconds: float | None = None,
+    expected: Expected | None = None,
+    retention: Retention = Retention.DEFAULT,
 ) -> cache_pb2.MatchRequest:
     """``keys``: packed 32-byte block keys; ``max_blocks`` 0: reuse all that there is. ``clock_seconds``: a replay's."""
     waited_ms = min(max(0, round(waited_seconds * 1000)), 0xFFFFFFFF)
-    return cache_pb2.MatchRequest(
-        sequence_id=sequence_id, keys=keys, max_blocks=max_blocks, waited_ms=waited_ms, clock_seconds=clock_seconds
+    request = cache_pb2.MatchRequest(
+        sequence_id=sequence_id,
+        keys=keys,
+        max_blocks=max_blocks,
+        waited_ms=waited_ms,
+        clock_seconds=clock_seconds,
+        retention=retention.number,
     )
+    if expected is not None:
+        request.expected.CopyFrom(expected_to_proto(expected))
+    return request
 
 
 def parse_match(response: cache_pb2.MatchResponse) -> Matched:
@@ -118,6 +145,7 @@ def parse_match(response: cache_pb2.MatchResponse) -> Matched:
         cells_from_proto(response.tables),
         response.storage_blocks,
         response.full_blocks,
+        response.coming_blocks,
     )
 
 

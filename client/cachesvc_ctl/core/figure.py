@@ -20,7 +20,10 @@ LEGEND_GAP = 0.07
 INK = "#1f2933"
 FAINT_INK = "#6b7785"
 GRID = "#e4e7eb"
-BLUE, RED, GREEN, YELLOW, GREY = "#1b6ca8", "#c8553d", "#45b3a5", "#e8a33d", "#dde1e6"
+BLUE, RED, GREEN, YELLOW, GREY = "#3f6fd1", "#c4473a", "#2f7d6b", "#d99a2b", "#c9ced6"
+DEVICE, HOST, STORAGE, COMPUTED = GREEN, BLUE, YELLOW, GREY
+MOVED_IN, MOVED_OUT = BLUE, YELLOW
+"""One colour for each tier and direction: those of the daemon's page and of the dashboard."""
 
 
 def empty_figure(size_inches: tuple[float, float], purpose: str) -> Figure:

@@ -11,6 +11,13 @@ from cachesvc_client.wire.credentials import PATIENT_OPTIONS, Credentials, crede
 from cachesvc_client.wire.settings import DEFAULT_SOCKET, ChannelOptions, as_path, default_target
 
 STDIN = "-"
+SILENT = ("SETTINGS frame", "Deadline Exceeded", "DEADLINE_EXCEEDED")
+"""gRPC's words for a socket whose process takes connections and does not answer."""
+PLAIN = {
+    "No such file": "nothing listens there: no such file",
+    "Connection refused": "nothing listens there: its daemon has ended",
+    **dict.fromkeys(SILENT, "it takes connections and does not answer"),
+}
 
 
 @dataclass(frozen=True)
@@ -70,14 +77,25 @@ def no_answer(failure: grpc.RpcError, arguments: argparse.Namespace) -> str:
     )
     address = address_of(arguments)
     is_tls = bool(getattr(arguments, "tls_ca", "") or getattr(arguments, "tls_certificate", ""))
-    hint = _socket_hint(reason) if address.startswith(("/", ".")) else _address_hint(reason, is_tls)
-    return f"no answer from {address} ({reason}); {hint}"
+    if not address.startswith(("/", ".")):
+        return f"no answer from {address} ({reason}); {_address_hint(reason, is_tls)}"
+    return f"no answer from {address} ({_plain(reason)}); {_socket_hint(reason)}"
+
+
+def _plain(reason: str) -> str:
+    """Reason that gRPC gives for a unix socket, without its codes and the path that it repeats."""
+    for words, plain in PLAIN.items():
+        if words in reason:
+            return plain
+    return reason
 
 
 def _socket_hint(reason: str) -> str:
     if "Permission denied" in reason:
         return "that socket is closed to this user: be the daemon's user, or in its --socket-group"
-    return "is the daemon running on that --socket?"
+    if any(words in reason for words in SILENT):
+        return "the daemon is stopped or stuck: see the end of its log, and kill -CONT or restart it"
+    return "is the daemon running on that --socket? start cachesvcd, or name its socket in CACHESVC_SOCKET"
 
 
 def _address_hint(reason: str, is_tls: bool) -> str:

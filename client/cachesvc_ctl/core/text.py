@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cachesvc.model.text.printable import one_line
+from cachesvc.model.text.sizes import describe_bytes
 
 __all__ = ["describe_bytes", "for_terminal", "left_out", "one_line", "table"]
 
@@ -26,17 +27,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         for line in cells
     ]
     return "\n".join(lines)
-
-
-def describe_bytes(count: float) -> str:
-    """A number of bytes with a binary unit, four digits at most before the point: ``12 B``, ``3.42 GiB``."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:.2f} {unit}"
-    return f"{count / 1024:,.2f} TiB"
 
 
 def left_out(*flags: str) -> str:

@@ -2,16 +2,19 @@
 
 vLLM divides a model's layers into groups of equally many. A group has a block table of its own, and all groups draw
 their blocks from one pool. The daemon knows three kinds of them (``Retention``); everything else is refused by name.
+Pages of all groups are equally large, so blocks of one group may have more tokens than those of another. The daemon's
+have the least common multiple of all: vLLM's hits end there too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from cachesvc.model.layout import MAX_GROUPS
+from cachesvc.model.layout import MAX_BLOCK_TOKENS, MAX_GROUPS
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 
@@ -32,9 +35,11 @@ UNIFORM_SPECS = "UniformTypeKVCacheSpecs"
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """``window_tokens``: of a WINDOW, the query's own included. ``replicated``: each rank computes all of it."""
+    """``block_tokens``: of its own blocks. ``window_tokens``: of a WINDOW, the query's own included. ``replicated``:
+    each rank computes all of it."""
 
     retention: Retention
+    block_tokens: int
     window_tokens: int | None = None
     replicated: bool = False
 
@@ -44,6 +49,11 @@ def cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
     for why in _refusals(kv_cache_config):
         raise ConnectorRefused(f"cachesvc_vllm: {why}")
     return tuple(_group(each.kv_cache_spec) for each in kv_cache_config.kv_cache_groups)
+
+
+def common_block_tokens(kv_cache_config: Any) -> int:
+    """Return the tokens of a block in which each group has whole blocks."""
+    return math.lcm(*(each.kv_cache_spec.block_size for each in kv_cache_config.kv_cache_groups))
 
 
 def layer_specs(spec: Any) -> list[Any]:
@@ -56,7 +66,7 @@ def _group(spec: Any) -> CacheGroup:
     retention, replicated = _retention(layers[0]), all(map(_is_replicated, layers))
     assert retention is not None
     window = _window_tokens(layers[0]) if retention is Retention.WINDOW else None
-    return CacheGroup(retention, window, replicated)
+    return CacheGroup(retention, int(spec.block_size), window, replicated)
 
 
 def _retention(layer: Any) -> Retention | None:
@@ -84,14 +94,24 @@ def _refusals(kv_cache_config: Any) -> Iterable[str]:
     if groups and not any(_retention(layer_specs(spec)[0]) is Retention.FULL for spec in groups):
         names = ", ".join(sorted({type(spec).__name__ for spec in groups}))
         yield f"no layer of this model keeps whole sequences ({names}), and one is needed: leave the connector out"
+    if groups:
+        yield from _of_sizes(groups, kv_cache_config.hash_block_size)
+
+
+def _of_sizes(groups: list[Any], hashed: int | None) -> Iterable[str]:
     sizes = sorted({spec.block_size for spec in groups})
-    if len(sizes) > 1:
-        yield f"KV cache groups with blocks of {sizes} tokens are not supported; one size for all groups is"
-    hashed = kv_cache_config.hash_block_size
-    if sizes and hashed not in (None, sizes[0]):
+    if hashed is not None and any(size % hashed for size in sizes):
+        yield f"keys are of {hashed} tokens and blocks of {sizes}: leave out --prefix-match-unit"
+    if math.lcm(*sizes) > MAX_BLOCK_TOKENS:
         yield (
-            f"keys are of {hashed} tokens and blocks of {sizes[0]}: make them equal (--block-size, or leave out "
-            "--prefix-match-unit)"
+            f"KV cache groups with blocks of {sizes} tokens have {math.lcm(*sizes)} tokens in common, and at most "
+            f"{MAX_BLOCK_TOKENS} are supported: take another --block-size"
+        )
+    has_states = any(_retention(layer) is Retention.STATE for spec in groups for layer in layer_specs(spec))
+    if has_states and (len(sizes) > 1 or hashed not in (None, sizes[0])):
+        yield (
+            f"keys are of {hashed} tokens and blocks of {sizes}, and vLLM keeps states within a block then and goes on "
+            "to write them: make all equal (--block-size, or leave out --prefix-match-unit)"
         )
 
 

@@ -11,14 +11,15 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Registration, Timeouts
+from cachesvc_client.layouts.parts import Parts
 
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.daemon.errors import ConnectorRefused, News
 from cachesvc_vllm.daemon.keeper import Keeper
 from cachesvc_vllm.daemon.page_check import PageCheck
-from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.weights_version import Announced
 
 RESERVED_PAGES = 1
@@ -42,11 +43,55 @@ TIMEOUTS = Timeouts(call_s=2.0)
 log = logging.getLogger(__name__)
 
 
+class NodeSettings(Protocol):
+    """Settings of an engine's plugin that its connection needs (``Settings``)."""
+
+    @property
+    def socket(self) -> str | None:
+        """Path of the daemon's socket."""
+
+    @property
+    def token_file(self) -> str | None:
+        """Path of the token."""
+
+    @property
+    def tenant_salt(self) -> str:
+        """A tenant's secret."""
+
+    @property
+    def host_blocks(self) -> int | None:
+        """Size of the host pool, in blocks."""
+
+    @property
+    def verify_steps(self) -> int:
+        """Iterations between two page checks."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Names of the engine's options, for messages. ``engine``: its kind. ``unit``: what ``blocks`` counts of a block;
+    ``padding``: blocks that it does not count."""
+
+    engine: str = "vllm"
+    blocks: str = "--num-gpu-blocks-override"
+    unit: int = 1
+    padding: int = 0
+    longest: str = "--max-model-len"
+
+    def sized(self, blocks: int) -> str:
+        """Option with which an engine has this number of blocks."""
+        return f"{self.blocks} {(blocks - self.padding) * self.unit}"
+
+
+VLLM = Flags()
+
+
 @dataclass(frozen=True)
 class Share:
     """Pool that an engine registers: ``layout`` for ``pages`` blocks under the name ``model``. ``devices``: the UUID of
     each rank's GPU; none for the daemon's first devices. ``display_name``: for operators. ``longest_blocks``: of a
-    request; 0 where it does not matter."""
+    request; 0 where it does not matter. ``parts``: groups of the layout that each of the engine's is; without them,
+    each is one."""
 
     model: str
     layout: Layout
@@ -54,6 +99,7 @@ class Share:
     devices: tuple[str, ...] = ()
     display_name: str = ""
     longest_blocks: int = 0
+    parts: tuple[Parts, ...] = ()
 
     @property
     def slab(self) -> str:
@@ -73,21 +119,32 @@ def new_instance(engine_id: str) -> str:
 
 class Node:
     """``instance``: of ``new_instance``: the name under which the engine's processes share a lease.
-    ``attaches``: this process uses the slab of ``rank``; one that uses none is the scheduler's, and has a ``keeper``
-    for the lease.
-    ``comes_back``: look for a lost daemon.
+    ``attaches``: this process uses the slab of ``rank``. ``keeps``: it has a ``keeper`` for the lease, as the
+    scheduler's process has; left out: where it uses no slab. ``comes_back``: look for a lost daemon.
     """
 
-    def __init__(self, settings: Settings, instance: str, share: Share, *, attaches: bool, rank: int = 0) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        instance: str,
+        share: Share,
+        *,
+        attaches: bool,
+        keeps: bool | None = None,
+        rank: int = 0,
+        flags: Flags = VLLM,
+    ) -> None:
         self._settings = settings
         self._instance = instance
         self.share = share
         self._attaches = attaches
+        self._keeps = not attaches if keeps is None else keeps
+        self._flags = flags
         self._rank = rank
         self.comes_back = True
         self._keeper: Keeper | None = None
         self._client = CacheClient(
-            settings.socket, engine=f"vllm-{instance[:8]}", token_file=settings.token_file, timeouts=TIMEOUTS
+            settings.socket, engine=f"{flags.engine}-{instance[:8]}", token_file=settings.token_file, timeouts=TIMEOUTS
         )
         self._lease: Lease | None = None
         self._pool: AttachedPool | None = None
@@ -139,7 +196,7 @@ class Node:
         self._require_room(self._lease)
         if self._attaches:
             self._pool = self._lease.attach(self._rank)
-        else:
+        if self._keeps:
             self._keep(self._lease).wait_begun()
         client.on_lost(self._wake.set)
         self._thread.start()
@@ -170,7 +227,7 @@ class Node:
             return False
         if self._attaches:
             self._pool = self._map(back)
-        else:
+        if self._keeps:
             self._keep(back)
         with self._changing:  # by now there may be the next one
             old, self._lease = self.lease, back
@@ -227,7 +284,7 @@ class Node:
         if registration.device_pages != share.each(share.pages):
             raise ConnectorRefused(
                 f"the daemon's pool of {share.model} has {registration.device_pages[0]} blocks, and this engine has "
-                f"{share.pages}: start it with --num-gpu-blocks-override {registration.device_pages[0]}"
+                f"{share.pages}: start it with {self._flags.sized(registration.device_pages[0])}"
             )
         return registration
 
@@ -237,8 +294,8 @@ class Node:
         if 0 < limit < longest:
             raise ConnectorRefused(
                 f"the longest request of this engine has {longest} blocks, and the daemon lets one have {limit}: start "
-                f"the daemon with --blocks-per-sequence {longest} or more, or the engine with a --max-model-len of at "
-                f"most {limit * self.share.layout.block_tokens}"
+                f"the daemon with --blocks-per-sequence {longest} or more, or the engine with a "
+                f"{self._flags.longest} of at most {limit * self.share.layout.block_tokens}"
             )
 
     def _map(self, lease: Lease) -> AttachedPool:

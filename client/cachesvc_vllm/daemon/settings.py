@@ -23,7 +23,8 @@ class Settings:
     when the daemon has gone. ``draft_blocks``: how the last block of a hit is shared, whose drafter's KV depends on the
     next token: ``lookahead`` keys cover that token, ``drop`` computes the block again. ``verify_steps``: for debugging,
     how many iterations lie between two checks of all sealed pages; 0: none. ``allow_untested_vllm``: see ``versions``.
-    ``share_media``: see ``Media``.
+    ``share_media``: see ``Media``. ``remote_patience_ms``: how long without progress a request waits for what a router
+    says that another node computes.
     """
 
     socket: str | None = None
@@ -38,6 +39,7 @@ class Settings:
     verify_steps: int = 0
     allow_untested_vllm: bool = False
     share_media: bool = True
+    remote_patience_ms: int = 10_000
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -51,6 +53,10 @@ class Settings:
             raise ConnectorRefused(f"kv_connector_extra_config: stock_blocks is at least 1, got {self.stock_blocks}")
         if self.verify_steps < 0:
             raise ConnectorRefused(f"kv_connector_extra_config: verify_steps is not negative, got {self.verify_steps}")
+        if self.remote_patience_ms < 1:
+            raise ConnectorRefused(
+                f"kv_connector_extra_config: remote_patience_ms is at least 1, got {self.remote_patience_ms}"
+            )
         if self.host_blocks is not None and self.host_blocks < 0:
             raise ConnectorRefused(f"kv_connector_extra_config: host_blocks is not negative, got {self.host_blocks}")
 
@@ -68,6 +74,7 @@ _KINDS: dict[str, type] = {
     "verify_steps": int,
     "allow_untested_vllm": bool,
     "share_media": bool,
+    "remote_patience_ms": int,
 }
 
 

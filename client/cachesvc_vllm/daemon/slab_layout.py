@@ -6,16 +6,19 @@ groups lie over each other from the buffer's first byte on, and a block is one g
     group 0    | layer 0 [ block 0 | block 1 | ... ] | layer 3 [ block 0 | block 1 | ... ] |
     group 1    | layer 1 [ block 0 | block 1 | ... ] | layer 4 [ block 0 | block 1 | ... ] |
 
-So all groups share one pool of pages.
+So all groups share one pool of pages. A group with smaller blocks than others is several in the layout (``Parts``).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from cachesvc_client.layouts.parts import Parts, part_group
+
+from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.geometry import device_geometry, slab_bytes
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc_vllm.daemon.cache_groups import CacheGroup, Retention, cache_groups
+from cachesvc.model.layout import MAX_GROUPS, Layout, Plane, PlaneGroup
+from cachesvc_vllm.daemon.cache_groups import CacheGroup, Retention, cache_groups, common_block_tokens
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 GROUP = "full"
@@ -37,17 +40,39 @@ def slab_layout(kv_cache_config: Any, ranks: int = 1) -> Layout:
     pages, size = kv_cache_config.num_blocks, tensors[0].size
     is_row = all(stride == size // pages and start < stride for places in starts for start, stride in places)
     groups, planes = [], []
+    tokens = common_block_tokens(kv_cache_config)
     for index, (kind, places) in enumerate(zip(kinds, starts, strict=True)):
         name = group_name(kind, index, len(kinds))
-        groups.append(_plane_group(name, kind, ranks, POOL if len(kinds) > 1 else ""))
+        group = _plane_group(name, kind, ranks, POOL if len(kinds) > 1 else "")
         if is_row:  # a block has all layers' bytes in a row
-            planes.append(Plane("block", 0, name, (size // pages,), "uint8"))
+            mine = [Plane("block", 0, name, (size // pages,), "uint8")]
         else:
-            planes += [Plane("kv", layer, name, (width,), "uint8") for layer, (_, width) in enumerate(places)]
-    layout = Layout(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, ranks, tuple(groups), tuple(planes))
-    for index, places in enumerate(starts):
-        _require_places(layout, index, [(0, size // pages)] if is_row else places, pages, size)
+            mine = [Plane("kv", layer, name, (width,), "uint8") for layer, (_, width) in enumerate(places)]
+        try:
+            more = part_group(group, mine, block_tokens=tokens, part_tokens=kind.block_tokens)
+        except LayoutRejected as why:
+            raise ConnectorRefused(f"cachesvc_vllm: {why}") from why
+        groups += more[0]
+        planes += more[1]
+    if len(groups) > MAX_GROUPS:
+        raise ConnectorRefused(
+            f"blocks of {sorted({kind.block_tokens for kind in kinds})} tokens make {len(groups)} groups, and "
+            f"{MAX_GROUPS} are supported: leave the connector out for this model"
+        )
+    layout = Layout(tokens, ranks, tuple(groups), tuple(planes))
+    for parts, places in zip(group_parts(kv_cache_config), starts, strict=True):
+        _require_places(layout, parts.groups[0], [(0, size // pages)] if is_row else places, pages, size)
     return layout
+
+
+def group_parts(kv_cache_config: Any) -> tuple[Parts, ...]:
+    """Return the groups of ``slab_layout`` that each of vLLM's is."""
+    tokens, first, found = common_block_tokens(kv_cache_config), 0, []
+    for group in kv_cache_config.kv_cache_groups:
+        count = tokens // group.kv_cache_spec.block_size
+        found.append(Parts(tuple(range(first, first + count))))
+        first += count
+    return tuple(found)
 
 
 def group_name(kind: CacheGroup, index: int, count: int) -> str:

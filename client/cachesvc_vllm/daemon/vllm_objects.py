@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class ModelConfig(Protocol):
@@ -128,3 +128,4 @@ class Request(HashedRequest, Protocol):
     prompt_embeds: object
     lora_request: NamedLoraRequest | None
     cache_salt: str | None
+    kv_transfer_params: dict[str, Any] | None

@@ -70,7 +70,8 @@ class _Known:
 
 
 class LookaheadKeys:
-    """Keys of requests, each computed once. With ``lookahead_tokens`` 0 they are vLLM's hashes.
+    """Keys of requests, each computed once. With ``lookahead_tokens`` 0 they are vLLM's hashes, of which blocks of
+    ``hashes_a_block`` have the last one: it stands for all before it.
 
     Used from vLLM's scheduler thread. ``forget`` a request that has ended. Raises ConnectorRefused where the drafter
     reads further ahead than a block.
@@ -86,10 +87,13 @@ class LookaheadKeys:
         self._block_tokens = block_tokens
         self._extra_keys = extra_keys
         self._known: dict[str, _Known] = {}
+        self.hashes_a_block = 1
 
     def of(self, request: HashedRequest) -> Sequence[bytes]:
         """Return the keys of the request's leading full blocks whose lookahead tokens are known."""
         hashes: Sequence[bytes] = request.block_hashes
+        if self.hashes_a_block > 1:
+            hashes = hashes[self.hashes_a_block - 1 :: self.hashes_a_block]
         if not self._lookahead:
             return hashes
         tokens = request.all_token_ids

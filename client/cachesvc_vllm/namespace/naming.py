@@ -68,8 +68,14 @@ def model_facts(
 
 def model_name(facts: Mapping[str, str]) -> str:
     """Return the identity: a digest of all facts."""
+    return named("vllm", facts)
+
+
+def named(engine: str, facts: Mapping[str, str]) -> str:
+    """Return the identity of what a kind of engine computes."""
     text = json.dumps(dict(facts), sort_keys=True).encode()
-    return f"vllm-{hashlib.blake2b(text, digest_size=16, person=b'kv-vllm-name').hexdigest()}"
+    person = f"kv-{engine}-name"[:16].encode()
+    return f"{engine}-{hashlib.blake2b(text, digest_size=16, person=person).hexdigest()}"
 
 
 def display_name(model: str) -> str:

@@ -41,7 +41,7 @@ class RequestBlock(KVCacheBlock):  # type: ignore[misc]
 @dataclass(slots=True)
 class _Now:
     """State of the iteration that all views share. ``current``: the request that is scheduled; ``hits``: the positions
-    of its hit, by hash. ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where.
+    of its hit's hashes. ``filling``: requests with full blocks that may not be sealed yet, by id, and up to where.
     ``counts_own``: set while a request takes pages that it has already, when no others need to be counted.
     ``managers``: of all groups."""
 
@@ -62,16 +62,18 @@ class _Now:
 class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     """Takes the place of ``replaced``, with all that it knows. Used from vLLM's scheduler thread.
 
-    ``on_reset``: called when nothing older is found any more.
+    ``block_tokens``: of the daemon's blocks, in which each group has whole ones. ``on_reset``: called when nothing
+    older is found any more.
     """
 
-    def __init__(self, replaced: BlockPool, book: PageBook, weights: WeightsVersion) -> None:
+    def __init__(self, replaced: BlockPool, book: PageBook, weights: WeightsVersion, block_tokens: int) -> None:
         self.__dict__.update(replaced.__dict__)
         self.book = book
         self.weights = weights
         self.now = _Now()
         self.on_reset: Callable[[], None] = lambda: None
-        self.group = book.lead
+        self.block_tokens = block_tokens
+        self.group = book.groups.lead
         self.manager: Any = None
 
     def of_group(self, group: int, manager: Any) -> DaemonBlockPool:
@@ -87,7 +89,8 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     def show_hits(self, request: RequestPages, hashes: Sequence[bytes]) -> None:
         """Let vLLM find the blocks that the request's match has found in place."""
         self.now.current = request
-        self.now.hits = {key: position for position, key in zip(range(request.hit_blocks), hashes, strict=False)}
+        end = request.hit_blocks * self.block_tokens // self.hash_block_size
+        self.now.hits = {key: position for position, key in zip(range(end), hashes, strict=False)}
 
     def hide_hits(self) -> None:
         """Hide the hits of the current request from vLLM."""
@@ -99,12 +102,14 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         if position is None or request is None:
             return None
         found: list[KVCacheBlock] = []
+        end = (position + 1) * self.hash_block_size
         for group in kv_cache_group_ids:
-            table = None if group == self.book.lead else request.table_of(group)
-            page = request.pages[position] if table is None else table.page_at(position)
+            table = None if group == self.book.groups.lead else request.table_of(group)
+            cell = end // self.now.managers[group].block_size - 1
+            page = request.pages[cell] if table is None else table.page_at(cell)
             if page == NO_PAGE:
                 return None
-            found.append(RequestBlock(page, request, self, position, table))
+            found.append(RequestBlock(page, request, self, cell, table))
         return found
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -115,13 +120,13 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         used = [block for block in blocks if isinstance(block, RequestBlock)]
         for block in used:
             block.ref_cnt += 1
-        if self.group != self.book.lead:
+        if self.group != self.book.groups.lead:
             if used:
                 request.table_of(self.group).hold(used[0].position, len(used))
                 self.book.hold(request, len(used))
             return
-        if len(used) != request.hit_blocks:
-            raise RuntimeError(f"vLLM uses {len(used)} blocks of a hit of {request.hit_blocks}")
+        if len(used) != request.hit_pages:
+            raise RuntimeError(f"vLLM uses {len(used)} blocks of a hit of {request.hit_pages}")
         self.book.use_hits(request)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -129,7 +134,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         request, table = self.now.current, None
         assert request is not None
         first = request.taken
-        if self.group == self.book.lead:
+        if self.group == self.book.groups.lead:
             pages = self.book.take(request, num_blocks)
         else:
             first, table = len(self.manager.req_to_blocks[request.request_id]), request.table_of(self.group)
@@ -152,9 +157,10 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     ) -> None:
         """Note that these blocks will be full. vLLM says so when it schedules: they are sealed once they are computed.
         ``block_mask`` leaves out windows and states that vLLM would not keep: here the daemon decides."""
-        self.now.filling[request.request_id] = (request, num_full_blocks)
+        full_blocks = num_full_blocks * block_size // self.block_tokens
+        self.now.filling[request.request_id] = (request, full_blocks)
         if (pages := self.book.find(request.request_id)) is not None:
-            pages.full_blocks = num_full_blocks
+            pages.full_blocks = full_blocks
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Blocks that nothing of this engine uses any more."""
@@ -190,7 +196,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         every view of the pool."""
         if not self.book.is_empty:
             return False
-        if self.group != self.book.lead:
+        if self.group != self.book.groups.lead:
             return True
         self.weights.reset()
         self.book.change_keys(self.weights.salt)
@@ -209,9 +215,10 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         block_size: int,
         replace_existing_hashes: bool = False,
     ) -> None:
-        """No-op at the end of a block, which ``cache_full_blocks`` has noted. Raises ConnectorRefused within one:
-        keys as fine as that are refused at the start."""
-        if num_tokens % block_size:
+        """No-op at the end of a block, which ``cache_full_blocks`` has noted, and for KV within one: hits end with the
+        daemon's blocks. Raises ConnectorRefused for a state there: keys as fine as that are refused at the start."""
+        is_state = isinstance(block, RequestBlock) and block.table is not None and block.table.is_state
+        if is_state and num_tokens % block_size:
             raise ConnectorRefused(
                 f"vLLM keeps a state at token {num_tokens}, within a block of {block_size}, and goes on to write its "
                 "page: leave out --prefix-match-unit"

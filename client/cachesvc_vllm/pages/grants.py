@@ -8,7 +8,7 @@ from functools import partial
 from cachesvc_client import CacheClientError, Lease, PoolExhausted, StepStream
 
 from cachesvc.model.answers import Allocated
-from cachesvc_vllm.pages.group_tables import NO_POSITIONS, Positions
+from cachesvc_vllm.pages.group_tables import NO_POSITIONS, EngineGroups, Positions
 from cachesvc_vllm.pages.matches import refused
 from cachesvc_vllm.pages.reports import Pack, put_reports
 from cachesvc_vllm.pages.request_pages import RequestPages
@@ -30,6 +30,7 @@ class Grants:
     def __init__(
         self,
         lease: Lease,
+        groups: EngineGroups,
         stock_blocks: int,
         step_blocks: int,
         most_requests: int,
@@ -38,11 +39,10 @@ class Grants:
         pack: Pack,
         clock: Callable[[], float],
     ) -> None:
-        layout = lease.registration.layout
-        groups, self._lead = len(layout.groups), layout.full_groups[0]
-        pages = lease.registration.device_pages[self._lead] // groups
-        most = most_in_stock(step_blocks, most_requests, pages, lease.record.most_stock_pages // groups)
-        self.demand = StockDemand(max(1, min(stock_blocks, pages // STOCK_DIVISOR)), most)
+        tables, self._lead = len(lease.registration.layout.groups), groups.lead_parts.groups[0]
+        blocks = lease.registration.device_pages[self._lead] // tables
+        most = most_in_stock(step_blocks, most_requests, blocks, lease.record.most_stock_pages // tables)
+        self.demand = StockDemand(max(1, min(stock_blocks, blocks // STOCK_DIVISOR)), most)
         self.outbox = Outbox(lease.step(self.demand.base), Waits(), lambda: False)
         self._lease = lease
         self._part, self._pack = part, pack
@@ -92,11 +92,11 @@ class Grants:
         assert request.sequence is not None
         growth = request.growth(blocks, states)
         try:
-            request.sequence.grow_from_stock(growth.blocks - len(request.pages), positions=growth.positions)
+            request.sequence.grow_from_stock(growth.blocks - request.rows, positions=growth.positions)
         except CacheClientError as error:
             refused("grow", request.request_id, error)
             return False
-        self.demand.take(growth.blocks - len(request.pages))
+        self.demand.take(growth.blocks - request.rows)
         request.take_cells()
         return True
 
@@ -114,10 +114,12 @@ class Grants:
         self._stocked_s = self._clock() + SHORT_PAUSE_S
         return True
 
-    def room(self, group: int) -> int | None:
-        """Pages of a group that can be had, the stock included, as of the last answer; None before the first."""
-        free = self.stream.free_pages
-        return free[group] + self.stream.evictable_pages[group] + self.stock_pages if free else None
+    @property
+    def room(self) -> int | None:
+        """Pages of the leading group that can be had, the stock included, as of the last answer; None before the
+        first."""
+        free, evictable = self.stream.free_pages, self.stream.evictable_pages
+        return free[self._lead] + evictable[self._lead] + self.stock_pages if free else None
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,9 @@ The leading group keeps whole sequences, and its table is as long as the request
 cells at the same positions: all of them (whole sequences too), those from a window's beginning on, or one at the end of
 each scheduled chunk (states). vLLM takes a cell once, in order, and frees the first ones again; what lies below the
 first cell that it may still read goes back to the daemon.
+
+The daemon's blocks have the tokens in which each group has whole blocks. A group with smaller ones has several cells
+for each, which are groups of their own there (``Parts``).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from cachesvc_client.layouts.parts import Parts
 from cachesvc_client.records.tables import Pages
 
 from cachesvc.model.layout import Layout
@@ -22,15 +26,54 @@ Positions = Mapping[int, Sequence[int]]
 
 NO_POSITIONS: Positions = MappingProxyType({})
 
+AllParts = tuple[Parts, ...]
+"""Groups of a layout that each of an engine's is."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGroups:
+    """An engine's groups in a layout: ``parts`` of each, those of ``states``, and the leading one, ``lead``."""
+
+    parts: AllParts
+    states: frozenset[int]
+    lead: int
+
+    @property
+    def lead_parts(self) -> Parts:
+        """Groups of the leading one."""
+        return self.parts[self.lead]
+
+    @property
+    def row_pages(self) -> int:
+        """Number of pages that a further block takes, without states."""
+        return sum(each.count for group, each in enumerate(self.parts) if group not in self.states)
+
+    def state_of(self, group: int) -> int:
+        """The layout's group of states that one of the engine's is."""
+        return self.parts[group].groups[0]
+
+    def other_tables(self) -> list[GroupTable]:
+        """Empty tables of the groups beside the leading one."""
+        return [GroupTable(each, group in self.states) for group, each in enumerate(self.parts) if group != self.lead]
+
+
+def engine_groups(layout: Layout, parts: AllParts = ()) -> EngineGroups:
+    """Return an engine's groups. Without ``parts`` each of the layout's is one."""
+    each_alone = [Parts((group,)) for group in range(len(layout.own_groups)) if group != layout.marker]
+    mine = parts or tuple(each_alone)
+    first = [layout.groups[each.groups[0]] for each in mine]
+    states = frozenset(group for group, each in enumerate(first) if each.is_state)
+    return EngineGroups(mine, states, next(group for group, each in enumerate(first) if each.is_full))
+
 
 @dataclass(slots=True, eq=False)
 class GroupTable:
-    """``group``: its index in the layout. ``pages``: by position, NO_PAGE in a hole. vLLM has taken cells up to
+    """``parts``: its groups in the layout. ``pages``: by position, NO_PAGE in a hole. vLLM has taken cells up to
     ``taken``, has not freed ``held`` of them, and needs none below ``first``, which was noted up to ``told`` and
     reported up to ``given_back``. Of a state group: ``unused``: positions whose own pages vLLM has not taken;
     ``states``: pages that it has taken, by position, until they are sealed."""
 
-    group: int
+    parts: Parts
     is_state: bool
     pages: list[int] = field(default_factory=list)
     taken: int = 0
@@ -40,6 +83,11 @@ class GroupTable:
     given_back: int = 0
     unused: list[int] = field(default_factory=list)
     states: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def state_group(self) -> int:
+        """The layout's group of these states."""
+        return self.parts.groups[0]
 
     @property
     def spare(self) -> int:
@@ -65,10 +113,11 @@ class GroupTable:
                 unused.remove(later)
         return found
 
-    def read(self, cells: Pages, loaded_blocks: int) -> None:
-        """Add the cells behind the last one. Others stay: kernels have the table."""
+    def read(self, tables: Sequence[Pages], loaded_blocks: int) -> None:
+        """Add the cells behind the last one, from the tables of all of the layout's groups. Others stay: kernels have
+        the table."""
         first = len(self.pages)
-        self.pages += cells[first:].tolist()
+        self.pages += self.parts.pages(tables, first)
         self._note_unused(first, loaded_blocks)
 
     def add(self, pages: Iterable[int]) -> None:
@@ -128,13 +177,3 @@ class GroupTable:
         dropped = [page for page in self.pages[first:end] if page != NO_PAGE]
         self.pages[first:end] = [NO_PAGE] * max(0, end - first)
         return dropped
-
-
-def other_tables(layout: Layout) -> list[GroupTable]:
-    """Empty tables of the groups beside the leading one."""
-    lead = layout.full_groups[0]
-    return [
-        GroupTable(group, layout.groups[group].is_state)
-        for group in range(len(layout.own_groups))
-        if group not in (lead, layout.marker)
-    ]

@@ -9,17 +9,14 @@ from itertools import islice
 
 from cachesvc_client import CacheClientError, DeadlineExceeded, PoolExhausted
 
-from cachesvc.model.layout import Layout
 from cachesvc_vllm.daemon.errors import News
-from cachesvc_vllm.pages.group_tables import other_tables
+from cachesvc_vllm.pages.group_tables import EngineGroups
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 from cachesvc_vllm.steps.outbox import Answer, Outbox
 
-MATCH_HOLDS_S = 0.05
-"""A request that waits for room is matched again after so long: others may have computed more of it by then."""
-
 MOST_RENEWED = 8
-"""Requests that are matched again in an iteration: the first ones, which may be scheduled in the next."""
+"""Requests that are matched again in an iteration: the first ones, which may be scheduled in the next. Those whose
+blocks come from another node are not among them: all of these are matched again together."""
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +29,11 @@ class Matches:
     def __init__(
         self,
         pack: Callable[[Sequence[bytes], bytes], bytes],
-        layout: Layout,
+        groups: EngineGroups,
         abandon: Callable[[RequestPages], None],
         ahead_blocks: int,
     ) -> None:
-        self._layout = layout
+        self._groups = groups
         self._pack = pack
         self._abandon = abandon
         self._ahead_blocks = ahead_blocks
@@ -52,22 +49,28 @@ class Matches:
 
     @property
     def waiting_blocks(self) -> int:
-        """First blocks of requests that wait, as far as they have none."""
-        ahead = sum(max(0, each.first_blocks - len(each.pages)) for each in self.ahead.values())
+        """First blocks of requests that wait for their turn, as far as they have none."""
+        ahead = sum(max(0, each.first_blocks - each.rows) for each in self.ahead.values() if not each.is_coming)
         return ahead + sum(wish.first_blocks for wish in self._coming.values())
 
-    def is_recent(self, request: RequestPages, now_s: float) -> bool:
-        """True where a match is as new as can be for the iteration that is scheduled, or nearly so."""
-        return self.step - request.step <= 1 or now_s - request.begun_s < MATCH_HOLDS_S
+    def is_recent(self, request: RequestPages, outbox: Outbox, now_s: float) -> bool:
+        """True where a match is as new as can be for the iteration that is scheduled, or nearly so. An engine that
+        waits for answers can have a new one at once."""
+        is_last = outbox.runs() and self.step - request.step <= 1
+        return is_last or request.is_recent(now_s)
 
-    def stale(self, now_s: float) -> dict[str, Wish]:
-        """Requests to match again, for they may be scheduled in the next iteration."""
-        stale = (
-            (each.request_id, each.wish)
-            for each in self.ahead.values()
-            if each.wish is not None and each.wants_match and not self.is_recent(each, now_s)
-        )
-        return {} if self._sent else dict(islice(stale, MOST_RENEWED))
+    def stale(self, outbox: Outbox, now_s: float) -> dict[str, Wish]:
+        """Requests to match again: some that may be scheduled in the next iteration; and, once one of them is due, all
+        whose blocks come from another node."""
+        if self._sent:
+            return {}
+        waiting = {each: each.wish for each in self.ahead.values() if each.wish is not None and each.wants_match}
+        coming = [each for each in waiting if each.is_coming]
+        if all(each.is_recent(now_s) for each in coming):
+            coming = []
+        others = (each for each in waiting if not (each.is_coming or self.is_recent(each, outbox, now_s)))
+        whole = (each for each in others if not each.is_shortened)  # a shorter wish would find less each time
+        return {each.request_id: waiting[each] for each in (*coming, *islice(whole, MOST_RENEWED))}
 
     def wanting(self, but_for: RequestPages) -> list[RequestPages]:
         """Other requests that were matched, and may be given pages before they are scheduled."""
@@ -86,22 +89,21 @@ class Matches:
         """Ask for ``first``, and requests that have come first; not while a message is under way. Those asked for."""
         if self._sent or not outbox.has_room:
             return []
-        wishes = {**(first or {}), **self._next_coming(0 if first or self.ahead else 1)}
+        wishes = {**(first or {}), **self._next_coming(is_alone=not first)}
         if not wishes:
             return []
         batch = outbox.stream.batch()
         for wish in wishes.values():
             keys = self._pack(wish.hashes, wish.salt) if wish.most_blocks else b""
-            batch.match(keys, max_blocks=wish.most_blocks)
+            expected = wish.expected if wish.most_blocks else None
+            batch.match(keys, max_blocks=wish.most_blocks, expected=expected, retention=wish.retention)
         requests = [
-            RequestPages(
+            RequestPages.begin(
+                self._groups,
                 request_id,
                 now_s,
-                lead=self._layout.full_groups[0],
-                others=other_tables(self._layout),
                 first_blocks=wish.first_blocks,
                 is_matching=True,
-                salt=wish.salt,
                 wish=wish,
                 step=self.step,
             )
@@ -118,13 +120,15 @@ class Matches:
             self.ahead[request.request_id] = request
         return requests
 
-    def _next_coming(self, at_least: int) -> dict[str, Wish]:
-        """Requests that have come first, as far as the limit goes, ``at_least`` this number."""
+    def _next_coming(self, *, is_alone: bool) -> dict[str, Wish]:
+        """Requests that have come first, as far as the limit goes; ``is_alone``: one at least, where none is ahead.
+        Those whose blocks come from another node run later, and stand in no other's way."""
         chosen: dict[str, Wish] = {}
-        room_blocks = self._ahead_blocks - sum(each.first_blocks for each in self.ahead.values())
+        ahead = [each.first_blocks for each in self.ahead.values() if not each.is_coming]
+        room_blocks = self._ahead_blocks - sum(ahead)
         for request_id, wish in self._coming.items():
             room_blocks -= wish.first_blocks
-            if room_blocks < 0 and len(chosen) >= at_least:
+            if room_blocks < 0 and (chosen or ahead or not is_alone):
                 break
             chosen[request_id] = wish
         return chosen

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cachesvc_client import Lease, LeaseLost
 
 from cachesvc_vllm.namespace.draft_keys import salted
 from cachesvc_vllm.pages.grants import Grants
-from cachesvc_vllm.pages.group_tables import NO_POSITIONS, Positions, other_tables
+from cachesvc_vllm.pages.group_tables import NO_POSITIONS, AllParts, Positions, engine_groups
 from cachesvc_vllm.pages.matches import Matches
 from cachesvc_vllm.pages.private_pages import PrivatePages
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 from cachesvc_vllm.pages.untold import Sealing, Untold
-from cachesvc_vllm.steps.giving_way import GivingWay
+from cachesvc_vllm.steps.giving_way import Clock, GivingWay
 from cachesvc_vllm.steps.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -44,28 +44,26 @@ class PageBook:
         lease: Lease,
         stock_blocks: int,
         ahead_blocks: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
         *,
+        parts: AllParts = (),
         step_blocks: int = 0,
         most_requests: int = 0,
     ) -> None:
-        self._lease = lease
-        self._layout = lease.registration.layout
-        self.lead = self._layout.full_groups[0]
-        self._clock = clock
+        self._lease, self._clock = lease, clock
+        self.groups = engine_groups(lease.registration.layout, parts)
         self._requests: dict[str, RequestPages] = {}
         self.untold = Untold()
         ready = self.untold.ready
-        self._grants = Grants(lease, stock_blocks, step_blocks, most_requests, part=ready, pack=self.keys, clock=clock)
-        self._matches = Matches(self.keys, self._layout, ready.ended.append, ahead_blocks)
+        most = stock_blocks, step_blocks, most_requests
+        self._grants = Grants(lease, self.groups, *most, part=ready, pack=self.keys, clock=clock)
+        self._matches = Matches(self.keys, self.groups, ready.ended.append, ahead_blocks)
         self._private = PrivatePages()
         self.salt = b""
         self._way = GivingWay(clock)
         self.without_host: set[str] = set()
-        self.drops_last = False
         self.held_blocks = 0
-        self.is_adrift = False
-        self.is_moving = False
+        self.drops_last = self.is_adrift = self.is_moving = False
 
     @property
     def is_empty(self) -> bool:
@@ -76,8 +74,8 @@ class PageBook:
         """True where a request of ``blocks`` blocks finds no room before there is a new lease, whatever ends by
         then."""
         mine = len(self._private) + sum(each.spare_pages for each in self._requests.values() if each is not request)
-        missing = request.missing_pages(blocks, states)
-        return self.is_adrift and (self.is_moving or (self.is_empty and missing > mine))
+        is_short = self.is_empty and request.missing_pages(blocks, states) > mine
+        return self.is_adrift and (self.is_moving or is_short)
 
     def find(self, request_id: str) -> RequestPages | None:
         """Pages of a request, if it has begun."""
@@ -102,16 +100,17 @@ class PageBook:
             self._send_matches()
 
     def begin(self, request_id: str, wish: Wish) -> RequestPages:
-        """A request's pages from its longest hit on; those that it had before and never used are given back."""
+        """A request's pages from its longest hit on; those that it had before and never used are given back. While
+        another node computes what is behind the hit, each ``flush`` looks whether to match it again."""
         self.outbox.poll()
         known = self._requests.get(request_id)
         if known is not None:
-            self.outbox.wait_if_idle(lambda: not known.is_matching)
+            self.outbox.wait_if_idle(lambda: known.is_coming or not known.is_matching)
         is_usable = known is not None and (known.is_matching or self._is_fresh(known, wish))
         begun = known if known is not None and is_usable else self._match(request_id, wish)
         while begun.host_blocks and request_id in self.without_host:
             begun = self.shorten(request_id, wish, begun.hit_blocks)
-        if self.drops_last and not begun.is_shortened and (found := begun.hit_blocks + begun.host_blocks):
+        if self.drops_last and not (begun.is_shortened or begun.is_coming) and (found := begun.loaded_blocks):
             begun = self.shorten(request_id, wish, found - 1)
             begun.is_shortened = True
         return begun
@@ -119,17 +118,12 @@ class PageBook:
     def shorten(self, request_id: str, wish: Wish, blocks: int) -> RequestPages:
         """Match a request again for at most ``blocks`` blocks, and give back what it pinned behind them: vLLM computes
         those blocks, so their cells must be private pages."""
-        return self._match(request_id, replace(wish, most_blocks=blocks))
+        return self._match(request_id, replace(wish, most_blocks=blocks, expected=None))
 
     def forget(self, request_id: str) -> None:
         """Give the request's pages back, at once or when vLLM has freed the last of them."""
         self._matches.forget(request_id)
-        request = self._requests.pop(request_id, None)
-        if request is None or request.held:
-            return
-        request.is_forgotten = request.is_matching
-        if not request.is_matching:
-            self.untold.ready.ended.append(request)
+        self._give_back(self._requests.pop(request_id, None))
 
     def has(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
         """True where a request that runs has these pages already, and may go on in them. A loss of the daemon is
@@ -184,15 +178,14 @@ class PageBook:
     def use_hits(self, request: RequestPages) -> None:
         """vLLM uses the blocks that were found in place."""
         self._matches.ahead.pop(request.request_id, None)
-        self.held_blocks += request.hit_blocks
-        request.take_hits()
+        self.held_blocks += request.take_hits()
 
-    def take(self, request: RequestPages, blocks: int) -> list[int]:
+    def take(self, request: RequestPages, pages: int) -> list[int]:
         """The next pages of a request, reserved before."""
         self._matches.ahead.pop(request.request_id, None)
-        self.held_blocks += blocks
+        self.held_blocks += pages
         self._way.admit()
-        return request.take(blocks)
+        return request.take(pages)
 
     def hold(self, request: RequestPages, cells: int) -> None:
         """vLLM uses cells of another group than the leading one."""
@@ -223,9 +216,9 @@ class PageBook:
             if table.first <= table.told:
                 continue
             if self.is_adrift:
-                self._private.add(table.drop_pages(max(table.told, request.first_private), table.first))
+                self._private.add(table.drop_pages(max(table.told, request.first_private_of(table)), table.first))
             else:
-                self.untold.recycle(request, table.group, table.first)
+                self.untold.recycle(request, table.parts.dead(table.first))
             table.told = table.first
 
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
@@ -240,7 +233,7 @@ class PageBook:
         if self.is_adrift:
             return len(self._private) + spare
         not_held = pool_blocks - self.held_blocks
-        room = self._grants.room(self.lead)
+        room = self._grants.room
         return not_held if room is None else min(not_held, room + spare)
 
     def flush(self, *, is_last: bool = False) -> None:
@@ -254,9 +247,7 @@ class PageBook:
             self.outbox.wait()
             self._grants.demand.rest()
         else:
-            for request_id in (stale := self._matches.stale(self._clock())):
-                self.forget(request_id)
-            self._send_matches(stale)
+            self._send_matches(self._matches.stale(self.outbox, self._clock()))
             running = len(self._requests) - len(self._matches.ahead)
             self._grants.demand.look(running, self._matches.waiting_blocks)
         if self.outbox.has_room and (self.untold or self._lease.record.growing or self._grants.wants_stock):
@@ -320,29 +311,39 @@ class PageBook:
             self.outbox.wait_if_idle(lambda: not self._matches.are_under_way)
             if not self._send_matches({request_id: wish}):
                 self._matches.expect(request_id, wish)
-        begun = self._requests.get(request_id)
-        if begun is None:
-            begun = RequestPages(request_id, self._clock(), lead=self.lead, others=other_tables(self._layout))
-            self._requests[request_id] = self._matches.ahead[request_id] = begun
-        matching = begun
-        self.outbox.wait_if_idle(lambda: not matching.is_matching)
+        if request_id not in self._requests:
+            placeholder = RequestPages.begin(self.groups, request_id, self._clock())
+            self._requests[request_id] = self._matches.ahead[request_id] = placeholder
+        begun = self._requests[request_id]
+        self.outbox.wait_if_idle(lambda: begun.is_coming or not begun.is_matching)
         return begun
 
     def _is_fresh(self, request: RequestPages, wish: Wish) -> bool:
         """True where a request that waits need not be matched again: what it has is recent, or has its pages, and is no
         more than it may have."""
-        if not request.answers(wish):
+        if not request.answers(wish) or (request.host_blocks and request.request_id in self.without_host):
             return False
-        if request.host_blocks and request.request_id in self.without_host:
-            return False
-        return not request.wants_match or self._matches.is_recent(request, self._clock())
+        if request.is_coming:
+            return self.is_with_daemon()
+        return not request.wants_match or self._matches.is_recent(request, self.outbox, self._clock())
+
+    def _give_back(self, request: RequestPages | None) -> None:
+        """Give back what a request has got, unless vLLM has some of it."""
+        if request is None or request.held:
+            return
+        request.is_forgotten = request.is_matching
+        if not request.is_matching:
+            self.untold.ready.ended.append(request)
 
     def _send_matches(self, first: dict[str, Wish] | None = None) -> bool:
-        """True where they were sent; not while others are under way, or this engine backs off."""
+        """True where they were sent, in place of what such requests had; not while others are under way, or this engine
+        backs off."""
         if self._way.is_away:
             return False
         sent = self._matches.send(self.outbox, self._clock(), first)
-        self._requests.update((request.request_id, request) for request in sent)
+        for request in sent:
+            self._give_back(self._requests.get(request.request_id))
+            self._requests[request.request_id] = request
         return bool(sent)
 
     def _ask_ahead(self, request: RequestPages, blocks: int, states: Positions) -> None:
@@ -364,11 +365,11 @@ class PageBook:
         if self._drop_idle(request) and self._allocate(request, blocks, states):
             return True
         hit_blocks = request.sequence.hit_blocks
-        if len(request.pages) < hit_blocks and not self._allocate(request, hit_blocks, NO_POSITIONS):
+        if request.rows < hit_blocks and not self._allocate(request, hit_blocks, NO_POSITIONS):
             return False
-        rows = min(blocks - len(request.pages), self._grants.stock_pages // request.row_pages)
+        rows = min(blocks - request.rows, self._grants.stock_pages // request.row_pages)
         if rows > 0:
-            self._grants.grow(request, len(request.pages) + rows, NO_POSITIONS)
+            self._grants.grow(request, request.rows + rows, NO_POSITIONS)
         return request.has_pages(blocks, states) or self._allocate(request, blocks, states)
 
     def _allocate(self, request: RequestPages, blocks: int, states: Positions) -> bool:

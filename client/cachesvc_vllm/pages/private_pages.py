@@ -37,16 +37,19 @@ class PrivatePages:
     def lengthen(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Make a request's table ``blocks`` long, with pages for ``states``; False where there are too few pages, or
         what it was to load will not come."""
-        if len(request.pages) < request.loaded_blocks:
+        if request.rows < request.loaded_blocks:
             return False
         if request.missing_pages(blocks, states) > len(self._pages):
             return False
         end, positions = request.growth(blocks, states)
-        new = range(len(request.pages), end)
-        request.pages += self._take(len(new))
+        new = range(request.rows, end)
+        request.pages += self._take(len(new) * request.lead_parts.count)
         for table in request.others:
-            wanted = positions[table.group] if table.is_state else new
-            table.add([self._take(1)[0] if position in wanted else NO_PAGE for position in new])
+            if table.is_state:
+                wanted = positions[table.state_group]
+                table.add([self._take(1)[0] if position in wanted else NO_PAGE for position in new])
+            else:
+                table.add(self._take(len(new) * table.parts.count))
         return True
 
     def _take(self, pages: int) -> list[int]:

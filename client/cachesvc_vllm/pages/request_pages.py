@@ -6,10 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cachesvc_client import Expected, Retention
 from cachesvc_client import Sequence as DaemonSequence
+from cachesvc_client.layouts.parts import Parts
 
 from cachesvc.model.words import NO_PAGE
-from cachesvc_vllm.pages.group_tables import GroupTable, Positions
+from cachesvc_vllm.pages.group_tables import EngineGroups, GroupTable, Positions
+
+MATCH_HOLDS_S = 0.05
+"""A request that waits for room is matched again after so long: others may have computed more of it by then."""
+
+COMING_HOLDS_S = 0.02
+"""A request whose blocks another node computes is matched again after so long, all such requests in one message."""
 
 
 def computed_blocks(
@@ -48,12 +56,19 @@ def blocks_wanted(
 @dataclass(frozen=True, slots=True)
 class Wish:
     """Match of a request: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM takes first,
-    hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``)."""
+    hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``). ``expected``: what another node
+    computes of it. ``retention``: the client's hint on its blocks."""
 
     hashes: Sequence[bytes]
     most_blocks: int
     first_blocks: int
     salt: bytes = b""
+    expected: Expected | None = None
+    retention: Retention = Retention.DEFAULT
+
+
+LONE = Parts((0,))
+"""The leading group of a layout that has no other."""
 
 
 class Growth(NamedTuple):
@@ -67,22 +82,23 @@ class Growth(NamedTuple):
 class RequestPages:
     """``sequence``: None where there was no daemon to match it: all pages are private then.
 
-    ``pages``: the request's table in the leading group ``lead``, which only grows; ``others``: those of other groups.
-    A page keeps its place when another engine was faster to publish its block, because kernels have the table.
-    ``hit_blocks`` of them were found in place, ``host_blocks`` behind these have to be loaded. vLLM has taken the first
-    ``taken`` pages; of all groups' it has not freed ``held``. ``wanted``: up to where blocks are computed and to be
-    sealed; vLLM has said of the first ``full_blocks`` that they are full, or will be once what is scheduled is
-    computed. ``first_blocks``: as many as vLLM takes first, if it has room. ``is_shortened``: the last block of its hit
-    was left out already. ``is_loading``: its loads were handed to workers. ``is_foreign``: another connector loads a
-    part of it, which the daemon cannot vouch for: it is not shared. ``is_matching``: its match has no answer yet;
-    ``is_forgotten``: and the request ended meanwhile. ``was_refused``: the pool had no pages for it.
-    ``salt``: as the wish had it. ``wish``: what it was matched for, in the iteration ``step``.
+    ``pages``: the request's table in the leading group ``lead``, which only grows; ``lead_parts``: its groups in the
+    layout; ``others``: tables of other groups. A page keeps its place when another engine was faster to publish its
+    block, because kernels have the table. ``hit_blocks`` blocks were found in place, ``host_blocks`` behind these have
+    to be loaded. vLLM has taken the first ``taken`` pages; of all groups' it has not freed ``held``. ``wanted``: up to
+    where blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will
+    be once what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
+    ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
+    ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
+    ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``was_refused``:
+    the pool had no pages for it. ``wish``: that it was matched by, in the iteration ``step``; None: by none.
     """
 
     request_id: str
     begun_s: float
     sequence: DaemonSequence | None = None
     lead: int = 0
+    lead_parts: Parts = LONE
     others: list[GroupTable] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     hit_blocks: int = 0
@@ -99,9 +115,65 @@ class RequestPages:
     is_matching: bool = False
     is_forgotten: bool = False
     was_refused: bool = False
-    salt: bytes = b""
     wish: Wish | None = None
     step: int = 0
+
+    @property
+    def salt(self) -> bytes:
+        """Salt of its keys."""
+        return b"" if self.wish is None else self.wish.salt
+
+    @property
+    def is_coming(self) -> bool:
+        """True while blocks behind its hit are on their way from another node, or may be: it is matched again before it
+        runs, and nothing waits for the answer."""
+        if self.sequence is None:
+            return self.is_matching and self.wish is not None and self.wish.expected is not None
+        return self.is_ahead and self.sequence.coming_blocks > 0
+
+    def is_recent(self, now_s: float) -> bool:
+        """True while a request that waits need not be matched again."""
+        return now_s - self.begun_s < (COMING_HOLDS_S if self.is_coming else MATCH_HOLDS_S)
+
+    @classmethod
+    def begin(
+        cls,
+        groups: EngineGroups,
+        request_id: str,
+        begun_s: float,
+        *,
+        first_blocks: int = 0,
+        is_matching: bool = False,
+        wish: Wish | None = None,
+        step: int = 0,
+    ) -> RequestPages:
+        """A request without pages."""
+        return cls(
+            request_id,
+            begun_s,
+            lead=groups.lead,
+            lead_parts=groups.lead_parts,
+            others=groups.other_tables(),
+            first_blocks=first_blocks,
+            is_matching=is_matching,
+            wish=wish,
+            step=step,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Number of blocks of its tables."""
+        return len(self.pages) // self.lead_parts.count
+
+    @property
+    def taken_blocks(self) -> int:
+        """Number of blocks all of whose pages in the leading group vLLM has taken."""
+        return self.taken // self.lead_parts.count
+
+    @property
+    def hit_pages(self) -> int:
+        """Number of pages of the hit in the leading group."""
+        return self.hit_blocks * self.lead_parts.count
 
     @property
     def lost_blocks(self) -> int:
@@ -121,16 +193,16 @@ class RequestPages:
     @property
     def wants_pages(self) -> bool:
         """True while it was matched, waits, and was given no pages yet."""
-        if not self.is_ahead or not self.is_usable or self.sequence is None:
+        if not self.is_ahead or not self.is_usable or self.sequence is None or self.is_coming:
             return False
         if any(each.is_state for each in self.others):
             return False  # how long its first chunk is, vLLM knows alone
-        return len(self.pages) <= self.hit_blocks < self.first_blocks and not self.is_growing
+        return self.rows <= self.hit_blocks < self.first_blocks and not self.is_growing
 
     @property
     def wants_match(self) -> bool:
         """True while it waits with nothing but the answer to its match."""
-        return not (self.is_matching or self.is_growing) and len(self.pages) <= self.hit_blocks
+        return not (self.is_matching or self.is_growing) and self.rows <= self.hit_blocks
 
     @property
     def is_growing(self) -> bool:
@@ -181,13 +253,13 @@ class RequestPages:
 
     def has_pages(self, blocks: int, states: Positions) -> bool:
         """True where vLLM can take ``blocks`` blocks, and ``states``."""
-        return len(self.pages) >= blocks and not any(self._lacking(states).values())
+        return self.rows >= blocks and not any(self._lacking(states).values())
 
     def growth(self, blocks: int, states: Positions) -> Growth:
         """Length and new cells with which the table has these. Pages come with new blocks alone, so a state in a hole
         of the table makes it longer."""
         lacking = self._lacking(states)
-        first = max(len(self.pages), self.loaded_blocks)
+        first = max(self.rows, self.loaded_blocks)
         end = max(blocks, first, first + max(map(len, lacking.values()), default=0))
         positions = {}
         for group, holes in lacking.items():
@@ -199,45 +271,48 @@ class RequestPages:
     def missing_pages(self, blocks: int, states: Positions) -> int:
         """Number of pages that it takes to have these."""
         growth = self.growth(blocks, states)
-        return max(0, growth.blocks - len(self.pages)) * self.row_pages + sum(map(len, growth.positions.values()))
+        return max(0, growth.blocks - self.rows) * self.row_pages + sum(map(len, growth.positions.values()))
 
     def _lacking(self, states: Positions) -> dict[int, list[int]]:
         loaded = self.loaded_blocks
-        return {each.group: each.lacking(states.get(each.group, ()), loaded) for each in self.others if each.is_state}
+        tables = [each for each in self.others if each.is_state]
+        return {each.state_group: each.lacking(states.get(each.state_group, ()), loaded) for each in tables}
 
     @property
     def row_pages(self) -> int:
         """Number of pages that a further block takes, without states."""
-        return 1 + sum(not each.is_state for each in self.others)
+        return self.lead_parts.count + sum(each.parts.count for each in self.others if not each.is_state)
 
     def take_cells(self) -> None:
         """Add the pages that came since."""
         assert self.sequence is not None
-        if self.sequence.blocks <= len(self.pages):
+        if self.sequence.blocks <= self.rows:
             return
         tables = self.sequence.tables
-        self.pages += tables[self.lead][len(self.pages) :].tolist()
+        self.pages += self.lead_parts.pages(tables, len(self.pages))
         for each in self.others:
-            each.read(tables[each.group], self.loaded_blocks)
+            each.read(tables, self.loaded_blocks)
 
-    def take_hits(self) -> None:
-        """vLLM uses all of the hit that is in place."""
+    def take_hits(self) -> int:
+        """vLLM uses all of the hit that is in place. Return its pages in the leading group."""
         assert self.taken == 0
-        self.taken = self.full_blocks = self.hit_blocks
-        self.held += self.hit_blocks
+        self.full_blocks = self.hit_blocks
+        self.taken = self.hit_pages
+        self.held += self.hit_pages
+        return self.hit_pages
 
-    def take(self, blocks: int) -> list[int]:
+    def take(self, pages: int) -> list[int]:
         """The next pages, which were reserved. Never a page of the hit: others read it."""
-        assert self.taken >= self.hit_blocks
-        assert self.taken + blocks <= len(self.pages)
+        assert self.taken >= self.hit_pages
+        assert self.taken + pages <= len(self.pages)
         first = self.taken
-        self.taken += blocks
-        self.held += blocks
+        self.taken += pages
+        self.held += pages
         return self.pages[first : self.taken]
 
     def take_states(self, blocks: int) -> dict[int, dict[int, int]]:
         """States at the end of computed blocks, which are to be sealed, by group and position."""
-        return {each.group: ready for each in self.others if each.states and (ready := each.take_states(blocks))}
+        return {each.state_group: ready for each in self.others if each.states and (ready := each.take_states(blocks))}
 
     def take_replaced(self, dead: Mapping[int, int]) -> list[tuple[int, int]]:
         """Pages ``(group, page)`` of cells that are dead and for which another engine's were sealed: the kernels had
@@ -247,20 +322,23 @@ class RequestPages:
         for each in self.others:
             if each.is_state:
                 continue  # its page stays where it was granted, and goes with that cell
-            first, end = each.given_back, min(dead.get(each.group, 0), len(each.pages))
+            first, end = each.given_back, min(each.parts.dead_pages(dead), len(each.pages))
             if end > first:
-                cells = tables[each.group][first:end].tolist()
-                mine = each.pages[first:end]
-                pairs = zip(mine, cells, strict=True)
-                replaced += [(each.group, page) for page, cell in pairs if NO_PAGE != page != cell]
+                cells = each.parts.pages(tables, first, end)
+                mine = zip(each.parts.groups_at(first), each.pages[first:end], cells, strict=False)
+                replaced += [(group, page) for group, page, cell in mine if NO_PAGE != page != cell]
                 each.given_back = end
         return replaced
 
     def private_pages(self) -> list[int]:
         """Pages that only this request ever wrote, and that were neither published nor given back."""
-        first = self.first_private
-        rest = [page for each in self.others for page in each.pages[max(first, each.told) :] if page != NO_PAGE]
-        return self.pages[first:] + rest
+        tables = ((each.pages, max(self.first_private_of(each), each.told)) for each in self.others)
+        rest = [page for pages, at in tables for page in pages[at:] if page != NO_PAGE]
+        return self.pages[self.first_private * self.lead_parts.count :] + rest
+
+    def first_private_of(self, table: GroupTable) -> int:
+        """The first cell of another group that is in no block that is others' too."""
+        return self.first_private * table.parts.count
 
     @property
     def first_private(self) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cachesvc_vllm.pages.group_tables import Positions
 
 
 class StateCells:
-    """``manager``: vLLM's ``KVCacheManager``. ``groups``: those of states."""
+    """``manager``: vLLM's ``KVCacheManager``. ``groups``: those of states, and the layout's group that each is."""
 
-    def __init__(self, manager: Any, groups: Sequence[int]) -> None:
+    def __init__(self, manager: Any, groups: Mapping[int, int]) -> None:
         self._manager = manager
         self._groups = groups
 
@@ -21,7 +21,7 @@ class StateCells:
         """Return where an allocation for ``new_tokens`` takes cells, behind ``local_tokens`` of a hit in place, whose
         blocks are ``computed_blocks``, and ``external_tokens`` that are loaded."""
         found: dict[int, range] = {}
-        for group in self._groups:
+        for group, state_group in self._groups.items():
             manager = self._manager.coordinator.single_type_managers[group]
             computed = () if computed_blocks is None else computed_blocks.blocks[group]
             local = int(request.num_computed_tokens) + local_tokens
@@ -37,7 +37,7 @@ class StateCells:
             )
             pages -= sum(block.ref_cnt == 0 and not block.is_null for block in computed)
             end = -(-tokens // manager.block_size)
-            found[group] = range(end - pages, end)
+            found[state_group] = range(end - pages, end)
         return found
 
     def _prefill_end(self, request: Any) -> int:

@@ -10,7 +10,7 @@ next output, whose kernels ran behind them, or after that of a step that compute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cachesvc_vllm.pages.request_pages import RequestPages
@@ -34,7 +34,7 @@ class Sealing:
 
 @dataclass(slots=True)
 class Part:
-    """Reports to make. ``dead``: by group, the first cell that a request may still read."""
+    """Reports to make. ``dead``: by group, the first block that a request may still read."""
 
     sealing: dict[RequestPages, Sealing] = field(default_factory=dict)
     dead: dict[RequestPages, dict[int, int]] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class Untold:
         """Note what is computed."""
         self._newest.seal(request, sealing)
 
-    def recycle(self, request: RequestPages, group: int, first: int) -> None:
-        """Note that the request reads no cell of the group before ``first``."""
-        self._newest.dead.setdefault(request, {})[group] = first
+    def recycle(self, request: RequestPages, dead: Mapping[int, int]) -> None:
+        """Note that the request reads no block before these, by group."""
+        self._newest.dead.setdefault(request, {}).update(dead)
 
     def end(self, request: RequestPages) -> None:
         """Note that vLLM has freed all pages of the request."""

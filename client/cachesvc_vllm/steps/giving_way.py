@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 
+Clock = Callable[[], float]
 TRIES_S = 0.05
 """Time for which an engine that runs nothing tries, seconds; then it backs off for once to twice as long, so that
 engines separate."""
@@ -15,7 +16,7 @@ engines separate."""
 class GivingWay:
     """Used from one thread. ``is_away``: nothing is asked for now."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since_s = math.inf
         self._away_until_s = 0.0

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cachesvc_client import KEY_BYTES, NO_PAGE, InvalidRequest, NotOwned, PoolExhausted
+from cachesvc_client import (
+    KEY_BYTES,
+    NO_PAGE,
+    InvalidRequest,
+    Layout,
+    NotOwned,
+    Plane,
+    PlaneGroup,
+    PoolExhausted,
+)
+from cachesvc_client.layouts.parts import Parts, part_group
 
 from tests.e2e.engine import BLOCK_TOKENS, WINDOWED, Engine, prompt
 from tests.e2e.hybrid import FULL, HYBRID, STATE, WINDOW, serve_hybrid
@@ -14,6 +24,17 @@ from tests.e2e.rig import Node
 pytestmark = pytest.mark.usefixtures("each_way")
 
 PAGES = 24
+
+FULL_PLANE = Plane("k", 0, "full", (2, BLOCK_TOKENS, 4), "float16")
+
+
+def parted(name: str, window_tokens: int, part_tokens: int, layer: int) -> tuple[list[PlaneGroup], list[Plane]]:
+    """A window with pages of ``part_tokens``."""
+    plane = Plane("k", layer, name, (2, part_tokens, 4), "float16")
+    group = PlaneGroup(name, window_tokens, pool="kv")
+    return part_group(group, [plane], block_tokens=BLOCK_TOKENS, part_tokens=part_tokens)
+
+
 ONE = replace(WINDOWED, groups=tuple(replace(group, pool="kv") for group in WINDOWED.groups))
 
 
@@ -154,3 +175,29 @@ def test_the_stock_is_the_pools(node: Node) -> None:
             assert sequence.hit_blocks == 0, "the window has a hole there"
         assert node.problems() == []
     assert not any(node.held().values())
+
+
+def test_groups_with_smaller_blocks_have_the_pages_that_their_windows_reach(node: Node) -> None:
+    """Windows of 20 and 6 tokens in pages of 8 and 4 beside blocks of 16, in place for a second engine and from the
+    host."""
+    wide, near = parted("wide", 20, 8, 1), parted("near", 6, 4, 2)
+    groups = (PlaneGroup("full", pool="kv"), *wide[0], *near[0])
+    layout = Layout(BLOCK_TOKENS, 1, groups, (FULL_PLANE, *wide[1], *near[1]))
+    assert layout.scratch_groups == (3, 4)
+    tables = Parts((1, 2)), Parts((3, 4, 5, 6))
+    with Engine(node.socket, layout=layout, device_pages=80, host_pages=80) as first:
+        assert first.serve(prompt(0, 4)).bad == []
+        with Engine(node.socket, layout=layout, device_pages=80, name="second") as second:
+            keys = second.keys(prompt(0, 5))
+            with second.lease.match(keys) as sequence:
+                assert sequence.device_blocks == 4
+                held = [[page != NO_PAGE for page in parts.pages(sequence.tables, 0)] for parts in tables]
+                assert held[0] == [False] * 4 + [False, True] + [True] * 2
+                assert held[1] == [False] * 14 + [True] * 2
+                assert second.bad(sequence, keys, range(4)) == []
+            for seed in range(1, 5):  # drives it to the host
+                assert second.serve(prompt(seed, 8)).bad == []
+            back = second.serve(prompt(0, 5))
+            assert (back.device + back.host, back.bad) == (4, [])
+            assert back.host
+    assert node.problems() == []

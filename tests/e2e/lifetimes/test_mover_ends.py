@@ -3,7 +3,9 @@ any more."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from cachesvc_client.memory.pool import LoadOutcome
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.engine import BLOCK_TOKENS, WAIT_SECONDS, Engine, prompt
-from tests.e2e.movers import movers
+from tests.e2e.movers import movers, said
 from tests.e2e.rig import Node, running_node, wait_until
 
 BLOCKS = 32
@@ -91,3 +93,21 @@ def test_nothing_is_written_any_more_once_the_pool_is_quiet(kind: str, folder: P
         assert others(engine) == set()
         assert engine.pool.is_quiet
         engine.close(quiesced=False)
+
+
+def test_a_new_daemon_waits_until_the_movers_of_a_killed_one_have_ended(folder: Path) -> None:
+    """They may have copies on their way to memory that the new daemon would take."""
+    with running_node(("--movers", "process"), folder=folder) as node:
+        (mover,) = movers(node).values()
+        os.kill(mover, signal.SIGSTOP)
+        node.daemon.kill()
+        starting = threading.Thread(target=node.daemon.start)
+        starting.start()
+        wait_until(lambda: bool(said(node, "start_waits")), "it says that it waits")
+        (line,) = said(node, "start_waits")
+        assert f"process {mover} " in str(line["holders"])
+        assert len(said(node, "ready")) == 1
+        os.kill(mover, signal.SIGCONT)
+        starting.join()
+        assert len(said(node, "ready")) == 2
+        assert not Path(f"/proc/{mover}").exists()

@@ -353,7 +353,7 @@ def test_every_setting_is_a_flag_that_the_help_lists_with_its_default() -> None:
     plural = {"allow_uids": "allow-uid", "allow_gids": "allow-gid"}
     settings = {field.name for field in fields(Config)} - {"fault_copies"}
     flags = {f"--{plural.get(name, name.replace('_', '-'))}" for name in settings}
-    assert flags | {"--config", "--check-config", "--help", "--version"} == set(
+    assert flags | {"--config", "--check-config", "--check-machine", "--help", "--version"} == set(
         re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.MULTILINE)
     )
     assert run("cachesvc", "--version").stdout == f"cachesvcd {__version__}\n"

@@ -99,6 +99,14 @@ class Network:
         shape = ("root", "tbf", "rate", rate, "burst", "16kbit", "latency", "200ms")
         _run("tc", "-n", self.names[0], "qdisc", "replace", "dev", "v0", *shape)
 
+    def delay(self, by: str, loss: str) -> None:
+        """Delay what either side sends, and lose some of it. A kernel without netem has a slow link instead."""
+        for side, name in enumerate(self.names):
+            shape = ("root", "netem", "delay", by, "loss", loss)
+            command = ("tc", "-n", name, "qdisc", "replace", "dev", f"v{side}", *shape)
+            if subprocess.run(command, check=False, capture_output=True).returncode:
+                self.slow_down("20mbit")
+
     def speed_up(self) -> None:
         _run("tc", "-n", self.names[0], "qdisc", "del", "dev", "v0", "root")
 

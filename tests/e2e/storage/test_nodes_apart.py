@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from cachesvc_client import Expected
 
-from tests.e2e.engine import Engine
+from tests.e2e.engine import Engine, prompt
 from tests.e2e.rig import Node, short_folder, wait_until
-from tests.e2e.storage.network import BLOCKS, LONG, Network, engine_on, serve
+from tests.e2e.storage.network import BLOCKS, LONG, PORT, Network, engine_on, serve
 
 PATIENT = "?wait=5s&deadline=20s"
 HASTY = "?wait=200ms&deadline=2s"
@@ -186,3 +187,28 @@ def test_a_new_life_of_the_lender_knows_nothing_of_the_last_ones_leases(network:
                 one.daemon.process.kill()
                 one.daemon.process.wait()
         check(two)
+
+
+def test_a_prefill_is_followed_over_a_slow_and_lossy_link_and_a_cut_one_is_given_up(network: Network) -> None:
+    """The decoder's daemon has only the permitted network; a request names the prefiller."""
+    named = ("--peers", "", "--peer-allow", "10.77.0.0/24")
+    with network.node(0) as one, network.node(1, extra=named) as two, engine_on(one) as first, engine_on(two) as second:
+        network.delay("20ms", "1%")
+        at = f"{network.address(0)}:{PORT}"
+        keys = second.keys(prompt(1, LONG))
+
+        def look(patience: float = 10.0) -> tuple[int, int]:
+            with second.lease.match(keys, expected=Expected(at, patience=patience, waits=False)) as sequence:
+                return sequence.hit_blocks, sequence.coming_blocks
+
+        with first.lease.match(keys) as prefill:
+            prefill.allocate(LONG)
+            for upto in range(BLOCKS, LONG - BLOCKS + 1, BLOCKS):
+                first.fill(prefill, keys, range(prefill.sealed_blocks, upto))
+                prefill.publish(upto)
+                wait_until(lambda upto=upto: look()[0] >= upto, "the chunk has come")  # type: ignore[misc]
+            network.cut()
+            wait_until(lambda: look()[1] == 0, "the rest is not expected any more")
+        assert serve(second, 1, LONG).computed == BLOCKS
+        network.mend()
+        check(one, two)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
+import grpc
+import pytest
+from cachesvc_ctl.core.target import no_answer
 from cachesvc_ctl.core.text import for_terminal, one_line, table
 from cachesvc_ctl.questions.status import describe_loop
 from hypothesis import given, settings
@@ -36,3 +41,23 @@ def test_status_says_how_long_rounds_of_the_event_loop_were() -> None:
     loop = LoopStatus(longest_round_ms=3.25, long_rounds=1200, longest_flow="CacheService/Match", longest_flow_ms=2.5)
     assert describe_loop(loop) == "event loop: longest round 3.2 ms, 1,200 above 2 ms; CacheService/Match 2.5 ms"
     assert describe_loop(LoopStatus()) == "event loop: longest round 0.0 ms, 0 above 2 ms"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "unix:/tmp/a: connect failed: addr: unix:/tmp/a error: No such file or directory",
+            "(nothing listens there: no",
+        ),
+        ("connect failed: Connection refused", "its daemon has ended); is the daemon running on that --socket? start"),
+        (
+            "timed out before receiving SETTINGS frame",
+            "does not answer); the daemon is stopped or stuck: see the end of",
+        ),
+        ("Permission denied", "(Permission denied); that socket is closed to this user"),
+    ],
+)
+def test_no_answer_says_what_the_socket_does_and_what_to_do(said: str, words: str) -> None:
+    failure = grpc.RpcError(said)
+    assert words in no_answer(failure, Namespace(socket="/tmp/a"))

@@ -105,7 +105,7 @@ def test_a_folder_and_every_config(call: Any, tmp_path: Path) -> None:
         ("\x00\xff", [], "is no JSON"),
         ("[" * 100_000, [], "is no JSON"),
         ("[]", [], "holds no JSON object"),
-        ("{}", [], "unknown model_type None; known are deepseek_v3,"),
+        ("{}", [], "unknown model_type None; known are deepseek_v2,"),
         ('{"model_type": "bert"}', [], "unknown model_type 'bert'"),
         ('{"model_type": "llama"}', [], "config of llama has no num_attention_heads"),
         ("llama", ["--tp", "3"], "8 kv heads do not divide over 3 ranks"),
@@ -119,7 +119,7 @@ def test_a_folder_and_every_config(call: Any, tmp_path: Path) -> None:
         ("llama", ["--memory", "8MiB", "--sequence-tokens", "0"], "--sequence-tokens must be in"),
         ("llama", ["--memory", "8MB"], "--memory 8MB holds no block"),
         ("llama", ["--memory", "8191KiB"], "--memory 8191KiB holds no block: one takes 8,388,608 bytes on each rank"),
-        ("llama", ["--sequence-tokens", "5"], "give --memory too"),
+        ("llama", ["--sequence-tokens", "5"], "give --memory or --gpu-memory too"),
     ],
 )
 def test_bad_input_gets_one_line(call: Any, tmp_path: Path, contents: str | None, flags: list[str], words: str) -> None:
@@ -202,3 +202,35 @@ def test_windows_head_by_head_tell_what_their_padding_costs(call: Any, tmp_path:
     for content in ("[[1]]", "{}", "[true]", "["):
         file.write_text(content)
         assert call(*arguments)[0] == 2
+
+
+def test_a_plan_names_pools_flags_and_requests(call: Any) -> None:
+    wish = (config("llama-3.1-8b"), "--gpu-memory", "80GiB", "--weights", "15GiB")
+    code, out, _ = call(*wish, "--json")
+    plan = json.loads(out)["plan"]
+    assert (code, plan["device_pool_bytes"], plan["host_pool_bytes"]) == (0, 60 * GIB, 180 * GIB)
+    assert plan["kv_cache_memory_bytes"] <= plan["device_pool_bytes"]
+    assert plan["tokens"] == plan["kv_cache_memory_bytes"] // (128 << 10), "an 8B model has 128 KiB a token"
+    assert (plan["requests"], plan["gpu_memory_utilization"]) == (plan["tokens"] // 32768, 0.24)
+    code, out, _ = call(*wish, "--sequence-tokens", "8192")
+    assert (code, "cachesvcd --device-pool 60GiB --host-pool 180GiB" in out) == (0, True)
+    assert "60 requests of 8,192 at a time." in out
+
+
+def test_a_plan_that_does_not_fit_says_what_to_try(call: Any) -> None:
+    wish = (config("llama-3.1-8b"), "--gpu-memory", "24GiB")
+    code, _, err = call(*wish, "--weights", "30GiB")
+    assert (code, "leave no pool; try --tp 2 leaves 4.00 GiB, or quantised weights" in err) == (2, True)
+    code, out, _ = call(*wish, "--weights", "16GiB", "--sequence-tokens", "131072")
+    assert (code, "less than one request: try --tp 2, --kv-dtype fp8" in out) == (0, True)
+
+
+def test_a_plan_takes_the_weights_beside_the_configuration(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(Path(config("llama-3.1-8b")).read_text(encoding="utf-8"), encoding="utf-8")
+    assert call(str(tmp_path), "--gpu-memory", "80GiB")[2].startswith("cachesvc: there are no weights beside")
+    for name in ("a.safetensors", "b.safetensors", "a.bin"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(8 * GIB)
+    _, out, _ = call(str(tmp_path), "--gpu-memory", "80GiB", "--json")
+    assert json.loads(out)["plan"]["weights_bytes"] == 16 * GIB, "safetensors, and not the same in another form"
+    assert "a local file: download" in call("openai/gpt-oss-20b/config.json")[2]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cachesvc_ctl.core.extras import MissingExtraError
-from cachesvc_ctl.core.figure import BLUE, GREEN, RED, YELLOW
+from cachesvc_ctl.core.figure import DEVICE, HOST, RED, STORAGE
 from cachesvc_ctl.core.text import describe_bytes
 from cachesvc_ctl.lab.replay.histogram import LatencyHistogram
 from cachesvc_ctl.lab.replay.picture import MAX_COLUMNS, draw_picture, gather_columns
@@ -186,7 +186,7 @@ def test_the_picture_shows_the_tiers_in_proportion(tmp_path: Path) -> None:
     quarters = tuple(Sample(second, 50, 25, 10, 15) for second in range(20))
     report = replace(REPORT, samples=quarters, rpc={})
     picture = drawn(report, tmp_path)
-    device, host, storage = (share_of(picture, color) for color in (BLUE, GREEN, YELLOW))
+    device, host, storage = (share_of(picture, color) for color in (DEVICE, HOST, STORAGE))
     assert device > 0.05
     assert host / device == pytest.approx(0.5, abs=0.03)
     assert storage / device == pytest.approx(0.2, abs=0.03)

@@ -13,6 +13,7 @@ from cachesvc_ctl.lab.simulation.grid import (
     check_names,
     compute_saved,
     grid,
+    retentions,
     run_cell,
     run_grid,
 )
@@ -131,6 +132,9 @@ def test_several_processes_find_the_same(chats: Chats) -> None:
 def test_a_name_that_there_is_not_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(SimulationFailed, match=r"--policies: there is no 'mru'; choose among .*lfu.*lru.*opt"):
         check_names(["lru", "mru"], ["write_back"])
+    for name in ("lru+wild", "opt+truthful"):
+        with pytest.raises(SimulationFailed, match="there is no"):
+            check_names([name], ["write_back"])
     with pytest.raises(SimulationFailed, match=r"--write-policies: there is no 'never'; .*write_through"):
         check_names([OPTIMUM], ["never"])
     with pytest.raises(InvalidRequest):
@@ -193,3 +197,19 @@ def test_restarts_cost_few_hits_where_a_disk_is_there(chats: Chats) -> None:
     restarted = run_cell(chats.prompts, cell._replace(restart_every=50))
     assert restarted.disk_hits >= 0.9 * alone.disk_hits
     assert restarted.hit_ratio >= 0.9 * alone.hit_ratio
+
+
+def test_truthful_hints_bring_hits_and_false_ones_cost_their_own(chats: Chats) -> None:
+    check_names(["lru", "lru+truthful", "hazard+lying"], ["write_back"])
+    none, truthful, lying = (
+        run_cell(chats.prompts, Cell(policy, "write_back", chats.blocks(5), 0)).device_hits
+        for policy in ("lru", "lru+truthful", "lru+lying")
+    )
+    assert max(none, lying) < truthful
+
+
+def test_a_hint_says_whether_a_later_prompt_goes_through_a_prompts_end() -> None:
+    prompts = columns([Prompt((1, 2)), Prompt((3,)), Prompt((1, 2, 4)), Prompt(())])
+    assert retentions(prompts, "truthful") == [2, 1, 1, 0]
+    assert retentions(prompts, "lying") == [1, 2, 2, 0]
+    assert retentions(prompts, "") == [0] * 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Heard(logging.Handler):
@@ -22,3 +24,12 @@ class Heard(logging.Handler):
     def wait(self, name: str, count: int = 1) -> None:
         with self._changed:
             self._changed.wait_for(lambda: sum(said.startswith(name) for said in self._said) >= count)
+
+
+@contextmanager
+def heard_from(name: str) -> Iterator[Heard]:
+    """Listener of a logger, for a while."""
+    handler, log = Heard(), logging.getLogger(name)
+    log.addHandler(handler)
+    yield handler
+    log.removeHandler(handler)

@@ -221,7 +221,7 @@ def test_a_mover_that_does_not_answer_nor_die_is_waited_for_by_nobody(
     hung.goes_on.set()
 
 
-@pytest.mark.parametrize(("process", "pause"), [(None, "again_s=0.05"), (Unkillable(), "again_s=600.00")])
+@pytest.mark.parametrize(("process", "pause"), [(None, "again_s=0.0"), (Unkillable(), "again_s=600.00")])
 def test_processes_that_cannot_be_killed_do_not_pile_up(process: MoverProcess | None, pause: str, heard: Heard) -> None:
     """A GPU that hangs may hang for the next mover too."""
     broken, refused, fresh = HostGpu(), HostGpu(), HostGpu()
@@ -235,7 +235,7 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(process: MoverProcess | 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostGpu, HostGpu, MoverProcesses]]:
     """Two GPUs, each with a mover of its own."""
-    monkeypatch.setattr("cachesvc.mover.processes.ASKED_SECONDS", 0.05)
+    monkeypatch.setattr("cachesvc.mover.peers.ASKED_SECONDS", 0.05)
     gpus = HostGpu(0), HostGpu(1)
     settings = [Settings("cuda", gpu.uuid, 1 << 20, timeline_words=64) for gpu in gpus]
     movers = MoverProcesses(settings, __version__, begins=[InThreads([gpu]) for gpu in gpus])

@@ -20,7 +20,7 @@ from cachesvc import __version__
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
-from cachesvc.mover import processes
+from cachesvc.mover import peers
 from cachesvc.mover.channel import MoverFault
 from cachesvc.mover.life import Life
 from cachesvc.mover.process import MoverProcess, child
@@ -244,7 +244,7 @@ def test_replicas_share_from_device_to_device_through_both_movers(rig: Rig) -> N
 
 
 def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "ASKED_SECONDS", 0.05)
+    monkeypatch.setattr(peers, "ASKED_SECONDS", 0.05)
     movers = MoverProcesses([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
     movers.start()
     movers.listen(lambda _: None)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.control import Loan
 from cachesvc.peer.desk import Lent, LentObject, LoanDesk
+from cachesvc.peer.fleet.control import Answered, Borrowed, Loan
+from cachesvc.peer.fleet.digest import DigestNews
 from cachesvc.peer.lender import Lender
 from cachesvc.peer.sources import Nowhere, Sources
 from cachesvc.storage.objects import ObjectStore
@@ -74,16 +75,26 @@ class NearControl:
     def address(self) -> str:
         return self.name
 
-    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Loan | None:
+    def borrow(self, scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Borrowed:
         self.asked += 1
         self._require()
         names = [ObjectName(scope, key_at(keys, at), part) for at in range(len(keys) // KEY_BYTES) for part in parts]
         if names[0] not in self.node.pages:
-            return None
+            return Borrowed(None, self.epoch)
         lent = self.node.lend(names)
         there = tuple(each is not None for each in lent.objects)
         self.loans.append(Loan(lent.lease, self.epoch, lent.secret, "127.0.0.1", self.port, 30.0, there))
-        return self.loans[-1]
+        return Borrowed(self.loans[-1], self.epoch)
+
+    def borrow_later(
+        self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
+    ) -> None:
+        answered(self.borrow(scope, keys, parts, seconds))
+
+    def news_later(
+        self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
+    ) -> None:
+        answered(Unavailable(f"{self.name}: it tells nothing"))
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
         self._require()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cachesvc.peer.desk import LentObject, LoanDesk
-from cachesvc.peer.health import ABSENT_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Peer
+from cachesvc.peer.fleet.health import ABSENT_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Peer
 from cachesvc.peer.sources import Nowhere
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import Outcome
@@ -64,9 +64,9 @@ def test_a_wrong_object_of_a_peer_leaves_the_stores_alone(node: LendingNode, con
         store.crank()
         node.have(NAMES[:2])
         lent = node.desk.lend([LentObject(NAMES[1], (node.pages[NAMES[1]],))], 30.0)
-        loan = control.borrow(SCOPE, NAMES[0].key, [NAMES[0].part], 1.0)
-        assert loan is not None
-        crooked = loan._replace(lease=lent.lease, secret=lent.secret, lent=(True,))
+        answer = control.borrow(SCOPE, NAMES[0].key, [NAMES[0].part], 1.0)
+        assert answer.loan is not None
+        crooked = answer._replace(loan=answer.loan._replace(lease=lent.lease, secret=lent.secret, lent=(True,)))
         control.borrow = lambda *_: crooked  # type: ignore[method-assign]
         assert pulling.fetch(NAMES[:1]) == [WRONG]
         assert NAMES[0] in store.objects

@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 
 from cachesvc_ctl.core.figure import (
     BLUE,
+    COMPUTED,
+    DEVICE,
     FAINT_INK,
     GREEN,
-    GREY,
     GRID,
+    HOST,
     INK,
+    MOVED_IN,
+    MOVED_OUT,
     RED,
+    STORAGE,
     YELLOW,
     add_legend,
     empty_figure,
@@ -112,10 +117,10 @@ def _draw_ratios(axes: Axes, columns: Sequence[Sample], column_seconds: int, rep
         _say_empty(axes, "no block was accessed")
         return
     kinds = (
-        ("device hit", BLUE, report.device_hits, [column.device_hits for column in columns]),
-        ("host hit", GREEN, report.host_hits, [column.host_hits for column in columns]),
-        ("storage hit", YELLOW, report.storage_hits, [column.storage_hits for column in columns]),
-        ("computed", GREY, report.computed, [column.computed for column in columns]),
+        ("device hit", DEVICE, report.device_hits, [column.device_hits for column in columns]),
+        ("host hit", HOST, report.host_hits, [column.host_hits for column in columns]),
+        ("storage hit", STORAGE, report.storage_hits, [column.storage_hits for column in columns]),
+        ("computed", COMPUTED, report.computed, [column.computed for column in columns]),
     )
     edges = [column.t_seconds for column in columns]
     floors = [0.0] * len(columns)
@@ -184,8 +189,8 @@ def _draw_bytes(axes: Axes, columns: Sequence[Sample], column_seconds: int, repo
     make_plain(sum_axes)
     sum_axes.grid(visible=False)
     ways = (
-        ("host to device", BLUE, 1, loads, report.h2d_bytes),
-        ("device to host", RED, -1, stores, report.d2h_bytes),
+        ("host to device", MOVED_IN, 1, loads, report.h2d_bytes),
+        ("device to host", MOVED_OUT, -1, stores, report.d2h_bytes),
     )
     handles, labels = [], []
     for name, color, sign, moved, total_bytes in ways:

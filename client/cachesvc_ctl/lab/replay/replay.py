@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from cachesvc_ctl.lab.traces.trace import TraceRequest
 
 SETTLE_SECONDS = 30.0
 PROGRESS_SECONDS = 1.0
+MOVED = ("h2d_bytes", "d2h_bytes")
+"""Counters of a daemon that a report has, and its samples by the second."""
 
 
 class ReplayFailed(Exception):
@@ -75,7 +77,7 @@ class Tally:
     rpc: dict[str, LatencyHistogram] = field(default_factory=dict)
     samples: dict[int, Sample] = field(default_factory=dict)
 
-    def add(self, outcome: dict[str, object], blocks: int, second: int, block_bytes: int) -> None:
+    def add(self, outcome: dict[str, object], blocks: int, second: int) -> None:
         """Count one request's outcome."""
         names = ("device", "host", "storage", "computed")
         device, host, storage, computed = (int(str(outcome[name])) for name in names)
@@ -93,15 +95,20 @@ class Tally:
             assert isinstance(timed, list)
             for name, milliseconds in timed:
                 self.rpc.setdefault(name, LatencyHistogram()).record(milliseconds)
-            sample = Sample(second, device, host, storage, computed, (host + storage) * block_bytes, 0)
+            sample = Sample(second, device, host, storage, computed)
             known = self.samples.get(second)
             self.samples[second] = known.plus(sample) if known is not None else sample
 
-    def note_stores(self, second: int, size_bytes: int) -> None:
-        """Bytes that the daemon wrote to the host during one second."""
+    def note_bytes(self, second: int, totals: Mapping[str, int]) -> None:
+        """Count what the daemon has moved beyond what is counted so far, by its own counters, in one second. They begin
+        anew with the next daemon: then nothing is counted until they are beyond it again."""
         with self.lock:
             known = self.samples.get(second, Sample(second))
-            self.samples[second] = replace(known, d2h_bytes=known.d2h_bytes + size_bytes)
+            beyond = {
+                name: max(0, totals.get(name, 0) - sum(getattr(each, name) for each in self.samples.values()))
+                for name in MOVED
+            }
+            self.samples[second] = known.plus(Sample(second, **beyond))
 
 
 class EngineSlot(threading.Thread):
@@ -141,7 +148,7 @@ class EngineSlot(threading.Thread):
             process = self._process or self._start()
             answer = self._ask(process, line)
             if answer is not None:
-                self._run.tally.add(answer, len(request.block_ids), self._run.second(), self._run.plan.block_bytes)
+                self._run.tally.add(answer, len(request.block_ids), self._run.second())
                 return
             self._reap(process)
 
@@ -244,7 +251,6 @@ class ReplayRun:
         )
         self._began = 0.0
         self._over = threading.Event()
-        self._stored = 0
         self._backend = ""
 
     def next(self) -> TraceRequest | None:
@@ -269,10 +275,9 @@ class ReplayRun:
             restarter = Restarter(
                 self.lives, self.plan.restart_every_seconds, self._over, admin, partial(_kill_all, slots)
             )
-            self._stored = before.get("d2h_bytes", 0)
             for slot in slots:
                 slot.start()
-            watcher = threading.Thread(target=self._watch, args=(admin,), daemon=True)
+            watcher = threading.Thread(target=self._watch, args=(admin, before), daemon=True)
             watcher.start()
             if self.plan.restart_every_seconds > 0:
                 restarter.start()
@@ -294,6 +299,7 @@ class ReplayRun:
             after = self.lives.counters(admin)
             counted = Counter(others.counted())
         counted.update({name: after[name] - before.get(name, 0) for name in after})
+        self.tally.note_bytes(self.second(), counted)  # what moved since the last look, and between other nodes
         return self._report(seconds, conservation, dict(counted))
 
     def _kill(self, slots: list[EngineSlot]) -> None:
@@ -303,15 +309,13 @@ class ReplayRun:
                 with self.tally.lock:
                     self.tally.kills += 1
 
-    def _watch(self, admin: admin_pb2_grpc.AdminServiceStub) -> None:
-        """Show progress once a second, and note what the daemon has stored."""
+    def _watch(self, admin: admin_pb2_grpc.AdminServiceStub, before: Mapping[str, int]) -> None:
+        """Show progress once a second, and note what the daemon has moved."""
         while not self._over.wait(PROGRESS_SECONDS):
             counters = counters_now(admin)
             if counters is None:
                 continue
-            stored = counters.get("d2h_bytes", 0)
-            self.tally.note_stores(self.second(), max(0, stored - self._stored))
-            self._stored = stored
+            self.tally.note_bytes(self.second(), {name: counters.get(name, 0) - before.get(name, 0) for name in MOVED})
             tally = self.tally
             ratio = (tally.device + tally.host + tally.storage) / max(tally.blocks, 1)
             end = "\r" if sys.stderr.isatty() else "\n"

@@ -24,6 +24,10 @@ from cachesvc_ctl.lab.traces.trace import SECONDS_A_TOKEN
 
 OPTIMUM = "opt"
 """The policy that knows the future."""
+HINTED = "+"
+"""Between a policy's name and the hints that engines give: ``lru+truthful``."""
+HINTS = ("truthful", "lying")
+"""Hints of engines that know whether a prompt comes back, and say so, or say the opposite."""
 
 
 class SimulationFailed(Exception):
@@ -73,7 +77,8 @@ def check_names(policies: Sequence[str], write_policies: Sequence[str]) -> None:
         ("--write-policies", write_policies, WRITE_POLICIES),
     ):
         for name in given:
-            if name not in known:
+            plain, _, hints = name.partition(HINTED)
+            if plain not in known or (hints and (hints not in HINTS or plain == OPTIMUM)):
                 hint = did_you_mean(name, known, f"choose among {', '.join(known)}")
                 raise SimulationFailed(f"{flag}: there is no {name!r}; {hint}")
 
@@ -148,16 +153,35 @@ def _serve_all(prompts: Prompts, cell: Cell) -> list[list[int]]:
     """Serve all prompts; of each prompt the hits on the device, those on the host too, and all hits."""
     from cachesvc.simulation import Copies, SimulatedPools, Simulation
 
-    simulation = Simulation(SimulatedPools(*cell[:-1], Copies(*cell.copies)), prompts.block_tokens)
+    policy, _, hints = cell.policy.partition(HINTED)
+    given = retentions(prompts, hints)
+    pools = SimulatedPools(policy, *cell[1:-1], Copies(*cell.copies))
+    simulation = Simulation(pools, prompts.block_tokens)
     tiers: list[list[int]] = [[], [], []]
     for number, (now, output) in enumerate(zip(prompts.seconds.tolist(), prompts.output_tokens.tolist(), strict=True)):
         if cell.restart_every and number and number % cell.restart_every == 0:
             simulation = simulation.restarted()
         keys = prompts.keys(number)
-        hits = simulation.serve(keys, now, Ended(output, now + output * SECONDS_A_TOKEN)) if keys else (0, 0, 0)
+        ended = Ended(output, now + output * SECONDS_A_TOKEN)
+        hits = simulation.serve(keys, now, ended, given[number]) if keys else (0, 0, 0)
         for tier, upto in zip(tiers, accumulate(hits), strict=True):
             tier.append(upto)
     return tiers
+
+
+def retentions(prompts: Prompts, hints: str) -> list[int]:
+    """Hints on each prompt, by whether a later one goes through its last block: 1 it does not, 2 it does, 0 none."""
+    if not hints:
+        return [0] * len(prompts)
+    later: set[int] = set()
+    out = [0] * len(prompts)
+    for number in range(len(prompts) - 1, -1, -1):
+        path = prompts.path[prompts.starts[number] : prompts.starts[number + 1]].tolist()
+        if path:
+            returns = path[-1] in later
+            out[number] = 2 if returns == (hints == "truthful") else 1
+            later.update(path)
+    return out
 
 
 def _decisive(cell: Cell) -> Cell:

@@ -23,6 +23,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Retention:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RetentionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Retention.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RETENTION_UNSPECIFIED: _Retention.ValueType  # 0
+    RETENTION_ONCE: _Retention.ValueType  # 1
+    """They will not be asked for again: new ones go before all others, are not copied to the host when they are sealed, and
+    what is used of others counts as no use.
+    """
+    RETENTION_KEEP: _Retention.ValueType  # 2
+    """They will come back: they are kept for one more turn of their pool."""
+
+class Retention(_Retention, metaclass=_RetentionEnumTypeWrapper): ...
+
+RETENTION_UNSPECIFIED: Retention.ValueType  # 0
+RETENTION_ONCE: Retention.ValueType  # 1
+"""They will not be asked for again: new ones go before all others, are not copied to the host when they are sealed, and
+what is used of others counts as no use.
+"""
+RETENTION_KEEP: Retention.ValueType  # 2
+"""They will come back: they are kept for one more turn of their pool."""
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
+
 class _SwapDirection:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -72,6 +97,8 @@ class MatchRequest(_message.Message):
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
     CLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     sequence_id: _builtins.int
@@ -87,6 +114,14 @@ class MatchRequest(_message.Message):
     """A replay's: what time it is in its trace, by which eviction goes from then on. It does not go back. INVALID_ARGUMENT
     once a request of the model has come without: then all go by the daemon's time until the model has no leases.
     """
+    retention: Global___Retention.ValueType
+    """What the engine expects of the blocks that this sequence uses and computes: a hint for eviction on every tier, within
+    the model.
+    """
+    @_builtins.property
+    def expected(self) -> Global___Expected:
+        """What another node computes for this request: each block is fetched once it is sealed there."""
+
     def __init__(
         self,
         *,
@@ -97,16 +132,58 @@ class MatchRequest(_message.Message):
         max_blocks: _builtins.int = ...,
         waited_ms: _builtins.int = ...,
         clock_seconds: _builtins.float | None = ...,
+        retention: Global___Retention.ValueType = ...,
+        expected: Global___Expected | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "clock_seconds", b"clock_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "clock_seconds", b"clock_seconds", "expected", b"expected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "clock_seconds", b"clock_seconds", "keys", b"keys", "lease_id", b"lease_id", "max_blocks", b"max_blocks", "request_id", b"request_id", "sequence_id", b"sequence_id", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds", "clock_seconds", b"clock_seconds", "expected", b"expected", "keys", b"keys", "lease_id", b"lease_id", "max_blocks", b"max_blocks", "request_id", b"request_id", "retention", b"retention", "sequence_id", b"sequence_id", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__clock_seconds: _TypeAlias = _typing.Literal["clock_seconds"]  # noqa: Y015
     _WhichOneofArgType__clock_seconds: _TypeAlias = _typing.Literal["_clock_seconds", b"_clock_seconds"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__clock_seconds) -> _WhichOneofReturnType__clock_seconds | None: ...
 
 Global___MatchRequest: _TypeAlias = MatchRequest  # noqa: Y015
+
+@_typing.final
+class Expected(_message.Message):
+    """The first blocks of a request, which the daemon of another node has or will have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PATIENCE_MS_FIELD_NUMBER: _builtins.int
+    IS_COMPUTED_FIELD_NUMBER: _builtins.int
+    NO_WAIT_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """HOST:PORT at which that daemon lends: one of this daemon's peers, or one that `peer_allow` permits."""
+    blocks: _builtins.int
+    """How many of the request's blocks come; 0: all."""
+    patience_ms: _builtins.int
+    """Time without progress after which the rest is not expected any more. 0: ten seconds; at most ten minutes."""
+    is_computed: _builtins.bool
+    """The other node has computed all of them: what it lacks by now does not come."""
+    no_wait: _builtins.bool
+    """Answer at once, with `coming_blocks`. Match again to see what has come; without a Match for five seconds nothing is
+    fetched any more. Without it the call waits, within its deadline.
+    """
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        patience_ms: _builtins.int = ...,
+        is_computed: _builtins.bool = ...,
+        no_wait: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "is_computed", b"is_computed", "no_wait", b"no_wait", "patience_ms", b"patience_ms", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Expected: _TypeAlias = Expected  # noqa: Y015
 
 @_typing.final
 class MatchResponse(_message.Message):
@@ -118,6 +195,7 @@ class MatchResponse(_message.Message):
     COMPUTING_BLOCKS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     FULL_BLOCKS_FIELD_NUMBER: _builtins.int
+    COMING_BLOCKS_FIELD_NUMBER: _builtins.int
     device_blocks: _builtins.int
     """Blocks [0, device_blocks) are in place; [device_blocks, device_blocks + host_blocks) must be loaded."""
     host_blocks: _builtins.int
@@ -128,6 +206,8 @@ class MatchResponse(_message.Message):
     """Blocks that the groups without a window have: more than device_blocks + host_blocks where a missing window page or
     state has shortened the hit.
     """
+    coming_blocks: _builtins.int
+    """How many blocks after the hit are expected from another node and still on their way; 0: no more comes."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.GroupPages]:
         """Pages of the blocks in place."""
@@ -141,10 +221,11 @@ class MatchResponse(_message.Message):
         computing_blocks: _builtins.int = ...,
         tables: _abc.Iterable[_common_pb2.GroupPages] | None = ...,
         full_blocks: _builtins.int = ...,
+        coming_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_blocks", b"computing_blocks", "device_blocks", b"device_blocks", "full_blocks", b"full_blocks", "host_blocks", b"host_blocks", "storage_blocks", b"storage_blocks", "tables", b"tables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coming_blocks", b"coming_blocks", "computing_blocks", b"computing_blocks", "device_blocks", b"device_blocks", "full_blocks", b"full_blocks", "host_blocks", b"host_blocks", "storage_blocks", b"storage_blocks", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

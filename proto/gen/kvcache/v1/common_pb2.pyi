@@ -90,7 +90,9 @@ class PlaneGroup(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     window_tokens: _builtins.int
-    """Absent: attention reaches back without bound. The window counts the query itself."""
+    """Absent: attention reaches back without bound. The window counts the query itself. 0: scratch, of which no hit needs
+    anything: its pages stay the sequence's own until the engine gives them back.
+    """
     sink_tokens: _builtins.int
     """First tokens that never fall out of reach."""
     replicated: _builtins.bool

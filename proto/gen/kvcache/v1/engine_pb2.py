@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvcache.v1 import common_pb2 as kvcache_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvcache/v1/engine.proto\x12\nkvcache.v1\x1a\x17kvcache/v1/common.proto\"M\n\tPoolShare\x12\'\n\x05pages\x18\x01 \x01(\x0b\x32\x16.kvcache.v1.PageCountsH\x00\x12\x0f\n\x05share\x18\x02 \x01(\x01H\x00\x42\x06\n\x04size\"\x1b\n\nPageCounts\x12\r\n\x05pages\x18\x01 \x03(\r\"\xee\x01\n\x0fRegisterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.kvcache.v1.Layout\x12\x13\n\x0btenant_salt\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\t\x12*\n\x0b\x64\x65vice_pool\x18\x05 \x01(\x0b\x32\x15.kvcache.v1.PoolShare\x12(\n\thost_pool\x18\x06 \x01(\x0b\x32\x15.kvcache.v1.PoolShare\x12\x16\n\x0ereserved_pages\x18\x07 \x01(\r\x12\x14\n\x0c\x64isplay_name\x18\x08 \x01(\t\"\xe9\x01\n\x10RegisterResponse\x12\x10\n\x08model_id\x18\x01 \x01(\r\x12\x0f\n\x07replica\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\x12\x14\n\x0c\x64\x65vice_pages\x18\x04 \x03(\r\x12\x12\n\nhost_pages\x18\x05 \x03(\r\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x0f\n\x07\x65xisted\x18\x08 \x01(\x08\x12\x16\n\x0ereserved_pages\x18\t \x01(\r\x12\x13\n\x0b\x66irst_pages\x18\n \x03(\r\x12\x17\n\x0fweights_version\x18\x0b \x01(\t\"F\n\rAttachRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rprocess_token\x18\x03 \x01(\x0c\"a\n\x0ePlanePlacement\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x13\n\x0bpage_stride\x18\x05 \x01(\x04\"\x7f\n\tGroupSlab\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\r\x12(\n\x06handle\x18\x03 \x01(\x0b\x32\x18.kvcache.v1.MemoryHandle\x12*\n\x06planes\x18\x04 \x03(\x0b\x32\x1a.kvcache.v1.PlanePlacement\"\x9d\x01\n\x0e\x41ttachResponse\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12$\n\x05slabs\x18\x02 \x03(\x0b\x32\x15.kvcache.v1.GroupSlab\x12*\n\x08timeline\x18\x03 \x01(\x0b\x32\x18.kvcache.v1.MemoryHandle\x12)\n\x07writers\x18\x04 \x01(\x0b\x32\x18.kvcache.v1.MemoryHandle\"F\n\rDetachRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rprocess_token\x18\x03 \x01(\x0c\"\x10\n\x0e\x44\x65tachResponse2\xd8\x01\n\rEngineService\x12\x45\n\x08Register\x12\x1b.kvcache.v1.RegisterRequest\x1a\x1c.kvcache.v1.RegisterResponse\x12?\n\x06\x41ttach\x12\x19.kvcache.v1.AttachRequest\x1a\x1a.kvcache.v1.AttachResponse\x12?\n\x06\x44\x65tach\x12\x19.kvcache.v1.DetachRequest\x1a\x1a.kvcache.v1.DetachResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvcache/v1/engine.proto\x12\nkvcache.v1\x1a\x17kvcache/v1/common.proto\"M\n\tPoolShare\x12\'\n\x05pages\x18\x01 \x01(\x0b\x32\x16.kvcache.v1.PageCountsH\x00\x12\x0f\n\x05share\x18\x02 \x01(\x01H\x00\x42\x06\n\x04size\"\x1b\n\nPageCounts\x12\r\n\x05pages\x18\x01 \x03(\r\"\xee\x01\n\x0fRegisterRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.kvcache.v1.Layout\x12\x13\n\x0btenant_salt\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\t\x12*\n\x0b\x64\x65vice_pool\x18\x05 \x01(\x0b\x32\x15.kvcache.v1.PoolShare\x12(\n\thost_pool\x18\x06 \x01(\x0b\x32\x15.kvcache.v1.PoolShare\x12\x16\n\x0ereserved_pages\x18\x07 \x01(\r\x12\x14\n\x0c\x64isplay_name\x18\x08 \x01(\t\"\xff\x01\n\x10RegisterResponse\x12\x10\n\x08model_id\x18\x01 \x01(\r\x12\x0f\n\x07replica\x18\x02 \x01(\r\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\x12\x14\n\x0c\x64\x65vice_pages\x18\x04 \x03(\r\x12\x12\n\nhost_pages\x18\x05 \x03(\r\x12\x0f\n\x07\x64\x65vices\x18\x06 \x03(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x0f\n\x07\x65xisted\x18\x08 \x01(\x08\x12\x16\n\x0ereserved_pages\x18\t \x01(\r\x12\x13\n\x0b\x66irst_pages\x18\n \x03(\r\x12\x17\n\x0fweights_version\x18\x0b \x01(\t\x12\x14\n\x0cpeer_address\x18\x0f \x01(\t\"F\n\rAttachRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rprocess_token\x18\x03 \x01(\x0c\"a\n\x0ePlanePlacement\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\r\n\x05group\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x13\n\x0bpage_stride\x18\x05 \x01(\x04\"\x7f\n\tGroupSlab\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05pages\x18\x02 \x01(\r\x12(\n\x06handle\x18\x03 \x01(\x0b\x32\x18.kvcache.v1.MemoryHandle\x12*\n\x06planes\x18\x04 \x03(\x0b\x32\x1a.kvcache.v1.PlanePlacement\"\x9d\x01\n\x0e\x41ttachResponse\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12$\n\x05slabs\x18\x02 \x03(\x0b\x32\x15.kvcache.v1.GroupSlab\x12*\n\x08timeline\x18\x03 \x01(\x0b\x32\x18.kvcache.v1.MemoryHandle\x12)\n\x07writers\x18\x04 \x01(\x0b\x32\x18.kvcache.v1.MemoryHandle\"F\n\rDetachRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x15\n\rprocess_token\x18\x03 \x01(\x0c\"\x10\n\x0e\x44\x65tachResponse2\xd8\x01\n\rEngineService\x12\x45\n\x08Register\x12\x1b.kvcache.v1.RegisterRequest\x1a\x1c.kvcache.v1.RegisterResponse\x12?\n\x06\x41ttach\x12\x19.kvcache.v1.AttachRequest\x1a\x1a.kvcache.v1.AttachResponse\x12?\n\x06\x44\x65tach\x12\x19.kvcache.v1.DetachRequest\x1a\x1a.kvcache.v1.DetachResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,19 +39,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERREQUEST']._serialized_start=173
   _globals['_REGISTERREQUEST']._serialized_end=411
   _globals['_REGISTERRESPONSE']._serialized_start=414
-  _globals['_REGISTERRESPONSE']._serialized_end=647
-  _globals['_ATTACHREQUEST']._serialized_start=649
-  _globals['_ATTACHREQUEST']._serialized_end=719
-  _globals['_PLANEPLACEMENT']._serialized_start=721
-  _globals['_PLANEPLACEMENT']._serialized_end=818
-  _globals['_GROUPSLAB']._serialized_start=820
-  _globals['_GROUPSLAB']._serialized_end=947
-  _globals['_ATTACHRESPONSE']._serialized_start=950
-  _globals['_ATTACHRESPONSE']._serialized_end=1107
-  _globals['_DETACHREQUEST']._serialized_start=1109
-  _globals['_DETACHREQUEST']._serialized_end=1179
-  _globals['_DETACHRESPONSE']._serialized_start=1181
-  _globals['_DETACHRESPONSE']._serialized_end=1197
-  _globals['_ENGINESERVICE']._serialized_start=1200
-  _globals['_ENGINESERVICE']._serialized_end=1416
+  _globals['_REGISTERRESPONSE']._serialized_end=669
+  _globals['_ATTACHREQUEST']._serialized_start=671
+  _globals['_ATTACHREQUEST']._serialized_end=741
+  _globals['_PLANEPLACEMENT']._serialized_start=743
+  _globals['_PLANEPLACEMENT']._serialized_end=840
+  _globals['_GROUPSLAB']._serialized_start=842
+  _globals['_GROUPSLAB']._serialized_end=969
+  _globals['_ATTACHRESPONSE']._serialized_start=972
+  _globals['_ATTACHRESPONSE']._serialized_end=1129
+  _globals['_DETACHREQUEST']._serialized_start=1131
+  _globals['_DETACHREQUEST']._serialized_end=1201
+  _globals['_DETACHRESPONSE']._serialized_start=1203
+  _globals['_DETACHRESPONSE']._serialized_end=1219
+  _globals['_ENGINESERVICE']._serialized_start=1222
+  _globals['_ENGINESERVICE']._serialized_end=1438
 # @@protoc_insertion_point(module_scope)

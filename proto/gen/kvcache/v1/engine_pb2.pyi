@@ -141,6 +141,7 @@ class RegisterResponse(_message.Message):
     RESERVED_PAGES_FIELD_NUMBER: _builtins.int
     FIRST_PAGES_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    PEER_ADDRESS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     replica: _builtins.int
     namespace: _builtins.bytes
@@ -153,6 +154,8 @@ class RegisterResponse(_message.Message):
     """As asked for: a daemon that knows of none answers 0."""
     weights_version: _builtins.str
     """What SetWeightsVersion announced last; empty: nothing."""
+    peer_address: _builtins.str
+    """HOST:PORT at which this daemon lends blocks to other nodes; empty: it does not, or it knows no address of its own."""
     @_builtins.property
     def device_pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Reserved pages included."""
@@ -179,10 +182,11 @@ class RegisterResponse(_message.Message):
         reserved_pages: _builtins.int = ...,
         first_pages: _abc.Iterable[_builtins.int] | None = ...,
         weights_version: _builtins.str = ...,
+        peer_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "devices", b"devices", "epoch", b"epoch", "existed", b"existed", "first_pages", b"first_pages", "host_pages", b"host_pages", "model_id", b"model_id", "namespace", b"namespace", "replica", b"replica", "reserved_pages", b"reserved_pages", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_pages", b"device_pages", "devices", b"devices", "epoch", b"epoch", "existed", b"existed", "first_pages", b"first_pages", "host_pages", b"host_pages", "model_id", b"model_id", "namespace", b"namespace", "peer_address", b"peer_address", "replica", b"replica", "reserved_pages", b"reserved_pages", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,12 +57,15 @@ class BorrowRequest(_message.Message):
     LAYOUT_ID_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    PATIENCE_MS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """Namespace of the model: a proof that the caller knows its salt."""
     layout_id: _builtins.bytes
     """The first 8 bytes of the layout's fingerprint."""
     keys: _builtins.bytes
     """Block keys of 32 bytes each, chained, in order."""
+    patience_ms: _builtins.int
+    """Where nothing is there yet: how long to wait for the first block, ten seconds at most."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerPart]: ...
     def __init__(
@@ -72,10 +75,11 @@ class BorrowRequest(_message.Message):
         layout_id: _builtins.bytes = ...,
         keys: _builtins.bytes = ...,
         parts: _abc.Iterable[Global___PeerPart] | None = ...,
+        patience_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout_id", b"layout_id", "namespace", b"namespace", "parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout_id", b"layout_id", "namespace", b"namespace", "parts", b"parts", "patience_ms", b"patience_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -91,8 +95,9 @@ class BorrowResponse(_message.Message):
     DATA_PORT_FIELD_NUMBER: _builtins.int
     SILENCE_LIMIT_MS_FIELD_NUMBER: _builtins.int
     LENT_FIELD_NUMBER: _builtins.int
+    COMPUTING_BLOCKS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
-    """0: nothing is lent, and nothing below is set but the epoch."""
+    """0: nothing is lent, and nothing below is set but the epoch and what is being computed."""
     epoch: _builtins.int
     """Of the lender's life: leases of another one are gone."""
     secret: _builtins.bytes
@@ -102,6 +107,8 @@ class BorrowResponse(_message.Message):
     """Silence after which the lease is over."""
     lent: _builtins.bytes
     """For each key, and of a key for each part: 1 where it is lent. Its place here is its number on the stream."""
+    computing_blocks: _builtins.int
+    """How many blocks behind those that are lent an engine is computing now. Set without a lease, too."""
     def __init__(
         self,
         *,
@@ -111,10 +118,11 @@ class BorrowResponse(_message.Message):
         data_port: _builtins.int = ...,
         silence_limit_ms: _builtins.int = ...,
         lent: _builtins.bytes = ...,
+        computing_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_port", b"data_port", "epoch", b"epoch", "lease_id", b"lease_id", "lent", b"lent", "secret", b"secret", "silence_limit_ms", b"silence_limit_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_blocks", b"computing_blocks", "data_port", b"data_port", "epoch", b"epoch", "lease_id", b"lease_id", "lent", b"lent", "secret", b"secret", "silence_limit_ms", b"silence_limit_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,3 +209,64 @@ class ReturnResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReturnResponse: _TypeAlias = ReturnResponse  # noqa: Y015
+
+@_typing.final
+class NewsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PATIENCE_MS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """What is known already; 0: nothing."""
+    version: _builtins.int
+    patience_ms: _builtins.int
+    """How long to wait for a change, thirty seconds at most."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+        patience_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "patience_ms", b"patience_ms", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewsRequest: _TypeAlias = NewsRequest  # noqa: Y015
+
+@_typing.final
+class NewsResponse(_message.Message):
+    """A set of block keys as a Bloom filter of a power of two of bits: bits number k mod size, for each of the four
+    little-endian 64-bit words k of a key. Neither field: nothing has changed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    BITS_FIELD_NUMBER: _builtins.int
+    FLIPS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    version: _builtins.int
+    bits: _builtins.bytes
+    """All bits, the lowest of each byte first."""
+    flips: _builtins.bytes
+    """Numbers of 32 bits of those that have flipped since the version that was asked for."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+        bits: _builtins.bytes = ...,
+        flips: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "epoch", b"epoch", "flips", b"flips", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NewsResponse: _TypeAlias = NewsResponse  # noqa: Y015

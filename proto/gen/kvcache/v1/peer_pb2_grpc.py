@@ -49,6 +49,11 @@ class PeerServiceStub(object):
                 request_serializer=kvcache_dot_v1_dot_peer__pb2.ReturnRequest.SerializeToString,
                 response_deserializer=kvcache_dot_v1_dot_peer__pb2.ReturnResponse.FromString,
                 _registered_method=True)
+        self.News = channel.unary_unary(
+                '/kvcache.v1.PeerService/News',
+                request_serializer=kvcache_dot_v1_dot_peer__pb2.NewsRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_peer__pb2.NewsResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServiceServicer(object):
@@ -76,6 +81,13 @@ class PeerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def News(self, request, context):
+        """Which blocks the lender has, most likely, so that it is asked for these. Waits until something has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_PeerServiceServicer_to_server(servicer, server):
                     servicer.Return,
                     request_deserializer=kvcache_dot_v1_dot_peer__pb2.ReturnRequest.FromString,
                     response_serializer=kvcache_dot_v1_dot_peer__pb2.ReturnResponse.SerializeToString,
+            ),
+            'News': grpc.unary_unary_rpc_method_handler(
+                    servicer.News,
+                    request_deserializer=kvcache_dot_v1_dot_peer__pb2.NewsRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_peer__pb2.NewsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class PeerService(object):
             '/kvcache.v1.PeerService/Return',
             kvcache_dot_v1_dot_peer__pb2.ReturnRequest.SerializeToString,
             kvcache_dot_v1_dot_peer__pb2.ReturnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def News(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.PeerService/News',
+            kvcache_dot_v1_dot_peer__pb2.NewsRequest.SerializeToString,
+            kvcache_dot_v1_dot_peer__pb2.NewsResponse.FromString,
             options,
             channel_credentials,
             insecure,

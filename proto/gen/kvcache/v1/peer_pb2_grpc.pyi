@@ -41,6 +41,8 @@ class PeerServiceStub:
     """The borrower still wants what it borrowed. Sent every few seconds."""
     Return: _grpc.UnaryUnaryMultiCallable[_peer_pb2.ReturnRequest, _peer_pb2.ReturnResponse]
     """It does not want it any more. Idempotent."""
+    News: _grpc.UnaryUnaryMultiCallable[_peer_pb2.NewsRequest, _peer_pb2.NewsResponse]
+    """Which blocks the lender has, most likely, so that it is asked for these. Waits until something has changed."""
 
 @_typing.type_check_only
 class PeerServiceAsyncStub(PeerServiceStub):
@@ -53,6 +55,8 @@ class PeerServiceAsyncStub(PeerServiceStub):
     """The borrower still wants what it borrowed. Sent every few seconds."""
     Return: _aio.UnaryUnaryMultiCallable[_peer_pb2.ReturnRequest, _peer_pb2.ReturnResponse]  # type: ignore[assignment]
     """It does not want it any more. Idempotent."""
+    News: _aio.UnaryUnaryMultiCallable[_peer_pb2.NewsRequest, _peer_pb2.NewsResponse]  # type: ignore[assignment]
+    """Which blocks the lender has, most likely, so that it is asked for these. Waits until something has changed."""
 
 class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -80,5 +84,13 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_peer_pb2.ReturnResponse, _abc.Awaitable[_peer_pb2.ReturnResponse]]:
         """It does not want it any more. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def News(
+        self,
+        request: _peer_pb2.NewsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.NewsResponse, _abc.Awaitable[_peer_pb2.NewsResponse]]:
+        """Which blocks the lender has, most likely, so that it is asked for these. Waits until something has changed."""
 
 def add_PeerServiceServicer_to_server(servicer: PeerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

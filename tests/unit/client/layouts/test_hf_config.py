@@ -142,11 +142,11 @@ def test_an_indexer_is_found_before_the_latent() -> None:
 
 def test_an_unknown_model_is_told_what_is_known() -> None:
     for model_type in ("mamba2", None, 7, ["llama"], "x" * 500):
-        with pytest.raises(UnknownModelType, match="known are deepseek_v3, deepseek_v32, ernie4_5,") as hit:
+        with pytest.raises(UnknownModelType, match="known are deepseek_v2, deepseek_v3, deepseek_v32,") as hit:
             layout_of_config({"model_type": model_type}, block_tokens=64)
         assert hit.value.model_type == model_type
         assert "gpt_oss" in hit.value.known
-        assert len(str(hit.value)) < 400
+        assert len(str(hit.value)) < 480
     assert issubclass(UnknownModelType, LayoutRejected)
 
 
@@ -242,7 +242,7 @@ def test_a_model_of_many_layers_is_refused_and_not_built() -> None:
 
 
 PLAIN = {
-    "model_type": "qwen2",
+    "model_type": "novel",
     "num_hidden_layers": 28,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
@@ -255,7 +255,7 @@ PLAIN = {
 
 
 def test_a_model_type_that_is_not_known_can_be_taken_for_plain_attention_by_its_callers_word() -> None:
-    with pytest.raises(UnknownModelType, match=r"unknown model_type 'qwen2'.*assume='gqa'"):
+    with pytest.raises(UnknownModelType, match=r"unknown model_type 'novel'.*assume='gqa' .--assume gqa.,"):
         layout_of_config(PLAIN, block_tokens=64)
     expected = gqa(layers=28, kv_heads=4, head_dim=128, block_tokens=64, tensor_parallel=2)
     assert layout_of_config(PLAIN, block_tokens=64, tensor_parallel=2, assume="gqa") == expected
@@ -263,6 +263,20 @@ def test_a_model_type_that_is_not_known_can_be_taken_for_plain_attention_by_its_
     assert layout_of_config(alone, block_tokens=64, tensor_parallel=2, assume="gqa") == expected
     known = config_of("deepseek-v3")
     assert layout_of_config(known, block_tokens=64, assume="gqa") == layout_of_config(known, block_tokens=64)
+
+
+def test_common_types_are_read_without_an_assumption() -> None:
+    expected = gqa(layers=28, kv_heads=4, head_dim=128, block_tokens=64)
+    for model_type in ("qwen2", "qwen2_moe", "granite", "olmo2"):
+        assert layout_of_config(PLAIN | {"model_type": model_type}, block_tokens=64) == expected
+    mistral = without(PLAIN, "sliding_window") | {"model_type": "mistral"}
+    assert layout_of_config(mistral, block_tokens=64) == expected
+    windowed = layout_of_config(mistral | {"sliding_window": 4096}, block_tokens=64)
+    assert [group.window_tokens for group in windowed.own_groups] == [4096], "Mistral 7B 0.1"
+    latent = config_of("deepseek-v3")
+    for model_type in ("deepseek_v2", "kimi_k2"):
+        named = latent | {"model_type": model_type}
+        assert layout_of_config(named, block_tokens=64) == layout_of_config(latent, block_tokens=64)
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,15 @@ def test_a_share_of_what_is_left() -> None:
     assert 45 <= rest <= 55
     desk.occupy(desk.register("half"))
     desk.occupy(desk.register("rest"))
-    with pytest.raises(PoolExhausted):
+    with pytest.raises(PoolExhausted, match=r"other models have the rest of the pool: .* \(device_share=0.5\)"):
         desk.register("third", share=0.5)
     assert desk.names == ["half", "rest"]
+
+
+def test_a_block_larger_than_the_pool_is_refused_with_both_sizes() -> None:
+    wide = Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (PAGE_BYTES, PAGES + 1), "uint8"),))
+    with pytest.raises(PoolExhausted, match=r"one block takes .* KiB, the pool has .* KiB: .* larger --device-pool"):
+        Desk().register("wide", layout=wide)
 
 
 def test_what_cannot_be_registered() -> None:

@@ -10,6 +10,7 @@ import pytest
 from cachesvc.ledger.eviction import copy_choice
 from cachesvc.ledger.eviction.copy_choice import WORK, WORK_A_PAGE, cheap_copies
 from cachesvc.ledger.index.retention import ROWS_LOOKED, Retention
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.simulation import Copies, SimulatedPools, Simulation
 
 PROMPTS, BLOCKS, STATE_BLOCKS = 60, 620, 300
@@ -50,3 +51,18 @@ def test_a_search_climbs_no_more_rows_than_its_bound(monkeypatch: pytest.MonkeyP
     groups = [kin.lead for kin in place.kin]
     cheap_copies(model.blocks, place, groups, PROMPTS)
     assert counted.rows <= WORK + WORK_A_PAGE * PROMPTS + 3 * ROWS_LOOKED, "the last look may go beyond it"
+
+
+@pytest.mark.parametrize(("blocks", "is_linked"), [(ROWS_LOOKED, True), (ROWS_LOOKED + 1, False)])
+def test_positions_are_linked_across_as_many_rows_as_are_looked_at(blocks: int, is_linked: bool) -> None:
+    """A request ends far behind another's end: the search for that one ends."""
+    copies = Copies(state_pages=1, state_blocks=blocks, window_pages=0, window_blocks=1)
+    simulation = Simulation(SimulatedPools("lru", "write_back", 4 * blocks, 0, copies=copies), 1)
+    keys = b"".join(at.to_bytes(32, "big") for at in range(2 * blocks))
+    for now, end in enumerate((len(keys) // 2, len(keys))):
+        simulation.serve(keys[:end], float(now))
+    (model,) = simulation.ledger.models.values()
+    rows, retention = model.blocks.index.rows, model.blocks.retention
+    assert retention is not None
+    upper, lower = rows[keys[len(keys) // 2 - 32 : len(keys) // 2]], rows[keys[-32:]]
+    assert retention.below[upper] == (lower if is_linked else NO_ROW)

@@ -10,6 +10,7 @@ import pytest
 
 from cachesvc.ledger.index.block_ledger import BlockLedger, Hit
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.ledger.index.windows import Prefix, WindowSearch, window_needs
 from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
@@ -25,8 +26,8 @@ PAGES = 256
 def layout_of(rng: random.Random) -> Layout:
     """A full group and up to three windowed ones, of any windows and sinks, and perhaps states."""
     windowed = [
-        PlaneGroup(f"window-{number}", rng.randint(1, 30), rng.choice((0, 0, 1, 4, 9)))
-        for number in range(rng.randint(1, 3))
+        PlaneGroup(f"window-{number}", window, rng.choice((0, 0, 1, 4, 9)) if window else 0)
+        for number, window in enumerate(rng.choice((0, *range(1, 31))) for _ in range(rng.randint(1, 3)))
     ]
     states = [PlaneGroup(f"state-{number}", is_state=True) for number in range(rng.choice((0, 0, 1, 2)))]
     groups = [PlaneGroup("full"), *rng.sample([*windowed, *states], len(windowed) + len(states))]
@@ -185,6 +186,34 @@ def test_the_last_state_is_found_however_far_it_is_from_the_end(at: int) -> None
         put(ledger, place, rows[-1], READY, [READY if i == at else ABSENT])
     lost = ((1, 239 - at),) if at < 239 else ()
     assert ledger.find(keys, place) == Hit(at + 1, rows[at], at + 1, rows[at], lost)
+
+
+class CountingPrefix(Prefix):
+    """Counts look-ups."""
+
+    looks = 0
+
+    def row(self, position: int) -> int:
+        self.looks += 1
+        return super().row(position)
+
+
+def test_states_of_groups_that_have_them_at_other_positions_are_looked_for_together() -> None:
+    """A step back for each group in turn would go through a prompt block by block."""
+    groups = (PlaneGroup("full"), *(PlaneGroup(f"state-{each}", is_state=True) for each in range(2)))
+    planes = tuple(Plane("k", layer, group.name, (8,), "uint8") for layer, group in enumerate(groups))
+    layout = Layout(BLOCK_TOKENS, 1, groups, planes)
+    ledger = BlockLedger(layout, pools(layout), lru)
+    place = ledger.add_replica("one", pools(layout))
+    keys, rows = chain(*range(240)), list[int]()
+    for i in range(240):
+        rows.append(ledger.index.insert(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], rows[-1] if rows else NO_ROW, 1))
+        put(ledger, place, rows[-1], READY, [ABSENT, READY] if i % 2 else [READY, ABSENT])
+    prefix = CountingPrefix(ledger.index, keys, rows[-1])
+    search = WindowSearch(window_needs(layout), prefix, place, None, 240, 240)
+    assert search.longest() == 0
+    assert search.lost == {1: 240}
+    assert prefix.looks < 10
 
 
 @pytest.mark.parametrize("windowed", [False, True])

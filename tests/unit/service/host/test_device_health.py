@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from cachesvc.flows.models.admin import drain
+from cachesvc.memory.shm.backend import ShmBackend
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.health import Serving
 from tests.fuzz.target import Target, running_target
@@ -53,3 +55,25 @@ async def test_a_look_that_breaks_is_logged_and_the_next_one_comes(
         await told.wait()
         await health.close()
     assert [record.getMessage() for record in caplog.records] == ["device_look_broke"]
+
+
+async def test_a_pair_of_devices_whose_copies_are_refused_is_told_once(
+    target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(ShmBackend):
+        def refused_peers(self) -> dict[tuple[str, str], str]:
+            return {("shm-0", "shm-1"): "1 of 2 bytes came wrong"}
+
+    async def tell(serving: Serving) -> None:
+        del serving
+
+    backend = Refusing(2, 1 << 20)
+    health = DeviceHealth(backend, target.node, tell)
+    with caplog.at_level(logging.WARNING):
+        await health.look()
+        await health.look()
+    assert [record.getMessage() for record in caplog.records] == ["device_pair_refused"]
+    facts = replace(target.facts, health=health)
+    (line,) = facts.attention(lambda _: True)
+    assert "from shm-0 to shm-1 are refused" in line
+    assert "1 of 2 bytes came wrong" in line

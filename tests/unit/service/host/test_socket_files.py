@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -49,12 +50,48 @@ async def test_the_next_daemon_waits_until_the_last_one_has_let_go(path: str) ->
     last.release()
     assert files_beside(path) == ["s" + LOCK_SUFFIX], "who has let go removes nothing of the next one's"
     third = SocketClaim(path, wait_seconds=0.0)
-    with pytest.raises(Unavailable, match="it is starting or ending for more than 0 s"):
+    with pytest.raises(Unavailable, match=rf"held for more than 0 s by process {os.getpid()} \(.*end it"):
         await third.take()
     following.release()
     assert files_beside(path) == []
     await third.take()
     third.release()
+
+
+class Listener(logging.Handler):
+    """Events of the daemon's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records = asyncio.Queue[logging.LogRecord]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.put_nowait(record)
+
+
+async def test_the_next_daemon_says_what_holds_the_lock_of_one_that_is_gone_and_waits_for_it(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachesvc.service.host.socket_files.TELL_SECONDS", 0.0)
+    last, following, listener = SocketClaim(path), SocketClaim(path), Listener()
+    await last.take()
+    (descriptor,) = last.held()
+    mover = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE, pass_fds=[descriptor])
+    last.release()
+    assert last.held() == ()
+    assert files_beside(path) == ["s" + LOCK_SUFFIX], "by which the next daemon finds it"
+    logging.getLogger("cachesvc").addHandler(listener)
+    waiting = asyncio.ensure_future(following.take())
+    record = await listener.records.get()
+    assert record.getMessage() == "start_waits"
+    assert f"process {mover.pid} (cat)" in vars(record)["fields"]["holders"]
+    assert not waiting.done()
+    await mover.communicate(b"")
+    await waiting
+    logging.getLogger("cachesvc").removeHandler(listener)
+    following.release()
+    assert files_beside(path) == []
+    assert listener.records.empty(), "it is said once"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")

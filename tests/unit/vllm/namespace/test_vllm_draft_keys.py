@@ -47,6 +47,15 @@ def test_without_lookahead_keys_are_the_hashes_themselves() -> None:
     assert keys(0).of(request) == request.block_hashes
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_block_of_several_hashes_has_the_last_one(lookahead: int) -> None:
+    request = Request(list(range(27)))
+    double = LookaheadKeys(lookahead, 2 * BLOCK, extra_of)
+    double.hashes_a_block = 2
+    assert double.of(request) == keys(lookahead).of(request)[1::2][:3]
+    assert len(double.of(request)) == 3
+
+
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 4])
 def test_a_block_has_a_key_once_what_lies_behind_it_is_known(lookahead: int) -> None:
     for tokens in range(20):

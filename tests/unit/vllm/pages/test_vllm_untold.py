@@ -87,12 +87,12 @@ def test_blocks_and_requests_are_forgotten_wherever_they_wait() -> None:
 
 def test_cells_that_are_read_no_more_come_with_the_blocks_of_their_output() -> None:
     untold, request = late(), RequestPages("r", 0)
-    untold.recycle(request, 1, 3)
+    untold.recycle(request, {1: 3})
     untold.begin_output()
     untold.end_output(computes=True)
     assert not untold.ready.dead
-    untold.recycle(request, 1, 5)
-    untold.recycle(request, 2, 4)
+    untold.recycle(request, {1: 5})
+    untold.recycle(request, {2: 4})
     untold.begin_output()
     assert untold.ready.dead == {request: {1: 3}}
     untold.settle()

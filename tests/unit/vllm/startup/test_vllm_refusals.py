@@ -67,9 +67,9 @@ def test_groups_of_windows_and_states_are_served_beside_whole_sequences() -> Non
     config = overlaid(SlidingWindowSpec(), MambaSpec(), FullAttentionSpec())
     require_supported(vllm_config(), config)
     assert cache_groups(config) == (
-        CacheGroup(Retention.WINDOW, 64),
-        CacheGroup(Retention.STATE),
-        CacheGroup(Retention.FULL),
+        CacheGroup(Retention.WINDOW, 32, 64),
+        CacheGroup(Retention.STATE, 32),
+        CacheGroup(Retention.FULL, 32),
     )
 
 
@@ -78,11 +78,15 @@ def test_groups_of_windows_and_states_are_served_beside_whole_sequences() -> Non
     [
         ([SlidingWindowSpec()], "no layer of this model keeps whole sequences .SlidingWindowSpec."),
         ([MambaSpec(), SlidingWindowSpec()], "MambaSpec, SlidingWindowSpec"),
-        ([FullAttentionSpec()] * 17, "17 KV cache groups, and 16 are supported"),
+        ([FullAttentionSpec()] * 129, "129 KV cache groups, and 128 are supported"),
         ([FullAttentionSpec(), CircularBufferSpec()], "groups of CircularBufferSpec are not supported; Full"),
         ([FullAttentionSpec(), MambaSpec(mamba_cache_mode="all")], "--mamba-cache-mode all cannot be shared"),
         ([FullAttentionSpec(), MambaSpec(num_speculative_blocks=2)], "for drafts move them"),
-        ([FullAttentionSpec(), SlidingWindowSpec(block_size=64)], r"blocks of \[32, 64\] tokens"),
+        (
+            [FullAttentionSpec(block_size=64), MambaSpec()],
+            r"blocks of \[32, 64\], and vLLM keeps states within a block",
+        ),
+        ([FullAttentionSpec(block_size=320), FullAttentionSpec(block_size=4080)], "have 16320 tokens in common"),
         ([FullAttentionSpec(), SlidingWindowSpec(prefix_replay_tokens=8)], "compute a part of each hit again"),
     ],
 )
@@ -94,7 +98,7 @@ def test_groups_that_cannot_be_served_are_refused_by_name(specs: list[Any], word
 def test_finer_keys_than_blocks_are_refused() -> None:
     finer = overlaid(MambaSpec(), FullAttentionSpec())
     finer.hash_block_size = 16
-    with pytest.raises(ConnectorRefused, match=r"keys are of 16 tokens and blocks of 32.*--prefix-match-unit"):
+    with pytest.raises(ConnectorRefused, match=r"keys are of 16 tokens and blocks of .32.*--prefix-match-unit"):
         require_supported(vllm_config(), finer)
 
 

@@ -6,7 +6,8 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
-from cachesvc.peer.control import PeerControl
+from cachesvc.peer.fleet.control import PeerControl
+from cachesvc.peer.fleet.digest import PeerDigest
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
@@ -24,6 +25,7 @@ class Peer:
     def __init__(self, control: PeerControl, clock: Callable[[], float]) -> None:
         self.control = control
         self.counts: Counter[str] = Counter()
+        self.digest = PeerDigest()
         self.epoch = 0
         self.reason = ""
         self.distrust = ""

@@ -1,0 +1,268 @@
+"""Expect: follow what another node computes for a request here, and fetch each block once it is sealed there.
+
+    asking ── lent ──▶ fetching ── admitted ──▶ asking ... until all is here
+       └── absent, silent, restarted, refused: over; the request has what came by then, and computes the rest
+
+A question waits on the other node until there is something to lend, so a sealed block is on its way at once.
+Matches keep an expectation alive; without one for a while nothing is asked or fetched for it any more.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import partial
+
+from cachesvc.flows.context.call import Call
+from cachesvc.flows.context.core import Core, Promise
+from cachesvc.flows.context.counters import EXPECTATIONS_ENDED, Count
+from cachesvc.flows.context.turns import begin
+from cachesvc.flows.storage.fetch import begin_fetch, end_ticket
+from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.ledger.index.block_ledger import Hit
+from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.storage_state import Expectation, key_at
+from cachesvc.model.answers import Expected, Wait
+from cachesvc.model.errors import KeyMisplaced
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.text.addresses import parse_address
+from cachesvc.model.transfer import Inward, Urgency
+
+MOST_EXPECTATIONS = 256
+"""Most expectations of a model, those included that ended lately."""
+MOST_PATIENCE_SECONDS = 600.0
+ASKED_BLOCKS = 1024
+"""Blocks of one question, as many as one loan has."""
+POLL_SECONDS = 2.0
+"""Time that a question waits on the other node for something to lend, seconds."""
+PAUSE_SECONDS = 0.1
+"""Pause after a question without use, seconds."""
+CALL_SECONDS = 10.0
+"""Time that a call waits for what is coming, seconds. It says then what still is."""
+LOOK_SECONDS = 1.0
+"""Longest wait of such a call until it looks again, seconds."""
+IDLE_SECONDS = 5.0
+"""Time without a Match after which an expectation is given up, seconds."""
+KEEP_SECONDS = 10.0
+"""Time for which an ended expectation is not begun again, seconds."""
+MOST_FAILURES = 2
+"""Questions without an answer after which a peer that has computed all is done without."""
+
+
+class ExpectationEnd(StrEnum):
+    """End of an expectation."""
+
+    ARRIVED = "arrived"
+    SILENT = "silent"  # no progress for as long as the caller is patient
+    ABSENT = "absent"  # the peer has computed it and lacks it: evicted
+    RESTARTED = "restarted"  # the peer lives another life, in which nothing is computed for this node
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"  # the peer is none that this node may ask
+    FULL = "full"  # the host has no room
+    INCOMPLETE = "incomplete"  # what was lent did not come, or makes the hit no longer
+    ABANDONED = "abandoned"  # no Match asks for it any more, or its replica is gone
+
+
+def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharing: Sharing) -> Wait | None:
+    """Begin (or go on) to expect what the call says; ``sharing.coming`` tells what is still on its way. None: the call
+    has the hit that there is. Raises InvalidRequest for a peer that is no address."""
+    expected = sharing.expected
+    assert expected is not None
+    sharing.coming = 0
+    most = min(len(keys) // KEY_BYTES, *filter(None, (max_blocks, expected.blocks)), 1 << 32)
+    parse_address("expected.peer", expected.peer, least_port=1)
+    if core.lenders is None or core.storage is None or not most:
+        return None
+    is_here = most <= hit.blocks
+    name = expected.peer, key_at(keys, most - 1)
+    found = call.model.stored.expectations.get(name)
+    known = found if is_here else _find(core, call, keys[: most * KEY_BYTES], expected)
+    if known is None:
+        return None
+    known.wanted_at = call.now
+    _look(core, call.model, known, call.now)
+    if known.end or is_here:
+        sharing.arrived, known.arrived = known.arrived, 0  # for the first call that uses them
+        return None
+    sharing.coming = most - hit.blocks
+    if sharing.expects_since is None:
+        sharing.expects_since = call.now
+    left = sharing.expects_since + CALL_SECONDS - call.now
+    if not expected.waits or left <= 0:
+        return None
+    return Wait((known.ticket,), min(LOOK_SECONDS, left))
+
+
+def tick_expected(core: Core) -> None:
+    """Do periodic work: end what makes no progress or is not wanted, and ask again."""
+    now = core.ledger.moment.seconds
+    for model in core.ledger.models.values():
+        for known in list(model.stored.expectations.values()):
+            if known.end and now - known.wanted_at > KEEP_SECONDS:
+                del model.stored.expectations[known.name]
+            elif not known.end and now - known.wanted_at > IDLE_SECONDS:
+                _end(core, model, known, ExpectationEnd.ABANDONED)
+            else:
+                _look(core, model, known, now)
+
+
+def _find(core: Core, call: Call, keys: bytes, expected: Expected) -> Expectation | None:
+    """The expectation of these keys, begun where there is none yet; None where there are too many."""
+    all_known = call.model.stored.expectations
+    known = all_known.get((expected.peer, keys[-KEY_BYTES:]))
+    if known is not None and known.end != ExpectationEnd.ABANDONED:  # an engine that was held up goes on
+        return known
+    if known is not None:
+        del all_known[known.name]
+    if len(all_known) >= MOST_EXPECTATIONS:
+        ended = next((each for each in all_known.values() if each.end), None)
+        if ended is None:
+            core.count(Count.EXPECTATIONS_REFUSED)
+            return None
+        del all_known[ended.name]
+    tickets = core.ledger.tickets
+    if len(tickets.running) >= core.limits.running_tickets:
+        core.count(Count.EXPECTATIONS_REFUSED)
+        return None
+    party = call.lease.party
+    ticket = tickets.open(call.model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=party)
+    patience = min(expected.patience, MOST_PATIENCE_SECONDS)
+    known = Expectation(
+        keys, expected.peer, patience, expected.is_computed, ticket.id, call.replica.id, party, call.now, call.now
+    )
+    all_known[known.name] = known
+    core.count(Count.EXPECTATIONS)
+    return known
+
+
+def _look(core: Core, model: Model, known: Expectation, now: float) -> None:
+    """End it where nothing came for too long; ask where a question is due."""
+    if known.end:
+        return
+    if now - known.progress_at >= known.patience:
+        _end(core, model, known, ExpectationEnd.SILENT)
+    elif known.asked_at is None and not known.is_fetching and now >= known.retry_at:
+        _ask(core, model, known)
+
+
+def _ask(core: Core, model: Model, known: Expectation) -> None:
+    """Ask for what is not here yet."""
+    now = core.ledger.moment.seconds
+    replica = _replica_of(model, known)
+    hit = None if replica is None else _hit(model, replica, known)
+    if hit is None or core.lenders is None:
+        _end(core, model, known, ExpectationEnd.ABANDONED)
+        return
+    if hit.blocks > known.here:
+        known.here, known.progress_at = hit.blocks, now if hit.blocks else known.progress_at
+    if hit.blocks >= known.blocks:
+        _end(core, model, known, ExpectationEnd.ARRIVED)
+        return
+    if core.lenders.is_here(known.peer):
+        known.retry_at = now + PAUSE_SECONDS
+        return
+    keys = known.keys[hit.blocks * KEY_BYTES : (hit.blocks + ASKED_BLOCKS) * KEY_BYTES]
+    known.asked_at = now
+    seconds = max(0.0, min(POLL_SECONDS, known.progress_at + known.patience - now))
+    refused = core.lenders.ask(model, keys, known.peer, seconds, partial(_answered, core, model, known, hit.blocks))
+    if refused:
+        _end(core, model, known, ExpectationEnd.REFUSED)
+
+
+def _answered(core: Core, model: Model, known: Expectation, first: int, promise: Promise) -> None:
+    """Handle the answer to a question for the blocks from ``first`` on."""
+    asked_at, known.asked_at = known.asked_at, None
+    now = core.ledger.moment.seconds
+    if known.end or asked_at is None:
+        return
+    if promise.problem:
+        known.failures += 1
+        known.retry_at = now + PAUSE_SECONDS
+        if known.is_computed and known.failures >= MOST_FAILURES:
+            _end(core, model, known, ExpectationEnd.UNREACHABLE)
+        return
+    if known.epoch not in (0, promise.epoch):
+        _end(core, model, known, ExpectationEnd.RESTARTED)
+        return
+    known.epoch = promise.epoch
+    if promise.computing and not known.has_begun:
+        known.has_begun, known.progress_at = True, now
+    if promise.lent:
+        known.is_fetching = True
+        begin(core.chores, model.id, partial(_take, core, model, known, first + promise.lent))
+        return
+    known.failures = 0
+    if known.is_computed and not promise.computing:
+        _end(core, model, known, ExpectationEnd.ABSENT)
+    elif now - asked_at >= POLL_SECONDS / 2:  # the peer has waited; one that answers at once is asked less often
+        _ask(core, model, known)
+    else:
+        known.retry_at = now + PAUSE_SECONDS
+
+
+def _take(core: Core, model: Model, known: Expectation, last: int) -> bool:
+    """A turn of beginning to fetch what is lent before block ``last``; True when it has begun, or does not."""
+    replica = None if known.end else _replica_of(model, known)
+    hit = None if replica is None else _hit(model, replica, known)
+    if replica is None or hit is None:
+        known.is_fetching = False
+        return True
+    fetch = model.stored.fetching.get(key_at(known.keys, hit.blocks)) if hit.blocks < last else None
+    if hit.blocks < last and (fetch is None or not fetch.brings(known.keys, hit.blocks)):
+        begun = begin_fetch(core, model, replica, known.party, known.keys, hit, last - hit.blocks)
+        if isinstance(begun, Wait):
+            return False
+        if begun is None:
+            known.is_fetching = False
+            _end(core, model, known, ExpectationEnd.FULL)
+            return True
+        fetch = begun
+    if fetch is None:
+        _came(core, model, known)
+    else:
+        fetch.then.append(partial(_came, core, model, known))
+    return True
+
+
+def _came(core: Core, model: Model, known: Expectation) -> None:
+    """A fetch has ended: go on with what lies behind it."""
+    known.is_fetching = False
+    if known.end:
+        return
+    before = known.here
+    replica = _replica_of(model, known)
+    hit = None if replica is None else _hit(model, replica, known)
+    if hit is not None and hit.blocks <= before:  # nothing of it came, or a window ends the hit
+        known.failures += 1
+        known.retry_at = core.ledger.moment.seconds + PAUSE_SECONDS
+        if known.failures >= MOST_FAILURES:
+            _end(core, model, known, ExpectationEnd.INCOMPLETE)
+        return
+    known.failures = 0
+    came = 0 if hit is None else hit.blocks - max(before, 0)
+    known.arrived += came
+    core.count(Count.EXPECTED_BLOCKS, came)
+    _ask(core, model, known)
+
+
+def _end(core: Core, model: Model, known: Expectation, end: ExpectationEnd) -> None:
+    """End an expectation; it is remembered for a while."""
+    known.end = end.value
+    core.count(EXPECTATIONS_ENDED.get(end.value, Count.EXPECTATIONS_ENDED_OTHER))
+    model.stored.expectations.move_to_end(known.name)
+    if core.ledger.tickets.is_running(known.ticket):
+        end_ticket(core, known.ticket)
+
+
+def _replica_of(model: Model, known: Expectation) -> Replica | None:
+    return next((replica for replica in model.replicas if replica.id == known.replica), None)
+
+
+def _hit(model: Model, replica: Replica, known: Expectation) -> Hit | None:
+    """Longest hit of it here; None where its keys are no chain."""
+    try:
+        return model.blocks.find(known.keys, replica.place)
+    except KeyMisplaced:
+        return None
+
+
+__all__ = ["ExpectationEnd", "follow", "tick_expected"]

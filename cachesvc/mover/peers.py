@@ -1,0 +1,261 @@
+"""Device memory that movers hold, and the other movers that may copy from it.
+
+A mover copies from another one's slab once two things are done: it has mapped the slab, and it has got the stamp of
+that mover's life by the way of its loads (``cachesvc.memory.copy.peer_check``). A pair (source, target) that fails the
+check is refused until the source has a new life: its copies go by the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from cachesvc.memory.interface import Handle
+from cachesvc.model.errors import CacheError, LedgerBroken
+from cachesvc.mover.channel import MoverFault, MoverGone
+from cachesvc.mover.life import Life, StampOfLife
+
+log = logging.getLogger(__name__)
+
+
+ASKED_SECONDS = 1.0
+"""Time limit of movers that are asked at once, seconds. One that hangs answers, or is ended, while others go on."""
+DEATHS = 2
+"""Movers that may die while they check one pair. One death may have another cause; a pair that kills is refused."""
+
+
+@dataclass(slots=True)
+class SlabOfMover:
+    """Device memory in a mover's process. ``fd`` is ours."""
+
+    region: int
+    handle: Handle
+    fd: int | None
+    on_close: Callable[[SlabOfMover], None]
+    is_open: bool = True
+
+    def close(self) -> None:
+        """Give the memory back; nothing but the descriptor where its mover has died. Raises LedgerBroken the second
+        time."""
+        if not self.is_open:
+            raise LedgerBroken(f"slab of region {self.region} was closed before")
+        self.is_open = False
+        self.on_close(self)
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One life of a device's mover. ``sound``: lives whose stamps it has got. ``stuck``: a pull that did not end, after
+    which it checks no other pair. ``deaths``: of movers of a device while they checked this one's stamp."""
+
+    device: str
+    life: Life
+    stamp: StampOfLife | None = None
+    stamping: threading.Lock = field(default_factory=threading.Lock)
+    checking: threading.Lock = field(default_factory=threading.Lock)
+    sound: set[_Peer] = field(default_factory=set)
+    stuck: str = ""
+    deaths: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def shown(self) -> Iterator[StampOfLife]:
+        """Its stamp, with a descriptor that stays while it is used. Raises as ``Life.stamp``."""
+        with self.stamping:
+            if self.stamp is None:
+                self.stamp = self.life.stamp()
+            stamp = self.stamp.copy()
+        try:
+            yield stamp
+        finally:
+            stamp.close()
+
+    def forget(self) -> None:
+        """Close what is kept of an ended life. Idempotent."""
+        with self.stamping:
+            if self.stamp is not None:
+                self.stamp.close()
+                self.stamp = None
+
+
+class _Known(NamedTuple):
+    """A slab, its device, and the life that holds it; None where that has ended already."""
+
+    slab: SlabOfMover
+    device: str
+    source: _Peer | None
+
+
+class PeerSlabs:
+    """Slabs of all movers, and which movers know them. Any thread."""
+
+    def __init__(self, reaches: frozenset[tuple[str, str]] | None) -> None:
+        """``reaches``: (source, target) devices that the hardware connects; None: all."""
+        self._reaches = reaches
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._slabs: dict[int, _Known] = {}
+        self._unknown: set[tuple[int, str]] = set()  # slabs that a target does not know, by (region, target)
+        self._refused: dict[tuple[str, str], str] = {}
+
+    def begin(self, device: str, life: Life) -> None:
+        """Show a new life the slabs of others; those that come meanwhile reach it too, and all of them once."""
+        mine = _Peer(device, life)
+        with self._lock:
+            before = self._peers.get(device)
+            self._peers[device] = mine
+            self._refused = {pair: why for pair, why in self._refused.items() if pair[0] != device}
+            known = [each for each in self._slabs.values() if self._is_wired(each.device, device)]
+            for peer in self._peers.values():
+                peer.sound = {each for each in peer.sound if each is not before}
+        if before is not None:
+            before.forget()
+        for slab, _, source in known:
+            if source is not None:
+                self._tell(mine, source, slab, slab.fd)
+
+    def end(self, device: str) -> None:
+        """Note that a device has no mover."""
+        with self._lock:
+            ended = self._peers.pop(device, None)
+        if ended is not None:
+            ended.forget()
+
+    def close(self) -> list[SlabOfMover]:
+        """Forget all lives; returns the slabs that are left."""
+        for device in list(self._peers):
+            self.end(device)
+        with self._lock:
+            return [known.slab for known in self._slabs.values()]
+
+    def add(self, device: str, slab: SlabOfMover) -> None:
+        """Show a new slab to the movers that reach it; waits for them, but not for long."""
+        with self._lock:
+            source = self._peers.get(device)
+            self._slabs[slab.region] = _Known(slab, device, source)
+            targets = [] if source is None else self._targets(device)
+            self._unknown.update((slab.region, each.device) for each in targets)
+        if source is not None:
+            at_once([self._telling(each, source, slab) for each in targets])
+
+    def remove(self, device: str, region: int) -> None:
+        """Have movers unmap a slab, before its memory is freed; waits for them, but not for long."""
+        with self._lock:
+            self._slabs.pop(region, None)
+            self._unknown = {each for each in self._unknown if each[0] != region}
+            targets = self._targets(device)
+        at_once([partial(_tolerated, partial(each.life.forget_peer, region)) for each in targets])
+
+    def device_of(self, region: int) -> str | None:
+        """Device of a slab; None where it is closed, or never was."""
+        known = self._slabs.get(region)
+        return None if known is None else known.device
+
+    def can_reach(self, source: str, target: str) -> bool:
+        """True where the target's mover knows all slabs of the source, and the pair is not refused."""
+        with self._lock:
+            is_blind = any(self._slabs[region].device == source for region, to in self._unknown if to == target)
+            return self._is_wired(source, target) and not is_blind and (source, target) not in self._refused
+
+    def refused(self) -> dict[tuple[str, str], str]:
+        """Pairs that failed their check, and why."""
+        with self._lock:
+            return dict(self._refused)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _is_wired(self, source: str, target: str) -> bool:
+        return source != target and (self._reaches is None or (source, target) in self._reaches)
+
+    def _targets(self, source: str) -> list[_Peer]:
+        return [peer for peer in self._peers.values() if self._is_wired(source, peer.device)]
+
+    def _telling(self, target: _Peer, source: _Peer, slab: SlabOfMover) -> Callable[[], None]:
+        """Tells a mover of another one's slab; may come late, when the slab's own descriptor is closed."""
+        fd = None if slab.fd is None else os.dup(slab.fd)
+
+        def tell() -> None:
+            try:
+                self._tell(target, source, slab, fd)
+            finally:
+                if fd is not None:
+                    os.close(fd)
+
+        return tell
+
+    def _tell(self, target: _Peer, source: _Peer, slab: SlabOfMover, fd: int | None) -> None:
+        """Have a mover map another one's slab. One that refuses is not reached from there: its loads go by the host."""
+        is_known = self._is_sound(target, source) and _tolerated(
+            partial(target.life.learn_peer, slab.region, slab.handle, fd)
+        )
+        with self._lock:
+            if is_known or slab.region not in self._slabs:
+                self._unknown.discard((slab.region, target.device))
+            elif self._peers.get(target.device) is target:
+                self._unknown.add((slab.region, target.device))
+
+    def _is_sound(self, target: _Peer, source: _Peer) -> bool:
+        """Check the way from one life to another, once. One check at a time goes into a device."""
+        pair = source.device, target.device
+        with target.checking:
+            with self._lock:
+                if source in target.sound:
+                    return True
+                if pair in self._refused or target.stuck or self._peers.get(source.device) is not source:
+                    return False
+            wrong = self._check(target, source)
+            with self._lock:
+                if wrong is None:
+                    target.sound.add(source)
+                elif wrong and self._peers.get(source.device) is source:
+                    self._refused[pair] = wrong
+        return wrong is None
+
+    def _check(self, target: _Peer, source: _Peer) -> str | None:
+        """Have a mover pull another one's stamp. Returns what is wrong with the way; None: nothing; empty: unknown."""
+        try:
+            with source.shown() as stamp:
+                try:
+                    wrong, hangs = target.life.check_peer(stamp)
+                except MoverGone as gone:
+                    source.deaths[target.device] += 1
+                    is_cause = source.deaths[target.device] >= DEATHS
+                    return f"{DEATHS} movers ended during the check ({gone})" if is_cause else ""
+        except MoverGone:  # the source's own: its next life is checked
+            return ""
+        except (CacheError, MoverFault) as refused:
+            return str(refused)
+        target.stuck = wrong if hangs else ""
+        return wrong or None
+
+
+def at_once(calls: Sequence[Callable[[], object]]) -> None:
+    """Make all calls, each on a thread of its own, and wait for them; for ``ASKED_SECONDS`` at most, and then those
+    that are left go on."""
+    threads = [threading.Thread(target=call, name="mover-asked", daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + ASKED_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+def _tolerated(call: Callable[[], object]) -> bool:
+    """Run a call; False where it was refused. A mover that dies meanwhile learns of it with its next life, or never
+    again."""
+    try:
+        call()
+    except (CacheError, MoverFault) as refused:
+        log.info("mover_peer_not_told reason=%s", refused)
+        return False
+    return True

@@ -1,0 +1,69 @@
+"""Questions of a borrower to another daemon, apart from the bytes themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.peer.fleet.digest import DigestNews
+from cachesvc.storage.seam import Part, Scope
+
+
+class HandshakeFailed(Unavailable):
+    """The two nodes do not trust each other's certificates."""
+
+
+class Loan(NamedTuple):
+    """Loan of another daemon. ``lent``: for each key and part (parts of a key together) whether it is there. ``host``,
+    ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a heartbeat."""
+
+    lease: int
+    epoch: int
+    secret: bytes
+    host: str
+    port: int
+    seconds: float
+    lent: tuple[bool, ...]
+
+
+class Borrowed(NamedTuple):
+    """Answer of another daemon, of the life ``epoch``. ``loan``: None where nothing is there; ``computing``: blocks
+    behind what is lent that an engine computes there."""
+
+    loan: Loan | None = None
+    epoch: int = 0
+    computing: int = 0
+
+
+Answered = Callable[[Borrowed | CacheError], None]
+"""Called once with the answer to a question, or with what it failed by, from any thread."""
+
+
+class PeerControl(Protocol):
+    """One other daemon. Calls block, end by their deadlines, and raise a CacheError where they fail."""
+
+    @property
+    def address(self) -> str:
+        """Address of the peer, HOST:PORT."""
+
+    def borrow_later(
+        self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
+    ) -> None:
+        """Have what is there of packed ``keys`` kept, once the first block is there, or ``patience`` seconds later.
+        ``seconds``: for the answer. Returns at once; raises a CacheError where nothing is asked."""
+
+    def beat(self, leases: Sequence[int], seconds: float) -> None:
+        """Keep loans with a heartbeat."""
+
+    def give_back(self, lease: int, seconds: float) -> None:
+        """Give back a loan."""
+
+    def news_later(
+        self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
+    ) -> None:
+        """Ask what the peer has, beyond a version that is known, and have it wait for a change. Returns at once;
+        raises a CacheError where nothing is asked."""
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""

@@ -1,0 +1,62 @@
+"""Keeps the digests of peers: each is asked again once it has told something, or after a pause where it fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cachesvc.model.errors import CacheError
+from cachesvc.peer.fleet.digest import DigestNews
+from cachesvc.peer.fleet.health import Peer
+
+PATIENCE_SECONDS = 20.0
+"""Time that a peer waits for a change of its own, seconds."""
+
+
+class NewsReader:
+    """``peers``: those that there are now. Any thread."""
+
+    def __init__(self, peers: Callable[[], Sequence[Peer]]) -> None:
+        self._peers = peers
+        self._asked: set[int] = set()
+        self._is_open = True
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """Ask peers of which no answer is under way. Called periodically."""
+        for peer in self._peers():
+            with self._lock:
+                is_due = self._is_open and id(peer) not in self._asked
+                if is_due:
+                    self._asked.add(id(peer))
+            if is_due:
+                self._ask(peer)
+
+    def close(self) -> None:
+        """Ask nothing more. Idempotent."""
+        with self._lock:
+            self._is_open = False
+
+    def _ask(self, peer: Peer) -> None:
+        digest = peer.digest
+        try:
+            peer.control.news_later(digest.epoch, digest.version, PATIENCE_SECONDS, partial(self._told, peer))
+        except CacheError:
+            self._failed(peer)
+
+    def _told(self, peer: Peer, news: DigestNews | CacheError) -> None:
+        if isinstance(news, CacheError):
+            self._failed(peer)
+            return
+        peer.digest.learn(news)
+        if self._is_open and any(each is peer for each in self._peers()):
+            self._ask(peer)
+        else:
+            self._failed(peer)
+
+    def _failed(self, peer: Peer) -> None:
+        """Without its news, a peer may have anything."""
+        peer.digest.forget()
+        with self._lock:
+            self._asked.discard(id(peer))

@@ -1,0 +1,117 @@
+"""Loans of peers to this node, by the names of objects: each is read once, or given back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cachesvc.peer.fleet.control import Loan
+from cachesvc.peer.fleet.health import Peer
+from cachesvc.storage.seam import Item, ObjectName, Part, Scope
+
+UNUSED_SECONDS = 10.0
+"""Time after which unread loans are given back, seconds."""
+
+
+@dataclass(eq=False)
+class HeldLoan:
+    """Loan of a peer: ``numbers`` by name. ``is_expected``: it was asked for ahead, by ``expect``."""
+
+    peer: Peer
+    loan: Loan
+    numbers: dict[ObjectName, int]
+    since: float
+    is_expected: bool = False
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Items of one call that one peer lends."""
+
+    held: HeldLoan
+    items: list[tuple[int, Item]] = field(default_factory=list)
+
+
+class HeldLoans:
+    """Loans that were not read yet. Any thread. ``clock``: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_name: dict[ObjectName, HeldLoan] = {}
+        self._unread: list[HeldLoan] = []
+        self._lock = threading.Lock()
+
+    def find(self, name: ObjectName) -> HeldLoan | None:
+        """The loan of an object."""
+        return self._by_name.get(name)
+
+    def hold(
+        self,
+        peer: Peer,
+        loan: Loan,
+        scope: Scope,
+        keys: Sequence[bytes],
+        parts: Sequence[Part],
+        *,
+        is_expected: bool = False,
+    ) -> dict[ObjectName, int]:
+        """Hold a loan of ``parts`` of each of ``keys``; return what it lends, with the numbers on its stream."""
+        names = (ObjectName(scope, key, part) for key in keys for part in parts)
+        lent = {name: at for at, (name, is_there) in enumerate(zip(names, loan.lent, strict=False)) if is_there}
+        held = HeldLoan(peer, loan, lent, self._clock(), is_expected)
+        with self._lock:
+            before = {id(each): each for each in map(self._by_name.get, lent) if each is not None}
+            self._by_name.update(dict.fromkeys(lent, held))
+            self._unread += [
+                each for each in before.values() if all(self._by_name.get(name) is not each for name in each.numbers)
+            ]
+        return lent
+
+    def take(self, items: Sequence[Item]) -> tuple[list[Wanted], list[int]]:
+        """Take the loans of items, which are read now; and the indexes of those that nothing lends."""
+        missing = dict(enumerate(items))
+        wanted: list[Wanted] = []
+        with self._lock:
+            while (held := self._best_for(missing.values())) is not None:
+                mine = [(index, item) for index, item in missing.items() if item.name in held.numbers]
+                wanted.append(Wanted(held, mine))
+                for index, _ in mine:
+                    del missing[index]
+                self._drop(held)  # one stream is all that a loan is good for
+        return wanted, list(missing)
+
+    def leave_unread(self, held: HeldLoan) -> None:
+        """Note a loan that is not read after all: the next heartbeat gives it back."""
+        with self._lock:
+            self._unread.append(held)
+
+    def take_unread(self) -> list[HeldLoan]:
+        """Loans to give back: those that nothing reads, and those that were not read in time."""
+        late = self._clock() - UNUSED_SECONDS
+        with self._lock:
+            unread, self._unread = self._unread, []
+            for held in self._all():
+                if held.since < late:
+                    self._drop(held)
+                    unread.append(held)
+        return unread
+
+    def all(self) -> list[HeldLoan]:
+        """Loans that are held."""
+        with self._lock:
+            return self._all()
+
+    def _all(self) -> list[HeldLoan]:
+        return list({id(held): held for held in self._by_name.values()}.values())
+
+    def _drop(self, held: HeldLoan) -> None:
+        for name in held.numbers:
+            if self._by_name.get(name) is held:
+                del self._by_name[name]
+
+    def _best_for(self, items: Iterable[Item]) -> HeldLoan | None:
+        """The loan that has most of the items: another call may have borrowed some of them since, for itself."""
+        names = [item.name for item in items]
+        loans = {id(held): held for held in map(self._by_name.get, names) if held is not None}
+        return max(loans.values(), key=lambda held: sum(name in held.numbers for name in names), default=None)

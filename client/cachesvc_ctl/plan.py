@@ -1,0 +1,125 @@
+"""Sizing answer of ``cachesvc layout --gpu-memory``: pools, flags of daemon and vLLM, and requests that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cachesvc.model.layout import Layout
+from cachesvc_ctl.core.text import describe_bytes
+
+GIB = 1 << 30
+DAEMON_BYTES = GIB
+"""Memory that the daemon takes of a GPU beside its pool: a context of 0.3 GiB on an H100, and pins of the host pool."""
+ACTIVATION_BYTES = 4 * GIB
+"""Default for activations and CUDA graphs of vLLM with batches of 8k to 16k tokens."""
+HOST_TIMES = 3
+"""Host pool by device pools: three to ten times catch most of what comes back."""
+RANKS_TRIED = (2, 4, 8, 16)
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of one GPU, and what is not the cache's. ``weights``: of all ranks together."""
+
+    gpu: int
+    weights: int
+    activations: int
+
+    def pool(self, ranks: int) -> int:
+        """Bytes that are left for the device pool of one of ``ranks`` GPUs; negative where nothing is."""
+        return self.gpu - -(-self.weights // ranks) - self.activations - DAEMON_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Pools and what they hold. ``requests``: of ``tokens`` tokens, while they decode."""
+
+    ranks: int
+    memory: Memory
+    pool_bytes: int
+    kv_bytes: int
+    tokens_held: int
+    tokens: int
+    requests: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Host pool for all ranks, in whole GiB."""
+        return max(1, HOST_TIMES * self.pool_bytes * self.ranks // GIB) * GIB
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the GPU that vLLM takes by itself, rounded up."""
+        own = -(-self.memory.weights // self.ranks) + self.memory.activations
+        return -(-own * 100 // self.memory.gpu) / 100
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan; the keys are a promise to scripts."""
+        return {
+            "gpu_memory_bytes": self.memory.gpu,
+            "weights_bytes": self.memory.weights,
+            "activations_bytes": self.memory.activations,
+            "daemon_bytes": DAEMON_BYTES,
+            "device_pool_bytes": self.pool_bytes,
+            "host_pool_bytes": self.host_bytes,
+            "kv_cache_memory_bytes": self.kv_bytes,
+            "gpu_memory_utilization": self.utilisation,
+            "tokens": self.tokens_held,
+            "request_tokens": self.tokens,
+            "requests": self.requests,
+        }
+
+    def describe(self) -> str:
+        """The plan for people, with the flags to type."""
+        pool, host = self.pool_bytes // GIB, self.host_bytes // GIB
+        size = f"{pool}GiB" if pool else f"{self.pool_bytes >> 20}MiB"
+        lines = [
+            f"on each GPU of {describe_bytes(self.memory.gpu)}, {self.ranks} of them:",
+            *(f"  {name:<26}{describe_bytes(value):>12}" for name, value in self._parts()),
+            "",
+            f"  cachesvcd --device-pool {size} --host-pool {host}GiB --write-policy write_through",
+            f"  vllm serve ... --kv-cache-memory-bytes {self.kv_bytes} --gpu-memory-utilization {self.utilisation:.2f}",
+            "",
+            f"The pool holds {self.tokens_held:,} tokens: {self.requests:,} requests of {self.tokens:,} at a time.",
+        ]
+        if not self.requests:
+            ways = f"--tp {self.ranks * 2}, --kv-dtype fp8, or shorter requests"
+            lines.append(f"That is less than one request: try {ways}.")
+        return "\n".join(lines)
+
+    def _parts(self) -> tuple[tuple[str, int], ...]:
+        return (
+            ("weights", -(-self.memory.weights // self.ranks)),
+            ("activations and graphs", self.memory.activations),
+            ("the daemon's context", DAEMON_BYTES),
+            ("left for the device pool", self.pool_bytes),
+        )
+
+
+def weights_beside(config: Path) -> int:
+    """Bytes of the files with weights in the folder of a config.json; 0 where there are none."""
+    folder = config if config.is_dir() else config.parent
+    found = [path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES]
+    kinds = {path.suffix for path in found}
+    best = next((suffix for suffix in WEIGHT_SUFFIXES if suffix in kinds), "")  # a folder may have them in two forms
+    return sum(path.stat().st_size for path in found if path.suffix == best)
+
+
+def remedy(memory: Memory, ranks: int) -> str:
+    """Ways out where the weights leave no pool on a GPU."""
+    more = next((tried for tried in RANKS_TRIED if tried > ranks and memory.pool(tried) > 0), None)
+    ways = [f"--tp {more} leaves {describe_bytes(memory.pool(more))}"] if more is not None else []
+    return ", or ".join([*ways, "quantised weights (--weights)", "fewer --activations (smaller batches)"])
+
+
+def make_plan(layout: Layout, memory: Memory, tokens: int, fits: Callable[[int, int], tuple[int, int]]) -> Plan:
+    """Plan for a layout. ``fits(pool_bytes, tokens)``: tokens that a pool holds, and its requests of that length."""
+    pool_bytes = memory.pool(layout.ranks) // (256 << 20) * (256 << 20)
+    held, requests = fits(pool_bytes, tokens)
+    block_bytes = sum(layout.page_bytes(group) for group in range(len(layout.groups)))
+    kv_bytes = held // layout.block_tokens * block_bytes
+    return Plan(layout.ranks, memory, pool_bytes, kv_bytes, held, tokens, requests)

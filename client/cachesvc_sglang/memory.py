@@ -1,0 +1,98 @@
+"""KV memory of an engine: SGLang's buffers are planes of the daemon's slab, and its page ids are the daemon's.
+
+    layer l    k  [ page 0 | page 1 | ... ]    v  [ page 0 | page 1 | ... ]     a page: (tokens, heads, head_dim)
+
+Page 0 is SGLang's: padding is written there. The daemon never grants it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from cachesvc_client import DaemonUnavailable
+from cachesvc_vllm.daemon.node import RESERVED_PAGES, Flags, Node, Share, new_instance
+from cachesvc_vllm.namespace.naming import display_name, named
+
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc_sglang.errors import EngineRefused
+from cachesvc_sglang.identity import engine_facts
+from cachesvc_sglang.refusals import require_pool, require_supported
+from cachesvc_sglang.settings import EngineSettings, read_settings
+
+GROUP = "full"
+
+log = logging.getLogger("sglang.srt." + __name__)
+
+
+class PoolMemory:
+    """The daemon's side of a KV pool: what ``lay_over_slab`` leaves there for the cache. ``settings``: as read at the
+    start."""
+
+    def __init__(self, node: Node, settings: EngineSettings) -> None:
+        self.node = node
+        self.settings = settings
+
+
+def lay_over_slab(pool: Any) -> None:
+    """Register the engine's pool, map it, and give SGLang's pool its planes. Raises EngineRefused, and what
+    registering raises."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.runtime_context import get_server_args
+
+    settings, arguments = read_settings(os.environ), get_server_args()
+    model_config = model_config_of(arguments)
+    require_supported(arguments, settings)
+    require_pool(pool)
+    layout = pool_layout(pool)
+    facts = engine_facts(arguments, model_config, layout, settings.model)
+    shown = display_name(arguments.model_path)
+    pages = pool.size // pool.page_size + RESERVED_PAGES
+    share = Share(
+        named("sglang", facts), layout, pages, _devices(), shown, -(-model_config.context_len // pool.page_size)
+    )
+    log.info("shares_as model=%s name=%s facts=%s", share.model, shown, facts)
+    flags = Flags("sglang", "--max-total-tokens", pool.page_size, RESERVED_PAGES, "--context-length")
+    node = Node(settings, new_instance(f"sglang-{os.getpid()}"), share, attaches=True, keeps=True, flags=flags)
+    try:
+        node.start()
+        slab = node.pool.memory(GROUP)
+        node.comes_back = slab.can_map_over
+        node.keep_address()
+        rows = pool.size + pool.page_size
+        planes = {name: [_rows(node, layer, name)[:rows] for layer in range(pool.layer_num)] for name in ("k", "v")}
+        pool.k_buffer, pool.v_buffer = planes["k"], planes["v"]
+        pool.cachesvc = PoolMemory(node, settings)
+    except DaemonUnavailable as gone:
+        node.close()
+        raise EngineRefused(f"no cachesvcd answers at {node.socket_path} ({gone}): start it first") from gone
+    except BaseException:
+        node.close()
+        raise
+
+
+def pool_layout(pool: Any) -> Layout:
+    """Layout of SGLang's pool: K and V of each layer, token by token."""
+    dtype = str(pool.store_dtype).removeprefix("torch.")
+    shapes = {"k": (pool.head_num, pool.head_dim), "v": (pool.head_num, pool.v_head_dim)}
+    planes = [
+        Plane(name, layer, GROUP, (pool.page_size, *shape), dtype)
+        for layer in range(pool.layer_num)
+        for name, shape in shapes.items()
+    ]
+    return Layout(pool.page_size, 1, (PlaneGroup(GROUP),), tuple(planes))
+
+
+def _rows(node: Node, layer: int, name: str) -> Any:
+    """A plane, token by token."""
+    plane = node.pool.to_torch(layer, name)
+    return plane.view(-1, *plane.shape[2:])
+
+
+def _devices() -> tuple[str, ...]:
+    """UUID of this process's GPU; none without one."""
+    if not torch.cuda.is_available():
+        return ()
+    return (f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}",)

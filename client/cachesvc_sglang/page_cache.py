@@ -1,0 +1,368 @@
+"""SGLang's prefix cache, whose content is the daemon's index: a request's node is its own hold on pages.
+
+SGLang's tree has nodes that requests share and lock. Here the daemon has the index. A match opens a sequence that pins
+its hit; the request's pages (``RequestPages``) stand where SGLang keeps a node, from the match to the release, and its
+lock is that sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
+from cachesvc_client.memory.pool import LoadOutcome
+from cachesvc_vllm.daemon.errors import STUCK
+from cachesvc_vllm.daemon.node import announced_in
+from cachesvc_vllm.daemon.weights_version import WeightsVersion
+from cachesvc_vllm.pages.page_book import PageBook
+from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.vouching import LOOK_S as LEASE_LOOK_S
+from cachesvc_vllm.vouching import Dropped, Vouching
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    CacheRequestOutcome,
+    DecLockRefResult,
+    EvictResult,
+    IncLockRefResult,
+    MatchResult,
+)
+
+from cachesvc.model.answers import TicketView
+from cachesvc_sglang.errors import EngineRefused
+from cachesvc_sglang.prompts import PromptKeys, may_share
+
+ROOT = "root"
+"""Node of a match that found nothing and is no request's."""
+
+AHEAD_DIVISOR = 8
+"""Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""
+
+LOOK_S = 0.002
+"""Time that an engine which runs nothing waits for a load."""
+
+log = logging.getLogger("sglang.srt." + __name__)
+
+
+class PageCache(BasePrefixCache):  # type: ignore[misc]
+    """``context``: SGLang's ``TreeCacheBuildContext``. Used from SGLang's scheduler thread."""
+
+    def __init__(self, context: Any) -> None:
+        params = context.params
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
+        self.disable = False
+        self.root_node = ROOT
+        self.sliding_window_size = None
+        memory = allocator.get_kvcache().cachesvc
+        self.node, self._settings = memory.node, memory.settings
+        self._is_off = bool(context.disable_radix_cache)
+        registration = self.node.lease.registration
+        self._namespace = registration.namespace
+        self._pool_blocks = allocator.num_pages
+        step_tokens = params.chunked_prefill_size or self._pool_blocks * self.page_size
+        ahead = min(step_tokens // self.page_size, self._pool_blocks // AHEAD_DIVISOR)
+        self._book = PageBook(self.node.lease, self._settings.stock_blocks, ahead)
+        self._book.untold.is_late = bool(self.node.pool.is_on_gpu)
+        self._weights = WeightsVersion(
+            self._settings.weights_version, announced_in(registration), self.node.announced_weights
+        )
+        self._book.salt = self._weights.salt
+        self._vouching = Vouching(lambda: self.node.lease)
+        self._check = self.node.page_check()
+        self._keys: dict[str, PromptKeys] = {}
+        self._loading: dict[str, tuple[TicketView, ...]] = {}
+        self._loaded: set[str] = set()
+        self._looked_at: RequestPages | None = None
+        self._reserved: dict[str, RequestPages] = {}
+        self._rows: dict[str, Any] = {}
+        self._in_flight = 0
+        allocator.bind(self)
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    # -- matches -----------------------------------------------------------------------------------------------------
+
+    def expect(self, request: Any) -> None:
+        """A request waits: match it before its turn, so that SGLang waits for no answer then."""
+        if self._book.find(request.rid) is None:
+            self._book.expect(request.rid, self._wish(request, request.origin_input_ids + request.output_ids, None))
+
+    def match_prefix(self, params: Any) -> Any:
+        """Find what the daemon has of a request's prompt; it stays pinned until the request ends or is matched anew."""
+        request = params.req
+        if request is None:
+            return self._found(ROOT, 0, 0)
+        wish = self._wish(request, params.key.token_ids, params.key.limit)
+        pages = self._book.find(request.rid)
+        if pages is not None and request.rid in self._loading and self._look(request.rid):
+            return self._found(pages, pages.hit_blocks, pages.host_blocks)
+        pages = self._book.begin(request.rid, wish)
+        if request.rid in self._loaded:
+            return self._found(pages, pages.loaded_blocks, 0)
+        return self._found(pages, pages.hit_blocks, pages.host_blocks)
+
+    def inc_lock_ref(self, node: Any) -> Any:
+        """SGLang looks at the request of this node. Its pages are pinned since its match."""
+        self._looked_at = node if isinstance(node, RequestPages) else None
+        return IncLockRefResult()
+
+    def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
+        """No-op: pins end with the request."""
+        return DecLockRefResult()
+
+    def path_device_indices(self, node: Any) -> Any:
+        """Slots of what a match has found in place."""
+        if not isinstance(node, RequestPages):
+            return torch.empty(0, dtype=torch.int64)
+        blocks = node.loaded_blocks if node.request_id in self._loaded else node.hit_blocks
+        pages = torch.tensor(node.pages[:blocks], dtype=torch.int64).view(-1, 1)
+        slots = (pages * self.page_size + torch.arange(self.page_size)).reshape(-1)
+        return slots.to(self.token_to_kv_pool_allocator.device, non_blocking=True)
+
+    def init_load_back(self, params: Any) -> Any:
+        """Wait for the load of a request that has its pages; None while it runs: SGLang asks again."""
+        pages = params.best_match_node
+        if pages.request_id not in self._loading:
+            assert pages.sequence is not None
+            self._loading[pages.request_id] = pages.sequence.tickets
+        if self._look(pages.request_id, may_wait=self._book.is_empty):
+            return None
+        if pages.request_id not in self._loaded:
+            return 0, self._book.begin(pages.request_id, self._shorter(pages))
+        return pages.host_blocks * self.page_size, pages
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    def available_tokens(self) -> int:
+        """Tokens that can be had, those of this pass's reservations left out."""
+        return int(self._book.free_blocks(self._pool_blocks, None) * self.page_size)
+
+    def reserved_tokens(self) -> int:
+        """Tokens that this pass has reserved, and that are not allocated yet."""
+        return int(sum(each.spare_pages for each in self._reserved.values()) * self.page_size)
+
+    def ask_room(self) -> None:
+        """Have the daemon say anew what is free."""
+        self._book.ask_room()
+
+    def reserve_prompt(self, new_tokens: int, *, fits: bool) -> bool:
+        """Give the request that SGLang looks at the pages of its whole prompt; False where there is no room now."""
+        pages = self._looked_at
+        if pages is None:
+            return False
+        tokens = pages.loaded_blocks * self.page_size + new_tokens
+        if fits and self._book.reserve(pages, -(-tokens // self.page_size)):
+            self._reserved[pages.request_id] = pages
+            return True
+        blocks = -(-tokens // self.page_size)
+        if fits and self._book.is_beyond(pages, blocks) and not self.node.comes_back:
+            raise EngineRefused(STUCK)
+        self._book.give_way(pages)
+        return False
+
+    def reserve_decode(self, requests: Sequence[Any]) -> bool:
+        """Make the table of each request long enough for its next token; False where there is no room now."""
+        for request in requests:
+            pages, blocks = request.last_node, request.kv.kv_allocated_len // self.page_size + 1
+            if not isinstance(pages, RequestPages) or self._book.has(pages, blocks):
+                continue
+            if not self._book.reserve(pages, blocks):
+                return False
+        return True
+
+    def take(self, requests: Sequence[Any], ends: Sequence[int]) -> list[list[int]] | None:
+        """Tables of requests that are allocated up to these tokens; None where one is too short."""
+        tables = []
+        for request, end in zip(requests, ends, strict=True):
+            pages, blocks = request.last_node, -(-end // self.page_size)
+            if not isinstance(pages, RequestPages) or len(pages.pages) < blocks:
+                log.error("table_too_short request=%s blocks=%s", request.rid, blocks)
+                return None
+            if not pages.taken:
+                self._book.use_hits(pages)
+            if blocks > pages.taken:
+                self._book.take(pages, blocks - pages.taken)
+            self._reserved.pop(request.rid, None)
+            self._rows[request.rid] = request.kv
+            tables.append(pages.pages)
+        return tables
+
+    def checkpoint(self, req: Any, *, up_to: int, **_: Any) -> None:
+        """Seal what the request has computed."""
+        pages, blocks = req.last_node, up_to // self.page_size
+        if not isinstance(pages, RequestPages):
+            return
+        if may_share(req) and not self._is_off:
+            keys = self._keys_of(req).extend(req.full_untruncated_fill_ids[:up_to])
+            self._book.seal(pages, min(blocks, pages.taken, len(keys)), keys)
+        req.kv.cache_protected_len = max(req.kv.cache_protected_len, blocks * self.page_size)
+
+    def free_kv_row(self, kv: Any, ranges: Any) -> None:
+        """No-op: ``on_release`` gives back all pages of a request."""
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """The request has ended, or was retracted."""
+        pages = req.last_node
+        if isinstance(pages, RequestPages):
+            pages.output_tokens = len(req.output_ids)
+            self._book.drop(pages, pages.held)
+        self._forget(req.rid, ends=bool(req.finished()))
+        if not req.finished():
+            self._settle()
+
+    def finish(self, handle: Any, outcome: Any) -> None:
+        """A request was aborted, perhaps before it had any page."""
+        if outcome is CacheRequestOutcome.SUCCESS:
+            return
+        pages = self._book.find(handle.rid)
+        if pages is None or not pages.held:
+            self._book.forget(handle.rid)
+            self._forget(handle.rid, ends=True)
+
+    def evict(self, params: Any) -> Any:
+        """No-op: the daemon evicts."""
+        return EvictResult()
+
+    def reset(self) -> None:
+        """Go on under the keys of the weights that the engine has now."""
+        self._weights.reset()
+        self._book.change_keys(self._weights.salt)
+        for rid in [*self._keys]:
+            self._forget(rid, ends=True)
+
+    def protected_size(self) -> int:
+        """Tokens of other engines' pages, and of hits in use: all that is neither to be had nor this engine's own."""
+        own = sum(
+            -(-each.kv_allocated_len // self.page_size) * self.page_size - each.cache_protected_len
+            for each in self._rows.values()
+        )
+        return int(self.total_size() - self.available_tokens() - own)
+
+    def total_size(self) -> int:
+        """Tokens of the pool."""
+        return int(self._pool_blocks * self.page_size)
+
+    def pretty_print(self) -> None:
+        """No-op: ``cachesvc show`` prints the index."""
+
+    def release_host_resources(self) -> None:
+        """End the lease. Idempotent."""
+        self._book.close()
+        self.node.close()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
+        """Check the lease before anything is scheduled: lost pages are used no more."""
+        lease = self.node.lease
+        if not lease.is_sure:
+            with suppress(CacheClientError):  # the lease says it from now on; without an answer, the end asks again
+                lease.make_sure(LEASE_LOOK_S)
+        self._book.is_with_daemon()
+
+    @property
+    def is_to_move(self) -> bool:
+        """True where all requests are to begin anew: pages may be others', or there is a new lease."""
+        is_lapsed = self._book.is_moving and not self._book.is_empty
+        return is_lapsed or bool(self._book.is_adrift and self.node.back_id)
+
+    def move(self) -> None:
+        """Go on under the new lease, where there is one. Nothing uses any page."""
+        self._settle()
+        self._book.is_moving = True
+        if not self._book.is_empty or not self.node.back_id or not self.node.move(self.node.back_id):
+            return
+        self._check = self.node.page_check()  # the model may have another number
+        for rid in [*self._loading, *self._loaded]:
+            self._forget(rid, ends=False)
+        with suppress(DaemonUnavailable, LeaseLost):  # then it moves again
+            self._book.adopt(self.node.lease)
+
+    def begin_step(self) -> None:
+        """A step is launched: report the last one to the daemon meanwhile."""
+        self._reserved.clear()
+        self._in_flight += 1
+        self._book.begin_step()
+        self._vouching.begin_step(computes=True)
+        self._book.flush()
+
+    def begin_output(self) -> None:
+        """A step's output has come, and its kernels have ended. Raises PagesLapsed."""
+        self._in_flight -= 1
+        self._vouching.end_step(Dropped.NOT)
+        self._book.untold.begin_output()
+
+    def end_output(self) -> None:
+        """The output was handed out, and ended requests were released."""
+        self._book.untold.end_output(computes=self._in_flight > 0)
+        if not self._in_flight:  # there may be no step after this
+            self._book.flush(is_last=True)
+        if not self._book.is_adrift:
+            self._check.step()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _found(self, node: Any, device_blocks: int, host_blocks: int) -> Any:
+        return MatchResult(
+            device_prefix_len=device_blocks * self.page_size,
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+            host_hit_length=host_blocks * self.page_size,
+        )
+
+    def _keys_of(self, request: Any) -> PromptKeys:
+        keys = self._keys.get(request.rid)
+        if keys is None:
+            keys = PromptKeys(self._namespace, self.page_size, request.extra_key, request.cache_salt)
+            self._keys[request.rid] = keys
+        return keys
+
+    def _wish(self, request: Any, tokens: Sequence[int], most_tokens: int | None) -> Wish:
+        """Match for a request's ``tokens``, at most ``most_tokens`` of them; the last one is computed."""
+        first = -(-len(tokens) // self.page_size)
+        if self._is_off or not may_share(request):
+            return Wish((), 0, first)
+        hashes = self._keys_of(request).extend(tokens)
+        most = max(0, len(tokens) - 1) if most_tokens is None else min(most_tokens, len(tokens))
+        return Wish(hashes, min(most // self.page_size, len(hashes)), first)
+
+    def _shorter(self, pages: RequestPages) -> Wish:
+        keys = self._keys[pages.request_id]
+        return Wish(keys.hashes, pages.hit_blocks, pages.first_blocks)
+
+    def _look(self, rid: str, *, may_wait: bool = False) -> bool:
+        """Look at a request's load; True while it runs. What did not come is computed."""
+        tickets, pool = self._loading[rid], self.node.pool
+        if may_wait and tickets:
+            with suppress(CacheClientError):  # what has become of it is looked at below
+                pool.wait_ticket(tickets[-1], LOOK_S)
+        outcomes = {pool.outcome(ticket) for ticket in tickets}
+        if LoadOutcome.RUNNING in outcomes or (LoadOutcome.LOST in outcomes and not pool.is_quiet):
+            return True
+        del self._loading[rid]
+        if outcomes - {LoadOutcome.CAME}:
+            self._book.without_host.add(rid)
+        else:
+            self._loaded.add(rid)
+        return False
+
+    def _forget(self, rid: str, *, ends: bool) -> None:
+        self._loading.pop(rid, None)
+        self._loaded.discard(rid)
+        self._reserved.pop(rid, None)
+        self._rows.pop(rid, None)
+        if ends:
+            self._keys.pop(rid, None)
+            self._book.without_host.discard(rid)
+
+    def _settle(self) -> None:
+        """Wait for the kernels under way: SGLang needs the pages of a retracted request at once."""
+        if self._in_flight and self.node.pool.is_on_gpu:
+            torch.cuda.synchronize()
+        self._book.untold.settle()

@@ -1,0 +1,92 @@
+"""Unsupported configurations, refused before anything is allocated, with what works instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from cachesvc_sglang.errors import EngineRefused
+from cachesvc_sglang.settings import VARIABLE, EngineSettings
+
+TESTED = ((0, 5, 23),)
+"""Releases of SGLang that the plugin was tested with: its hooks are on functions that each release may change."""
+
+SINGLE = ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "nnodes")
+
+OFF = (
+    "enable_memory_saver",
+    "enable_hierarchical_cache",
+    "enable_unified_cache_external_linker",
+    "enable_unified_memory",
+    "enable_page_major_kv_layout",
+    "enable_hisparse",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_kv_cache_sharding",
+    "enable_dp_attention",
+    "enable_two_batch_overlap",
+    "enable_streaming_session",
+    "speculative_algorithm",
+    "dllm_algorithm",
+)
+"""Options that change what the cache's pages mean, or who owns them."""
+
+
+def require_supported(arguments: Any, settings: EngineSettings) -> None:
+    """Raises EngineRefused for the first of SGLang's options that cannot be served."""
+    from sglang.version import __version__
+
+    _require_version(__version__, settings)
+    if arguments.page_size < 2:
+        raise EngineRefused(
+            f"--page-size is {arguments.page_size}: the daemon's keys and copies are made for blocks of tokens, and "
+            "a token a block costs a key of 32 bytes each; take 16 to 128"
+        )
+    for name in SINGLE:
+        if getattr(arguments, name, 1) != 1:
+            raise EngineRefused(f"{_flag(name)} is {getattr(arguments, name)}, and only 1 is supported: leave it out")
+    for name in OFF:
+        if getattr(arguments, name, None):
+            raise EngineRefused(f"{_flag(name)} is not supported with --radix-cache-backend cachesvc: leave it out")
+    if getattr(arguments, "disaggregation_mode", "null") != "null":
+        raise EngineRefused("--disaggregation-mode is not supported with --radix-cache-backend cachesvc: leave it out")
+
+
+def require_pool(pool: Any) -> None:
+    """Raises EngineRefused for a KV pool whose pages are not K and V, token by token."""
+    kind = type(pool).__name__
+    if kind != "MHATokenToKVPool" or pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
+        raise EngineRefused(
+            f"the KV pool is a {kind} of layout {pool.kv_cache_layout}: full attention over whole pages of K and V is "
+            "supported, unquantized or in fp8; leave out --radix-cache-backend cachesvc for this model"
+        )
+
+
+def require_cache(context: Any) -> None:
+    """Raises EngineRefused for a model whose KV memory the plugin did not provide."""
+    kind = type(context.params.token_to_kv_pool_allocator).__name__
+    if context.is_hybrid_swa or context.is_hybrid_ssm or kind != "PageAllocator":
+        raise EngineRefused(
+            f"this model's KV cache has a {kind}: models with full attention alone are supported, at page sizes above "
+            "1; leave out --radix-cache-backend cachesvc for this one"
+        )
+    if not hasattr(context.params.token_to_kv_pool_allocator.get_kvcache(), "cachesvc"):
+        raise EngineRefused(
+            "this model's KV pool keeps latents, and K and V alone are supported: leave out --radix-cache-backend "
+            "cachesvc for this one"
+        )
+
+
+def _require_version(version: str, settings: EngineSettings) -> None:
+    found = tuple(int(each) for each in re.findall(r"\d+", version)[:3])
+    if found in TESTED or settings.allow_untested_sglang:
+        return
+    known = " and ".join(".".join(map(str, each)) for each in TESTED)
+    raise EngineRefused(
+        f"cachesvc_sglang works with SGLang {known}, and this is {version}: install one of these, or try it at your "
+        f'own risk with "allow_untested_sglang": true in {VARIABLE}'
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,117 @@
+"""Hooks around SGLang's steps: which requests an allocation is for, when a step begins, and when its output has come.
+
+ingest  ->  schedule, allocate  ->  run_batch  ->  (the step before:) process_batch_result  ->  tokens
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cachesvc_sglang.allocator import PageAllocator
+from cachesvc_sglang.page_cache import PageCache
+
+
+def allocate(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell the allocator which requests it serves."""
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if not isinstance(allocator, PageAllocator):
+        return original(batch, *args, **kwargs)
+    allocator.batch = batch
+    try:
+        return original(batch, *args, **kwargs)
+    finally:
+        allocator.batch = None
+
+
+def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Begin an iteration."""
+    received = original(scheduler, *args, **kwargs)
+    cache = scheduler.tree_cache
+    if isinstance(cache, PageCache):
+        cache.begin_iteration()
+        if cache.is_to_move and not scheduler._engine_paused:  # noqa: SLF001 - SGLang's own pause
+            _retract_all(scheduler)
+            cache.move()
+    return received
+
+
+def update_running_batch(original: Callable[..., Any], scheduler: Any, batch: Any) -> Any:
+    """Retract requests until the rest can decode. SGLang would abort the last one; the pages that it lacks may be
+    another engine's, which ends some time, so it waits for its turn again."""
+    cache = scheduler.tree_cache
+    if isinstance(cache, PageCache) and not scheduler._reqs_finishing_inflight(batch):  # noqa: SLF001 - no other way
+        while batch.reqs and not cache.reserve_decode(_best(batch)) and not cache.reserve_decode(batch.reqs):
+            _retract(scheduler, batch, _order(batch)[-1])
+    return original(scheduler, batch)
+
+
+def _best(batch: Any) -> list[Any]:
+    """The request that SGLang would keep: while it can decode, SGLang retracts others by itself."""
+    return [batch.reqs[_order(batch)[0]]]
+
+
+def _order(batch: Any) -> list[int]:
+    order: list[int] = batch._get_decode_retraction_order(batch.reqs)  # noqa: SLF001 - SGLang's own order
+    return order
+
+
+def _retract(scheduler: Any, batch: Any, index: int) -> None:
+    request = batch.reqs[index]
+    keep = [each for each in range(len(batch.reqs)) if each != index]
+    is_over = request.finished()
+    if not is_over:
+        batch.release_req(index, len(keep), offload_kv=False)
+    batch.filter_batch(keep_indices=keep)
+    batch.batch_is_full = False
+    if not is_over:
+        scheduler._add_request_to_queue(request, is_retracted=True)  # noqa: SLF001 - no other way
+
+
+def _retract_all(scheduler: Any) -> None:
+    """Let every request begin anew: nothing uses any page afterwards."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+
+def add_request_to_queue(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Match a request that waits from now on."""
+    original(scheduler, request, *args, **kwargs)
+    cache = scheduler.tree_cache
+    if isinstance(cache, PageCache) and scheduler.waiting_queue and scheduler.waiting_queue[-1] is request:
+        cache.expect(request)
+
+
+def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Begin a step."""
+    if isinstance(scheduler.tree_cache, PageCache):
+        scheduler.tree_cache.begin_step()
+    return original(scheduler, batch, *args, **kwargs)
+
+
+def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> None:
+    """Take a step's output. Raises PagesLapsed before any token leaves the engine."""
+    cache = scheduler.tree_cache
+    if not isinstance(cache, PageCache):
+        original(scheduler, batch, result)
+        return
+    if getattr(result, "copy_done", None) is not None:
+        result.copy_done.synchronize()
+    cache.begin_output()
+    original(scheduler, batch, result)
+    cache.end_output()
+
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+HOOKS: Mapping[str, Callable[..., Any]] = {
+    "sglang.srt.mem_cache.allocation.alloc_for_extend": allocate,
+    "sglang.srt.mem_cache.allocation.alloc_for_decode": allocate,
+    f"{SCHEDULER}.ingest_requests": ingest_requests,
+    f"{SCHEDULER}._add_request_to_queue": add_request_to_queue,
+    f"{SCHEDULER}.run_batch": run_batch,
+    f"{SCHEDULER}.update_running_batch": update_running_batch,
+    f"{SCHEDULER}.process_batch_result": process_batch_result,
+}

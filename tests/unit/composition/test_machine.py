@@ -1,0 +1,95 @@
+"""Findings on a machine for a daemon, each with its remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cachesvc.config import Config
+from cachesvc.machine import MISSING, OK, WARNING, Finding, is_ready, look
+from cachesvc.model.text.interpreter import module_command
+
+GIB = 1 << 30
+
+
+def found(config: Config, subject: str, root: Path | None = None) -> list[Finding]:
+    """Findings of one subject."""
+    every = look(config) if root is None else look(config, root)
+    return [finding for finding in every if finding.subject == subject]
+
+
+def machine(folder: Path, *, free_kib: int, huge: str) -> Path:
+    """Files that tell of a machine."""
+    for name, text in {
+        "proc/meminfo": f"MemTotal: {free_kib} kB\nMemAvailable: {free_kib} kB\n",
+        "proc/self/cgroup": "0::/\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": huge,
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_memory_that_the_pools_do_not_fit_into_is_missing(tmp_path: Path) -> None:
+    root = machine(tmp_path, free_kib=3 << 20, huge="always [madvise] never")
+    fits = Config(backend="shm", device_pool=GIB, host_pool=GIB)
+    (memory,) = found(fits, "memory", root)
+    assert (memory.state, memory.found) == (OK, "3.00 GiB left by MemAvailable, pools take 2.00 GiB")
+    (memory,) = found(Config(backend="shm", device_pool=GIB, host_pool=3 * GIB), "memory", root)
+    assert (memory.state, memory.remedy) == (MISSING, "take a smaller --host-pool, or raise the limit")
+    assert found(fits, "huge pages", root)[0].state == OK
+    (huge,) = found(fits, "huge pages", machine(tmp_path, free_kib=1, huge="always madvise [never]"))
+    assert (huge.state, "three to ten times slower" in huge.remedy) == (WARNING, True)
+
+
+def test_the_sockets_folder_must_exist_and_be_free(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "kv.sock"
+    (absent,) = found(Config(backend="shm", socket=str(path)), "socket")
+    assert (absent.state, f"sudo install -d -m 0750 -o {os.geteuid()} {path.parent}" in absent.remedy) == (
+        MISSING,
+        True,
+    )
+    path.parent.mkdir()
+    assert found(Config(backend="shm", socket=str(path)), "socket")[0].state == OK
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(1)
+        assert found(Config(backend="shm", socket=str(path)), "socket")[0].state == WARNING
+    (group,) = found(Config(backend="shm", socket=str(path), socket_group="no-such-group"), "socket group")
+    assert group.state == MISSING
+
+
+def test_taken_ports_and_bad_storage_are_missing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = Config(backend="shm", metrics_listen=address, storage=(f"file:{tmp_path}?capacity=0",))
+        (port,) = found(config, "port")
+        assert (port.state, port.remedy) == (MISSING, "choose another --metrics-listen; ss -ltnp shows who has a port")
+        assert found(config, "storage")[0].state == MISSING
+        assert not is_ready(look(config))
+
+
+@pytest.mark.parametrize(("backend", "state"), [("shm", OK), ("auto", WARNING), ("cuda", MISSING)])
+def test_a_gpu_that_is_not_there_is_missing_only_where_one_is_wanted(backend: str, state: str) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    (gpu,) = found(Config(backend=backend), "GPU")
+    assert (gpu.state, "driver" in gpu.remedy) == (state, state != OK)
+
+
+def test_the_command_answers_scripts_by_its_exit_code(tmp_path: Path) -> None:
+    command = module_command(
+        *("cachesvc_ctl", "check", "--json", "--backend", "shm", "--device-pool", "1MiB", "--host-pool", "1MiB"),
+        *("--socket", str(tmp_path / "kv.sock")),
+    )
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    states = {each["subject"]: each["state"] for each in json.loads(ended.stdout)}
+    assert (ended.returncode, states["socket"], states["GPU"]) == (0, OK, OK), ended.stdout
+    ended = subprocess.run([*command, "--device-pool", "10"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, "did you mean 10GiB?" in ended.stderr) == (2, True)

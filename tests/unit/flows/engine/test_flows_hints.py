@@ -1,0 +1,112 @@
+"""Hints of engines: they move blocks within the order of their own model, and a false one costs its model alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.release import release
+from cachesvc.model.answers import Matched
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.words import WritePolicy
+from cachesvc.policy.hints import RequestHint, hinted, retention_of
+from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
+
+BLOCKS = 8
+DEFAULT, ONCE, KEEP = RequestHint
+
+
+def serve(
+    rig: Rig, lease: str, number: int, names: str, hint: RequestHint = DEFAULT, *, apart: bool = False
+) -> Matched:
+    """A request for a prompt; ``apart``: its blocks are published one by one."""
+    keys = chain(*names)
+    hit = rig.run(match, lease, number, keys, 0, None, 0.0, None, hint)
+    assert isinstance(hit, Matched)
+    rig.run(allocate, lease, number, len(names))
+    for first in range(hit.device_blocks, len(names)) if apart else ():
+        rig.run(publish, lease, number, first, b"", 1)
+    if not apart and hit.device_blocks < len(names):
+        rig.run(publish, lease, number, hit.device_blocks, b"", len(names) - hit.device_blocks)
+    rig.run(release, lease, number)
+    rig.check()
+    return hit
+
+
+def hits(rig: Rig, lease: str, number: int, names: str) -> int:
+    """Blocks of a prompt that are there, without a trace in the order."""
+    hit = rig.run(match, lease, number, chain(*names), 0, None, 0.0, None, ONCE)
+    rig.run(release, lease, number)
+    assert isinstance(hit, Matched)
+    return hit.device_blocks + hit.host_blocks
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_blocks_that_will_not_return_go_before_older_ones(apart: bool) -> None:
+    rig = rig_of(one_group(), device=(BLOCKS,))
+    lease = rig.lease()
+    serve(rig, lease, 1, "abc")
+    serve(rig, lease, 2, "xyz", ONCE, apart=apart)
+    serve(rig, lease, 3, "mnopq")
+    assert (hits(rig, lease, 4, "abc"), hits(rig, lease, 5, "xyz")) == (3, 0), "LRU would have dropped abc"
+
+
+def test_a_use_without_a_hint_makes_them_blocks_like_others() -> None:
+    rig = rig_of(one_group(), device=(BLOCKS,))
+    lease = rig.lease()
+    serve(rig, lease, 1, "xyz", ONCE)
+    serve(rig, lease, 2, "abc")
+    serve(rig, lease, 3, "xyz")
+    serve(rig, lease, 4, "mnopq")
+    assert (hits(rig, lease, 5, "xyz"), hits(rig, lease, 6, "abc")) == (3, 0)
+
+
+def test_a_request_that_will_not_return_refreshes_nothing_that_it_hits() -> None:
+    rig = rig_of(one_group(), device=(BLOCKS,))
+    lease = rig.lease()
+    serve(rig, lease, 1, "abc")
+    serve(rig, lease, 2, "xyz")
+    serve(rig, lease, 3, "abc", ONCE)
+    serve(rig, lease, 4, "mnopq")
+    assert (hits(rig, lease, 5, "abc"), hits(rig, lease, 6, "xyz")) == (0, 3)
+
+
+def test_blocks_that_are_kept_stay_for_one_more_turn_and_no_longer() -> None:
+    rig = rig_of(one_group(), device=(BLOCKS,))
+    lease = rig.lease()
+    serve(rig, lease, 1, "abc", KEEP)
+    serve(rig, lease, 2, "mnopq")
+    serve(rig, lease, 3, "rs")
+    assert hits(rig, lease, 4, "abc") == 3, "LRU would have dropped it for rs"
+    for number in range(5, 9):
+        serve(rig, lease, number, "".join(chr(number * 40 + at) for at in range(5)))
+    assert hits(rig, lease, 9, "abc") < 3, "a hint that proves false ends"
+
+
+def test_the_same_hint_on_all_is_none() -> None:
+    left = []
+    for hint in RequestHint:
+        rig = rig_of(one_group(), device=(BLOCKS,))
+        lease = rig.lease()
+        for number, names in enumerate(("abc", "xyz", "abq", "mno"), start=1):
+            serve(rig, lease, number, names, hint if hint is KEEP else DEFAULT)
+        left.append([hits(rig, lease, 9 + at, names) for at, names in enumerate(("abc", "xyz", "abq", "mno"))])
+    assert left[0] == left[2]
+
+
+def test_blocks_that_will_not_return_are_not_copied_when_they_are_sealed() -> None:
+    for hint, copies in ((ONCE, 0), (DEFAULT, 3), (KEEP, 3)):
+        rig = rig_of(one_group(), device=(BLOCKS,), host=(BLOCKS,), policy=WritePolicy.WRITE_THROUGH)
+        lease = rig.lease()
+        serve(rig, lease, 1, "abc", hint)
+        host = rig.model.blocks.host.pools[0]
+        assert host.usable - host.free == copies, hint
+
+
+def test_a_number_that_is_no_hint_is_refused() -> None:
+    assert [retention_of(number) for number in range(3)] == list(RequestHint)
+    with pytest.raises(InvalidRequest, match="retention is 3; it is 0"):
+        retention_of(3)
+    assert [hinted(5, hint, 100) for hint in RequestHint] == [5, 0, 105]

@@ -1,0 +1,265 @@
+"""Blocks that another node computes: fetched as they are sealed there, for as long as there is progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from cachesvc.flows.context.core import Promise
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.release import release
+from cachesvc.flows.storage import expected as flow
+from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.ledger.ledger import Model
+from cachesvc.model.answers import Expected, Matched, Wait
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import PageState
+from cachesvc.questions.explanation import EXPECTATIONS
+from tests.unit.rigs.ledger_rig import chain
+from tests.unit.rigs.storage_flows_rig import GONE, LENT, StorageRig, storing
+
+PEER = "10.0.0.1:7100"
+PROMPT = "abcdefgh"
+
+
+class RecordingLenders:
+    """Keeps questions, which the test answers. ``refuses``: why a peer is not asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, float]] = []
+        self.told: list[Callable[[Promise], None]] = []
+        self.refuses = ""
+        self.here: set[str] = set()
+
+    def is_here(self, peer: str) -> bool:
+        return peer in self.here
+
+    def ask(self, model: Model, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]) -> str:
+        if not self.refuses:
+            self.asked.append((len(keys) // KEY_BYTES, seconds))
+            self.told.append(told)
+        return self.refuses
+
+
+class Following:
+    """A decoder's daemon whose peer is the test."""
+
+    def __init__(self, host: int = 16) -> None:
+        self.at: StorageRig = storing(host=host)
+        self.at.storage.knows = False
+        self.rig, self.storage = self.at.rig, self.at.storage
+        self.lenders = RecordingLenders()
+        self.rig.core.lenders = self.lenders
+        self.number = 0
+
+    def look(self, *, is_computed: bool = False, patience: float = 5.0, peer: str = PEER) -> tuple[int, int]:
+        """Blocks that are here, and that are coming, by a Match that does not wait."""
+        answer = self.ask(Expected(peer, 0, patience, is_computed, waits=False))()
+        while isinstance(answer, Wait) and not answer.tickets:
+            answer = self.ask(Expected(peer, 0, patience, is_computed, waits=False))()
+        if isinstance(answer, Wait):  # of the usual fetch, once nothing is expected any more
+            return -1, 0
+        self.rig.run(release, self.at.lease, self.number)
+        return answer.device_blocks + answer.host_blocks, answer.coming_blocks
+
+    def ask(self, expected: Expected) -> Callable[[], Matched | Wait]:
+        """One Match call, to be run again and again."""
+        self.number += 1
+        self.rig.core.ledger.moment.seconds = self.rig.now
+        sharing = Sharing(expected=expected)
+        return partial(self.rig.once, partial(match, sharing=sharing), self.at.lease, self.number, chain(*PROMPT), 0)
+
+    def promise(self, lent: int = 0, computing: int = 0, epoch: int = 1, problem: str = "") -> None:
+        """The peer answers the last question."""
+        self.rig.core.ledger.moment.seconds = self.rig.now
+        self.lenders.told[-1](Promise(lent, computing, epoch, problem))
+        self.at.settle()
+
+    def pass_time(self, seconds: float) -> None:
+        self.rig.now += seconds
+        self.rig.core.ledger.moment.seconds = self.rig.now
+        flow.tick_expected(self.rig.core)
+        self.at.settle()
+
+    def ended(self, how: str) -> int:
+        return self.rig.core.counters.get(f"expectations_ended_{how}", 0)
+
+
+def test_each_piece_is_fetched_as_it_is_sealed() -> None:
+    following = Following()
+    assert following.look() == (0, 8)
+    assert following.lenders.asked == [(8, flow.POLL_SECONDS)]
+    following.promise(3, 5)
+    assert following.look() == (0, 8), "the fetch is on its way"
+    following.at.tell(range(3), LENT)
+    assert following.look() == (3, 5)
+    assert following.lenders.asked[-1] == (5, flow.POLL_SECONDS), "the rest is asked for at once"
+    following.promise(5)
+    following.at.tell(range(5), LENT)
+    assert following.look() == (8, 0)
+    assert following.ended("arrived") == 1
+    assert following.rig.core.counters["expected_blocks"] == 8
+    assert following.rig.core.counters["match_requests"] == 1, "looks that found it coming are no requests"
+    assert following.rig.model.hit_blocks == {"device": 0, "host": 0, "storage": 8}
+    assert not following.rig.core.ledger.tickets.running
+
+
+def test_a_call_that_waits_is_run_again_until_all_is_here() -> None:
+    following = Following()
+    ask = following.ask(Expected(PEER))
+    waited = ask()
+    assert isinstance(waited, Wait)
+    following.promise(8)
+    assert isinstance(ask(), Wait)
+    following.at.tell(range(8), LENT)
+    assert not following.rig.core.ledger.tickets.is_running(waited.tickets[0])
+    answer = ask()
+    assert isinstance(answer, Matched)
+    assert (answer.host_blocks, answer.coming_blocks) == (8, 0)
+
+
+def test_a_call_that_waits_says_after_a_while_what_is_coming() -> None:
+    following = Following()
+    ask = following.ask(Expected(PEER, patience=600.0))
+    assert isinstance(ask(), Wait)
+    following.rig.now += flow.CALL_SECONDS
+    answer = ask()
+    assert isinstance(answer, Matched)
+    assert answer.coming_blocks == 8
+
+
+def test_a_silent_peer_is_given_up_after_the_callers_patience_with_its_question_under_way() -> None:
+    following = Following()
+    following.look(patience=3.0)
+    following.pass_time(2.0)
+    assert following.look(patience=3.0) == (0, 8)
+    following.pass_time(1.5)
+    assert following.look(patience=3.0)[1] == 0
+    assert following.ended("silent") == 1
+    following.promise(8)
+    assert not following.storage.fetches[1:], "a late answer begins nothing"
+
+
+def test_progress_renews_the_patience() -> None:
+    following = Following()
+    for sealed in range(1, 8):
+        following.look(patience=3.0)
+        following.promise(1, 8 - sealed)
+        following.pass_time(2.0)
+        following.at.tell([0], LENT)
+        assert following.look(patience=3.0) == (sealed, 8 - sealed)
+
+
+def test_what_a_peer_has_computed_and_lacks_is_not_waited_for() -> None:
+    following = Following()
+    following.look(is_computed=True)
+    following.promise(0)
+    assert following.look(is_computed=True)[1] == 0
+    assert following.ended("absent") == 1
+
+
+def test_a_prefill_that_has_not_begun_is_waited_for() -> None:
+    following = Following()
+    following.look()
+    following.promise(0)
+    assert following.look() == (0, 8)
+    following.pass_time(0.2)
+    assert len(following.lenders.asked) == 2, "it is asked again after a pause"
+
+
+def test_a_peer_of_another_life_computes_nothing_for_this_node() -> None:
+    following = Following()
+    following.look()
+    following.promise(0, 8, epoch=1)
+    following.pass_time(0.2)
+    following.promise(0, 8, epoch=2)
+    assert following.look()[1] == 0
+    assert following.ended("unreachable") == 1
+
+
+def test_an_unreachable_peer_that_has_computed_all_is_given_up_soon() -> None:
+    following = Following()
+    following.look(is_computed=True)
+    for _ in range(flow.MOST_FAILURES):
+        following.promise(problem="it does not answer")
+        following.pass_time(0.2)
+    assert following.look(is_computed=True)[1] == 0
+    assert following.ended("unreachable") == 1
+
+
+def test_a_refused_peer_is_not_expected_and_no_address_is_an_error() -> None:
+    following = Following()
+    following.lenders.refuses = "no network of peer_allow"
+    assert following.look()[1] == 0
+    assert following.ended("other") == 1
+    with pytest.raises(InvalidRequest, match=r"expected\.peer"):
+        following.look(peer="nowhere")
+
+
+def test_without_a_match_nothing_is_asked_or_fetched_any_more() -> None:
+    following = Following()
+    following.look(patience=600.0)
+    following.pass_time(flow.IDLE_SECONDS + 0.1)
+    assert following.ended("other") == 1
+    following.promise(8)
+    assert not following.storage.fetches
+    assert not following.rig.core.ledger.tickets.running
+    following.pass_time(flow.KEEP_SECONDS)
+    assert not following.rig.model.stored.expectations, "it is forgotten"
+
+
+def test_an_engine_that_was_held_up_goes_on_expecting() -> None:
+    following = Following()
+    following.look()
+    following.pass_time(flow.IDLE_SECONDS + 0.1)
+    assert following.look() == (0, 8)
+    following.promise(8)
+    following.at.tell(range(8), LENT)
+    assert following.look() == (8, 0)
+
+
+def test_what_was_lent_and_does_not_come_is_asked_for_once_more() -> None:
+    following = Following()
+    following.look()
+    for _ in range(flow.MOST_FAILURES):
+        following.promise(8)
+        following.at.tell(range(8), GONE)
+        following.pass_time(0.2)
+    assert following.ended("other") == 1
+    assert following.at.pages(PageState.IN_FLIGHT) == 0
+    assert following.look()[1] == 0
+
+
+def test_a_host_without_room_ends_it() -> None:
+    following = Following(host=4)
+    following.look()
+    following.promise(8)
+    following.at.tell(range(2), LENT)
+    following.promise(6)
+    following.at.tell(range(2), LENT)
+    following.promise(4)
+    assert following.look()[1] == 0
+    assert following.ended("other") == 1
+
+
+def test_what_this_node_computes_itself_is_waited_for_here() -> None:
+    following = Following()
+    following.lenders.here = {PEER}
+    assert following.look() == (0, 8)
+    assert not following.lenders.asked
+
+
+def test_there_are_only_so_many() -> None:
+    following = Following()
+    for port in range(1, flow.MOST_EXPECTATIONS + 1):
+        following.look(peer=f"10.0.0.1:{port}")
+    assert following.look()[1] == 0
+    assert following.rig.core.counters["expectations_refused"] == 1
+    assert len(following.rig.model.stored.expectations) == flow.MOST_EXPECTATIONS
+
+
+def test_every_end_has_words_for_operators() -> None:
+    assert set(EXPECTATIONS) == {end.value for end in flow.ExpectationEnd}

@@ -1,0 +1,217 @@
+"""Copies between movers are checked before a load uses them: wrong bytes, pulls that hang, pulls that kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+
+from cachesvc import __version__
+from cachesvc.memory.copy.copy_thread import CopyThread
+from cachesvc.memory.copy.peer_check import STAMP_BYTES
+from cachesvc.memory.interface import CopyJob, CopyStep, Handle
+from cachesvc.memory.mapped import map_memfd
+from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.model.errors import Unavailable
+from cachesvc.mover.process import Begin, MoverProcess, child
+from cachesvc.mover.processes import MoverProcesses
+from cachesvc.mover.server import Equipment, MoverServer
+from cachesvc.mover.settings import Settings
+from tests.unit.mover.mover_rig import Heard, heard_from
+
+SOURCE, TARGET = "shm-0", "shm-1"
+OFFSET = STAMP_BYTES // 2
+
+
+class Target(ShmBackend):
+    """A mover's memory whose links are sound. ``pulls``: checks that were asked of it."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(1, settings.device_bytes, timeline_words=settings.timeline_words, names=(settings.device,))
+        self.pulls = 0
+
+    def open_peer(self, handle: Handle, fd: int | None) -> int:
+        self.pulls += handle.size_bytes == STAMP_BYTES
+        return super().open_peer(handle, fd)
+
+
+class WrongTarget(Target):
+    """One byte of what its link brings is another one."""
+
+    def open_peer(self, handle: Handle, fd: int | None) -> int:
+        self.pulls += 1
+        assert fd is not None
+        came = bytearray(map_memfd(fd, handle.size_bytes))
+        came[OFFSET] ^= 1
+        return self.register_host(memoryview(came))
+
+
+class HungTarget(Target):
+    """Its link is held by a copy that does not end before ``goes_on``."""
+
+    goes_on: threading.Event
+
+    def peer_stream(self, device: str) -> CopyThread:
+        stream, begun = super().peer_stream(device), threading.Event()
+
+        def hold(error: Exception | None) -> None:
+            del error
+            begun.set()
+            self.goes_on.wait()
+
+        nothing = CopyStep(np.empty((0, 8), np.int64))
+        stream.submit(CopyJob(7, (nothing,), None, None, 0, hold))
+        begun.wait()
+        return stream
+
+
+class Dead(Exception):
+    """A mover's process that ends in the middle of a question."""
+
+
+class KilledTarget(Target):
+    """A mover that ends when it maps another one's memory."""
+
+    end: Callable[[], None]
+
+    def open_peer(self, handle: Handle, fd: int | None) -> int:
+        self.pulls += 1
+        self.end()
+        raise Dead
+
+
+class InThreads:
+    """Begins the mover of the target as a thread, of each kind in turn. ``made``: its lives."""
+
+    def __init__(self, kinds: Sequence[type[Target]]) -> None:
+        self._kinds = iter(kinds)
+        self.made: list[Target] = []
+        self.goes_on = threading.Event()
+
+    def __call__(self) -> tuple[socket.socket, MoverProcess | None]:
+        ours, theirs = socket.socketpair()
+        kind = next(self._kinds)
+
+        def equip(settings: Settings) -> Equipment:
+            target = kind(settings)
+            if isinstance(target, HungTarget):
+                target.goes_on = self.goes_on
+            if isinstance(target, KilledTarget):
+                target.end = partial(theirs.shutdown, socket.SHUT_RDWR)
+            self.made.append(target)
+            return Equipment(target, dict)
+
+        threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
+        return ours, None
+
+
+class Pair:
+    """A source in a process of its own, and a target in a thread of each kind in turn."""
+
+    def __init__(self, *kinds: type[Target]) -> None:
+        self.targets = InThreads(kinds)
+        begins: list[Begin] = [partial(child, SOURCE), self.targets]
+        self.movers = MoverProcesses(
+            [Settings("shm", name, 1 << 20, timeline_words=64) for name in (SOURCE, TARGET)], __version__, begins=begins
+        )
+        self.movers.start()
+        self.movers.listen(lambda _: None)
+
+    def share(self) -> bool:
+        """Give the source a slab; whether the target may copy from it, once all have answered."""
+        self.movers.create_slab(SOURCE, 4096)
+        for thread in threading.enumerate():
+            if thread.name == "mover-asked":
+                thread.join()
+        return self.movers.can_reach(SOURCE, TARGET)
+
+    def kill_source(self) -> None:
+        os.kill(self.movers.mover_pids()[SOURCE], signal.SIGKILL)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    with heard_from("cachesvc.mover.device") as handler:
+        yield handler
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Pair]]:
+    made = list[Pair]()
+
+    def pair(*kinds: type[Target]) -> Pair:
+        made.append(Pair(*kinds))
+        return made[-1]
+
+    yield pair
+    for each in made:
+        each.targets.goes_on.set()
+        each.movers.close()
+
+
+def test_a_stamp_is_pulled_once_for_all_slabs_of_a_life(make: Callable[..., Pair], heard: Heard) -> None:
+    pair = make(Target)
+    assert pair.share()
+    assert pair.share()
+    assert [target.pulls for target in pair.targets.made] == [1]
+    pair.kill_source()
+    heard.wait("mover_started")
+    assert pair.share()
+    assert [target.pulls for target in pair.targets.made] == [2], "a new life has a stamp of its own"
+    assert pair.movers.refused_peers() == {}
+    assert pair.movers.create_slab(TARGET, 1 << 20).is_open, "the checks took nothing of the pool"
+
+
+def test_a_pair_that_brings_wrong_bytes_is_refused_until_the_source_has_a_new_life(
+    make: Callable[..., Pair], heard: Heard
+) -> None:
+    pair = make(WrongTarget)
+    assert not pair.share()
+    wrong = f"1 of {STAMP_BYTES} bytes came wrong, the first at {OFFSET}"
+    assert pair.movers.refused_peers() == {(SOURCE, TARGET): wrong}
+    assert not pair.share()
+    (target,) = pair.targets.made
+    assert target.pulls == 1, "it is not tried again"
+    assert pair.movers.can_reach(TARGET, SOURCE), "the other way is another link"
+    pair.kill_source()
+    heard.wait("mover_started")
+    assert pair.movers.refused_peers() == {}
+    assert not pair.share()
+    assert target.pulls == 2
+
+
+def test_a_pull_that_hangs_refuses_its_pair_alone_and_holds_up_no_slab(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachesvc.memory.copy.peer_check.LOOKS", 2)
+    pair = make(HungTarget)
+    assert not pair.share()
+    assert "did not end in" in pair.movers.refused_peers()[SOURCE, TARGET]
+    assert not pair.share()
+    assert pair.targets.made[0].pulls == 1
+
+
+def test_a_pair_that_ends_its_mover_again_is_refused(make: Callable[..., Pair], heard: Heard) -> None:
+    pair = make(KilledTarget, KilledTarget, Target)
+    pair.movers.create_slab(SOURCE, 4096)
+    heard.wait("mover_started", 2)  # the second ends in its check too, and the third makes none
+    assert "2 movers ended during the check" in pair.movers.refused_peers()[SOURCE, TARGET]
+    assert not pair.share()
+    assert [target.pulls for target in pair.targets.made] == [1, 1, 0]
+
+
+def test_a_stamp_that_cannot_be_written_refuses_the_ways_from_its_device(make: Callable[..., Pair]) -> None:
+    class Stampless(Target):
+        def create_scratch(self, device: str, size_bytes: int) -> None:  # type: ignore[override]
+            raise Unavailable(f"{device} has no {size_bytes} bytes")
+
+    pair = make(Stampless)
+    pair.movers.create_slab(TARGET, 4096)
+    assert not pair.movers.can_reach(TARGET, SOURCE)
+    assert "has no" in pair.movers.refused_peers()[TARGET, SOURCE]

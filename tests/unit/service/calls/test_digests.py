@@ -1,0 +1,66 @@
+"""This node's digest: what a model's journal says, from a snapshot on, while other nodes ask."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cachesvc.flows.models.admin import evict
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.peer.fleet.digest import PeerDigest, words_of
+from cachesvc.service.calls.digests import DigestFeed
+from tests.unit.rigs.dispatch_rig import Desk
+from tests.unit.rigs.ledger_rig import chain, serve
+
+
+def has(digest: PeerDigest, prompt: str) -> list[bool]:
+    keys = chain(*prompt)
+    return [digest.has(words_of(keys[at : at + KEY_BYTES])) for at in range(0, len(keys), KEY_BYTES)]
+
+
+async def learn(feed: DigestFeed, digest: PeerDigest, patience: float = 0.0) -> None:
+    feed.tick()
+    news = await feed.news(digest.epoch, digest.version, patience)
+    if news is not None:
+        digest.learn(news)
+
+
+def test_what_is_sealed_is_in_it_and_what_is_evicted_leaves_it() -> None:
+    async def run() -> None:
+        async with Desk() as desk:
+            rig, digest, feed = desk.rig, PeerDigest(), DigestFeed(desk.node)
+            lease = rig.lease()
+            serve(rig, lease, 1, "abcd")
+            await learn(feed, digest)
+            assert has(digest, "abcd") == [True] * 4
+            serve(rig, lease, 2, "wxyz")
+            assert has(digest, "wxyz") == [False] * 4
+            await learn(feed, digest)
+            assert has(digest, "wxyz") == [True] * 4
+            rig.run(evict, rig.model.id, "device", 0)
+            rig.settle()
+            rig.run(evict, rig.model.id, "host", 0)
+            assert not rig.device_keys() | rig.host_keys()
+            await learn(feed, digest)
+            assert has(digest, "abcd") == has(digest, "wxyz") == [False] * 4
+
+    asyncio.run(run())
+
+
+def test_a_reader_waits_for_a_change_and_gets_what_has_flipped() -> None:
+    async def run() -> None:
+        async with Desk() as desk:
+            digest, feed = PeerDigest(), DigestFeed(desk.node)
+            await learn(feed, digest)
+            assert digest.is_known, "a node without blocks says so"
+            waiting = asyncio.ensure_future(feed.news(digest.epoch, digest.version, 30.0))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            serve(desk.rig, desk.rig.lease(), 1, "abcd")
+            feed.tick()
+            news = await waiting
+            assert news is not None
+            assert news.flips
+            digest.learn(news)
+            assert has(digest, "abcd") == [True] * 4
+
+    asyncio.run(run())

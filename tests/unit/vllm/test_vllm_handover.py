@@ -1,0 +1,72 @@
+"""Words of routers with a request, read and answered; nonsense is ignored."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cachesvc_client import Expected
+from cachesvc_vllm.handover import answer_of, expected_of
+
+PLACE = {"remote_host": "10.0.0.1", "remote_port": 7100}
+READY = Expected("10.0.0.1:7100", 3, 5.0, is_computed=True, waits=False)
+WHOLE, RUNNING = READY._replace(blocks=0), READY._replace(blocks=0, is_computed=False)
+
+
+def request(params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
+    return SimpleNamespace(
+        request_id="r", kv_transfer_params=params, num_computed_tokens=100, status=SimpleNamespace(name=status)
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (
+            {"do_remote_prefill": True, **PLACE, "remote_num_tokens": 100},
+            READY,
+        ),
+        ({"do_remote_prefill": True, **PLACE}, WHOLE),
+        ({"remote_prefiller": {**PLACE, "kv_request_id": "x"}}, RUNNING),
+        ({"remote_kv_source": PLACE}, WHOLE),
+        (
+            {"do_remote_prefill": True, "remote_host": "fd00::1", "remote_port": "7100"},
+            Expected("[fd00::1]:7100", 0, 5.0, True, False),
+        ),
+        ({"do_remote_prefill": True, **PLACE, "remote_num_tokens": 31}, None),
+        ({"do_remote_decode": True}, None),
+        (None, None),
+        ("words", None),
+        ({"do_remote_prefill": True}, None),
+        ({"do_remote_prefill": True, "remote_host": "a b", "remote_port": 1}, None),
+        ({"do_remote_prefill": True, "remote_host": 5, "remote_port": 1}, None),
+        ({"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1 << 40}, None),
+        ({"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 0}, None),
+        ({"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": True}, None),
+        ({"do_remote_prefill": True, "remote_host": "h" * 300, "remote_port": 1}, None),
+        ({"remote_prefiller": ["10.0.0.1"]}, None),
+    ],
+)
+def test_what_a_router_says_is_expected_or_ignored(params: Any, expected: Expected | None) -> None:
+    assert expected_of(request(params), 5.0, 32) == expected
+
+
+def test_a_router_that_asks_for_it_learns_where_the_blocks_are() -> None:
+    told = answer_of(request({"do_remote_decode": True}), "10.0.0.1:7100", "e", 2)
+    assert told is not None
+    assert (told["remote_host"], told["remote_port"], told["remote_num_tokens"]) == ("10.0.0.1", 7100, 100)
+    assert expected_of(request(told), 5.0, 32) == READY
+
+
+@pytest.mark.parametrize(
+    ("params", "address", "status"),
+    [
+        ({"do_remote_decode": True}, "", "FINISHED_LENGTH_CAPPED"),
+        ({"do_remote_decode": False}, "10.0.0.1:7100", "FINISHED_LENGTH_CAPPED"),
+        ({"do_remote_decode": True}, "10.0.0.1:7100", "FINISHED_ABORTED"),
+        (None, "10.0.0.1:7100", "FINISHED_STOPPED"),
+    ],
+)
+def test_there_is_no_answer_where_nothing_is_lent_or_asked(params: Any, address: str, status: str) -> None:
+    assert answer_of(request(params, status), address, "e", 1) is None

@@ -1,0 +1,128 @@
+"""Prefill in one engine, decode in another of another daemon: python -m tests.vllm.handover_runs RUN P_SOCKET D_SOCKET.
+
+Both are vLLM's scheduler without a model (``scheduling``); what a router says goes from one to the other here.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
+from tests.vllm.shape import BLOCK_TOKENS, Shape
+
+PROMPTS = 40
+NEW = 6
+ROUTED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_port": None}
+"""Words of a router to the prefilling engine."""
+
+
+def prompts(seed: int, count: int) -> list[list[int]]:
+    """Prompts of up to 20 blocks."""
+    dice = random.Random(seed)
+    longest = LONGEST - NEW
+    return [[dice.randrange(VOCABULARY) for _ in range(dice.randint(2, longest))] for _ in range(count)]
+
+
+def finish(*engines: Engine) -> None:
+    """Step engines until nothing is left."""
+    while any(engine.is_busy for engine in engines):
+        for engine in engines:
+            engine.step()
+
+
+def prefill(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
+    """Prefill as a router has it, and return what is to be passed on."""
+    name = engine.add(prompt, 1, handover=ROUTED)
+    finish(engine)
+    return dict(engine.told[name])
+
+
+def one_after_another(one: Engine, other: Engine) -> int:
+    """All prompts are prefilled first, and then decoded together: the decoder computes none of their full blocks."""
+    asked = prompts(1, PROMPTS)
+    told = [prefill(one, prompt) for prompt in asked]
+    names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
+    finish(other)
+    for name, prompt in zip(names, asked, strict=True):
+        full = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert other.hits[name] == full, (name, other.hits[name], full)
+    return PROMPTS
+
+
+def at_once(one: Engine, other: Engine) -> int:
+    """The decoder has the request before the prefiller begins: it goes on with others meanwhile."""
+    where = prefill(one, prompts(2, 1)[0])
+    source = {"remote_prefiller": {key: where[key] for key in ("remote_host", "remote_port")}}
+    waited = 0
+    for prompt in prompts(3, 5):
+        name = other.add(prompt, NEW, handover=source)
+        beside = other.add(prompt[:1] + prompt, 20)
+        while beside in other.scheduler.requests:
+            other.step()
+        waited += not other.answers[name]
+        one.add(prompt, 1, handover=ROUTED)
+        finish(one, other)
+        assert other.hits[name] == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, (name, other.hits[name], prompt)
+    assert waited >= 3, "it does not wait with its hands in its lap"
+    return waited
+
+
+def prefiller_dies(one: Engine, other: Engine) -> int:
+    """Every request ends, and rightly, with its prefiller's daemon killed before the router has passed on anything."""
+    asked = prompts(4, 10)
+    told = [prefill(one, prompt) for prompt in asked]
+    print("@kill", flush=True)
+    sys.stdin.readline()
+    names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
+    source = {"remote_prefiller": {key: told[0][key] for key in ("remote_host", "remote_port")}}
+    names += [other.add(prompt, NEW, handover=source) for prompt in prompts(5, 10)]
+    finish(other)
+    assert [len(other.answers[name]) for name in names] == [NEW] * len(names)
+    return len(names)
+
+
+def bad_words(one: Engine, other: Engine) -> int:
+    """Whatever a router says, the engine goes on."""
+    wrong: list[Any] = [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "remote_host": 5, "remote_port": "x"},
+        {"do_remote_prefill": True, "remote_host": "a b", "remote_port": 1},
+        {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1 << 40},
+        {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 7100, "remote_num_tokens": "many"},
+        {"remote_prefiller": ["10.0.0.1"]},
+        {"remote_kv_source": {"remote_host": "::1", "remote_port": 1}},
+        {"do_remote_decode": True, "do_remote_prefill": True},
+    ]
+    names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(prompts(6, len(wrong)), wrong, strict=True)]
+    finish(one, other)
+    assert [len(other.answers[name]) for name in names] == [NEW] * len(names)
+    return len(names)
+
+
+RUNS: dict[str, Callable[[Engine, Engine], int]] = {
+    "one-after-another": one_after_another,
+    "at-once": at_once,
+    "prefiller-dies": prefiller_dies,
+    "bad-words": bad_words,
+}
+
+
+def main() -> None:
+    """Run, and tell."""
+    runs, prefiller, decoder = sys.argv[1:]
+    shape = Shape(pages=400, stock=2, patience_ms=2_000 if runs == "prefiller-dies" else 120_000)
+    one, other = Engine("p", prefiller, 1, shape), Engine("d", decoder, 2, shape)
+    told = {name: RUNS[name](one, other) for name in runs.split(",")}
+    for engine in (one, other):
+        engine.check_answers()
+        assert engine.leftovers() == {}, engine.leftovers()
+        engine.close()
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
