@@ -170,9 +170,11 @@ class PeerSlabs:
             return self._is_wired(source, target) and not is_blind and (source, target) not in self._refused
 
     def refused(self) -> dict[tuple[str, str], str]:
-        """Pairs that failed their check, and why."""
+        """Pairs that failed their check, or have none since one into their target hangs, and why."""
         with self._lock:
-            return dict(self._refused)
+            stuck = {peer.device: peer.stuck for peer in self._peers.values() if peer.stuck}
+            unchecked = {(self._slabs[region].device, target) for region, target in self._unknown if target in stuck}
+            return {pair: f"not checked: {stuck[pair[1]]}" for pair in unchecked} | self._refused
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

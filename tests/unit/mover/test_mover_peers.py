@@ -25,7 +25,7 @@ from cachesvc.mover.server import Equipment, MoverServer
 from cachesvc.mover.settings import Settings
 from tests.unit.mover.mover_rig import Heard, heard_from
 
-SOURCE, TARGET = "shm-0", "shm-1"
+SOURCE, TARGET, OTHER = "shm-0", "shm-1", "shm-2"
 OFFSET = STAMP_BYTES // 2
 
 
@@ -137,14 +137,13 @@ class InThreads:
 
 
 class Pair:
-    """A source in a process of its own, and a target in a thread of each kind in turn."""
+    """A source in a process of its own, and a target in a thread of each kind in turn. ``others``: further sources."""
 
-    def __init__(self, *kinds: type[Target]) -> None:
+    def __init__(self, *kinds: type[Target], others: Sequence[str] = ()) -> None:
         self.targets = InThreads(kinds)
-        begins: list[Begin] = [partial(child, SOURCE), self.targets]
-        self.movers = MoverProcesses(
-            [Settings("shm", name, 1 << 20, timeline_words=64) for name in (SOURCE, TARGET)], __version__, begins=begins
-        )
+        begins: list[Begin] = [partial(child, SOURCE), self.targets, *(partial(child, each) for each in others)]
+        settings = [Settings("shm", name, 1 << 20, timeline_words=64) for name in (SOURCE, TARGET, *others)]
+        self.movers = MoverProcesses(settings, __version__, begins=begins)
         self.movers.start()
         self.movers.listen(lambda _: None)
 
@@ -173,8 +172,8 @@ def heard() -> Iterator[Heard]:
 def make() -> Iterator[Callable[..., Pair]]:
     made = list[Pair]()
 
-    def pair(*kinds: type[Target]) -> Pair:
-        made.append(Pair(*kinds))
+    def pair(*kinds: type[Target], others: Sequence[str] = ()) -> Pair:
+        made.append(Pair(*kinds, others=others))
         return made[-1]
 
     yield pair
@@ -214,14 +213,20 @@ def test_a_pair_that_brings_wrong_bytes_is_refused_until_the_source_has_a_new_li
     assert target.pulls == 2
 
 
-def test_a_pull_that_hangs_refuses_its_pair_alone_and_holds_up_no_slab(
+def test_a_pull_that_hangs_refuses_the_ways_into_its_device_and_holds_up_no_slab(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cachesvc.memory.copy.peer_check.LOOKS", 2)
-    pair = make(HungTarget)
+    pair = make(HungTarget, others=(OTHER,))
     assert not pair.share()
-    assert "did not end in" in pair.movers.refused_peers()[SOURCE, TARGET]
+    why = pair.movers.refused_peers()[SOURCE, TARGET]
+    assert "did not end in" in why
     assert not pair.share()
+    pair.movers.create_slab(OTHER, 4096)
+    pair.wait_told()
+    assert not pair.movers.can_reach(OTHER, TARGET), "a check would wait behind the one that hangs"
+    assert pair.movers.refused_peers() == {(SOURCE, TARGET): why, (OTHER, TARGET): f"not checked: {why}"}
+    assert pair.movers.can_reach(OTHER, SOURCE)
     assert pair.targets.made[0].pulls == 1
 
 
