@@ -110,7 +110,7 @@ class SglangFleet:
 
 
 def python_path(*before: Path) -> str:
-    """Where the Python that has SGLang finds the product."""
+    """Folders in which the Python that has SGLang finds the product, joined as PYTHONPATH."""
     return os.pathsep.join(map(str, [*before, *(ROOT / each for each in (".", "client", "proto/gen"))]))
 
 
