@@ -97,9 +97,10 @@ class SocketClaim:
         if not self._held:
             return
         os.close(self._held.pop())
-        if self._try():  # a mover that cannot be ended keeps the file, by which the next daemon finds it
-            Path(self._path).unlink(missing_ok=True)
-            os.close(self._held.pop())
+        with suppress(Unavailable):  # its folder has gone
+            if self._try():  # a mover that cannot be ended keeps the file, by which the next daemon finds it
+                Path(self._path).unlink(missing_ok=True)
+                os.close(self._held.pop())
 
     def _try(self) -> bool:
         try:

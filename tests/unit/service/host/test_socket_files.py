@@ -146,6 +146,17 @@ def test_a_lock_of_another_user_is_told_with_whose_it_is_and_what_to_do(path: st
     as_root.release()
 
 
+async def test_a_lock_whose_folder_has_gone_is_released(path: str) -> None:
+    folder = Path(path).parent / "run"
+    folder.mkdir()
+    claim = SocketClaim(str(folder / "s"))
+    await claim.take()
+    (folder / ("s" + LOCK_SUFFIX)).unlink()
+    folder.rmdir()
+    claim.release()
+    assert claim.held() == ()
+
+
 async def test_a_daemon_that_serves_is_not_waited_for(path: str) -> None:
     serving = SocketClaim(path)
     await serving.take()
