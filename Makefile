@@ -84,7 +84,8 @@ vllm-test: $(SETUP) $(VLLM_SETUP) $(ROUTERS_SETUP) ## Real vLLM processes on a d
 sglang-setup: $(SGLANG_SETUP) ## Create .venv-sglang with SGLang for a processor (2.5 GiB), beside the product's own environment
 
 sglang-test: $(SETUP) $(SGLANG_SETUP) ## Real SGLang engines on a daemon in shared memory, answer by answer against SGLang alone
-	CACHESVC_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests/sglang $(PYTEST_ARGS)
+	CACHESVC_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(BIN)/python -m pytest tests/sglang \
+		-n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 gpu-test: $(GPU_SETUP) ## What needs a GPU: memory, copies, kernels, engines and daemons (GPU_PYTHON=python3: no venv)
 	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/contracts/test_backend.py tests/contracts/test_waiters.py $(PYTEST_ARGS)

@@ -207,12 +207,13 @@ class PoolExhausted(CacheError):
         capacity: int,
         remedy: str = "",
     ) -> None:
-        hint = remedy or "it is full now: release sequences, ask for fewer, or recompute"
-        if wanted > capacity and not remedy:
-            hint = (
-                "too large: the pool can never hold that; ask for fewer, or have the operator give the daemon a larger "
-                "pool"
+        if wanted > capacity:
+            hint = "too large: " + (
+                remedy
+                or "the pool can never hold that; ask for fewer, or have the operator give the daemon a larger pool"
             )
+        else:
+            hint = "it is full now: " + (remedy or "release sequences, ask for fewer, or recompute")
         super().__init__(
             f"{pool}: wanted {wanted} pages, free {free}, evictable {evictable}, pinned or private {pinned}, "
             f"quarantined {quarantined}, capacity {capacity}; {hint}"

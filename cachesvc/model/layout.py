@@ -285,7 +285,7 @@ class Layout:
 
     def window_blocks(self, group: int) -> int:
         """Most blocks that the keys of a window can touch, the newest one included; of scratch, the newest one."""
-        return -(-(self.window_of(group) - 1) // self.block_tokens) + 1
+        return -(-max(0, self.window_of(group) - 1) // self.block_tokens) + 1
 
     def sink_blocks(self, group: int) -> int:
         """Leading blocks that never fall out of reach."""

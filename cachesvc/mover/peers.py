@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,7 +56,7 @@ class SlabOfMover:
 @dataclass(slots=True, eq=False)
 class _Peer:
     """One life of a device's mover. ``sound``: lives whose stamps it has got. ``stuck``: a pull that did not end, after
-    which it checks no other pair. ``deaths``: of movers of a device while they checked this one's stamp."""
+    which it checks no other pair. ``died``: lives that ended while they checked this one's stamp."""
 
     device: str
     life: Life
@@ -66,7 +65,7 @@ class _Peer:
     checking: threading.Lock = field(default_factory=threading.Lock)
     sound: set[_Peer] = field(default_factory=set)
     stuck: str = ""
-    deaths: Counter[str] = field(default_factory=Counter)
+    died: set[_Peer] = field(default_factory=set)
 
     @contextmanager
     def shown(self) -> Iterator[StampOfLife]:
@@ -115,14 +114,17 @@ class PeerSlabs:
             before = self._peers.get(device)
             self._peers[device] = mine
             self._refused = {pair: why for pair, why in self._refused.items() if pair[0] != device}
-            known = [each for each in self._slabs.values() if self._is_wired(each.device, device)]
+            regions = [region for region, each in self._slabs.items() if self._is_wired(each.device, device)]
             for peer in self._peers.values():
                 peer.sound = {each for each in peer.sound if each is not before}
         if before is not None:
             before.forget()
-        for slab, _, source in known:
-            if source is not None:
-                self._tell(mine, source, slab, slab.fd)
+        for region in regions:
+            with self._lock:  # a slab that is there has its descriptor; others may be closed at any time
+                known = self._slabs.get(region)
+                tell = None if known is None or known.source is None else self._telling(mine, known.source, known.slab)
+            if tell is not None:
+                tell()
 
     def end(self, device: str) -> None:
         """Note that a device has no mover."""
@@ -168,9 +170,11 @@ class PeerSlabs:
             return self._is_wired(source, target) and not is_blind and (source, target) not in self._refused
 
     def refused(self) -> dict[tuple[str, str], str]:
-        """Pairs that failed their check, and why."""
+        """Pairs that failed their check, or have none since one into their target hangs, and why."""
         with self._lock:
-            return dict(self._refused)
+            stuck = {peer.device: peer.stuck for peer in self._peers.values() if peer.stuck}
+            unchecked = {(self._slabs[region].device, target) for region, target in self._unknown if target in stuck}
+            return {pair: f"not checked: {stuck[pair[1]]}" for pair in unchecked} | self._refused
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -199,10 +203,13 @@ class PeerSlabs:
             partial(target.life.learn_peer, slab.region, slab.handle, fd)
         )
         with self._lock:
-            if is_known or slab.region not in self._slabs:
+            is_there = slab.region in self._slabs
+            if is_known or not is_there:
                 self._unknown.discard((slab.region, target.device))
             elif self._peers.get(target.device) is target:
                 self._unknown.add((slab.region, target.device))
+        if is_known and not is_there:  # it was closed before the mover knew of it
+            _tolerated(partial(target.life.forget_peer, slab.region))
 
     def _is_sound(self, target: _Peer, source: _Peer) -> bool:
         """Check the way from one life to another, once. One check at a time goes into a device."""
@@ -228,8 +235,8 @@ class PeerSlabs:
                 try:
                     wrong, hangs = target.life.check_peer(stamp)
                 except MoverGone as gone:
-                    source.deaths[target.device] += 1
-                    is_cause = source.deaths[target.device] >= DEATHS
+                    source.died.add(target)  # once, however many slabs it was asked for
+                    is_cause = sum(each.device == target.device for each in source.died) >= DEATHS
                     return f"{DEATHS} movers ended during the check ({gone})" if is_cause else ""
         except MoverGone:  # the source's own: its next life is checked
             return ""

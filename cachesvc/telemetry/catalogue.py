@@ -129,7 +129,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _histogram(
             "eviction_age_seconds",
             (*MODEL, "tier"),
-            "Time from a block's last access to its drop. Short: the tier is too small for what is used again.",
+            "Time from a block's last access to its drop, without blocks of requests that say `once`. Short: the tier "
+            "is too small for what is used again.",
         ),
         _gauge("device_pool_bytes", ("device",), "Bytes of a device that the daemon gives to models."),
         _gauge("device_pool_free_bytes", ("device",), "Of these, bytes that no model has."),

@@ -31,9 +31,15 @@ VOCABULARY: dict[str, Event] = {
     ),
     "start_waits": Event(
         "warning",
-        "The lock beside the socket is held by a daemon that starts or ends, or by movers of a killed one, which may "
-        "still write to its memory. The daemon waits for `seconds`, and then refuses to start.",
+        "The lock beside the socket is held by a daemon that starts or ends, or by movers of a killed one, whose "
+        "memory is not free yet. The daemon waits for `seconds`, and then refuses to start; for movers, it waits 10 s.",
         ("lock", "holders", "seconds"),
+    ),
+    "start_beside_movers": Event(
+        "warning",
+        "Movers of a killed daemon have not ended in 10 s. The daemon starts beside them; GPU memory that they hold is "
+        "missing until they end. Remedy: `kill -9` of the processes named.",
+        ("lock", "holders"),
     ),
     "stopped": Event("info", "The daemon has ended in order."),
     # devices and memory

@@ -14,7 +14,7 @@ class Check(Command):
     """Look at driver, memory, limits, socket, ports and versions, for a daemon of these settings."""
 
     name = "check"
-    about = "what this machine lacks for a daemon, each line with its remedy"
+    about = "what this machine lacks for a daemon, with remedies"
     epilog = "Exit codes: 0 nothing is missing, 1 something is, 2 the settings are invalid. Warnings change no code."
     flags = (
         flag("--config", metavar="FILE", help="the daemon's configuration (cachesvcd --config)"),

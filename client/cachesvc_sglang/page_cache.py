@@ -216,7 +216,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
             self._settle()
 
     def finish(self, handle: Any, outcome: Any) -> None:
-        """A request was aborted, perhaps before it had any page."""
+        """A request was aborted, perhaps before it had any page, or its match was sent."""
         if outcome is CacheRequestOutcome.SUCCESS:
             return
         pages = self._book.find(handle.rid)

@@ -24,7 +24,7 @@ def refusal_of(call: Callable[[], Any]) -> Refusal:
     try:
         answer = call()
     except CacheClientError as error:
-        return Refusal(error, status_of(error.__cause__))
+        return Refusal(error, status_of(error.__cause__ or error.__context__))
     except grpc.RpcError as failure:
         return Refusal(error_of(failure), status_of(failure))
     raise AssertionError(f"it was not refused: {answer}")

@@ -109,6 +109,11 @@ class SglangFleet:
         )
 
 
+def python_path(*before: Path) -> str:
+    """Folders in which the Python that has SGLang finds the product, joined as PYTHONPATH."""
+    return os.pathsep.join(map(str, [*before, *(ROOT / each for each in (".", "client", "proto/gen"))]))
+
+
 @contextmanager
 def forking(folder: Path) -> Iterator[SglangFleet]:
     """Makes engines of a model of random weights, the same in each of them, until the block ends."""
@@ -116,10 +121,9 @@ def forking(folder: Path) -> Iterator[SglangFleet]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     path = folder / "s"
-    paths = [write_plugin(folder / "plugin"), *(ROOT / each for each in (".", "client", "proto/gen"))]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONPATH": python_path(write_plugin(folder / "plugin")),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "SGLANG_USE_CPU_ENGINE": "1",

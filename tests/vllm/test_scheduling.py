@@ -3,11 +3,13 @@ nothing is kept of requests that have ended, and whatever happens, requests end.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from contextlib import ExitStack, suppress
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from cachesvc_client import CacheClient, PoolExhausted
 from kvcache.v1 import admin_pb2
 
@@ -57,7 +59,13 @@ def stop(process: subprocess.Popen[str], node: Node, shape: Shape) -> None:
     process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("name", ["plain", "async", "drafts", "lookahead", "late", "drop", "resets"])
+def long(*values: str | int) -> ParameterSet:
+    """Make a case that only runs where ``CACHESVC_LONG`` is set: others are nearly as good."""
+    is_left_out = pytest.mark.skipif("CACHESVC_LONG" not in os.environ, reason="CACHESVC_LONG=1 runs it")
+    return pytest.param(*values, marks=is_left_out)
+
+
+@pytest.mark.parametrize("name", ["plain", "async", "drafts", "lookahead", long("late"), "drop", "resets"])
 def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> None:
     with running_node() as node:
         told = run(name, node, 1)
@@ -69,7 +77,7 @@ def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> Non
     "name",
     [
         *("windows-late", "sizes-async", "scratch"),
-        *("states-async", "states-within", "states-priorities", "all-kinds"),
+        *("states-async", "states-within", long("states-priorities"), "all-kinds"),
     ],
 )
 def test_each_group_holds_what_was_computed(name: str) -> None:
@@ -80,14 +88,16 @@ def test_each_group_holds_what_was_computed(name: str) -> None:
         assert told["failed_loads"] == 0
 
 
-@pytest.mark.parametrize(("name", "least"), [("plain", 10), ("async", 10), ("failing", 10), ("all-kinds", 1)])
+@pytest.mark.parametrize(("name", "least"), [("plain", 10), long("async", 10), ("failing", 10), ("all-kinds", 1)])
 def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str, least: int) -> None:
     """Requests of all kinds of groups load seldom: their longest hits are in place."""
     with running_node(["--fault-copies", "0.2"]) as node:
         assert run(name, node, 2)["failed_loads"] >= least
 
 
-@pytest.mark.parametrize("name", ["tight", "tight-async", "tight-lookahead", "tight-late", "tight-all-kinds"])
+@pytest.mark.parametrize(
+    "name", ["tight", long("tight-async"), long("tight-lookahead"), "tight-late", "tight-all-kinds"]
+)
 def test_engines_that_have_each_what_the_others_wait_for_go_on(name: str) -> None:
     with running_node() as node:
         assert run(name, node, 1)["whole"] == 200
@@ -98,7 +108,7 @@ def test_an_engine_whose_daemon_dies_while_requests_are_loaded_goes_on_with_the_
         assert run("die-while-loading", node, 1)["failed_loads"] >= 1
 
 
-@pytest.mark.parametrize("name", ["deaths", "deaths-async", "deaths-all-kinds"])
+@pytest.mark.parametrize("name", ["deaths", long("deaths-async"), "deaths-all-kinds"])
 def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
     with short_folder() as folder, running_node(folder=folder) as node:
         assert run(name, node, 1)["whole"] >= 50
@@ -129,7 +139,7 @@ def test_engines_share_within_an_announced_version_of_weights_and_never_across()
         assert run("weights", node, 1)["failed_loads"] == 0
 
 
-@pytest.mark.parametrize(("name", "whole"), [("stopped", 24), ("stopped-async", 0), ("stopped-all-kinds", 0)])
+@pytest.mark.parametrize(("name", "whole"), [("stopped", 24), long("stopped-async", 0), ("stopped-all-kinds", 0)])
 def test_no_token_comes_of_pages_that_became_others_while_an_engine_was_stopped(name: str, whole: int) -> None:
     with running_node(["--lease-seconds", "2"]) as node:
         assert run(name, node, 1)["whole"] == whole

@@ -225,10 +225,10 @@ class _Sizing:
             left // block_bytes,
             then.left_on(new.devices) // block_bytes,
             now.device_capacity // block_bytes,
-            self._remedy(block_bytes, now.device_capacity),
+            self._remedy(block_bytes, left, now.device_capacity),
         )
 
-    def _remedy(self, block_bytes: int, capacity_bytes: int) -> str:
+    def _remedy(self, block_bytes: int, left_bytes: int, capacity_bytes: int) -> str:
         """Remedy for a device pool that cannot hold a block, or that other models hold. Names no model: the caller may
         be of another tenant than theirs."""
         if block_bytes * self._new.pages_least > capacity_bytes:
@@ -238,6 +238,8 @@ class _Sizing:
             )
         if self._new.device_pool.pages or not self._others.models:
             return ""
+        if block_bytes * self._new.pages_least <= left_bytes:
+            return "the share that it asks for holds no block: give it a larger device_share"
         return (
             "other models have the rest of the pool: register each with its part (device_share=0.5), or have an "
             "operator evict one (cachesvc models, cachesvc evict --model NAME)"

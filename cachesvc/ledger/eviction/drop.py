@@ -125,11 +125,11 @@ def _count(ledger: BlockLedger, place: Place, run: Sequence[int], *, passes_use:
     used = bytes([place.used[row] for row in run])
     if stamps[0] == last:
         unused = (used.find(1) if 1 in used else len(run)) if passes_use else used.count(0)
-        counts.leave(ledger.ages.age(last), len(run), unused)
+        counts.leave(ledger.ages.age_of_use(last), len(run), unused)
         return last
     stamp, has_use = -1, 0
     for each, use in zip(stamps, used, strict=True):
         stamp = max(stamp, each)
         has_use = use | (has_use if passes_use else 0)
-        counts.leave(ledger.ages.age(stamp), 1, not has_use)
+        counts.leave(ledger.ages.age_of_use(stamp), 1, not has_use)
     return last

@@ -235,7 +235,7 @@ class BlockLedger(Lookup):
 
         The parent inherits the stamp, so that leaf-first order stays the order of last access.
         """
-        place.counts.leave(self.ages.age(self.index.stamp[row]), 1, not place.used[row])
+        place.counts.leave(self.ages.age_of_use(self.index.stamp[row]), 1, not place.used[row])
         self.let_go(place, (row,))
         if place.kin:  # its copies are part of a leaf's rank
             place.leaves.remove(row)

@@ -35,3 +35,7 @@ class Ages:
         """Seconds since the access, as of the last mark; one since then is 0 old."""
         at = bisect_left(self._stamps, stamp)
         return self.now - self._times[at] if at < len(self._times) else 0.0
+
+    def age_of_use(self, stamp: int) -> float | None:
+        """``age``; None for 0, under which a block counts as never used."""
+        return self.age(stamp) if stamp else None

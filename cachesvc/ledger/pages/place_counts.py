@@ -24,9 +24,10 @@ class PlaceCounts:
         self.windows_left = 0
         self.ages = Histogram(AGE_SECONDS)
 
-    def leave(self, age_seconds: float, blocks: int, unused: int) -> None:
-        """``blocks`` blocks are dropped ``age_seconds`` after their last access."""
-        self.ages.observe(age_seconds, blocks)
+    def leave(self, age_seconds: float | None, blocks: int, unused: int) -> None:
+        """``blocks`` blocks are dropped ``age_seconds`` after their last access; None: they count as never used."""
+        if age_seconds is not None:
+            self.ages.observe(age_seconds, blocks)
         self.left += blocks
         self.left_unused += unused
 

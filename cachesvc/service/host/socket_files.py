@@ -3,7 +3,8 @@
 An answer on a socket does not decide whether its files can be taken over: a daemon that ends has let go of
 it, yet still has memory to give back, and would then remove the files of the next one. So a daemon holds a lock beside
 its socket until nothing of it is left. Its movers hold the same lock: those of a killed daemon may have copies on their
-way to its memory, so the lock is free when the last of them has ended.
+way to its memory, so the lock is free when the last of them has ended. One that hangs holds the node up for
+``MOVERS_SECONDS`` and no longer: a new daemon has memory of its own, which no earlier mover writes to.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ GROUP_MODE = 0o660
 LOCK_SUFFIX = ".lock"
 TAKE_SECONDS = 30.0
 """Time that a daemon waits for one that is ending, seconds: to unpin a large host pool takes a while."""
+MOVERS_SECONDS = 10.0
+"""Time that a daemon waits for the movers of a killed one, seconds: until then their memory is not free."""
 LOOK_SECONDS = 0.02
 TELL_SECONDS = 0.5
 """Time after which a daemon that waits says for what, seconds."""
@@ -38,10 +41,11 @@ MOST_GROUP = (1 << 32) - 2
 class SocketClaim:
     """The right to serve on the socket ``path``, held from ``take`` to ``release``."""
 
-    def __init__(self, path: str, wait_seconds: float = TAKE_SECONDS) -> None:
+    def __init__(self, path: str, wait_seconds: float = TAKE_SECONDS, movers_seconds: float = MOVERS_SECONDS) -> None:
         self._socket = path
         self._path = path + LOCK_SUFFIX
         self._wait_seconds = wait_seconds
+        self._movers_seconds = movers_seconds
         self._held: list[int] = []
 
     async def take(self) -> None:
@@ -61,12 +65,15 @@ class SocketClaim:
                     f"socket {self._socket} is in use by a running daemon; stop it or choose another --socket"
                 )
             waited = time.monotonic() - began
+            if waited > self._movers_seconds and _is_orphaned(self._path):
+                events.warning("start_beside_movers", lock=self._path, holders=_holders_of(self._path))
+                remove_socket(self._path)
+                continue
             if waited > self._wait_seconds:
                 holders = _holders_of(self._path)
                 raise Unavailable(
                     f"{self._path} is held for more than {self._wait_seconds:g} s by {holders}: a daemon that starts "
-                    "or ends, or a mover of a killed one, which may still write to its memory; end it (kill -9), or "
-                    "choose another --socket"
+                    "or ends; end it (kill -9), or choose another --socket"
                 )
             if waited > TELL_SECONDS and not has_told:
                 has_told = True
@@ -90,9 +97,10 @@ class SocketClaim:
         if not self._held:
             return
         os.close(self._held.pop())
-        if self._try():  # a mover that cannot be ended keeps the file, by which the next daemon finds it
-            Path(self._path).unlink(missing_ok=True)
-            os.close(self._held.pop())
+        with suppress(Unavailable):  # its folder has gone
+            if self._try():  # a mover that cannot be ended keeps the file, by which the next daemon finds it
+                Path(self._path).unlink(missing_ok=True)
+                os.close(self._held.pop())
 
     def _try(self) -> bool:
         try:
@@ -136,6 +144,18 @@ class SocketClaim:
         )
 
 
+def _is_orphaned(path: str) -> bool:
+    """True where the process that took the lock ``path`` has ended: its movers hold it. False where that is unknown,
+    as with one in another PID namespace."""
+    with suppress(FileNotFoundError):
+        found = Path(path).stat()
+        place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+        for words in map(str.split, Path("/proc/locks").read_text(encoding="ascii").splitlines()):
+            if words[1] == "FLOCK" and words[5] == place:
+                return int(words[4]) > 0 and not Path(f"/proc/{words[4]}").exists()
+    return False
+
+
 def _holders_of(path: str) -> str:
     """Processes that hold the lock ``path``, with their names, as far as this one may look."""
     found = []
@@ -156,7 +176,7 @@ def _is_lock(fd: Path, path: str) -> bool:
 
 
 def remove_socket(path: str) -> None:
-    """Remove a socket's file, if it is still there."""
+    """Remove the file of a socket or of its lock, if it is still there."""
     Path(path).unlink(missing_ok=True)
 
 

@@ -25,7 +25,7 @@ from cachesvc.model.answers import Allocated, Matched, Prefetched, Published, Re
 from cachesvc.model.columns import NO_POSITIONS
 from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.model.transfer import Urgency
-from cachesvc.policy.hints import retention_of
+from cachesvc.policy.hints import RequestHint, retention_of
 from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls.dispatcher import Ask, Dispatcher, Operation
@@ -109,7 +109,7 @@ def _match(core: Core, call: Call, m: cache_pb2.MatchRequest, sharing: Sharing) 
     clock = m.clock_seconds if m.HasField("clock_seconds") else None
     if m.HasField("expected"):
         sharing.expected = expected_from_proto(m.expected)
-    hint = retention_of(m.retention)
+    hint = retention_of(m.retention) if m.retention else RequestHint.DEFAULT
     return match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, m.waited_ms / 1000, clock, hint)
 
 

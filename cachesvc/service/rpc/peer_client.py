@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
@@ -39,12 +40,17 @@ def _request(scope: Scope, keys: bytes, parts: Sequence[Part], patience: float) 
 
 class GrpcControl:
     """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's.
-    ``name``: that the peer's certificate is for, where that is not its address."""
+    ``name``: that the peer's certificate is for, where that is not its address.
+
+    News have a connection of their own: they are asked of peers that are not there yet, and while gRPC waits to connect
+    again, it fails every other call on that connection."""
 
     def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None, name: str = "") -> None:
         self._address = address
         self._options = (*_OPTIONS, *((("grpc.ssl_target_name_override", name),) if name else ()))
         self._tokens = tokens
+        self._open_news = partial(GrpcControl, address, files, tokens, name)
+        self._news: GrpcControl | None = None
         self._certificates = (
             NodeCertificates(files.certificate, files.key, files.authority) if files.authority else None
         )
@@ -67,7 +73,7 @@ class GrpcControl:
         """See PeerControl."""
         request = _request(scope, keys, parts, patience)
         try:
-            asked = self._connected().Borrow.future(request, timeout=seconds, metadata=self._metadata())
+            asked = self.stub().Borrow.future(request, timeout=seconds, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
             raise self._failure(error) from error
 
@@ -85,8 +91,10 @@ class GrpcControl:
     ) -> None:
         """See PeerControl."""
         request = peer_pb2.NewsRequest(epoch=epoch, version=version, patience_ms=round(patience * 1000))
+        with self._lock:
+            news = self._news = self._news or self._open_news()
         try:
-            asked = self._connected().News.future(request, timeout=2 * patience, metadata=self._metadata())
+            asked = news.stub().News.future(request, timeout=2 * patience, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
             raise Unavailable(f"{self._address}: {error}") from error
 
@@ -119,7 +127,7 @@ class GrpcControl:
         for epoch, some in by_epoch.items():
             request = peer_pb2.BeatRequest(lease_ids=some, epoch=epoch)
             try:
-                self._connected().Beat(request, timeout=seconds, metadata=self._metadata())
+                self.stub().Beat(request, timeout=seconds, metadata=self._metadata())
             except (grpc.RpcError, ValueError) as error:
                 raise self._failure(error) from error
 
@@ -129,15 +137,17 @@ class GrpcControl:
             epoch = self._epochs.pop(lease, 0)
         request = peer_pb2.ReturnRequest(lease_id=lease, epoch=epoch)
         try:
-            self._connected().Return(request, timeout=seconds, metadata=self._metadata())
+            self.stub().Return(request, timeout=seconds, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
             raise self._failure(error) from error
 
     def close(self) -> None:
         """See PeerControl."""
         with self._lock:
-            channels = (self._channel, self._before)
-            self._channel = self._before = self._stub = None
+            channels, news = (self._channel, self._before), self._news
+            self._channel = self._before = self._stub = self._news = None
+        if news is not None:
+            news.close()
         for channel in channels:
             if channel is not None:
                 channel.close()
@@ -145,8 +155,8 @@ class GrpcControl:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return () if self._tokens is None else ((AUTHORIZATION_METADATA_KEY, BEARER + self._tokens.current()[0]),)
 
-    def _connected(self) -> peer_pb2_grpc.PeerServiceStub:
-        """By the certificates as they are now. Raises Unavailable where they cannot be read."""
+    def stub(self) -> peer_pb2_grpc.PeerServiceStub:
+        """Return the stub, by the certificates as they are now. Raises Unavailable where they cannot be read."""
         number, credentials = (0, None) if self._certificates is None else self._certificates.current()
         with self._lock:
             if self._stub is None or number != self._number:

@@ -96,7 +96,7 @@ def test_nothing_is_written_any_more_once_the_pool_is_quiet(kind: str, folder: P
 
 
 def test_a_new_daemon_waits_until_the_movers_of_a_killed_one_have_ended(folder: Path) -> None:
-    """They may have copies on their way to memory that the new daemon would take."""
+    """Their memory is not free before."""
     with running_node(("--movers", "process"), folder=folder) as node:
         (mover,) = movers(node).values()
         os.kill(mover, signal.SIGSTOP)
@@ -110,4 +110,4 @@ def test_a_new_daemon_waits_until_the_movers_of_a_killed_one_have_ended(folder: 
         os.kill(mover, signal.SIGCONT)
         starting.join()
         assert len(said(node, "ready")) == 2
-        assert not Path(f"/proc/{mover}").exists()
+        wait_until(lambda: not Path(f"/proc/{mover}/cmdline").exists(), "the mover is gone")

@@ -131,6 +131,10 @@ def test_windows_in_blocks() -> None:
     assert (WINDOWED.full_groups, WINDOWED.window_groups) == ((0,), (1,))
     assert WINDOWED.sink_blocks(1) == 2
     assert WINDOWED.window_blocks(1) == 4
+    for block_tokens in (1, 4):
+        planes = tuple(Plane("k", 0, name, (8,), "uint8") for name in ("full", "ring"))
+        scratch = Layout(block_tokens, 1, (PlaneGroup("full"), PlaneGroup("ring", 0)), planes)
+        assert scratch.window_blocks(1) == 1, "the newest one"
     with pytest.raises(ValueError, match="no window"):
         WINDOWED.window_blocks(0)
 

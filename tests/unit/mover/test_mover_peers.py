@@ -25,19 +25,45 @@ from cachesvc.mover.server import Equipment, MoverServer
 from cachesvc.mover.settings import Settings
 from tests.unit.mover.mover_rig import Heard, heard_from
 
-SOURCE, TARGET = "shm-0", "shm-1"
+SOURCE, TARGET, OTHER = "shm-0", "shm-1", "shm-2"
 OFFSET = STAMP_BYTES // 2
 
 
 class Target(ShmBackend):
-    """A mover's memory whose links are sound. ``pulls``: checks that were asked of it."""
+    """A mover's memory whose links are sound. ``pulls``: checks that were asked of it. ``mapped``: what it has of
+    others. ``end``: ends its mover."""
+
+    end: Callable[[], None]
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(1, settings.device_bytes, timeline_words=settings.timeline_words, names=(settings.device,))
         self.pulls = 0
+        self.mapped: set[int] = set()
 
     def open_peer(self, handle: Handle, fd: int | None) -> int:
         self.pulls += handle.size_bytes == STAMP_BYTES
+        region = super().open_peer(handle, fd)
+        self.mapped.add(region)
+        return region
+
+    def close_peer(self, region: int) -> None:
+        super().close_peer(region)
+        self.mapped.discard(region)
+
+
+class SlowTarget(Target):
+    """A mover whose check takes until ``goes_on``. ``has_begun``: it is asked for one."""
+
+    goes_on: threading.Event
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.has_begun = threading.Event()
+
+    def open_peer(self, handle: Handle, fd: int | None) -> int:
+        if handle.size_bytes == STAMP_BYTES:
+            self.has_begun.set()
+            self.goes_on.wait()
         return super().open_peer(handle, fd)
 
 
@@ -78,8 +104,6 @@ class Dead(Exception):
 class KilledTarget(Target):
     """A mover that ends when it maps another one's memory."""
 
-    end: Callable[[], None]
-
     def open_peer(self, handle: Handle, fd: int | None) -> int:
         self.pulls += 1
         self.end()
@@ -93,6 +117,7 @@ class InThreads:
         self._kinds = iter(kinds)
         self.made: list[Target] = []
         self.goes_on = threading.Event()
+        self.has_made = threading.Semaphore(0)
 
     def __call__(self) -> tuple[socket.socket, MoverProcess | None]:
         ours, theirs = socket.socketpair()
@@ -100,11 +125,11 @@ class InThreads:
 
         def equip(settings: Settings) -> Equipment:
             target = kind(settings)
-            if isinstance(target, HungTarget):
+            target.end = partial(theirs.shutdown, socket.SHUT_RDWR)
+            if isinstance(target, HungTarget | SlowTarget):
                 target.goes_on = self.goes_on
-            if isinstance(target, KilledTarget):
-                target.end = partial(theirs.shutdown, socket.SHUT_RDWR)
             self.made.append(target)
+            self.has_made.release()
             return Equipment(target, dict)
 
         threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
@@ -112,24 +137,26 @@ class InThreads:
 
 
 class Pair:
-    """A source in a process of its own, and a target in a thread of each kind in turn."""
+    """A source in a process of its own, and a target in a thread of each kind in turn. ``others``: further sources."""
 
-    def __init__(self, *kinds: type[Target]) -> None:
+    def __init__(self, *kinds: type[Target], others: Sequence[str] = ()) -> None:
         self.targets = InThreads(kinds)
-        begins: list[Begin] = [partial(child, SOURCE), self.targets]
-        self.movers = MoverProcesses(
-            [Settings("shm", name, 1 << 20, timeline_words=64) for name in (SOURCE, TARGET)], __version__, begins=begins
-        )
+        begins: list[Begin] = [partial(child, SOURCE), self.targets, *(partial(child, each) for each in others)]
+        settings = [Settings("shm", name, 1 << 20, timeline_words=64) for name in (SOURCE, TARGET, *others)]
+        self.movers = MoverProcesses(settings, __version__, begins=begins)
         self.movers.start()
         self.movers.listen(lambda _: None)
 
     def share(self) -> bool:
         """Give the source a slab; whether the target may copy from it, once all have answered."""
         self.movers.create_slab(SOURCE, 4096)
+        self.wait_told()
+        return self.movers.can_reach(SOURCE, TARGET)
+
+    def wait_told(self) -> None:
         for thread in threading.enumerate():
             if thread.name == "mover-asked":
                 thread.join()
-        return self.movers.can_reach(SOURCE, TARGET)
 
     def kill_source(self) -> None:
         os.kill(self.movers.mover_pids()[SOURCE], signal.SIGKILL)
@@ -145,8 +172,8 @@ def heard() -> Iterator[Heard]:
 def make() -> Iterator[Callable[..., Pair]]:
     made = list[Pair]()
 
-    def pair(*kinds: type[Target]) -> Pair:
-        made.append(Pair(*kinds))
+    def pair(*kinds: type[Target], others: Sequence[str] = ()) -> Pair:
+        made.append(Pair(*kinds, others=others))
         return made[-1]
 
     yield pair
@@ -186,14 +213,20 @@ def test_a_pair_that_brings_wrong_bytes_is_refused_until_the_source_has_a_new_li
     assert target.pulls == 2
 
 
-def test_a_pull_that_hangs_refuses_its_pair_alone_and_holds_up_no_slab(
+def test_a_pull_that_hangs_refuses_the_ways_into_its_device_and_holds_up_no_slab(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cachesvc.memory.copy.peer_check.LOOKS", 2)
-    pair = make(HungTarget)
+    pair = make(HungTarget, others=(OTHER,))
     assert not pair.share()
-    assert "did not end in" in pair.movers.refused_peers()[SOURCE, TARGET]
+    why = pair.movers.refused_peers()[SOURCE, TARGET]
+    assert "did not end in" in why
     assert not pair.share()
+    pair.movers.create_slab(OTHER, 4096)
+    pair.wait_told()
+    assert not pair.movers.can_reach(OTHER, TARGET), "a check would wait behind the one that hangs"
+    assert pair.movers.refused_peers() == {(SOURCE, TARGET): why, (OTHER, TARGET): f"not checked: {why}"}
+    assert pair.movers.can_reach(OTHER, SOURCE)
     assert pair.targets.made[0].pulls == 1
 
 
@@ -204,6 +237,50 @@ def test_a_pair_that_ends_its_mover_again_is_refused(make: Callable[..., Pair], 
     assert "2 movers ended during the check" in pair.movers.refused_peers()[SOURCE, TARGET]
     assert not pair.share()
     assert [target.pulls for target in pair.targets.made] == [1, 1, 0]
+
+
+def test_one_death_refuses_no_pair_however_many_slabs_were_to_be_shown(make: Callable[..., Pair], heard: Heard) -> None:
+    pair = make(Target, KilledTarget, Target)
+    assert pair.share()
+    assert pair.share()
+    pair.targets.made[0].end()
+    heard.wait("mover_started", 2)  # the second ends when the first of both slabs is shown
+    assert pair.movers.refused_peers() == {}
+    assert pair.movers.can_reach(SOURCE, TARGET)
+    assert [target.pulls for target in pair.targets.made] == [1, 1, 1]
+
+
+def test_a_slab_that_is_closed_during_its_check_is_not_kept_by_the_other_mover(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachesvc.mover.peers.ASKED_SECONDS", 0.01)
+    pair = make(SlowTarget)
+    pair.movers.create_slab(SOURCE, 4096).close()
+    (target,) = pair.targets.made
+    pair.targets.goes_on.set()
+    pair.wait_told()
+    assert target.pulls == 1
+    assert target.mapped == set(), "its memory would stay allocated"
+    assert pair.share()
+
+
+def test_a_slab_that_is_closed_while_a_new_mover_is_checked_does_no_harm_to_that_one(
+    make: Callable[..., Pair], heard: Heard
+) -> None:
+    pair = make(Target, SlowTarget, Target)
+    slab = pair.movers.create_slab(SOURCE, 4096)
+    pair.targets.has_made.acquire()
+    pair.targets.made[0].end()
+    pair.targets.has_made.acquire()
+    checked = pair.targets.made[1]
+    assert isinstance(checked, SlowTarget)
+    checked.has_begun.wait()
+    slab.close()
+    pair.targets.goes_on.set()
+    heard.wait("mover_started")
+    assert pair.share()
+    assert len(pair.targets.made) == 2
+    assert len(checked.mapped) == 1, "the new slab alone"
 
 
 def test_a_stamp_that_cannot_be_written_refuses_the_ways_from_its_device(make: Callable[..., Pair]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from cachesvc_client import Expected
+from cachesvc_client.wire.messages import build_match
 from cachesvc_vllm.handover import answer_of, expected_of
 
 PLACE = {"remote_host": "10.0.0.1", "remote_port": 7100}
@@ -50,6 +51,13 @@ def request(params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
 )
 def test_what_a_router_says_is_expected_or_ignored(params: Any, expected: Expected | None) -> None:
     assert expected_of(request(params), 5.0, 32) == expected
+
+
+@pytest.mark.parametrize("tokens", [1 << 31, 1 << 40, 10**30])
+def test_a_number_of_tokens_that_no_message_holds_is_as_none(tokens: int) -> None:
+    expected = expected_of(request({"do_remote_prefill": True, **PLACE, "remote_num_tokens": tokens}), 5.0, 1)
+    assert expected is not None
+    assert build_match(1, b"", 0, expected=expected).expected.blocks == 0
 
 
 def test_a_router_that_asks_for_it_learns_where_the_blocks_are() -> None:

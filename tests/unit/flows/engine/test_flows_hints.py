@@ -105,6 +105,20 @@ def test_blocks_that_will_not_return_are_not_copied_when_they_are_sealed() -> No
         assert host.usable - host.free == copies, hint
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_blocks_that_will_not_return_are_no_measure_of_how_long_blocks_stay(apart: bool) -> None:
+    rig = rig_of(one_group(), device=(BLOCKS,))
+    lease, counts = rig.lease(), rig.model.replicas[0].place.counts
+    rig.core.ledger.mark_time(0.0)
+    serve(rig, lease, 1, "abc")
+    rig.core.ledger.mark_time(1e6)
+    serve(rig, lease, 2, "xyz", ONCE, apart=apart)
+    serve(rig, lease, 3, "mnopq")
+    assert (counts.left, counts.ages.count) == (3, 0), "they would say that blocks stay for weeks"
+    serve(rig, lease, 4, "rstuv")
+    assert counts.left - counts.ages.count == 3, "others are counted"
+
+
 def test_a_number_that_is_no_hint_is_refused() -> None:
     assert [retention_of(number) for number in range(3)] == list(RequestHint)
     with pytest.raises(InvalidRequest, match="retention is 3; it is 0"):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,6 +97,38 @@ async def test_the_next_daemon_says_what_holds_the_lock_of_one_that_is_gone_and_
     assert listener.records.empty(), "it is said once"
 
 
+async def test_a_mover_that_hangs_does_not_stop_the_next_daemon(path: str) -> None:
+    """Only where the process that took the lock has ended is it taken away from those that hold it still."""
+    source = (
+        "import asyncio, os, subprocess, sys\n"
+        "from cachesvc.service.host.socket_files import SocketClaim\n"
+        "claim = SocketClaim(sys.argv[1])\n"
+        "asyncio.run(claim.take())\n"
+        "mover = subprocess.Popen(['sleep', '600'], pass_fds=claim.held(), stdout=subprocess.DEVNULL)\n"
+        "print(mover.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+        "os._exit(9)\n"
+    )
+    command = (sys.executable, "-c", source, path)
+    daemon = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    assert daemon.stdin is not None
+    assert daemon.stdout is not None
+    mover = int(await daemon.stdout.readline())
+    try:
+        with pytest.raises(Unavailable, match=rf"held for more than 0 s by .*process {daemon.pid} "):
+            await SocketClaim(path, wait_seconds=0.0, movers_seconds=0.0).take()
+        daemon.stdin.close()
+        await daemon.wait()
+        following = SocketClaim(path, movers_seconds=0.0)
+        await following.take()
+        with pytest.raises(Unavailable, match=rf"held for more than 0 s by process {os.getpid()} "):
+            await SocketClaim(path, wait_seconds=0.0, movers_seconds=0.0).take()
+        following.release()
+        assert files_beside(path) == []
+    finally:
+        os.kill(mover, signal.SIGKILL)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_a_lock_of_another_user_is_told_with_whose_it_is_and_what_to_do(path: str) -> None:
     leave(path + LOCK_SUFFIX)
@@ -109,6 +144,17 @@ def test_a_lock_of_another_user_is_told_with_whose_it_is_and_what_to_do(path: st
     as_root = SocketClaim(path)
     asyncio.run(as_root.take())
     as_root.release()
+
+
+async def test_a_lock_whose_folder_has_gone_is_released(path: str) -> None:
+    folder = Path(path).parent / "run"
+    folder.mkdir()
+    claim = SocketClaim(str(folder / "s"))
+    await claim.take()
+    (folder / ("s" + LOCK_SUFFIX)).unlink()
+    folder.rmdir()
+    claim.release()
+    assert claim.held() == ()
 
 
 async def test_a_daemon_that_serves_is_not_waited_for(path: str) -> None:

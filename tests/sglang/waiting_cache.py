@@ -1,0 +1,80 @@
+"""Requests that SGLang aborts while they wait, told to its cache on a daemon: what the cache keeps of them.
+
+    python -m tests.sglang.waiting_cache SOCKET
+
+Prints a JSON object. Run by the Python that has SGLang, which need not have pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from tests.sglang.stubs import install
+
+PAGE_TOKENS, PAGES = 4, 64
+
+
+def cache_on(path: str) -> Any:
+    """The cache of an engine whose pool is on the daemon at ``path``."""
+    from cachesvc_sglang.memory import PoolMemory
+    from cachesvc_sglang.page_cache import PageCache
+    from cachesvc_sglang.settings import EngineSettings
+    from cachesvc_vllm.daemon.node import Node, Share, new_instance
+
+    from cachesvc.model.layout import Layout, Plane, PlaneGroup
+
+    layout = Layout(PAGE_TOKENS, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (64,), "uint8"),))
+    settings = EngineSettings(socket=path, host_blocks=0)
+    node = Node(settings, new_instance("waiting"), Share("waiting", layout, PAGES), attaches=True, keeps=True)
+    node.start()
+    buffers = SimpleNamespace(cachesvc=PoolMemory(node, settings))
+    allocator = SimpleNamespace(get_kvcache=lambda: buffers, num_pages=PAGES - 1, bind=lambda _: None, device="cpu")
+    params = SimpleNamespace(
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=allocator,
+        page_size=PAGE_TOKENS,
+        chunked_prefill_size=None,
+        enable_metrics=False,
+    )
+    return PageCache(SimpleNamespace(params=params, disable_radix_cache=False))
+
+
+def request(rid: str) -> Any:
+    """A request that waits."""
+    return SimpleNamespace(
+        rid=rid,
+        origin_input_ids=[*rid.encode(), *range(2 * PAGE_TOKENS)],
+        output_ids=[],
+        extra_key=None,
+        cache_salt=None,
+        input_embeds=None,
+        multimodal_inputs=None,
+        positional_embed_overrides=None,
+        skip_radix_cache_insert=False,
+    )
+
+
+def main() -> None:
+    """Entry point."""
+    install()
+    cache = cache_on(sys.argv[1])
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
+
+    waiting = [request(f"r{number}") for number in range(3)]
+    for each in waiting:
+        cache.expect(each)
+    for each in waiting:
+        cache.finish(SimpleNamespace(rid=each.rid), CacheRequestOutcome.ABORT)
+    last = request("last")
+    cache.expect(last)
+    cache.match_prefix(SimpleNamespace(req=last, key=SimpleNamespace(token_ids=last.origin_input_ids, limit=None)))
+    left = [each.rid for each in waiting if cache._book.find(each.rid) is not None or each.rid in cache._keys]  # noqa: SLF001
+    print(json.dumps({"left": left}))
+    cache.release_host_resources()
+
+
+if __name__ == "__main__":
+    main()
