@@ -43,6 +43,7 @@ class GrpcControl:
 
     def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None, name: str = "") -> None:
         self._address = address
+        self._name = name
         self._options = (*_OPTIONS, *((("grpc.ssl_target_name_override", name),) if name else ()))
         self._tokens = tokens
         self._certificates = (
@@ -169,7 +170,7 @@ class GrpcControl:
             with self._lock:
                 is_due = time.monotonic() >= self._probe_at
                 self._probe_at = time.monotonic() + PROBE_PAUSE_SECONDS if is_due else self._probe_at
-            if is_due and (why := self._certificates.why_refused(self._address, PROBE_SECONDS)):
+            if is_due and (why := self._certificates.why_refused(self._address, PROBE_SECONDS, self._name)):
                 return HandshakeFailed(f"{self._address}: the TLS handshake fails: {why}")
         said = error.details() if isinstance(error, grpc.Call) else str(error)
         return Unavailable(f"{self._address}: {code.name if code is not None else 'closed'}: {said}")
