@@ -29,6 +29,8 @@ from cachesvc.model.transfer import Inward, Urgency
 
 MOST_EXPECTATIONS = 256
 """Most expectations of a model, those included that ended lately."""
+MOST_KEY_BYTES = 64 << 20
+"""Most bytes of keys of a model's expectations: two million blocks."""
 MOST_PATIENCE_SECONDS = 600.0
 ASKED_BLOCKS = 1024
 """Blocks of one question, as many as one loan has."""
@@ -113,6 +115,9 @@ def _find(core: Core, call: Call, keys: bytes, expected: Expected) -> Expectatio
         return known
     if known is not None:
         del all_known[known.name]
+    if sum(len(each.keys) for each in all_known.values()) + len(keys) > MOST_KEY_BYTES:
+        core.count(Count.EXPECTATIONS_REFUSED)
+        return None
     if len(all_known) >= MOST_EXPECTATIONS:
         ended = next((each for each in all_known.values() if each.end), None)
         if ended is None:
@@ -246,7 +251,7 @@ def _came(core: Core, model: Model, known: Expectation) -> None:
 
 def _end(core: Core, model: Model, known: Expectation, end: ExpectationEnd) -> None:
     """End an expectation; it is remembered for a while."""
-    known.end = end.value
+    known.end, known.keys = end.value, known.keys[-KEY_BYTES:]
     core.count(EXPECTATIONS_ENDED.get(end.value, Count.EXPECTATIONS_ENDED_OTHER))
     model.stored.expectations.move_to_end(known.name)
     if core.ledger.tickets.is_running(known.ticket):

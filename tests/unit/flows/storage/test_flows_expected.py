@@ -261,5 +261,16 @@ def test_there_are_only_so_many() -> None:
     assert len(following.rig.model.stored.expectations) == flow.MOST_EXPECTATIONS
 
 
+def test_their_keys_take_only_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "MOST_KEY_BYTES", 20 * KEY_BYTES)
+    following = Following()
+    for port in (1, 2):
+        assert following.look(peer=f"10.0.0.1:{port}")[1] == 8
+    assert following.look(peer="10.0.0.1:3")[1] == 0
+    assert following.rig.core.counters["expectations_refused"] == 1
+    following.pass_time(flow.IDLE_SECONDS + 0.1)
+    assert following.look(peer="10.0.0.1:3")[1] == 8, "those that have ended keep one key"
+
+
 def test_every_end_has_words_for_operators() -> None:
     assert set(EXPECTATIONS) == {end.value for end in flow.ExpectationEnd}
