@@ -259,8 +259,8 @@ def check_ports(config: Config) -> None:
 
 
 def port_trouble(host: str, port: int) -> str:
-    """Reason why a TCP server cannot have an address; empty where it can. Of a name with several addresses, this machine
-    need not have all: localhost is ::1 too where there is no IPv6."""
+    """Reason why a TCP server cannot have an address; empty where it can. Of a name with several addresses, this
+    machine need not have all: localhost is ::1 too where there is no IPv6."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
