@@ -73,10 +73,10 @@ def _expected(
 
 
 def _number(value: object) -> int | None:
-    """A number that is not negative, or its text; None for anything else."""
+    """A number of ``MOST_DIGITS`` digits at most that is not negative, or its text; None for anything else."""
     if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
         value = int(value)
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value < 10**MOST_DIGITS else None
 
 
 def answer_of(request: Any, address: str, engine_id: str, ranks: int) -> dict[str, Any] | None:
