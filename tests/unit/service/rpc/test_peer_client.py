@@ -29,6 +29,15 @@ class Answering(peer_pb2_grpc.PeerServiceServicer):
     def Borrow(self, request: peer_pb2.BorrowRequest, context: grpc.ServicerContext) -> peer_pb2.BorrowResponse:
         return self.answer
 
+    def Beat(self, request: peer_pb2.BeatRequest, context: grpc.ServicerContext) -> peer_pb2.BeatResponse:
+        return peer_pb2.BeatResponse()
+
+    def Return(self, request: peer_pb2.ReturnRequest, context: grpc.ServicerContext) -> peer_pb2.ReturnResponse:
+        return peer_pb2.ReturnResponse()
+
+    def News(self, request: peer_pb2.NewsRequest, context: grpc.ServicerContext) -> peer_pb2.NewsResponse:
+        return peer_pb2.NewsResponse()
+
 
 @contextmanager
 def control_of(answer: peer_pb2.BorrowResponse) -> Iterator[GrpcControl]:
