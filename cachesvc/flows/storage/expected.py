@@ -38,6 +38,9 @@ POLL_SECONDS = 2.0
 """Time that a question waits on the other node for something to lend, seconds."""
 PAUSE_SECONDS = 0.1
 """Pause after a question without use, seconds."""
+FAILED_PAUSE_SECONDS = 0.3
+"""Pause after a question without an answer, seconds: longer than a peer is left alone after one failure, which may have
+been another request's. So a peer that answers again is asked before it is done without."""
 CALL_SECONDS = 10.0
 """Time that a call waits for what is coming, seconds. It says then what still is."""
 LOOK_SECONDS = 1.0
@@ -181,7 +184,7 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, promise:
         return
     if promise.problem:
         known.failures += 1
-        known.retry_at = now + PAUSE_SECONDS
+        known.retry_at = now + FAILED_PAUSE_SECONDS
         if known.is_computed and known.failures >= MOST_FAILURES:
             _end(core, model, known, ExpectationEnd.UNREACHABLE)
         return
