@@ -108,7 +108,7 @@ class PageBook:
         begun = known if known is not None and is_usable else self._match(request_id, wish)
         while begun.host_blocks and request_id in self.without_host:
             begun = self.shorten(request_id, wish, begun.hit_blocks)
-        if self.drops_last and not begun.is_shortened and (found := begun.hit_blocks + begun.host_blocks):
+        if self.drops_last and not (begun.is_shortened or begun.is_coming) and (found := begun.loaded_blocks):
             begun = self.shorten(request_id, wish, found - 1)
             begun.is_shortened = True
         return begun

@@ -90,8 +90,8 @@ class RequestPages:
     be once what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
     ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
     ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
-    ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``wish``:
-    that it was matched by; None: by none.
+    ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``is_admitted``:
+    the engine takes its pages once others of its pass have theirs. ``wish``: that it was matched by; None: by none.
     """
 
     request_id: str
@@ -114,6 +114,7 @@ class RequestPages:
     is_foreign: bool = False
     is_matching: bool = False
     is_forgotten: bool = False
+    is_admitted: bool = False
     wish: Wish | None = None
 
     @property
@@ -175,8 +176,8 @@ class RequestPages:
 
     @property
     def is_ahead(self) -> bool:
-        """True while vLLM has taken nothing of it."""
-        return not self.held and not self.taken
+        """True while vLLM has taken nothing of it, and may be without it."""
+        return not (self.held or self.taken or self.is_admitted)
 
     @property
     def is_shared(self) -> bool:
