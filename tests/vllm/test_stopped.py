@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.rig import running_node, wait_until
+from tests.vllm.long_cases import long
 from tests.vllm.rig import engines, make_saved_fleet, random_prompt
 
 DEVICE_BLOCKS = 72
 
 
-@pytest.mark.parametrize(("is_split", "ranks"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("is_split", "ranks"), [(False, 1), long(True, 1), (True, 2)])
 def test_an_engine_that_was_stopped_says_nothing_of_what_others_wrote(
     tmp_path: Path, is_split: bool, ranks: int
 ) -> None:
