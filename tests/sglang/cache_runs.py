@@ -57,7 +57,7 @@ class Request:
 
 
 class Scheduling:
-    """What SGLang's scheduler does with a cache on a daemon. ``model``: that no other run uses."""
+    """Calls of SGLang's scheduler to a cache on a daemon. ``model``: that no other run uses."""
 
     def __init__(self, socket: str, model: str) -> None:
         settings = EngineSettings(socket=socket, stock_blocks=1)

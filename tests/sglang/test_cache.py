@@ -18,7 +18,7 @@ Found = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    """What each run of ``cache_runs`` found. At its end the daemon holds nothing for it."""
+    """Findings of each run of ``cache_runs``. At its end the daemon holds nothing for it."""
     paths = os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen"))
     with running_node() as node:
         command = [os.environ[PYTHON_VARIABLE], "-m", "tests.sglang.cache_runs", node.socket]

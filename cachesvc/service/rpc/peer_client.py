@@ -112,7 +112,7 @@ class GrpcControl:
         asked.add_done_callback(done)
 
     def _borrowed(self, answer: peer_pb2.BorrowResponse, objects: int) -> Borrowed:
-        """What was answered to a question for so many objects. Raises ValueError for what answers no such question."""
+        """Return the loan that answers a question for ``objects``. Raises ValueError for one of more."""
         if not answer.lease_id:
             return Borrowed(None, answer.epoch, answer.computing_blocks)
         if len(answer.lent) > objects or not 0 < answer.data_port <= MOST_PORT:

@@ -14,7 +14,7 @@ ALL_BITS = bytes(LEAST_BITS // 8)
 
 
 class TellingControl(NearControl):
-    """Keeps questions, which the test answers, or ``at_once`` answers each by itself, as often as it is asked."""
+    """Keeps questions, which the test answers, or ``at_once`` answers each by itself, at each question."""
 
     def __init__(self, node: LendingNode) -> None:
         super().__init__(node)

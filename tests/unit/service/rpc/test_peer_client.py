@@ -1,4 +1,4 @@
-"""What a peer answers, against what it was asked: a real call to a listener that answers as the test says."""
+"""Answers of a peer, against what it was asked: a real call to a listener that answers as the test says."""
 
 from __future__ import annotations
 
