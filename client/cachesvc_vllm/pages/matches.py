@@ -11,6 +11,9 @@ from cachesvc_vllm.daemon.errors import News
 from cachesvc_vllm.pages.group_tables import EngineGroups
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 
+MOST_AGAIN = 16_384
+"""Blocks of which requests are matched again in one message: half a mebibyte of keys, at most every 20 ms."""
+
 log = logging.getLogger(__name__)
 
 
@@ -102,12 +105,17 @@ class Matches:
 
 
 def coming_again(requests: Iterable[RequestPages], now_s: float) -> dict[str, Wish]:
-    """Return requests whose blocks are coming from another node and that are due to be matched again."""
-    return {
-        each.request_id: each.wish
-        for each in requests
-        if each.wish is not None and each.is_coming and not each.is_recent(now_s)
-    }
+    """Return requests whose blocks are coming from another node and that are due to be matched again: those that were
+    matched longest ago, of ``MOST_AGAIN`` blocks together, or one."""
+    again, blocks = dict[str, Wish](), 0
+    for each in sorted(requests, key=lambda each: each.begun_s):
+        if each.wish is None or not each.is_coming or each.is_recent(now_s):
+            continue
+        blocks += each.wish.most_blocks
+        if again and blocks > MOST_AGAIN:
+            break
+        again[each.request_id] = each.wish
+    return again
 
 
 def refused(what: str, request_id: str, error: CacheClientError) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import grpc
 import pytest
@@ -40,24 +41,41 @@ class Answering(peer_pb2_grpc.PeerServiceServicer):
 
 
 @contextmanager
-def control_of(answer: peer_pb2.BorrowResponse) -> Iterator[GrpcControl]:
-    server = grpc.server(ThreadPoolExecutor(1))
+def answering(answer: peer_pb2.BorrowResponse, port: int = 0) -> Iterator[int]:
+    server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 1)])
     peer_pb2_grpc.add_PeerServiceServicer_to_server(Answering(answer), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    at = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
-    control = GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)
     try:
-        yield control
+        yield at
     finally:
-        control.close()
         server.stop(None).wait()
 
 
-def borrow(answer: peer_pb2.BorrowResponse) -> Borrowed | CacheError:
+def borrow_by(control: GrpcControl) -> Borrowed | CacheError:
     said: Future[Borrowed | CacheError] = Future()
-    with control_of(answer) as control:
-        control.borrow_later(Scope(bytes(32), bytes(8)), KEYS, PARTS, 0.0, 60.0, said.set_result)
-        return said.result()
+    control.borrow_later(Scope(bytes(32), bytes(8)), KEYS, PARTS, 0.0, 60.0, said.set_result)
+    return said.result()
+
+
+def borrow(answer: peer_pb2.BorrowResponse) -> Borrowed | CacheError:
+    with answering(answer) as port, closing(GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)) as control:
+        return borrow_by(control)
+
+
+def test_a_peer_whose_news_failed_before_it_was_there_is_asked_at_once() -> None:
+    """gRPC pauses before it connects again, longer each time, and fails what is called meanwhile."""
+    with socket.socket() as keeping:
+        keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        keeping.bind(("127.0.0.1", 0))
+        port = keeping.getsockname()[1]
+        with closing(GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)) as control:
+            for _ in range(2):
+                failed: Future[object] = Future()
+                control.news_later(0, 0, 20.0, failed.set_result)
+                assert isinstance(failed.result(), CacheError)
+            with answering(peer_pb2.BorrowResponse(lease_id=3, epoch=7, data_port=7101, lent=bytes([1])), port):
+                assert isinstance(borrow_by(control), Borrowed)
 
 
 def test_what_is_lent_of_each_key_and_part_comes_as_it_was_said() -> None:
