@@ -3,6 +3,7 @@ root."""
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -242,6 +243,10 @@ WAYS_IN = (
 )
 
 
+NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Errors of an address that this machine does not have."""
+
+
 def check_ports(config: Config) -> None:
     """Raises Unavailable for the first configured address that this machine cannot serve on, before any pool is
     filled."""
@@ -254,11 +259,13 @@ def check_ports(config: Config) -> None:
 
 
 def port_trouble(host: str, port: int) -> str:
-    """Reason why a TCP server cannot have an address; empty where it can."""
+    """Reason why a TCP server cannot have an address; empty where it can. Of a name with several addresses, this
+    machine need not have all: localhost is ::1 too where there is no IPv6."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         return f"{error.strerror}"
+    absent = []
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -266,8 +273,10 @@ def port_trouble(host: str, port: int) -> str:
                 probe.bind(address)
                 probe.listen(1)
         except OSError as error:
-            return f"{error.strerror}"
-    return ""
+            if error.errno not in NO_ADDRESS:
+                return f"{error.strerror}"
+            absent.append(f"{error.strerror}")
+    return absent[0] if len(absent) == len(found) else ""
 
 
 def check_machine(config: Config, hardware: Hardware) -> None:

@@ -105,7 +105,8 @@ class Nodes:
             return GrpcControl(address, files, self._tokens, name)
 
         guests = Guests(networks, make, time.monotonic) if networks else None
-        names = PeerNames(self.spec.names, make, self._own, time.monotonic) if self.spec else None
+        room = MOST_PEERS - len(addresses)
+        names = PeerNames(self.spec.names, make, self._own, time.monotonic, most=room) if self.spec else None
         controls = [make(each) for each in addresses]
         self.peers = PeerStorage(controls, time.monotonic, guests, names) if self.spec else None
         self.desk: LendingDesk | None = None

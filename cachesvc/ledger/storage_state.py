@@ -248,7 +248,8 @@ class Keep:
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """Blocks that the daemon at ``peer`` computes for requests here, ``keys`` packed from the root on.
+    """Blocks that the daemon at ``peer`` computes for requests here, ``keys`` packed from the root on; of one that has
+    ended, the last.
 
     ``ticket``: of its waiters. ``party`` on ``replica`` expects them, was last here at ``wanted_at``, and is patient
     for ``patience`` seconds after ``progress_at``. ``here``: blocks of it that this node had when it asked last, at

@@ -69,7 +69,7 @@ class PeerStorage:
         self._clock = clock
         self._guests = guests
         self._loans = HeldLoans(clock)
-        self._news = NewsReader(lambda: self.peers)
+        self._news = NewsReader(lambda: self.peers, clock)
         self._jobs: deque[BorrowJob] = deque()
         self._changed = threading.Condition()
         self._is_open = False

@@ -56,11 +56,14 @@ class HeldLoans:
         *,
         is_expected: bool = False,
     ) -> dict[ObjectName, int]:
-        """Hold a loan of ``parts`` of each of ``keys``; return what it lends, with the numbers on its stream."""
+        """Hold a loan of ``parts`` of each of ``keys``; return what it lends, with the numbers on its stream.
+        One that lends none of them is given back."""
         names = (ObjectName(scope, key, part) for key in keys for part in parts)
         lent = {name: at for at, (name, is_there) in enumerate(zip(names, loan.lent, strict=False)) if is_there}
         held = HeldLoan(peer, loan, lent, self._clock(), is_expected)
         with self._lock:
+            if not lent:
+                self._unread.append(held)
             before = {id(each): each for each in map(self._by_name.get, lent) if each is not None}
             self._by_name.update(dict.fromkeys(lent, held))
             self._unread += [

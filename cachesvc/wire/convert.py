@@ -22,6 +22,9 @@ from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.geometry import Geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
+MOST_COUNT = (1 << 32) - 1
+"""Largest count that a message takes."""
+
 TICKET_STATES = {
     "running": common_pb2.TICKET_STATE_RUNNING,
     "done": common_pb2.TICKET_STATE_DONE,
@@ -178,11 +181,15 @@ def expected_from_proto(message: cache_pb2.Expected) -> Expected:
 
 
 def expected_to_proto(expected: Expected) -> cache_pb2.Expected:
-    """Message of an expectation."""
+    """Message of an expectation. Raises InvalidRequest for what no message takes."""
+    if not 0 <= expected.blocks <= MOST_COUNT:
+        raise InvalidRequest(f"expected.blocks is {expected.blocks}; it counts from 0 (all of them) to {MOST_COUNT}")
+    if not expected.patience >= 0:
+        raise InvalidRequest(f"expected.patience is {expected.patience}; it counts seconds, from 0")
     return cache_pb2.Expected(
         peer=expected.peer,
         blocks=expected.blocks,
-        patience_ms=max(1, round(expected.patience * 1000)),
+        patience_ms=max(1, round(min(expected.patience * 1000, MOST_COUNT))),
         is_computed=expected.is_computed,
         no_wait=not expected.waits,
     )

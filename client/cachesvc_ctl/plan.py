@@ -18,6 +18,8 @@ ACTIVATION_BYTES = 4 * GIB
 HOST_TIMES = 3
 """Host pool by device pools: three to ten times catch most of what comes back."""
 RANKS_TRIED = (2, 4, 8, 16)
+CONSOLIDATED = "consolidated."
+"""Begin of names of the same weights once more, as Mistral's own programs read them."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
@@ -106,7 +108,9 @@ def weights_beside(config: Path) -> int:
     found = [path for path in folder.iterdir() if path.suffix in WEIGHT_SUFFIXES]
     kinds = {path.suffix for path in found}
     best = next((suffix for suffix in WEIGHT_SUFFIXES if suffix in kinds), "")  # a folder may have them in two forms
-    return sum(path.stat().st_size for path in found if path.suffix == best)
+    files = [path for path in found if path.suffix == best]
+    parts = [path for path in files if not path.name.startswith(CONSOLIDATED)]
+    return sum(path.stat().st_size for path in parts or files)
 
 
 def remedy(memory: Memory, ranks: int) -> str:

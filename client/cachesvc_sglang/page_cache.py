@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
@@ -47,6 +47,13 @@ LOOK_S = 0.002
 log = logging.getLogger("sglang.srt." + __name__)
 
 
+class _Load(NamedTuple):
+    """A load that is looked at: of which pages, and its tickets."""
+
+    pages: RequestPages
+    tickets: tuple[TicketView, ...]
+
+
 class PageCache(BasePrefixCache):  # type: ignore[misc]
     """``context``: SGLang's ``TreeCacheBuildContext``. Used from SGLang's scheduler thread."""
 
@@ -75,8 +82,8 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         self._vouching = Vouching(lambda: self.node.lease)
         self._check = self.node.page_check()
         self._keys: dict[str, PromptKeys] = {}
-        self._loading: dict[str, tuple[TicketView, ...]] = {}
-        self._loaded: set[str] = set()
+        self._loading: dict[str, _Load] = {}
+        self._loaded: dict[str, RequestPages] = {}
         self._looked_at: RequestPages | None = None
         self._reserved: dict[str, RequestPages] = {}
         self._rows: dict[str, Any] = {}
@@ -99,10 +106,10 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
             return self._found(ROOT, 0, 0)
         wish = self._wish(request, params.key.token_ids, params.key.limit)
         pages = self._book.find(request.rid)
-        if pages is not None and request.rid in self._loading and self._look(request.rid):
+        if pages is not None and self._is_loading(pages) and self._look(pages):
             return self._found(pages, pages.hit_blocks, pages.host_blocks)
         pages = self._book.begin(request.rid, wish)
-        if request.rid in self._loaded:
+        if self._is_loaded(pages):
             return self._found(pages, pages.loaded_blocks, 0)
         return self._found(pages, pages.hit_blocks, pages.host_blocks)
 
@@ -119,7 +126,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         """Slots of what a match has found in place."""
         if not isinstance(node, RequestPages):
             return torch.empty(0, dtype=torch.int64)
-        blocks = node.loaded_blocks if node.request_id in self._loaded else node.hit_blocks
+        blocks = node.loaded_blocks if self._is_loaded(node) else node.hit_blocks
         pages = torch.tensor(node.pages[:blocks], dtype=torch.int64).view(-1, 1)
         slots = (pages * self.page_size + torch.arange(self.page_size)).reshape(-1)
         return slots.to(self.token_to_kv_pool_allocator.device, non_blocking=True)
@@ -127,12 +134,12 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
     def init_load_back(self, params: Any) -> Any:
         """Wait for the load of a request that has its pages; None while it runs: SGLang asks again."""
         pages = params.best_match_node
-        if pages.request_id not in self._loading:
+        if not self._is_loading(pages):
             assert pages.sequence is not None
-            self._loading[pages.request_id] = pages.sequence.tickets
-        if self._look(pages.request_id, may_wait=self._book.is_empty):
+            self._loading[pages.request_id] = _Load(pages, pages.sequence.tickets)
+        if self._look(pages, may_wait=self._book.is_empty):
             return None
-        if pages.request_id not in self._loaded:
+        if not self._is_loaded(pages):
             return 0, self._book.begin(pages.request_id, self._shorter(pages))
         return pages.host_blocks * self.page_size, pages
 
@@ -158,6 +165,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         tokens = pages.loaded_blocks * self.page_size + new_tokens
         if fits and self._book.reserve(pages, -(-tokens // self.page_size)):
             self._reserved[pages.request_id] = pages
+            pages.is_admitted = True
             return True
         blocks = -(-tokens // self.page_size)
         if fits and self._book.is_beyond(pages, blocks) and not self.node.comes_back:
@@ -259,6 +267,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
 
     def begin_iteration(self) -> None:
         """Check the lease before anything is scheduled: lost pages are used no more."""
+        self._end_pass()
         lease = self.node.lease
         if not lease.is_sure:
             with suppress(CacheClientError):  # the lease says it from now on; without an answer, the end asks again
@@ -285,6 +294,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
 
     def begin_step(self) -> None:
         """A step is launched: report the last one to the daemon meanwhile."""
+        self._end_pass()
         self._reserved.clear()
         self._in_flight += 1
         self._book.begin_step()
@@ -336,9 +346,24 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         keys = self._keys[pages.request_id]
         return Wish(keys.hashes, pages.hit_blocks, pages.first_blocks)
 
-    def _look(self, rid: str, *, may_wait: bool = False) -> bool:
-        """Look at a request's load; True while it runs. What did not come is computed."""
-        tickets, pool = self._loading[rid], self.node.pool
+    def _is_loading(self, pages: RequestPages) -> bool:
+        """True for pages whose load is looked at: those that the request had before may have been given back."""
+        load = self._loading.get(pages.request_id)
+        return load is not None and load.pages is pages
+
+    def _is_loaded(self, pages: RequestPages) -> bool:
+        """True for pages whose load has come."""
+        return self._loaded.get(pages.request_id) is pages
+
+    def _end_pass(self) -> None:
+        """A pass of admissions is over: what it took is held, and the rest may be given back."""
+        for pages in self._reserved.values():
+            pages.is_admitted = False
+
+    def _look(self, pages: RequestPages, *, may_wait: bool = False) -> bool:
+        """Look at the load of a request's pages; True while it runs. What did not come is computed."""
+        rid, pool = pages.request_id, self.node.pool
+        tickets = self._loading[rid].tickets
         if may_wait and tickets:
             with suppress(CacheClientError):  # what has become of it is looked at below
                 pool.wait_ticket(tickets[-1], LOOK_S)
@@ -349,12 +374,12 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         if outcomes - {LoadOutcome.CAME}:
             self._book.without_host.add(rid)
         else:
-            self._loaded.add(rid)
+            self._loaded[rid] = pages
         return False
 
     def _forget(self, rid: str, *, ends: bool) -> None:
         self._loading.pop(rid, None)
-        self._loaded.discard(rid)
+        self._loaded.pop(rid, None)
         self._reserved.pop(rid, None)
         self._rows.pop(rid, None)
         if ends:

@@ -73,7 +73,7 @@ def _expected(
 
 
 def _number(value: object) -> int | None:
-    """A number of at most ``MOST_DIGITS`` digits that is not negative, or its text; None for anything else."""
+    """A number of ``MOST_DIGITS`` digits at most that is not negative, or its text; None for anything else."""
     if isinstance(value, str) and value.isdecimal() and len(value) <= MOST_DIGITS:
         value = int(value)
     return value if type(value) is int and 0 <= value < 10**MOST_DIGITS else None

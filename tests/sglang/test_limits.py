@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.rig import running_node, wait_until
+from tests.e2e.rig import running_node
 from tests.sglang.rig import SglangFleet
 from tests.vllm.rig import MODEL, Engine, check_daemon, engines, random_prompt
+from tests.vllm.scenarios import DECODING, stop_until_lost
 from tests.vllm.weights import write_checkpoint
 
 DEVICE_BLOCKS = 72
@@ -50,30 +49,16 @@ def test_what_is_not_served_is_refused_by_name(
 
 
 def test_an_engine_that_was_stopped_says_nothing_of_what_others_wrote(fleet: SglangFleet) -> None:
-    """It goes on; or it ends, where that was between a step and the taking of its output."""
     write_checkpoint(fleet.folder, MODEL, seed=1)  # weights by which what is read matters
     saved = SglangFleet(fleet.folder, fleet.forker, "auto")
-    head = random_prompt(70, 20).tokens
-    prompts = [random_prompt(71 + each, 0.5, new=300, head=head) for each in range(4)]
-    others = [random_prompt(80 + each, 30.5, new=1) for each in range(6)]
     with engines(saved.engine(None)) as (alone,):
-        expected = [answer.said for answer in alone.ask(*prompts)]
+        expected = [answer.said for answer in alone.ask(*DECODING)]
     with running_node(["--lease-seconds", "2"]) as node:
         frozen, other = (saved.engine(node.socket, DEVICE_BLOCKS) for _ in range(2))
         try:
             for engine in (frozen, other):
                 engine.wait_ready()
-            frozen.ask(random_prompt(90, 0.5, new=1, head=head))
-            frozen.send(*prompts)
-            wait_until(lambda: node.counters()["published_blocks"] >= 20 + 4, "all decode behind their hits")
-            os.killpg(frozen.process.pid, signal.SIGSTOP)
-            wait_until(lambda: list(node.lease_states().values()).count("live") == 1, "its lease is lost")
-            for prompt in others:
-                other.ask(prompt)
-            os.killpg(frozen.process.pid, signal.SIGCONT)
-            answers = frozen.collect_unless_ended()
-            assert answers is None or [answer.said for answer in answers] == expected
-            assert answers is None or [answer.said for answer in frozen.ask(*prompts)] == expected
+            stop_until_lost(node, frozen, other, expected)
         finally:
             for engine in (frozen, other):
                 engine.kill_if_running()

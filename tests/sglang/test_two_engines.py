@@ -12,6 +12,7 @@ from tests.e2e.rig import FLAGS, short_folder
 from tests.sglang.conftest import DEVICE_BLOCKS
 from tests.sglang.rig import SglangFleet
 from tests.vllm.rig import BLOCK_TOKENS, Engine, check_daemon, random_prompt, random_requests
+from tests.vllm.scenarios import answer_alike, replaceable
 
 REQUESTS = 300
 BATCH = 12
@@ -32,31 +33,14 @@ def daemon() -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="module")
 def two(fleet: SglangFleet, daemon: DaemonProcess) -> Iterator[list[Engine]]:
-    running: list[Engine] = [fleet.engine(daemon.socket, DEVICE_BLOCKS) for _ in range(2)]
-    try:
-        for engine in running:
-            engine.wait_ready()
-        yield running  # a test may put another in the place of one
-        assert [engine.stop() for engine in running] == [0, 0]
-    finally:
-        for engine in running:
-            engine.kill_if_running()
+    with replaceable([fleet.engine(daemon.socket, DEVICE_BLOCKS) for _ in range(2)]) as running:
+        yield running
 
 
 def test_random_requests_are_answered_alike_by_two_engines_and_by_sglang_alone(
     two: list[Engine], plain: Engine
 ) -> None:
-    requests = random_requests(7, REQUESTS)
-    cached = own = 0
-    for first in range(0, REQUESTS, 2 * BATCH):
-        both = requests[first : first + 2 * BATCH]
-        for engine, mine in zip(two, (both[:BATCH], both[BATCH:]), strict=True):
-            engine.send(*mine)
-        answers = [answer for engine in two for answer in engine.collect()]
-        expected = plain.ask(*both)
-        assert [answer.said for answer in answers] == [answer.said for answer in expected]
-        cached += sum(answer.cached for answer in answers)
-        own += sum(answer.cached for answer in expected)
+    cached, own = answer_alike(two, plain, random_requests(7, REQUESTS), BATCH)
     assert cached > 0.9 * own > 0  # two that compute one prefix at the same time do not find each other's
 
 

@@ -9,10 +9,11 @@ import subprocess
 import pytest
 
 from tests.e2e.rig import running_node
+from tests.vllm.long_cases import long
 from tests.vllm.rig import PYTHON_VARIABLE, ROOT, engine_environment
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, long(2)])
 def test_a_request_that_has_room_and_fills_no_block_needs_nothing_of_vllm(seed: int) -> None:
     with running_node([]) as node:
         command = [os.environ[PYTHON_VARIABLE], "-m", "tests.vllm.allocations", node.socket, str(seed)]

@@ -3,18 +3,17 @@ nothing is kept of requests that have ended, and whatever happens, requests end.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from contextlib import ExitStack, suppress
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 from cachesvc_client import CacheClient, PoolExhausted
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import Node, running_node, short_folder, wait_until
 from tests.vllm.harness import daemon_faults, run_module
+from tests.vllm.long_cases import long
 from tests.vllm.shape import FULL, STATE, WINDOW, Shape
 
 ALL_KINDS = Shape(groups=(STATE, WINDOW, FULL), pages=200)
@@ -57,12 +56,6 @@ def stop(process: subprocess.Popen[str], node: Node, shape: Shape) -> None:
                 for group, table in zip(shape.layout.groups, sequence.tables, strict=True):
                     pool.page(group.name, int(table[0]))[0, "kv"][:] = 0xFF
     process.send_signal(signal.SIGCONT)
-
-
-def long(*values: str | int) -> ParameterSet:
-    """Make a case that only runs where ``CACHESVC_LONG`` is set: others are nearly as good."""
-    is_left_out = pytest.mark.skipif("CACHESVC_LONG" not in os.environ, reason="CACHESVC_LONG=1 runs it")
-    return pytest.param(*values, marks=is_left_out)
 
 
 @pytest.mark.parametrize("name", ["plain", "async", "drafts", "lookahead", long("late"), "drop", "resets"])

@@ -11,6 +11,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.e2e.rig import FLAGS, short_folder
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, check_daemon, random_prompt, random_requests
+from tests.vllm.scenarios import answer_alike, replaceable
 
 REQUESTS = 300
 BATCH = 12
@@ -45,30 +46,14 @@ def node(fleet: Fleet) -> Iterator[Node]:
 @pytest.fixture(scope="module")
 def two(node: Node, plain: Engine) -> Iterator[list[Engine]]:
     """An engine in one process, and one whose core and worker have each their own, as vLLM has it on a GPU."""
-    running = [node.engine(), node.engine(is_split=True)]
-    try:
-        for engine in running:
-            engine.wait_ready()
-        yield running  # a test may put another in the place of one
-        assert [engine.stop() for engine in running] == [0, 0]
-    finally:
-        for engine in running:
-            engine.kill_if_running()
+    with replaceable([node.engine(), node.engine(is_split=True)]) as running:
+        yield running
 
 
 def test_random_requests_are_answered_alike_by_two_engines_and_without_a_cache(
     two: list[Engine], plain: Engine
 ) -> None:
-    requests = random_requests(7, REQUESTS)
-    cached = 0
-    for first in range(0, REQUESTS, 2 * BATCH):
-        both = requests[first : first + 2 * BATCH]
-        for engine, mine in zip(two, (both[:BATCH], both[BATCH:]), strict=True):
-            engine.send(*mine)
-        answers = [answer for engine in two for answer in engine.collect()]
-        expected = plain.ask(*both)
-        assert [answer.said for answer in answers] == [answer.said for answer in expected]
-        cached += sum(answer.cached for answer in answers)
+    cached, _ = answer_alike(two, plain, random_requests(7, REQUESTS), BATCH)
     assert cached > REQUESTS * BLOCK_TOKENS
 
 

@@ -29,6 +29,8 @@ from cachesvc.model.transfer import Inward, Urgency
 
 MOST_EXPECTATIONS = 256
 """Most expectations of a model, those included that ended lately."""
+MOST_KEY_BYTES = 64 << 20
+"""Most bytes of keys of a model's expectations: two million blocks."""
 MOST_PATIENCE_SECONDS = 600.0
 ASKED_BLOCKS = 1024
 """Blocks of one question, as many as one loan has."""
@@ -36,6 +38,9 @@ POLL_SECONDS = 2.0
 """Time that a question waits on the other node for something to lend, seconds."""
 PAUSE_SECONDS = 0.1
 """Pause after a question without use, seconds."""
+FAILED_PAUSE_SECONDS = 0.3
+"""Pause after a question without an answer, seconds: longer than a peer is left alone after one failure, which may have
+been another request's. So a peer that answers again is asked before it is done without."""
 CALL_SECONDS = 10.0
 """Time that a call waits for what is coming, seconds. It says then what still is."""
 LOOK_SECONDS = 1.0
@@ -113,6 +118,9 @@ def _find(core: Core, call: Call, keys: bytes, expected: Expected) -> Expectatio
         return known
     if known is not None:
         del all_known[known.name]
+    if sum(len(each.keys) for each in all_known.values()) + len(keys) > MOST_KEY_BYTES:
+        core.count(Count.EXPECTATIONS_REFUSED)
+        return None
     if len(all_known) >= MOST_EXPECTATIONS:
         ended = next((each for each in all_known.values() if each.end), None)
         if ended is None:
@@ -176,7 +184,7 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, promise:
         return
     if promise.problem:
         known.failures += 1
-        known.retry_at = now + PAUSE_SECONDS
+        known.retry_at = now + FAILED_PAUSE_SECONDS
         if known.is_computed and known.failures >= MOST_FAILURES:
             _end(core, model, known, ExpectationEnd.UNREACHABLE)
         return
@@ -246,7 +254,7 @@ def _came(core: Core, model: Model, known: Expectation) -> None:
 
 def _end(core: Core, model: Model, known: Expectation, end: ExpectationEnd) -> None:
     """End an expectation; it is remembered for a while."""
-    known.end = end.value
+    known.end, known.keys = end.value, known.keys[-KEY_BYTES:]
     core.count(EXPECTATIONS_ENDED.get(end.value, Count.EXPECTATIONS_ENDED_OTHER))
     model.stored.expectations.move_to_end(known.name)
     if core.ledger.tickets.is_running(known.ticket):

@@ -28,7 +28,8 @@ def resolve_name(name: str, port: int) -> list[str]:
 
 class PeerNames:
     """``names``: to look up. ``make``: gives the control of an address and the name that it was found by. ``own``: this
-    node's own addresses. ``told``: gets the peers that there are, whenever these have changed."""
+    node's own addresses. ``told``: gets the peers that there are, whenever these have changed. ``most``: peers beside
+    those with an address of their own."""
 
     def __init__(
         self,
@@ -37,12 +38,14 @@ class PeerNames:
         own: Callable[[], Sequence[str]],
         clock: Callable[[], float],
         resolve: Resolve = resolve_name,
+        most: int = MOST_PEERS,
     ) -> None:
         self._names = tuple(names)
         self._make = make
         self._own = own
         self._clock = clock
         self._resolve = resolve
+        self._most = most
         self._peers: dict[str, Peer] = {}
         self._found: dict[Address, Sequence[str]] = {}
         self._stopping = threading.Event()
@@ -58,7 +61,7 @@ class PeerNames:
         """Look up nothing more. Does not wait for the system's answer. Idempotent."""
         self._stopping.set()
 
-    def look_up(self, most: int = MOST_PEERS) -> None:
+    def look_up(self) -> None:
         """Look all names up once. A name that cannot be looked up stands for what it stood for."""
         for name in self._names:
             try:
@@ -67,7 +70,7 @@ class PeerNames:
                 events.warning("peer_name_unknown", peers=f"{name.host}:{name.port}", reason=str(error))
         own = set(self._own())
         wanted = {each: name.host for name, found in self._found.items() for each in found if each not in own}
-        kept = dict(list(wanted.items())[:most])
+        kept = dict(list(wanted.items())[: self._most])
         if kept.keys() == self._peers.keys():
             return
         gone = [peer for address, peer in self._peers.items() if address not in kept]

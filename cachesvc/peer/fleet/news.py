@@ -1,8 +1,13 @@
-"""Keeps the digests of peers: each is asked again once it has told something, or after a pause where it fails."""
+"""Keeps the digests of peers: each is asked again once it has told something, or after a pause where it fails.
+
+A peer that answers at once has the next question at the next look, whatever it told: while engines seal, something has
+always changed there, and questions one after another would take up the peer's loop.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,13 +17,16 @@ from cachesvc.peer.fleet.health import Peer
 
 PATIENCE_SECONDS = 20.0
 """Time that a peer waits for a change of its own, seconds."""
+QUICK_SECONDS = 1.0
+"""Time within which an answer has come at once, seconds."""
 
 
 class NewsReader:
-    """``peers``: those that there are now. Any thread."""
+    """``peers``: those that there are now. ``clock``: monotonic seconds. Any thread."""
 
-    def __init__(self, peers: Callable[[], Sequence[Peer]]) -> None:
+    def __init__(self, peers: Callable[[], Sequence[Peer]], clock: Callable[[], float] = time.monotonic) -> None:
         self._peers = peers
+        self._clock = clock
         self._asked: set[int] = set()
         self._is_open = True
         self._lock = threading.Lock()
@@ -39,24 +47,27 @@ class NewsReader:
             self._is_open = False
 
     def _ask(self, peer: Peer) -> None:
-        digest = peer.digest
+        digest, told = peer.digest, partial(self._told, peer, self._clock())
         try:
-            peer.control.news_later(digest.epoch, digest.version, PATIENCE_SECONDS, partial(self._told, peer))
+            peer.control.news_later(digest.epoch, digest.version, PATIENCE_SECONDS, told)
         except CacheError:
             self._failed(peer)
 
-    def _told(self, peer: Peer, news: DigestNews | CacheError) -> None:
-        if isinstance(news, CacheError):
+    def _told(self, peer: Peer, asked_at: float, news: DigestNews | CacheError) -> None:
+        if isinstance(news, CacheError) or not any(each is peer for each in self._peers()):
             self._failed(peer)
             return
         peer.digest.learn(news)
-        if self._is_open and any(each is peer for each in self._peers()):
+        if self._is_open and self._clock() - asked_at >= QUICK_SECONDS:
             self._ask(peer)
         else:
-            self._failed(peer)
+            self._done(peer)
 
     def _failed(self, peer: Peer) -> None:
         """Without its news, a peer may have anything."""
         peer.digest.forget()
+        self._done(peer)
+
+    def _done(self, peer: Peer) -> None:
         with self._lock:
             self._asked.discard(id(peer))

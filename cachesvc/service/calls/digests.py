@@ -16,7 +16,8 @@ IDLE_SECONDS = 60.0
 ANSWERS_A_TICK = 4
 """Answers of a feed, of some thousand blocks each, that are taken in at a time."""
 MOST_PATIENCE_SECONDS = 30.0
-MOST_READERS = 512
+MOST_READERS = 256
+"""Most readers that wait for a change at a time, as many as there are peers; others are answered at once."""
 
 
 class DigestFeed:

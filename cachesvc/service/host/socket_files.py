@@ -59,16 +59,14 @@ class SocketClaim:
                 "-d -m 0750 -o USER FOLDER, or RuntimeDirectory=cachesvc in a systemd unit) or choose another --socket"
             )
         began, has_told = time.monotonic(), False
-        while not self._try():
+        while not self._held and not self._try():
             if is_served(self._socket):
                 raise Unavailable(
                     f"socket {self._socket} is in use by a running daemon; stop it or choose another --socket"
                 )
             waited = time.monotonic() - began
-            if waited > self._movers_seconds and _is_orphaned(self._path):
-                events.warning("start_beside_movers", lock=self._path, holders=_holders_of(self._path))
-                remove_socket(self._path)
-                continue
+            if waited > self._movers_seconds and self._take_from_movers():
+                break
             if waited > self._wait_seconds:
                 holders = _holders_of(self._path)
                 raise Unavailable(
@@ -101,6 +99,20 @@ class SocketClaim:
             if self._try():  # a mover that cannot be ended keeps the file, by which the next daemon finds it
                 Path(self._path).unlink(missing_ok=True)
                 os.close(self._held.pop())
+
+    def _take_from_movers(self) -> bool:
+        """Replace a lock that only movers of a killed daemon hold. One daemon at a time looks and replaces: another one
+        would remove the new lock for the old. True where it is ours."""
+        folder = os.open(Path(self._path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            if not _is_orphaned(self._path):
+                return False
+            events.warning("start_beside_movers", lock=self._path, holders=_holders_of(self._path))
+            remove_socket(self._path)
+            return self._try()
+        finally:
+            os.close(folder)
 
     def _try(self) -> bool:
         try:

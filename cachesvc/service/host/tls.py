@@ -102,9 +102,9 @@ class NodeCertificates:
             assert self._credentials is not None
             return self._number, self._credentials
 
-    def why_refused(self, address: str, seconds: float) -> str:
-        """Error of a new TLS connection to ``address``. Empty where the certificates are not its cause: no answer, or
-        success."""
+    def why_refused(self, address: str, seconds: float, name: str = "") -> str:
+        """Error of a new TLS connection to ``address``, whose certificate is for ``name`` where that is another. Empty
+        where the certificates are not its cause: no answer, or success."""
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         try:
@@ -112,7 +112,7 @@ class NodeCertificates:
                 context = self._client_context()
                 context.set_alpn_protocols([HTTP2])
                 _read(self._paths, context)
-                with context.wrap_socket(plain, server_hostname=host) as stream:
+                with context.wrap_socket(plain, server_hostname=name or host) as stream:
                     return _hear(stream)
         except ssl.SSLError as error:
             return _describe(error)

@@ -11,6 +11,8 @@ import grpc
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.text.addresses import MOST_PORT
 from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, Loan
 from cachesvc.peer.fleet.digest import DigestNews
 from cachesvc.service.host.tls import NodeCertificates
@@ -47,6 +49,7 @@ class GrpcControl:
 
     def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None, name: str = "") -> None:
         self._address = address
+        self._name = name
         self._options = (*_OPTIONS, *((("grpc.ssl_target_name_override", name),) if name else ()))
         self._tokens = tokens
         self._open_news = partial(GrpcControl, address, files, tokens, name)
@@ -71,7 +74,7 @@ class GrpcControl:
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
     ) -> None:
         """See PeerControl."""
-        request = _request(scope, keys, parts, patience)
+        request, objects = _request(scope, keys, parts, patience), len(keys) // KEY_BYTES * len(parts)
         try:
             asked = self.stub().Borrow.future(request, timeout=seconds, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
@@ -79,7 +82,7 @@ class GrpcControl:
 
         def done(call: grpc.Future[peer_pb2.BorrowResponse]) -> None:
             try:
-                said: Borrowed | CacheError = self._borrowed(call.result())
+                said: Borrowed | CacheError = self._borrowed(call.result(), objects)
             except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
                 said = self._failure(error)
             answered(said)
@@ -108,9 +111,15 @@ class GrpcControl:
 
         asked.add_done_callback(done)
 
-    def _borrowed(self, answer: peer_pb2.BorrowResponse) -> Borrowed:
+    def _borrowed(self, answer: peer_pb2.BorrowResponse, objects: int) -> Borrowed:
+        """Return the loan that answers a question for ``objects``. Raises ValueError for one of more."""
         if not answer.lease_id:
             return Borrowed(None, answer.epoch, answer.computing_blocks)
+        if len(answer.lent) > objects or not 0 < answer.data_port <= MOST_PORT:
+            raise ValueError(
+                f"it lends {len(answer.lent)} objects at port {answer.data_port}, and was asked for {objects}; see "
+                "that both nodes have one release"
+            )
         with self._lock:
             self._epochs[answer.lease_id] = answer.epoch
         host = self._address.rpartition(":")[0].strip("[]")
@@ -179,7 +188,7 @@ class GrpcControl:
             with self._lock:
                 is_due = time.monotonic() >= self._probe_at
                 self._probe_at = time.monotonic() + PROBE_PAUSE_SECONDS if is_due else self._probe_at
-            if is_due and (why := self._certificates.why_refused(self._address, PROBE_SECONDS)):
+            if is_due and (why := self._certificates.why_refused(self._address, PROBE_SECONDS, self._name)):
                 return HandshakeFailed(f"{self._address}: the TLS handshake fails: {why}")
         said = error.details() if isinstance(error, grpc.Call) else str(error)
         return Unavailable(f"{self._address}: {code.name if code is not None else 'closed'}: {said}")

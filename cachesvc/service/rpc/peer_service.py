@@ -15,8 +15,8 @@ from cachesvc.model.errors import CacheError, InvalidRequest, Unauthenticated, U
 from cachesvc.peer.lender import Lender
 from cachesvc.service.access.auth import credentials_of, refusing
 from cachesvc.service.access.connections import rude_options
-from cachesvc.service.calls.digests import DigestFeed
-from cachesvc.service.calls.lending import LendingDesk
+from cachesvc.service.calls.digests import MOST_READERS, DigestFeed
+from cachesvc.service.calls.lending import MOST_PATIENT, LendingDesk
 from cachesvc.service.host.tls import Certificates
 from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, Part, Scope
@@ -26,8 +26,9 @@ from cachesvc.wire.limits import check_fields
 NAMESPACE_BYTES = 32
 MIN_TOKEN_CHARACTERS = 22
 MOST_CONNECTIONS = 320
-MOST_CALLS = 512
-"""Most calls at a time. Of these, many wait for what is being computed (``MOST_PATIENT``)."""
+SHORT_CALLS = 256
+"""Places of calls that do not wait, which those that do leave free: without Beat, loans lapse."""
+MOST_CALLS = MOST_READERS + MOST_PATIENT + SHORT_CALLS
 MESSAGE_BYTES = 1 << 20
 
 

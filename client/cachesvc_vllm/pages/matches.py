@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -16,7 +16,10 @@ from cachesvc_vllm.steps.outbox import Answer, Outbox
 
 MOST_RENEWED = 8
 """Requests that are matched again in an iteration: the first ones, which may be scheduled in the next. Those whose
-blocks come from another node are not among them: all of these are matched again together."""
+blocks come from another node are not among them."""
+
+MOST_AGAIN = 16_384
+"""Blocks of which requests are matched again in one message: half a mebibyte of keys, at most every 20 ms."""
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +63,16 @@ class Matches:
         return is_last or request.is_recent(now_s)
 
     def stale(self, outbox: Outbox, now_s: float) -> dict[str, Wish]:
-        """Requests to match again: some that may be scheduled in the next iteration; and, once one of them is due, all
-        whose blocks come from another node."""
+        """Requests to match again: some that may be scheduled in the next iteration, and those whose blocks come from
+        another node."""
         if self._sent:
             return {}
-        waiting = {each: each.wish for each in self.ahead.values() if each.wish is not None and each.wants_match}
-        coming = [each for each in waiting if each.is_coming]
-        if all(each.is_recent(now_s) for each in coming):
-            coming = []
+        waiting = [each for each in self.ahead.values() if each.wants_match]
         others = (each for each in waiting if not (each.is_coming or self.is_recent(each, outbox, now_s)))
-        whole = (each for each in others if not each.is_shortened)  # a shorter wish would find less each time
-        return {each.request_id: waiting[each] for each in (*coming, *islice(whole, MOST_RENEWED))}
+        whole = (  # a shorter wish would find less each time
+            (each.request_id, each.wish) for each in others if each.wish is not None and not each.is_shortened
+        )
+        return coming_again(waiting, now_s) | dict(islice(whole, MOST_RENEWED))
 
     def wanting(self, but_for: RequestPages) -> list[RequestPages]:
         """Other requests that were matched, and may be given pages before they are scheduled."""
@@ -153,10 +155,26 @@ class Matches:
                     self._abandon(request)
 
 
+def coming_again(requests: Iterable[RequestPages], now_s: float) -> dict[str, Wish]:
+    """Return requests whose blocks are coming from another node, once one is due to be matched again: those that were
+    matched longest ago, of ``MOST_AGAIN`` blocks together, or one."""
+    coming = sorted((each for each in requests if each.is_coming), key=lambda each: each.begun_s)
+    if not coming or coming[0].is_recent(now_s):
+        return {}
+    again, blocks = dict[str, Wish](), 0
+    for each in coming:
+        assert each.wish is not None
+        blocks += each.wish.most_blocks
+        if again and blocks > MOST_AGAIN:
+            break
+        again[each.request_id] = each.wish
+    return again
+
+
 def refused(what: str, request_id: str, error: CacheClientError) -> None:
     """Log what the daemon did not do. The engine asks again in each iteration, so a refusal is a warning once for each
-    request and kind of reason, and then every minute (``News``). A full pool is none, nor are
-    pages that come later."""
+    request and kind of reason, and then every minute (``News``). A full pool is none, nor are pages that
+    come later."""
     if isinstance(error, PoolExhausted | DeadlineExceeded):
         log.debug("pool_exhausted request=%s why=%s", request_id, error)
         return

@@ -91,7 +91,8 @@ class RequestPages:
     ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
     ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
     ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``was_refused``:
-    the pool had no pages for it. ``wish``: that it was matched by, in the iteration ``step``; None: by none.
+    the pool had no pages for it. ``is_admitted``: the engine takes its pages once others of its pass have theirs.
+    ``wish``: that it was matched by, in the iteration ``step``; None: by none.
     """
 
     request_id: str
@@ -115,6 +116,7 @@ class RequestPages:
     is_matching: bool = False
     is_forgotten: bool = False
     was_refused: bool = False
+    is_admitted: bool = False
     wish: Wish | None = None
     step: int = 0
 
@@ -182,8 +184,8 @@ class RequestPages:
 
     @property
     def is_ahead(self) -> bool:
-        """True while vLLM has taken nothing of it."""
-        return not self.held and not self.taken
+        """True while vLLM has taken nothing of it, and may be without it."""
+        return not (self.held or self.taken or self.is_admitted)
 
     @property
     def is_shared(self) -> bool:

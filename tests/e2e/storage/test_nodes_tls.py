@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import socket
+import ssl
+import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -138,3 +141,28 @@ def test_files_that_do_not_fit_change_nothing(tmp_path: Path, caplog: pytest.Log
     renewed, second = certificates.current()
     assert renewed > number
     assert second is not first
+
+
+def test_a_certificate_for_the_name_that_a_peer_was_found_by_is_no_cause_of_silence(tmp_path: Path) -> None:
+    root = authority(tmp_path / "root")
+    certificate, key = root.sign("peers.example", 7, "DNS:peers.example")
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(certificate, key)
+    own = NodeCertificates(certificate, key, str(root.folder / "root.pem"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for _ in range(2):
+                plain, _ = listener.accept()
+                try:
+                    with served.wrap_socket(plain, server_side=True) as stream:
+                        stream.sendall(b"x")
+                except OSError:  # the other side has seen enough
+                    plain.close()
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert own.why_refused(address, 30.0, "peers.example") == ""
+        assert "not accepted here" in own.why_refused(address, 30.0)
+        answering.join()

@@ -6,13 +6,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from cachesvc_client import CacheClient
+from cachesvc_client import CacheClient, Expected
 from cachesvc_vllm.pages.page_book import PageBook
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from tests.e2e.rig import Node, wait_until
+from tests.e2e.rig import Node, running_node, wait_until
 
 PAGES = 256
 LAYOUT = Layout(64, 1, (PlaneGroup("full"),), (Plane("kv", 0, "full", (64,), "uint8"),))
@@ -172,3 +173,17 @@ def test_what_waits_is_given_back_where_somebody_else_has_no_room(node: Node) ->
         assert book.reserve(last, len(large) + 1)
         assert (book.find("a"), book.find("b")) == (None, None)
         compute(book, last, large)
+
+
+def test_a_request_waits_for_what_is_coming_though_its_last_block_will_be_left_out() -> None:
+    with running_node(["--peer-allow", "127.0.0.0/8"]) as node, book_of(node) as book:
+        hashes = some_hashes(6)
+        compute(book, book.begin("a", wish(hashes[:3])), hashes[:3])
+        book.drops_last = True
+        nowhere = Expected("127.0.0.1:1", patience=60.0, waits=False)
+        begun = book.begin("b", replace(wish(hashes), expected=nowhere))
+        assert begun.is_coming
+        assert begun.hit_blocks == 3
+        book.forget("b")
+        assert book.begin("c", wish(hashes)).hit_blocks == 2
+        book.forget("c")

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 from cachesvc_client import (
+    Expected,
     ExtraKey,
     InvalidRequest,
     NoSuchPlane,
@@ -29,7 +30,7 @@ from cachesvc_client.memory.slots import slot_of
 from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.views import LeaseView
-from cachesvc_client.wire.messages import build_allocate, build_register
+from cachesvc_client.wire.messages import build_allocate, build_match, build_register
 from kvcache.v1 import lease_pb2
 
 LAYOUT = gqa(layers=2, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
@@ -65,6 +66,22 @@ def test_names_the_argument_its_value_and_what_it_takes(named: dict[str, Any], w
 def test_refuses_a_count_that_is_none(blocks: Any) -> None:
     with pytest.raises(InvalidRequest, match="build_allocate: blocks is"):
         allocate(1, blocks, False)
+
+
+@pytest.mark.parametrize(
+    ("expected", "words"),
+    [
+        (Expected("a:1", blocks=1 << 36), "expected.blocks is 68719476736"),
+        (Expected("a:1", blocks=-1), "expected.blocks is -1"),
+        (Expected("a:1", patience=-1.0), "expected.patience is -1.0"),
+        (Expected("a:1", patience=float("nan")), "expected.patience is nan"),
+    ],
+)
+def test_refuses_an_expectation_that_no_message_takes(expected: Expected, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        build_match(1, b"", 0, expected=expected)
+    longest = build_match(1, b"", 0, expected=Expected("a:1", patience=float("inf")))
+    assert longest.expected.patience_ms == (1 << 32) - 1
 
 
 def test_takes_numbers_of_numpy_and_names_that_a_message_takes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.config import Config
+from cachesvc.hardware import port_trouble
 from cachesvc.machine import MISSING, OK, WARNING, Finding, is_ready, look
 from cachesvc.model.text.interpreter import module_command
 
@@ -93,3 +95,13 @@ def test_the_command_answers_scripts_by_its_exit_code(tmp_path: Path) -> None:
     assert (ended.returncode, states["socket"], states["GPU"]) == (0, OK, OK), ended.stdout
     ended = subprocess.run([*command, "--device-pool", "10"], capture_output=True, text=True, check=False)
     assert (ended.returncode, "did you mean 10GiB?" in ended.stderr) == (2, True)
+
+
+def test_a_name_may_stand_for_an_address_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = (socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("2001:db8::1", 0, 0, 0))
+    near = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))
+    addresses = [absent, near]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+    assert port_trouble("localhost", 0) == ""
+    addresses.remove(near)
+    assert port_trouble("localhost", 0) in {os.strerror(errno.EADDRNOTAVAIL), os.strerror(errno.EAFNOSUPPORT)}

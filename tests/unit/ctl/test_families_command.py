@@ -228,7 +228,7 @@ def test_a_plan_that_does_not_fit_says_what_to_try(call: Any) -> None:
 def test_a_plan_takes_the_weights_beside_the_configuration(call: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(Path(config("llama-3.1-8b")).read_text(encoding="utf-8"), encoding="utf-8")
     assert call(str(tmp_path), "--gpu-memory", "80GiB")[2].startswith("cachesvc: there are no weights beside")
-    for name in ("a.safetensors", "b.safetensors", "a.bin"):
+    for name in ("a.safetensors", "b.safetensors", "consolidated.safetensors", "a.bin"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(8 * GIB)
     _, out, _ = call(str(tmp_path), "--gpu-memory", "80GiB", "--json")

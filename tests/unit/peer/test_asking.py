@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from cachesvc.model.errors import PermissionDenied
-from cachesvc.peer.fleet.control import Answered
+from cachesvc.peer.fleet.control import Answered, Loan
+from cachesvc.peer.fleet.health import Peer
+from cachesvc.peer.loans import HeldLoans
 from cachesvc.storage.seam import Part, Scope
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling
@@ -74,3 +76,10 @@ def test_a_peer_that_is_named_and_not_permitted_is_not_asked(nodes: tuple[Lendin
             pulling.peers.expect("10.0.0.2:7100", NAMES[0].scope, NAMES[0].key, [NAMES[0].part], 1.0, lambda _: None)
     finally:
         pulling.close()
+
+
+def test_a_loan_of_nothing_is_given_back(nodes: tuple[LendingNode, LendingNode]) -> None:
+    control, loans = NearControl(nodes[0]), HeldLoans(lambda: 0.0)
+    loan = Loan(3, 7, bytes(32), "127.0.0.1", 7101, 30.0, (False, False))
+    assert not loans.hold(Peer(control, lambda: 0.0), loan, NAMES[0].scope, [NAMES[0].key], [NAMES[0].part])
+    assert [each.loan for each in loans.take_unread()] == [loan]

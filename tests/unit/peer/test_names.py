@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cachesvc.model.text.addresses import Address
 from cachesvc.peer.fleet.health import Peer
-from cachesvc.peer.fleet.names import PeerNames, resolve_name
+from cachesvc.peer.fleet.names import MOST_PEERS, PeerNames, resolve_name
 from tests.unit.peer.peer_rig import LendingNode, NearControl
 
 NAME = Address("cachesvc.example", 7100)
@@ -15,7 +15,7 @@ NAME = Address("cachesvc.example", 7100)
 class Zone:
     """Hosts that the name stands for; None: it cannot be looked up."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_PEERS) -> None:
         self.hosts: list[str] | None = []
         self.told: list[list[str]] = []
         self.closed: list[str] = []
@@ -28,7 +28,12 @@ class Zone:
                 zone.closed.append(self.name)
 
         self.names = PeerNames(
-            [NAME], lambda address, _: Control(node, address), lambda: ["10.0.0.9:7100"], lambda: 0.0, self.resolve
+            [NAME],
+            lambda address, _: Control(node, address),
+            lambda: ["10.0.0.9:7100"],
+            lambda: 0.0,
+            self.resolve,
+            most,
         )
         self.names.told = self.note
 
@@ -65,10 +70,9 @@ def test_a_name_that_cannot_be_looked_up_stands_for_what_it_stood_for() -> None:
 
 
 def test_there_are_only_so_many() -> None:
-    zone = Zone()
-    zone.hosts = [f"10.0.{number // 256}.{number % 256}" for number in range(300)]
-    zone.names.look_up(most=256)
-    assert len(zone.told[-1]) == 256
+    zone = Zone(most=MOST_PEERS - 6)
+    zone.look_up(*(f"10.0.{number // 256}.{number % 256}" for number in range(300)))
+    assert len(zone.told[-1]) == 250
 
 
 def test_the_systems_names_are_understood() -> None:

@@ -29,6 +29,7 @@ def request(params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
             READY,
         ),
         ({"do_remote_prefill": True, **PLACE}, WHOLE),
+        ({"do_remote_prefill": True, **PLACE, "remote_num_tokens": 1 << 62}, WHOLE),
         ({"remote_prefiller": {**PLACE, "kv_request_id": "x"}}, RUNNING),
         ({"remote_kv_source": PLACE}, WHOLE),
         (

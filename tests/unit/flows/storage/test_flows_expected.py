@@ -17,7 +17,9 @@ from cachesvc.model.answers import Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import PageState
+from cachesvc.peer.fleet.health import Peer
 from cachesvc.questions.explanation import EXPECTATIONS
+from tests.unit.peer.peer_rig import NearControl
 from tests.unit.rigs.ledger_rig import chain
 from tests.unit.rigs.storage_flows_rig import GONE, LENT, StorageRig, storing
 
@@ -185,9 +187,24 @@ def test_an_unreachable_peer_that_has_computed_all_is_given_up_soon() -> None:
     following.look(is_computed=True)
     for _ in range(flow.MOST_FAILURES):
         following.promise(problem="it does not answer")
-        following.pass_time(0.2)
+        following.pass_time(0.4)
     assert following.look(is_computed=True)[1] == 0
     assert following.ended("unreachable") == 1
+
+
+def test_a_peer_that_failed_another_request_is_asked_once_its_pause_is_over() -> None:
+    following = Following()
+    peer = Peer(NearControl.__new__(NearControl), lambda: following.rig.now)
+    peer.failed("another request's answer was late")
+    following.look(is_computed=True)
+    while len(following.lenders.asked) < flow.MOST_FAILURES:
+        assert not peer.is_usable
+        following.promise(problem="it is left alone for a while")
+        following.pass_time(flow.FAILED_PAUSE_SECONDS)
+    assert peer.is_usable
+    following.promise(8)
+    following.at.tell(range(8), LENT)
+    assert following.look(is_computed=True) == (8, 0)
 
 
 def test_a_refused_peer_is_not_expected_and_no_address_is_an_error() -> None:
@@ -259,6 +276,17 @@ def test_there_are_only_so_many() -> None:
     assert following.look()[1] == 0
     assert following.rig.core.counters["expectations_refused"] == 1
     assert len(following.rig.model.stored.expectations) == flow.MOST_EXPECTATIONS
+
+
+def test_their_keys_take_only_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "MOST_KEY_BYTES", 20 * KEY_BYTES)
+    following = Following()
+    for port in (1, 2):
+        assert following.look(peer=f"10.0.0.1:{port}")[1] == 8
+    assert following.look(peer="10.0.0.1:3")[1] == 0
+    assert following.rig.core.counters["expectations_refused"] == 1
+    following.pass_time(flow.IDLE_SECONDS + 0.1)
+    assert following.look(peer="10.0.0.1:3")[1] == 8, "those that have ended keep one key"
 
 
 def test_every_end_has_words_for_operators() -> None:

@@ -7,7 +7,9 @@ import asyncio
 from cachesvc.flows.models.admin import evict
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.peer.fleet.digest import PeerDigest, words_of
-from cachesvc.service.calls.digests import DigestFeed
+from cachesvc.service.calls.digests import MOST_READERS, DigestFeed
+from cachesvc.service.calls.lending import MOST_PATIENT
+from cachesvc.service.rpc.peer_service import MOST_CALLS
 from tests.unit.rigs.dispatch_rig import Desk
 from tests.unit.rigs.ledger_rig import chain, serve
 
@@ -62,5 +64,24 @@ def test_a_reader_waits_for_a_change_and_gets_what_has_flipped() -> None:
             assert news.flips
             digest.learn(news)
             assert has(digest, "abcd") == [True] * 4
+
+    asyncio.run(run())
+
+
+def test_readers_that_wait_leave_places_for_calls_that_do_not() -> None:
+    assert MOST_READERS + MOST_PATIENT < MOST_CALLS
+
+    async def run() -> None:
+        async with Desk() as desk:
+            digest, feed = PeerDigest(), DigestFeed(desk.node)
+            await learn(feed, digest)
+            ask = [feed.news(digest.epoch, digest.version, 30.0) for _ in range(MOST_READERS)]
+            waiting = [asyncio.ensure_future(each) for each in ask]
+            await asyncio.sleep(0)
+            assert await feed.news(digest.epoch, digest.version, 30.0) is None
+            assert not any(each.done() for each in waiting)
+            serve(desk.rig, desk.rig.lease(), 1, "abcd")
+            feed.tick()
+            assert all(await asyncio.gather(*waiting))
 
     asyncio.run(run())

@@ -1,0 +1,179 @@
+"""SGLang's cache on a daemon without an engine: what SGLang's scheduler asks of it, call by call.
+
+    python -m tests.sglang.cache_runs SOCKET
+
+Run by the Python that has SGLang, which need not have pytest. Prints what
+each run found, as JSON: an import takes ten seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tests.sglang.stubs import install
+
+install()
+
+from cachesvc_sglang.memory import PoolMemory  # noqa: E402 - the stubs come first
+from cachesvc_sglang.page_cache import PageCache  # noqa: E402
+from cachesvc_sglang.settings import EngineSettings  # noqa: E402
+from cachesvc_vllm.daemon.node import RESERVED_PAGES, Node, Share, new_instance  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome  # noqa: E402
+
+from cachesvc.model.layout import Layout, Plane, PlaneGroup  # noqa: E402
+
+PAGE_TOKENS = 16
+PAGES = 40
+LAYOUT = Layout(PAGE_TOKENS, 1, (PlaneGroup("full"),), (Plane("kv", 0, "full", (PAGE_TOKENS, 64), "uint8"),))
+
+
+class Request:
+    """The part of SGLang's request that the cache reads. ``seed``: of its prompt of ``blocks`` blocks and a token."""
+
+    def __init__(self, rid: str, seed: int, blocks: int) -> None:
+        self.rid = rid
+        self.origin_input_ids = array("q", [1000 * seed + at for at in range(blocks * PAGE_TOKENS + 1)])
+        self.output_ids = array("q")
+        self.full_untruncated_fill_ids = self.origin_input_ids
+        self.extra_key = self.cache_salt = self.multimodal_inputs = self.input_embeds = None
+        self.positional_embed_overrides = None
+        self.skip_radix_cache_insert = False
+        self.kv = SimpleNamespace(kv_allocated_len=0, cache_protected_len=0)
+        self.last_node: Any = None
+
+    @property
+    def blocks(self) -> int:
+        """Length of its table."""
+        return -(-len(self.origin_input_ids) // PAGE_TOKENS)
+
+    def finished(self) -> bool:
+        """True: it is released at its end alone."""
+        return True
+
+
+class Scheduling:
+    """Calls of SGLang's scheduler to a cache on a daemon. ``model``: that no other run uses."""
+
+    def __init__(self, socket: str, model: str) -> None:
+        settings = EngineSettings(socket=socket, stock_blocks=1)
+        share = Share(model, LAYOUT, PAGES + RESERVED_PAGES)
+        self.node = Node(settings, new_instance("cache_runs"), share, attaches=True, keeps=True)
+        self.node.start()
+        pool = SimpleNamespace(cachesvc=PoolMemory(self.node, settings))
+        allocator = SimpleNamespace(get_kvcache=lambda: pool, num_pages=PAGES, bind=lambda _: None, device="cpu")
+        params = SimpleNamespace(
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=allocator,
+            page_size=PAGE_TOKENS,
+            chunked_prefill_size=None,
+            enable_metrics=False,
+        )
+        self.cache = PageCache(SimpleNamespace(params=params, disable_radix_cache=False))
+
+    def match(self, request: Request) -> Any:
+        """Match a request that waits; SGLang looks at it from now on."""
+        tokens = request.full_untruncated_fill_ids
+        key = SimpleNamespace(token_ids=tokens, limit=len(tokens) - 1)
+        found = self.cache.match_prefix(SimpleNamespace(req=request, key=key))
+        request.last_node = found.last_device_node
+        self.cache.inc_lock_ref(request.last_node)
+        return found
+
+    def reserve(self, request: Request) -> bool:
+        """Match a request, and give it the pages of its prompt."""
+        found = self.match(request)
+        new = len(request.origin_input_ids) - found.device_prefix_len - found.host_hit_length
+        return self.cache.reserve_prompt(new, fits=True)
+
+    def load(self, request: Request) -> None:
+        """Wait until what the host has of a request has come."""
+        params = SimpleNamespace(best_match_node=request.last_node)
+        while self.cache.init_load_back(params) is None:
+            pass
+
+    def run(self, request: Request) -> None:
+        """Compute a request that has its pages, and end it."""
+        tokens = len(request.origin_input_ids)
+        assert self.cache.take([request], [tokens])
+        self.cache.begin_step()
+        self.cache.begin_output()
+        self.cache.checkpoint(request, up_to=tokens - 1)
+        self.cache.on_release(request, checkpointed=True)
+        self.cache.end_output()
+        self.cache.begin_iteration()
+
+    def serve(self, request: Request) -> None:
+        """Serve a request from its match to its end."""
+        assert self.reserve(request)
+        if request.last_node.host_blocks:
+            self.load(request)
+        self.run(request)
+
+    def abort(self, request: Request) -> None:
+        """Abort a request that waits."""
+        self.cache.finish(SimpleNamespace(rid=request.rid), CacheRequestOutcome.ABORT)
+
+
+def aborted_before_its_match(at: Scheduling) -> dict[str, Any]:
+    """A request is aborted whose match was not sent yet; another of the same name follows, with another prompt."""
+    at.serve(Request("first", 1, 2))
+    at.cache.expect(Request("under way", 2, 1))
+    gone = Request("same", 1, 2)
+    at.cache.expect(gone)
+    at.abort(gone)
+    at.match(Request("next", 3, 1))
+    held = at.cache._book.find("same") is not None  # noqa: SLF001 - nothing else shows it
+    return {"held": held, "hit_tokens": at.match(Request("same", 4, 2)).device_prefix_len}
+
+
+def admitted_beside_one_without_room(at: Scheduling) -> dict[str, Any]:
+    """A pass admits a request, and finds no room for the next one."""
+    admitted, short = Request("admitted", 1, 20), Request("short", 2, 30)
+    assert at.reserve(admitted)
+    has_room = at.reserve(short)
+    pages = admitted.last_node
+    is_kept = at.cache._book.find("admitted") is pages  # noqa: SLF001 - nothing else shows it
+    at.run(admitted)
+    while not at.reserve(short):
+        at.cache.begin_iteration()
+    return {"has_room": has_room, "is_kept": is_kept}
+
+
+def loaded_and_given_back(at: Scheduling) -> dict[str, Any]:
+    """A request has come from the host and waits; its pages are given back for another's, and it is matched anew."""
+    at.serve(Request("first", 1, 12))
+    at.serve(Request("large", 2, PAGES - 1))
+    waits = Request("waits", 1, 12)
+    assert at.reserve(waits)
+    from_host = waits.last_node.host_blocks
+    at.load(waits)
+    at.cache.begin_iteration()
+    at.serve(Request("other", 3, PAGES - 1))
+    found = at.match(waits)
+    return {"from_host": from_host, "in_place": found.device_prefix_len, "on_host": found.host_hit_length}
+
+
+RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
+    each.__name__: each for each in (aborted_before_its_match, admitted_beside_one_without_room, loaded_and_given_back)
+}
+
+
+def main(socket: str) -> None:
+    """Make all runs."""
+    found = {}
+    for name, run in RUNS.items():
+        at = Scheduling(socket, name)
+        try:
+            found[name] = run(at)
+        finally:
+            at.cache.release_host_resources()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,40 @@
+"""SGLang's cache call by call, on a daemon and without an engine: what only pressure or an abort brings about."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.e2e.rig import running_node
+from tests.sglang.rig import PYTHON_VARIABLE
+from tests.vllm.rig import ROOT
+
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """Findings of each run of ``cache_runs``. At its end the daemon holds nothing for it."""
+    paths = os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen"))
+    with running_node() as node:
+        command = [os.environ[PYTHON_VARIABLE], "-m", "tests.sglang.cache_runs", node.socket]
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
+        ran = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        said: Found = json.loads(ran.stdout.splitlines()[-1])
+        return said
+
+
+def test_of_a_request_that_is_aborted_before_its_match_nothing_stays(found: Found) -> None:
+    assert found["aborted_before_its_match"] == {"held": False, "hit_tokens": 0}
+
+
+def test_a_request_that_a_pass_has_admitted_keeps_its_pages(found: Found) -> None:
+    assert found["admitted_beside_one_without_room"] == {"has_room": False, "is_kept": True}
+
+
+def test_what_came_from_the_host_and_was_given_back_is_loaded_again(found: Found) -> None:
+    assert found["loaded_and_given_back"] == {"from_host": 12, "in_place": 0, "on_host": 12 * 16}

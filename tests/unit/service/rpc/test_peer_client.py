@@ -1,0 +1,99 @@
+"""Answers of a peer, against what it was asked: a real call to a listener that answers as the test says."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import grpc
+import pytest
+from kvcache.v1 import peer_pb2, peer_pb2_grpc
+
+from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.peer.fleet.control import Borrowed
+from cachesvc.service.rpc.peer_client import GrpcControl
+from cachesvc.service.rpc.peer_service import PeerListening
+from cachesvc.storage.seam import Part, Scope
+
+KEYS = bytes(32 * 4)
+PARTS = [Part(65535, 0, 1), Part(1, 0, 1)]
+
+
+class Answering(peer_pb2_grpc.PeerServiceServicer):
+    """Answers each Borrow with one answer."""
+
+    def __init__(self, answer: peer_pb2.BorrowResponse) -> None:
+        self.answer = answer
+
+    def Borrow(self, request: peer_pb2.BorrowRequest, context: grpc.ServicerContext) -> peer_pb2.BorrowResponse:
+        return self.answer
+
+    def Beat(self, request: peer_pb2.BeatRequest, context: grpc.ServicerContext) -> peer_pb2.BeatResponse:
+        return peer_pb2.BeatResponse()
+
+    def Return(self, request: peer_pb2.ReturnRequest, context: grpc.ServicerContext) -> peer_pb2.ReturnResponse:
+        return peer_pb2.ReturnResponse()
+
+    def News(self, request: peer_pb2.NewsRequest, context: grpc.ServicerContext) -> peer_pb2.NewsResponse:
+        return peer_pb2.NewsResponse()
+
+
+@contextmanager
+def answering(answer: peer_pb2.BorrowResponse, port: int = 0) -> Iterator[int]:
+    server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 1)])
+    peer_pb2_grpc.add_PeerServiceServicer_to_server(Answering(answer), server)
+    at = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    try:
+        yield at
+    finally:
+        server.stop(None).wait()
+
+
+def borrow_by(control: GrpcControl) -> Borrowed | CacheError:
+    said: Future[Borrowed | CacheError] = Future()
+    control.borrow_later(Scope(bytes(32), bytes(8)), KEYS, PARTS, 0.0, 60.0, said.set_result)
+    return said.result()
+
+
+def borrow(answer: peer_pb2.BorrowResponse) -> Borrowed | CacheError:
+    with answering(answer) as port, closing(GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)) as control:
+        return borrow_by(control)
+
+
+def test_a_peer_whose_news_failed_before_it_was_there_is_asked_at_once() -> None:
+    """gRPC pauses before it connects again, longer each time, and fails what is called meanwhile."""
+    with socket.socket() as keeping:
+        keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        keeping.bind(("127.0.0.1", 0))
+        port = keeping.getsockname()[1]
+        with closing(GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)) as control:
+            for _ in range(2):
+                failed: Future[object] = Future()
+                control.news_later(0, 0, 20.0, failed.set_result)
+                assert isinstance(failed.result(), CacheError)
+            with answering(peer_pb2.BorrowResponse(lease_id=3, epoch=7, data_port=7101, lent=bytes([1])), port):
+                assert isinstance(borrow_by(control), Borrowed)
+
+
+def test_what_is_lent_of_each_key_and_part_comes_as_it_was_said() -> None:
+    said = borrow(peer_pb2.BorrowResponse(lease_id=3, epoch=7, data_port=7101, lent=bytes([1, 0, 1, 1])))
+    assert isinstance(said, Borrowed)
+    assert said.loan is not None
+    assert said.loan.lent == (True, False, True, True)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        peer_pb2.BorrowResponse(lease_id=3, epoch=7, data_port=7101, lent=bytes([1]) * 9),
+        peer_pb2.BorrowResponse(lease_id=3, epoch=7, data_port=70000, lent=bytes([1])),
+        peer_pb2.BorrowResponse(lease_id=3, epoch=7, lent=bytes([1])),
+    ],
+)
+def test_an_answer_to_another_question_is_none(answer: peer_pb2.BorrowResponse) -> None:
+    said = borrow(answer)
+    assert isinstance(said, Unavailable)
+    assert "was asked for 8" in str(said)

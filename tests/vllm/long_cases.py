@@ -1,0 +1,14 @@
+"""Cases that CI leaves out."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+
+def long(*values: str | int) -> ParameterSet:
+    """Make a case that only runs where ``CACHESVC_LONG`` is set: others are nearly as good."""
+    is_left_out = pytest.mark.skipif("CACHESVC_LONG" not in os.environ, reason="CACHESVC_LONG=1 runs it")
+    return pytest.param(*values, marks=is_left_out)
