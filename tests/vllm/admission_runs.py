@@ -7,11 +7,11 @@ import random
 
 from cachesvc_vllm.metrics import CacheStats
 
-from tests.vllm.scheduling import VOCABULARY, Engine
+from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
 from tests.vllm.scheduling_runs import RUNS, main, run_out, serve
 from tests.vllm.shape import Shape
 
-BUSY = Shape(pages=1600, at_a_time=80, step_tokens=640, stock=8)
+BUSY = Shape(pages=6200, at_a_time=80, step_tokens=640, stock=8)
 """Sixteen requests of eight blocks an iteration are a small part of the pool."""
 
 CROWDED = Shape(pages=400, at_a_time=16, step_tokens=128, stock=4)
@@ -24,7 +24,10 @@ def admissions(socket: str, seed: int) -> list[Engine]:
     """Sixteen requests an iteration on a full pool, in iterations that end once the daemon has done what they asked:
     each is admitted at once, and the scheduler waits for no answer while requests run."""
     engine, rng = Engine("e0", socket, seed, BUSY), random.Random(seed)
-    for _ in range(AT_ONCE):  # a full pool, and as many requests as stay
+    for _ in range(BUSY.pages // 31):  # a full pool
+        engine.add([rng.randrange(VOCABULARY) for _ in range(LONGEST - 2)], 1)
+    run_out(engine)
+    for _ in range(AT_ONCE):  # as many requests as stay
         _admit(engine, rng)
     engine.take_stats()
     before, engine.stats = len(engine.hits), CacheStats()
@@ -51,20 +54,15 @@ def four(socket: str, seed: int) -> list[Engine]:
     for engine in engines:
         for _ in range(12):
             engine.add([rng.randrange(VOCABULARY) for _ in range(30)], 8)
-        run_out_busy(engine)
+        while engine.is_busy:
+            engine.step()
+            engine.settle()
     idle = engines.pop()
     assert max(each.most_stock for each in (idle, *engines)) > CROWDED.stock, "none had more than its base"
     assert idle.stock == CROWDED.stock
     serve(engines, rng, 150, aborts=0)
     assert idle.stock == CROWDED.stock
     return [*engines, idle]
-
-
-def run_out_busy(engine: Engine) -> None:
-    """Until it has nothing to do, with iterations that take longer than the daemon."""
-    while engine.is_busy:
-        engine.step()
-        engine.catch_up()
 
 
 RUNS.update({"admissions": admissions, "four": four})

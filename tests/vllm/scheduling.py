@@ -180,13 +180,14 @@ class Engine:
         book = self.connector._scheduler._book  # noqa: SLF001 - vLLM need not know
         while not (book.outbox.is_empty or book.is_adrift):
             book.outbox.poll()
+        if not book.is_adrift:
+            self.most_stock = max(self.most_stock, self.stock)
 
     def catch_up(self) -> None:
         """Kernels take longer than the daemon's making room, too."""
         book = self.connector._scheduler._book  # noqa: SLF001 - as its hooks do, which come once in an iteration
         while not (book.outbox.is_empty and book._lease.record.stock.is_full):  # noqa: SLF001
             book.top_up()
-        self.most_stock = max(self.most_stock, self.stock)
 
     def waiting_for_loads(self) -> int:
         """Number of requests that are being loaded from the host."""

@@ -36,7 +36,12 @@ from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth, before_repeated
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, NotOwned
+from cachesvc.model.numbers.sharing import most_of
 from cachesvc.model.words import NO_PAGE
+
+STOCK_PART = 16
+"""Largest part of a pool in all stocks together whose engines say what they take next, a 16th: cached blocks go for
+it."""
 
 
 def extend(core: Core, call: Call, sequence_id: int, pages: tuple[GroupCells, ...]) -> int:
@@ -161,6 +166,8 @@ def refill_stock(
     lease, place = call.lease, call.replica.place
     check_stock(core, lease, targets)
     targets, widths = _by_pool(place, targets)
+    if due:
+        targets = _in_share(core, call, targets)
     lease.stocked_by = member
     wanted = [max(0, target - len(stock)) for target, stock in zip(targets, lease.stock, strict=True)]
     if due:
@@ -195,6 +202,18 @@ def refill_stock(
         _keep_room(core, call, lease.room, owed, going)
     look_ahead(core, call.model, call.replica)
     return granted
+
+
+def _in_share(core: Core, call: Call, targets: tuple[int, ...]) -> tuple[int, ...]:
+    """Targets that are no more than the lease's share of what stocks may have of each pool."""
+    lease, shared = call.lease, list[int]()
+    beside = [
+        each for each in core.ledger.leases.values() if (each.model, each.replica) == (lease.model, lease.replica)
+    ]
+    for group, (target, pool) in enumerate(zip(targets, call.replica.place.pools, strict=True)):
+        held = {each.id: len(each.stock[group]) for each in beside}
+        shared.append(min(target, most_of(lease.id, held, pool.capacity // STOCK_PART)))
+    return tuple(shared)
 
 
 def _by_pool(place: Place, targets: tuple[int, ...]) -> tuple[tuple[int, ...], Sequence[int]]:

@@ -65,9 +65,10 @@ class Grants:
         """True for a moment after the daemon had too few pages."""
         return self._clock() < self._short_until_s
 
-    def pause(self) -> None:
-        """The daemon has too few pages: do not ask again at once."""
-        self._short_until_s = self._clock() + SHORT_PAUSE_S
+    def pause(self, asked_s: float | None = None) -> None:
+        """The daemon had too few pages at ``asked_s``, now by default: do not ask again at once."""
+        since_s = self._clock() if asked_s is None else asked_s
+        self._short_until_s = max(self._short_until_s, since_s + SHORT_PAUSE_S)
 
     # -- stock -------------------------------------------------------------------------------------------------------
 
@@ -99,6 +100,12 @@ class Grants:
         self.demand.take(growth.blocks - request.rows)
         request.take_cells()
         return True
+
+    def grow_some(self, request: RequestPages, blocks: int) -> None:
+        """Take blocks of a request from the stock, as far as that goes."""
+        rows = min(blocks - request.rows, self.stock_pages // request.row_pages)
+        if rows > 0:
+            self.grow(request, request.rows + rows, NO_POSITIONS)
 
     @property
     def wants_stock(self) -> bool:
@@ -180,11 +187,11 @@ class Grants:
             for each, (wanted, positions) in wanting:
                 assert each.sequence is not None
                 batch.allocate(each.sequence, wanted, short_suffix=True, positions=positions)
-            self.outbox.send(batch, partial(self._take_allocations, [each for each, _ in wanting]))
+            self.outbox.send(batch, partial(self._take_allocations, [each for each, _ in wanting], self._clock()))
         except CacheClientError as error:
             refused("allocate", request.request_id, error)
 
-    def _take_allocations(self, requests: Sequence[RequestPages], answer: Answer) -> None:
+    def _take_allocations(self, requests: Sequence[RequestPages], asked_s: float, answer: Answer) -> None:
         results = [answer] * len(requests) if isinstance(answer, CacheClientError) else answer
         for request, result in zip(requests, results, strict=True):
             if isinstance(result, Allocated):
@@ -195,7 +202,7 @@ class Grants:
             request.begun_s = self._clock()  # others save blocks for it: it asks again with the match that it has
             if isinstance(result, PoolExhausted):
                 request.was_refused = True
-                self.pause()
+                self.pause(asked_s)  # an answer from the last iteration delays no request in this one
 
 
 def _take_report(answer: Answer) -> None:

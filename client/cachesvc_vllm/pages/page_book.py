@@ -347,13 +347,14 @@ class PageBook:
         return bool(sent)
 
     def _ask_ahead(self, request: RequestPages, blocks: int, states: Positions) -> None:
-        """Ask the daemon for pages of a request that waits, and go on. Where it had none, first give back what other
-        requests hold that wait."""
+        """Ask the daemon for pages of a request that waits, and go on. Where it had none, take those of the stock, and
+        first give back what other requests hold that wait."""
         if request.is_growing or self._grants.is_short or not self.outbox.has_room:
             return
         if request.was_refused:
             request.was_refused = False
             self._drop_idle(request)
+            self._grants.grow_some(request, blocks)
         self._grants.ask(request, blocks, states, self._matches.wanting(request), no_wait=True)
 
     def _ask(self, request: RequestPages, blocks: int, states: Positions) -> bool:
@@ -367,9 +368,7 @@ class PageBook:
         hit_blocks = request.sequence.hit_blocks
         if request.rows < hit_blocks and not self._allocate(request, hit_blocks, NO_POSITIONS):
             return False
-        rows = min(blocks - request.rows, self._grants.stock_pages // request.row_pages)
-        if rows > 0:
-            self._grants.grow(request, request.rows + rows, NO_POSITIONS)
+        self._grants.grow_some(request, blocks)
         return request.has_pages(blocks, states) or self._allocate(request, blocks, states)
 
     def _allocate(self, request: RequestPages, blocks: int, states: Positions) -> bool:

@@ -8,8 +8,8 @@ took; an engine that runs nothing goes back to its ``base``, and the rest flows 
 
 from __future__ import annotations
 
-SHARE_DIVISOR = 8
-"""Largest part of the pool that a stock may have: other engines want it too."""
+SHARE_DIVISOR = 32
+"""Largest part of the pool that a stock may have: it holds what requests would return to, and other engines want it."""
 
 STEP_SHARE = 0.9
 """Part of the largest recent take that is expected a step later."""

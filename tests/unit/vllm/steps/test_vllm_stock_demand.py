@@ -7,7 +7,7 @@ from cachesvc_vllm.steps.stock_demand import StockDemand, most_in_stock
 
 def test_the_largest_stock_is_an_iteration_and_no_more_than_a_share_of_the_pool() -> None:
     assert most_in_stock(128, 64, 10_000, 0) == 192
-    assert most_in_stock(128, 64, 800, 0) == 100
+    assert most_in_stock(128, 64, 3200, 0) == 100
     assert most_in_stock(128, 64, 10_000, 50) == 50
 
 
