@@ -29,7 +29,7 @@ LIVE = frozenset(
     {
         *("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "operations_per_step"),
         *("calls_in_flight", "load_limit", "store_limit", "write_policy", "write_through_threshold", "wait_seconds"),
-        *("eviction", "write_back_share"),
+        *("eviction", "write_back_share", "pin_share"),
         *("waiting_calls", "waiting_calls_per_process", "lanes_per_process", "drain_seconds", "log_level"),
     }
 )
@@ -48,7 +48,8 @@ class Config:
     descriptor. ``movers``: what copies, a process for each device or threads of the daemon. ``mover``: sockets of such
     processes that run already, one for each device in order. ``calibration``: when each GPU's link is measured.
     ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``ahead_pages``: device pages of each pool
-    that are kept free, of blocks that the host has. ``slice_bytes``: what is copied before the next choice between
+    that are kept free, of blocks that the host has. ``pin_share``: of each pool of a model, what operators may pin.
+    ``slice_bytes``: what is copied before the next choice between
     jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``: longest that a call waits for
     transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish. ``calls_in_flight``: calls at a time
     that work, of which a process gets its share. ``waiting_calls``: that wait for transfers instead (25 KiB each, and
@@ -97,6 +98,7 @@ class Config:
     write_through_threshold: int = 2
     write_back_share: float = 0.0
     ahead_pages: int = 256
+    pin_share: float = 0.25
     eviction: str = "lru"
     lease_seconds: float = 10.0
     wait_seconds: float = 30.0
@@ -174,6 +176,8 @@ class Config:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
         if not 0 <= self.write_back_share < math.inf:
             raise InvalidRequest(f"write_back_share may not be negative, and must be finite: {self.write_back_share}")
+        if not 0 <= self.pin_share <= 1:
+            raise InvalidRequest(f"pin_share is a share of a pool, from 0 (no pins) to 1: {self.pin_share}")
         if self.ahead_pages < 0:
             raise InvalidRequest("ahead_pages may not be negative; 0 makes no room ahead")
         if self.lanes_per_process < 0:

@@ -265,6 +265,7 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
         leases=config.leases,
         events_per_model=config.event_history,
         ahead_pages=config.ahead_pages,
+        pin_share=config.pin_share,
         open_seconds=OPEN_SECONDS,
     )
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold, share=config.write_back_share)

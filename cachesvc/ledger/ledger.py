@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.ledger.index.operator_pins import OperatorPins
 from cachesvc.ledger.index.reuse_stats import Reuse
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import Lease, LeaseState, Process
@@ -106,6 +107,7 @@ class Model:
     recent: RecentRequests = field(default_factory=RecentRequests)
     stored: Stored = field(default_factory=Stored)
     lent: list[LentBlocks] = field(default_factory=list)
+    pins: OperatorPins = field(default_factory=OperatorPins)
     last_used: float = 0.0
     expected: int = 0
     expected_until: float = 0.0

@@ -241,8 +241,8 @@ class LimitExceeded(CacheError):
     got: int | None = None
     limit: int | None = None
 
-    def __init__(self, what: str, got: int, limit: int) -> None:
-        super().__init__(f"{what}: {got} is more than the limit of {limit}; send less at a time")
+    def __init__(self, what: str, got: int, limit: int, hint: str = "send less at a time") -> None:
+        super().__init__(f"{what}: {got} is more than the limit of {limit}; {hint}")
         self.what = what
         self.got = got
         self.limit = limit

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from cachesvc.ledger.index.operator_pins import OperatorPin
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
@@ -97,6 +98,17 @@ class TransferLine(NamedTuple):
     peer_bytes: int
 
 
+class PinLine(NamedTuple):
+    """A prefix that an operator keeps from eviction: the key of its last block, its blocks, and where it is kept."""
+
+    model_id: int
+    model: str
+    key_hex: str
+    blocks: int
+    seconds_left: float
+    places: tuple[str, ...]
+
+
 class Status(NamedTuple):
     """Everything at a glance, of one moment but for what leases hold. ``holders``, ``silent``: of the leases, at most
     ``MOST_LISTED`` each."""
@@ -112,6 +124,7 @@ class Status(NamedTuple):
     running: int
     counters: Mapping[str, int]
     attention: list[str]
+    pins: list[PinLine]
 
 
 def status(view: View, silence_limit_seconds: float) -> Question[Status]:
@@ -135,7 +148,20 @@ def status(view: View, silence_limit_seconds: float) -> Question[Status]:
         len(running),
         view.counters,
         _attention(view, full, held, quiet, silence_limit_seconds),
+        pin_lines(view),
     )
+
+
+def pin_lines(view: View) -> list[PinLine]:
+    """Pins of operators, those that end first at the front."""
+    lines = [pin_line(model, pin, view.now()) for model in view.models() for pin in model.pins.by_key.values()]
+    return sorted(lines, key=lambda line: line.seconds_left)
+
+
+def pin_line(model: Model, pin: OperatorPin, now: float) -> PinLine:
+    """One pin."""
+    left = max(0.0, pin.until - now)
+    return PinLine(model.id, model.shown, pin.key.hex(), pin.blocks, left, tuple(pin.places))
 
 
 def lease_lines(view: View) -> Question[list[LeaseLine]]:

@@ -14,7 +14,6 @@ TESTED = ((0, 5, 23),)
 SINGLE = ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "nnodes")
 
 OFF = (
-    "enable_memory_saver",
     "enable_hierarchical_cache",
     "enable_unified_cache_external_linker",
     "enable_unified_memory",
@@ -45,6 +44,12 @@ def require_supported(arguments: Any, settings: EngineSettings) -> None:
     for name in SINGLE:
         if getattr(arguments, name, 1) != 1:
             raise EngineRefused(f"{_flag(name)} is {getattr(arguments, name)}, and only 1 is supported: leave it out")
+    if getattr(arguments, "enable_memory_saver", False):
+        raise EngineRefused(
+            "--enable-memory-saver is not supported with --radix-cache-backend cachesvc: KV memory is the daemon's, and "
+            "other engines use it, so release_memory_occupation cannot free it; leave it out, and stop the engine to free "
+            "its weights: its blocks stay, and it finds them when it is started again"
+        )
     for name in OFF:
         if getattr(arguments, name, None):
             raise EngineRefused(f"{_flag(name)} is not supported with --radix-cache-backend cachesvc: leave it out")

@@ -154,7 +154,8 @@ class Limits:
     ``reservation_seconds``: how long free pages are kept at most for a call that waits for more. It is longer than
     calls wait, which end their reservations themselves. ``open_seconds``: how long a model is kept for an engine that
     has registered it and not opened a lease; 0: not at all. ``ahead_pages``: device pages that are kept free of each
-    pool, as far as the host has what goes for them, and at most an ``ahead_part``-th of the pool.
+    pool, as far as the host has what goes for them, and at most an ``ahead_part``-th of the pool. ``pins_per_model``:
+    of operators. ``pin_share``: of each pool, what these may keep.
     """
 
     blocks_per_sequence: int = 65536
@@ -175,6 +176,8 @@ class Limits:
     open_seconds: float = 0.0
     ahead_pages: int = 0
     ahead_part: int = 64
+    pins_per_model: int = 64
+    pin_share: float = 0.25
 
 
 @dataclass
