@@ -148,7 +148,10 @@ class Config:
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("checksums", self.checksums, CHECKSUMS)
         if not self.socket or len(self.socket.encode()) > 100:
-            raise InvalidRequest(f"socket must be a path of at most 100 bytes (a unix socket's limit): {self.socket!r}")
+            raise InvalidRequest(
+                f"socket is a path of 1 to 100 bytes (a unix socket's limit), not {len(self.socket.encode())}: "
+                f"{self.socket!r}; choose a shorter one, or a symbolic link to its folder"
+            )
         for name in ("device_pool", "host_chunk", "host_threads", "shm_devices", "write_through_threshold", "leases"):
             _positive(name, getattr(self, name))
         for name in (
@@ -174,10 +177,7 @@ class Config:
             _positive(name, getattr(self, name))
         if min(self.load_limit, self.store_limit) < 0:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
-        if not 0 <= self.write_back_share < math.inf:
-            raise InvalidRequest(f"write_back_share may not be negative, and must be finite: {self.write_back_share}")
-        if not 0 <= self.pin_share <= 1:
-            raise InvalidRequest(f"pin_share is a share of a pool, from 0 (no pins) to 1: {self.pin_share}")
+        _require_shares(self)
         if self.ahead_pages < 0:
             raise InvalidRequest("ahead_pages may not be negative; 0 makes no room ahead")
         if self.lanes_per_process < 0:
@@ -294,6 +294,13 @@ def _require_pools(config: Config) -> None:
             "storage: blocks go to storage from the host's pages, and host_pool is 0: nothing would be kept; give it a "
             "host_pool, such as 8GiB"
         )
+
+
+def _require_shares(config: Config) -> None:
+    if not 0 <= config.write_back_share < math.inf:
+        raise InvalidRequest(f"write_back_share may not be negative, and must be finite: {config.write_back_share}")
+    if not 0 <= config.pin_share <= 1:
+        raise InvalidRequest(f"pin_share is a share of a pool, from 0 (no pins) to 1: {config.pin_share}")
 
 
 def _require_grace(seconds: float) -> None:

@@ -269,8 +269,8 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
         open_seconds=OPEN_SECONDS,
     )
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold, share=config.write_back_share)
-    new_name = partial(lease_name, epoch)
-    return Core(Ledger(), engine, eviction_policy(config.eviction), writing, limits, new_name=new_name)
+    named = partial(lease_name, epoch)
+    return Core(Ledger(), engine, eviction_policy(config.eviction), writing, limits, new_name=named)
 
 
 def _rows(ledger: Ledger) -> int:

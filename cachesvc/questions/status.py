@@ -42,6 +42,7 @@ class PoolLine(NamedTuple):
     page_bytes: int
     reserved: int = 0
     pool: str = ""
+    model_name: str = ""
 
     @property
     def title(self) -> str:
@@ -203,7 +204,7 @@ def pools(models: Collection[Model]) -> list[PoolLine]:
                 name = model.layout.groups[group].name
                 page_bytes = model.layout.page_bytes(group)
                 line = PoolLine(model.id, place.name, name, pool.capacity, counts, page_bytes, pool.withheld)
-                out.append(line._replace(pool=names[group]))
+                out.append(line._replace(pool=names[group], model_name=model.shown))
     return out
 
 
@@ -289,17 +290,14 @@ def _attention(
     ]
     for pool in by_pool(full):
         usable = sum(pool.counts.values())
+        where = f"model {pool.model} ({pool.model_name}), {pool.place}, {pool.title}"
         if usable and pool.held >= HELD_SHARE * usable:
             mine = [line for line in held if line.model_id == pool.model and line.private_pages]
             most = f"; most is held by {mine[0].engine} (lease {mine[0].lease_id[:SHOWN_LETTERS]})" if mine else ""
-            out.append(
-                f"model {pool.model}, {pool.place}, {pool.title}: {pool.held} of {usable} pages are in use and "
-                f"cannot be evicted{most}"
-            )
+            out.append(f"{where}: {pool.held} of {usable} pages are in use and cannot be evicted{most}")
         if quarantined := pool.counts[PageState.QUARANTINED]:
             out.append(
-                f"model {pool.model}, {pool.place}, {pool.title}: {quarantined} pages wait "
-                "in quarantine until the processes of their lost lease are gone"
+                f"{where}: {quarantined} pages wait in quarantine until the processes of their lost lease are gone"
             )
     out += scraps(view.models(), full)
     out += [

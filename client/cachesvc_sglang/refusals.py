@@ -46,9 +46,9 @@ def require_supported(arguments: Any, settings: EngineSettings) -> None:
             raise EngineRefused(f"{_flag(name)} is {getattr(arguments, name)}, and only 1 is supported: leave it out")
     if getattr(arguments, "enable_memory_saver", False):
         raise EngineRefused(
-            "--enable-memory-saver is not supported with --radix-cache-backend cachesvc: KV memory is the daemon's, and "
-            "other engines use it, so release_memory_occupation cannot free it; leave it out, and stop the engine to free "
-            "its weights: its blocks stay, and it finds them when it is started again"
+            "--enable-memory-saver is not supported with --radix-cache-backend cachesvc: KV memory is the daemon's, "
+            "other engines use it, and nothing would be freed; leave it out, and stop the engine to free its "
+            "weights: its blocks stay, and it finds them when it is started again"
         )
     for name in OFF:
         if getattr(arguments, name, None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from cachesvc.flows.context.core import Core
-from cachesvc.ledger.index.operator_pins import Kept, OperatorPin, keepable
+from cachesvc.ledger.index.operator_pins import KeptCopies, OperatorPin, keepable
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded, NotFound, QuotaExceeded
@@ -60,10 +60,10 @@ def expire_pins(core: Core, now: float) -> list[tuple[Model, OperatorPin]]:
     return [(model, ended) for model in core.ledger.models.values() for ended in model.pins.expire(now)]
 
 
-def _kept(model: Model, row: int) -> list[Kept]:
+def _kept(model: Model, row: int) -> list[KeptCopies]:
     """Copies to keep, on each replica that has a hit of the whole prefix, and on the host once. Raises Conflict."""
     blocks = model.blocks
-    out: dict[int, Kept] = {}
+    out: dict[int, KeptCopies] = {}
     for replica in model.replicas:
         for kept in keepable(blocks, row, replica.place) or ():
             before = out.get(kept.place.number)
@@ -77,14 +77,14 @@ def _kept(model: Model, row: int) -> list[Kept]:
     return list(out.values())
 
 
-def _union(one: Kept, other: Kept) -> Kept:
+def _union(one: KeptCopies, other: KeptCopies) -> KeptCopies:
     windows = {group: dict(rows) for group, rows in one.windows.items()}
     for group, rows in other.windows.items():
         windows.setdefault(group, {}).update(rows)
-    return Kept(one.place, one.tip, windows)
+    return KeptCopies(one.place, one.tip, windows)
 
 
-def _over_quota(core: Core, model: Model, kept: list[Kept]) -> QuotaExceeded | None:
+def _over_quota(core: Core, model: Model, kept: list[KeptCopies]) -> QuotaExceeded | None:
     """The refusal where pins keep more than their share of a pool."""
     for each in kept:
         for groups, pages in zip(each.place.shares, model.pins.pages(model.blocks, each.place).by_pool(), strict=True):

@@ -20,7 +20,7 @@ from cachesvc.ledger.pages.pinned_counts import Protected
 from cachesvc.model.words import READY
 
 
-class Kept(NamedTuple):
+class KeptCopies(NamedTuple):
     """Copies of a prefix on one place: all blocks down to row ``tip`` (NO_ROW: none), and ``windows[g]``, position ->
     row, of windowed groups."""
 
@@ -39,7 +39,7 @@ class PinnedPages:
         self._tips: Counter[int] = Counter()
         self._windows: Counter[tuple[int, int]] = Counter()
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: KeptCopies) -> None:
         """Count what one more pin keeps."""
         if kept.tip != NO_ROW:
             self._tips[kept.tip] += 1
@@ -47,7 +47,7 @@ class PinnedPages:
                 self._blocks.keep(kept.tip)
         self._windows.update((group, row) for group, rows in kept.windows.items() for row in rows.values())
 
-    def remove(self, kept: Kept) -> None:
+    def remove(self, kept: KeptCopies) -> None:
         """Count what one pin has kept no more."""
         if kept.tip != NO_ROW:
             self._tips[kept.tip] -= 1
@@ -67,7 +67,7 @@ class PinnedPages:
 class OperatorPin:
     """The prefix that ends at ``row``, the block of ``key``, kept until ``until`` (seconds, monotonic)."""
 
-    def __init__(self, blocks: BlockLedger, row: int, kept: list[Kept], until: float) -> None:
+    def __init__(self, blocks: BlockLedger, row: int, kept: list[KeptCopies], until: float) -> None:
         self.key = blocks.index.key_of(row)
         self.row = row
         self.blocks = blocks.index.depth[row] + 1
@@ -108,12 +108,12 @@ class OperatorPins:
             self._pages[place.number] = PinnedPages(blocks, place)
         return self._pages[place.number]
 
-    def count(self, blocks: BlockLedger, kept: list[Kept]) -> None:
+    def count(self, blocks: BlockLedger, kept: list[KeptCopies]) -> None:
         """Count the pages that one more pin keeps."""
         for each in kept:
             self.pages(blocks, each.place).add(each)
 
-    def discount(self, kept: list[Kept]) -> None:
+    def discount(self, kept: list[KeptCopies]) -> None:
         """Count them no more."""
         for each in kept:
             self._pages[each.place.number].remove(each)
@@ -144,7 +144,7 @@ class OperatorPins:
         return ended
 
 
-def keepable(blocks: BlockLedger, row: int, device: Place) -> list[Kept] | None:
+def keepable(blocks: BlockLedger, row: int, device: Place) -> list[KeptCopies] | None:
     """Copies that make the prefix down to ``row`` a hit for a replica, in place or by a load; None where some are
     missing. Its time grows with the prefix, some 10 ns a block."""
     index, host = blocks.index, blocks.host
@@ -163,12 +163,12 @@ def keepable(blocks: BlockLedger, row: int, device: Place) -> list[Kept] | None:
             first_load = min(first_load, position)
         else:
             return None
-    kept = [Kept(device, rows[in_place - 1], here)] if in_place else []
+    kept = [KeptCopies(device, rows[in_place - 1], here)] if in_place else []
     if first_load == len(rows):
         return kept
     if (host.states_of(host.lead, rows[first_load:]) != READY).any():
         return None
-    return [*kept, Kept(host, row, away)]
+    return [*kept, KeptCopies(host, row, away)]
 
 
 def _windowed(blocks: BlockLedger, count: int) -> Iterator[tuple[int, int]]:

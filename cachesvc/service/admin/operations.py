@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from kvcache.v1 import admin_pb2
+from kvcache.v1 import admin_pb2, inspect_pb2
 
 from cachesvc.flows.models import admin, pinning
 from cachesvc.ledger.ledger import Model
@@ -72,22 +72,22 @@ class Administration:
             events.event("weights_announced", model=model.id, version=version, previous=previous)
         return admin_pb2.SetWeightsVersionResponse(previous=previous)
 
-    async def pin(self, view: View, request: admin_pb2.PinRequest, slices: TimeSlices) -> admin_pb2.PinResponse:
+    async def pin(self, view: View, request: inspect_pb2.PinRequest, slices: TimeSlices) -> inspect_pb2.PinResponse:
         """Keep a prefix for a time. Idempotent. Raises as ``pinning.pin``, and what ``one_key`` raises."""
         model = _named(view, request.model_id)
         key = await slices.answer(one_key(model, request.key_hex))
         made = self._node.run(partial(pinning.pin, self._node.core, model, key, request.seconds, view.now()))
         line = pin_line(model, made, view.now())
         events.event("pinned", model=model.id, key=line.key_hex[:16], blocks=made.blocks, seconds=request.seconds)
-        return admin_pb2.PinResponse(pin=pin_to_proto(line))
+        return inspect_pb2.PinResponse(pin=pin_to_proto(line))
 
-    async def unpin(self, view: View, request: admin_pb2.UnpinRequest) -> admin_pb2.UnpinResponse:
+    async def unpin(self, view: View, request: inspect_pb2.UnpinRequest) -> inspect_pb2.UnpinResponse:
         """End a pin before its time. Raises NotFound, InvalidRequest."""
         model = _named(view, request.model_id)
         ended = self._node.run(partial(pinning.unpin, model, request.key_hex))
         line = pin_line(model, ended, view.now())
         events.event("unpinned", model=model.id, key=line.key_hex[:16], blocks=ended.blocks)
-        return admin_pb2.UnpinResponse(pin=pin_to_proto(line))
+        return inspect_pb2.UnpinResponse(pin=pin_to_proto(line))
 
     async def evict(self, view: View, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         """Drop blocks, some at a time. A request_id that came before gets its answer again.

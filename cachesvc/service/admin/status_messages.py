@@ -58,9 +58,9 @@ def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetSt
     )
 
 
-def pin_to_proto(line: PinLine) -> admin_pb2.PinStatus:
+def pin_to_proto(line: PinLine) -> inspect_pb2.PinStatus:
     """One pin of an operator."""
-    return admin_pb2.PinStatus(**line._asdict())
+    return inspect_pb2.PinStatus(**line._asdict())
 
 
 def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
@@ -78,6 +78,7 @@ def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
         page_bytes=line.page_bytes,
         reserved=line.reserved,
         pool=line.pool,
+        model=line.model_name,
     )
 
 

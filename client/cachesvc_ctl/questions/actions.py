@@ -79,7 +79,7 @@ class Weights(Question[Message]):
         return f"announced {self.arguments.version}; before: {answer.previous or 'none'}"
 
 
-class Pin(Question[admin_pb2.PinResponse]):
+class Pin(Question[inspect_pb2.PinResponse]):
     """Pin."""
 
     name = "pin"
@@ -94,20 +94,20 @@ class Pin(Question[admin_pb2.PinResponse]):
         flag("--seconds", type=float, default=3600.0, metavar="S", help="from now on (default 3600, at most a week)"),
     )
 
-    def ask(self, admin: Admin) -> admin_pb2.PinResponse:
+    def ask(self, admin: Admin) -> inspect_pb2.PinResponse:
         """Pin, or set the end of a pin anew. Idempotent."""
         model = require_model(admin, self.arguments.model)
-        request = admin_pb2.PinRequest(
+        request = inspect_pb2.PinRequest(
             model_id=model.model_id, key_hex=self.arguments.key, seconds=self.arguments.seconds
         )
         return admin.Pin(request, timeout=DEADLINE_SECONDS)
 
-    def show(self, answer: admin_pb2.PinResponse) -> str:
+    def show(self, answer: inspect_pb2.PinResponse) -> str:
         """The pin as ``status`` lists it."""
         return pins_table([answer.pin])
 
 
-class Unpin(Question[admin_pb2.UnpinResponse]):
+class Unpin(Question[inspect_pb2.UnpinResponse]):
     """Unpin."""
 
     name = "unpin"
@@ -115,14 +115,14 @@ class Unpin(Question[admin_pb2.UnpinResponse]):
     epilog = "The blocks stay until they are evicted. status lists the pins."
     flags = (flag("key", type=hex_digits, metavar="KEY", help="of the pin, or how it begins"), model_flag())
 
-    def ask(self, admin: Admin) -> admin_pb2.UnpinResponse:
+    def ask(self, admin: Admin) -> inspect_pb2.UnpinResponse:
         """End it."""
         model = require_model(admin, self.arguments.model)
-        request = admin_pb2.UnpinRequest(model_id=model.model_id, key_hex=self.arguments.key)
+        request = inspect_pb2.UnpinRequest(model_id=model.model_id, key_hex=self.arguments.key)
         return admin.Unpin(request, timeout=DEADLINE_SECONDS)
 
-    def show(self, answer: admin_pb2.UnpinResponse) -> str:
-        """What is not kept any more."""
+    def show(self, answer: inspect_pb2.UnpinResponse) -> str:
+        """The blocks that it kept."""
         return f"unpinned {answer.pin.blocks:,} blocks of {answer.pin.model}"
 
 

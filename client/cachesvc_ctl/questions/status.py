@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcache.v1 import admin_pb2, status_pb2
+from kvcache.v1 import admin_pb2, inspect_pb2, status_pb2
 
 from cachesvc_ctl.core.command import flag
 from cachesvc_ctl.core.text import describe_bytes, one_line, table
@@ -57,7 +57,7 @@ def _pools(answer: admin_pb2.GetStatusResponse) -> str:
     head = ("model", "place", "group", "pages", "free", "private", "sealed", "in flight", "quarantined", "page")
     rows = [
         (
-            p.model_id,
+            p.model or p.model_id,
             p.place,
             p.group,
             p.capacity,
@@ -73,7 +73,7 @@ def _pools(answer: admin_pb2.GetStatusResponse) -> str:
     return table(head, rows) if rows else "no pools: no model is registered yet"
 
 
-def pins_table(pins: Iterable[admin_pb2.PinStatus]) -> str:
+def pins_table(pins: Iterable[inspect_pb2.PinStatus]) -> str:
     """Pins of operators, one a line."""
     rows = [(p.key_hex[:16], p.model, p.blocks, f"{p.seconds_left:,.0f} s", ", ".join(p.places)) for p in pins]
     return table(("pinned", "model", "blocks", "ends in", "kept on"), rows)

@@ -93,13 +93,13 @@ class AdminServiceStub(object):
                 _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/kvcache.v1.AdminService/Pin',
-                request_serializer=kvcache_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
-                response_deserializer=kvcache_dot_v1_dot_admin__pb2.PinResponse.FromString,
+                request_serializer=kvcache_dot_v1_dot_inspect__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_inspect__pb2.PinResponse.FromString,
                 _registered_method=True)
         self.Unpin = channel.unary_unary(
                 '/kvcache.v1.AdminService/Unpin',
-                request_serializer=kvcache_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
-                response_deserializer=kvcache_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
+                request_serializer=kvcache_dot_v1_dot_inspect__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_inspect__pb2.UnpinResponse.FromString,
                 _registered_method=True)
         self.Verify = channel.unary_unary(
                 '/kvcache.v1.AdminService/Verify',
@@ -347,13 +347,13 @@ def add_AdminServiceServicer_to_server(servicer, server):
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
-                    request_deserializer=kvcache_dot_v1_dot_admin__pb2.PinRequest.FromString,
-                    response_serializer=kvcache_dot_v1_dot_admin__pb2.PinResponse.SerializeToString,
+                    request_deserializer=kvcache_dot_v1_dot_inspect__pb2.PinRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_inspect__pb2.PinResponse.SerializeToString,
             ),
             'Unpin': grpc.unary_unary_rpc_method_handler(
                     servicer.Unpin,
-                    request_deserializer=kvcache_dot_v1_dot_admin__pb2.UnpinRequest.FromString,
-                    response_serializer=kvcache_dot_v1_dot_admin__pb2.UnpinResponse.SerializeToString,
+                    request_deserializer=kvcache_dot_v1_dot_inspect__pb2.UnpinRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_inspect__pb2.UnpinResponse.SerializeToString,
             ),
             'Verify': grpc.unary_unary_rpc_method_handler(
                     servicer.Verify,
@@ -713,8 +713,8 @@ class AdminService(object):
             request,
             target,
             '/kvcache.v1.AdminService/Pin',
-            kvcache_dot_v1_dot_admin__pb2.PinRequest.SerializeToString,
-            kvcache_dot_v1_dot_admin__pb2.PinResponse.FromString,
+            kvcache_dot_v1_dot_inspect__pb2.PinRequest.SerializeToString,
+            kvcache_dot_v1_dot_inspect__pb2.PinResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -740,8 +740,8 @@ class AdminService(object):
             request,
             target,
             '/kvcache.v1.AdminService/Unpin',
-            kvcache_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
-            kvcache_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
+            kvcache_dot_v1_dot_inspect__pb2.UnpinRequest.SerializeToString,
+            kvcache_dot_v1_dot_inspect__pb2.UnpinResponse.FromString,
             options,
             channel_credentials,
             insecure,
