@@ -38,7 +38,8 @@ def allocate(
     require_active(sequence)
     first = sequence.blocks
     if blocks > call.lease.blocks_per_sequence:
-        raise LimitExceeded("blocks of a sequence", blocks, call.lease.blocks_per_sequence)
+        most, setting = call.lease.blocks_per_sequence, "blocks_per_sequence"
+        raise LimitExceeded.of_setting("blocks of a sequence", blocks, most, setting, "ask for fewer")
     if blocks < max(first, sequence.hit_blocks):
         raise InvalidRequest(
             f"sequence {sequence_id} has {first} blocks and a hit of {sequence.hit_blocks}; allocate at least as many"

@@ -161,7 +161,7 @@ def _require_room(core: Core, process: Process, quota: int) -> None:
     held = Counter(each.party for each in ledger.leases.values())
     own, most = held[process.party], limit if held[process.party] else limit + max(1, limit // 4)
     if len(ledger.leases) >= most:
-        raise LimitExceeded("leases", len(ledger.leases) + 1, most)
+        raise LimitExceeded.of_setting("leases", len(ledger.leases) + 1, most, "leases", "close some")
     is_alone = all(each.party == process.party for each in ledger.processes.values()) and held.total() == own
     if not quota and not is_alone and own >= (share := most_of(process.party, held, limit)):
         raise LimitExceeded("leases of this process", own + 1, share)

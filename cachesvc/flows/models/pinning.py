@@ -23,8 +23,7 @@ def pin(core: Core, model: Model, key: bytes, seconds: float, now: float) -> Ope
     Raises InvalidRequest (seconds), NotFound (the block), Conflict (the prefix is not resident as a whole),
     LimitExceeded (pins of the model), QuotaExceeded (pages of a pool). Nothing has changed then.
     """
-    if not (0 < seconds <= MOST_SECONDS and math.isfinite(seconds)):
-        raise InvalidRequest(f"seconds is {seconds:g}; a pin lasts more than 0 and at most {MOST_SECONDS:.0f} (a week)")
+    require_time(seconds)
     blocks, pins = model.blocks, model.pins
     row = blocks.index.rows.get(key)
     if row is None:
@@ -44,6 +43,12 @@ def pin(core: Core, model: Model, key: bytes, seconds: float, now: float) -> Ope
     return made
 
 
+def require_time(seconds: float) -> None:
+    """Raises InvalidRequest for a time for which nothing can be pinned."""
+    if not (0 < seconds <= MOST_SECONDS and math.isfinite(seconds)):
+        raise InvalidRequest(f"seconds is {seconds:g}; a pin lasts more than 0 and at most {MOST_SECONDS:.0f} (a week)")
+
+
 def unpin(model: Model, digits: str) -> OperatorPin:
     """End the pin on the one prefix whose key begins with these hexadecimal digits. Raises NotFound, InvalidRequest."""
     text = digits.strip().lower()
@@ -51,7 +56,7 @@ def unpin(model: Model, digits: str) -> OperatorPin:
     if len(found) > 1:
         raise InvalidRequest(f"{text} names {len(found)} pins; give more digits")
     if not found or (ended := model.pins.end(found[0])) is None:
-        raise NotFound("pin", text, "GetStatus shows those that are there")
+        raise NotFound("pin", text, "GetStatus (cachesvc status) shows those that are there")
     return ended
 
 

@@ -74,6 +74,7 @@ class Administration:
 
     async def pin(self, view: View, request: inspect_pb2.PinRequest, slices: TimeSlices) -> inspect_pb2.PinResponse:
         """Keep a prefix for a time. Idempotent. Raises as ``pinning.pin``, and what ``one_key`` raises."""
+        pinning.require_time(request.seconds)
         model = _named(view, request.model_id)
         key = await slices.answer(one_key(model, request.key_hex))
         made = self._node.run(partial(pinning.pin, self._node.core, model, key, request.seconds, view.now()))
