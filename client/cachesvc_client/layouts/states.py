@@ -17,7 +17,7 @@ POOL = "kv"
 GRAIN = 16
 """vLLM's attention kernels take blocks of a multiple of these tokens."""
 MUCH_MORE = 1.5
-"""One kind has so many times the other's layers: groups are as small as the rarer kind."""
+"""Factor by which one kind has more layers than the other where groups are as small as the rarer kind."""
 
 
 @dataclass(frozen=True, slots=True)
