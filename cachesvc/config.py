@@ -23,6 +23,7 @@ MOVERS = ("process", "inside")
 MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
+MAX_SOCKET_BYTES = 100
 MAX_TOKEN_GRACE_SECONDS = 24 * 3600
 CHECKSUMS = ("off", "sample", "all")
 LIVE = frozenset(
@@ -147,11 +148,7 @@ class Config:
             raise InvalidRequest(f"mover names a socket twice, and each is for one device: {', '.join(self.mover)}")
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("checksums", self.checksums, CHECKSUMS)
-        if not self.socket or len(self.socket.encode()) > 100:
-            raise InvalidRequest(
-                f"socket is a path of 1 to 100 bytes (a unix socket's limit), not {len(self.socket.encode())}: "
-                f"{self.socket!r}; choose a shorter one, or a symbolic link to its folder"
-            )
+        _require_path(self.socket)
         for name in ("device_pool", "host_chunk", "host_threads", "shm_devices", "write_through_threshold", "leases"):
             _positive(name, getattr(self, name))
         for name in (
@@ -293,6 +290,15 @@ def _require_pools(config: Config) -> None:
         raise InvalidRequest(
             "storage: blocks go to storage from the host's pages, and host_pool is 0: nothing would be kept; give it a "
             "host_pool, such as 8GiB"
+        )
+
+
+def _require_path(socket: str) -> None:
+    size = len(socket.encode())
+    if not 0 < size <= MAX_SOCKET_BYTES:
+        raise InvalidRequest(
+            f"socket is a path of 1 to {MAX_SOCKET_BYTES} bytes (a unix socket's limit), not {size}: {socket!r}; "
+            "choose a shorter one, or a symbolic link to its folder"
         )
 
 

@@ -118,7 +118,7 @@ def live_settings(
     opened."""
     core = node.core
 
-    def limit(name: str, value: float) -> None:
+    def limit(name: str, value: Any) -> None:
         core.limits = replace(core.limits, **{name: value})
 
     limits = ("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "pin_share")

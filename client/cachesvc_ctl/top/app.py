@@ -50,8 +50,8 @@ class TopApp(App[None]):
     #rates { height: 3; padding: 0 1; }
     #pools { height: auto; max-height: 9; padding: 0 1; }
     #below { height: 1fr; }
-    #left { width: 1fr; }
-    #right { width: 1fr; }
+    #left { width: 42fr; }
+    #right { width: 38fr; }
     DataTable { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -93,7 +93,7 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         """Begin to look."""
-        self.query_one("#leases", DataTable).add_columns("engine", "lease", "silent", "open", "own", "pinned")
+        self.query_one("#leases", DataTable).add_columns("engine", "lease", "silent", "open", "own", "pin")
         self._hot_columns()
         self.set_interval(self._every, self.look)
         self.look()
@@ -224,7 +224,7 @@ def _pools(look: Look, width: int) -> Text:
     for mark, name in zip(MARKS, LEGEND, strict=True):
         text.append("█ ", COLOURS[mark])
         text.append(f"{name}  ", "dim")
-    text.append("\nleases: requests open, pages of their own, blocks pinned", "dim")
+    text.append("\nopen: requests; own: private pages; pin: pinned blocks; r0: replica 0", "dim")
     return text
 
 

@@ -174,7 +174,7 @@ def hot_rows(look: Look) -> list[tuple[object, ...]]:
             block.key_hex[:12],
             block.position + 1,
             block.hits,
-            ", ".join(dict.fromkeys(copy.place for copy in block.copies)),
+            ", ".join(dict.fromkeys(copy.place.replace("replica ", "r") for copy in block.copies)),
             one_line(model)[:TITLE],
         )
         for model, block in look.hottest

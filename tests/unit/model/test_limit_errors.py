@@ -23,7 +23,7 @@ def test_refusals_name_the_setting_the_number_and_the_remedy() -> None:
     with pytest.raises(LimitExceeded, match="ask for fewer, or have the operator raise blocks_per_sequence and reload"):
         rig.run(allocate, lease, 1, 5)
     with pytest.raises(
-        LimitExceeded, match="2 is more than the limit of 1; release some, .* sequences_per_lease"
+        LimitExceeded, match=r"2 is more than the limit of 1; release some, .* sequences_per_lease"
     ) as no:
         rig.run(match, lease, 2, chain("b"), 0)
     assert (no.value.got, no.value.limit) == (2, 1)

@@ -62,7 +62,7 @@ def test_a_pinned_prefix_outlives_all_that_comes_after_it(layout: Layout) -> Non
     lease = rig.lease("b")
     assert pinned(rig, "abcd") == ["replica 0"]
     for sequence in range(2, 30):
-        serve(rig, lease, sequence, [f"{sequence} {at}" for at in range(10)])  # type: ignore[arg-type]
+        serve(rig, lease, sequence, [f"{sequence} {at}" for at in range(10)])
     assert hit_of(rig, lease, 99, "abcd") == 4
     assert [expired.key for _, expired in expire_pins(rig.core, 59.9)] == []
     assert [expired.key for _, expired in expire_pins(rig.core, 60.0)] == [last("abcd")]
@@ -210,6 +210,6 @@ def test_status_lists_pins_and_why_names_them() -> None:
     rig.now = 20.0
     view = View(rig.core, EVERYTHING, lambda: rig.now)
     (line,) = answer_at_once(status(view, 10.0)).pins
-    assert line == (1, "m", last("abcd").hex(), 4, 40.0, ("replica 0",))
+    assert tuple(line) == (1, "m", last("abcd").hex(), 4, 40.0, ("replica 0",))
     (story,) = answer_at_once(explain(view, 1, last("ab"))).blocks
     assert f"an operator has pinned the prefix to {line.key_hex[:16]} for 40 s more" in story.conclusion
