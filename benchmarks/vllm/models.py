@@ -97,7 +97,17 @@ DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 3}
 
 HALF = {**MODEL, "num_hidden_layers": 16}
 
+WIDE = {
+    **MODEL,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 60,
+}
+"""The shape of a Llama of 70 billion parameters, with 60 of its 80 layers: two engines fit on four GPUs of 80 GB."""
+
 CASES = {
+    "llama-70b": Case(WIDE, "FLASH_ATTN"),
     "llama": Case(MODEL, "FLASH_ATTN"),
     "tiny": Case(TINY, ""),
     "tiny-eagle": Case(TINY, "", {**TINY, "num_hidden_layers": 1}, {"method": "eagle", "num_speculative_tokens": 2}),
