@@ -213,6 +213,7 @@ def main() -> int:
         on_gpu=not options.tiny,
         options=case.options(options.folder.resolve()),
         latent_values=case.latent_values,
+        block_tokens=case.block_tokens,
         draft_layers=case.draft_layers,
         ranks=options.ranks,
     )

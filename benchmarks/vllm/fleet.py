@@ -65,10 +65,11 @@ class Shape:
 
     @property
     def pool_tokens(self) -> int:
-        """Number of tokens whose KV fits on the device."""
+        """Number of tokens whose KV fits on the device, in the layers that keep whole sequences."""
         model = self.model
         values = self.latent_values or 2 * model["num_key_value_heads"] * model["head_dim"]
-        return int(self.pool_bytes // (2 * values * (model["num_hidden_layers"] + self.draft_layers)))
+        whole = model.get("layer_types", ["full_attention"] * model["num_hidden_layers"]).count("full_attention")
+        return int(self.pool_bytes // (2 * values * (whole + self.draft_layers)))
 
     def wish(self, kind: str, address: str) -> dict[str, Any]:
         """Configuration message for an engine."""
