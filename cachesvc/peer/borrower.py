@@ -24,12 +24,13 @@ from cachesvc.peer.fleet.health import Peer
 from cachesvc.peer.fleet.names import PeerNames
 from cachesvc.peer.fleet.news import NewsReader
 from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
-from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into
+from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into, send_pieces
 from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
 from cachesvc.telemetry import events
 
-THREADS = 4
+THREADS = 12
+"""Three loans are read at once, each by several streams."""
 MOST_WAITING = 1024
 CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 5.0
@@ -279,10 +280,11 @@ class PeerStorage:
         """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""
         for index, _ in wanted.items:
             each(index, Outcome.BUSY)
-        self._loans.leave_unread(wanted.held)
+        if self._loans.ended(wanted.held):
+            self._loans.leave_unread(wanted.held)
 
     def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
-        """Read all items of a loan, over one stream. Each of them ends, and is not written to any more then."""
+        """Read items of a loan, over one stream. Each of them ends, and is not written to any more then."""
         held, left = wanted.held, deque(wanted.items)
         self._telling.peer = held.peer
         try:
@@ -293,7 +295,8 @@ class PeerStorage:
             self._telling.peer = None
             for index, _ in left:
                 each(index, Outcome.FAILED)
-        self._give_back(held)
+        if self._loans.ended(held):
+            self._give_back(held)
 
     def _stream(self, held: HeldLoan, left: deque[tuple[int, Item]], deadline: float, each: Each) -> None:
         """Read items from a stream. Raises OSError; the items ``left`` then have not come."""
@@ -302,19 +305,20 @@ class PeerStorage:
         if limit <= 0:
             raise TimeoutError("there is no time left")
         with socket.create_connection((held.loan.host, held.loan.port), timeout=limit) as stream:
+            stream.settimeout(None)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.sendall(HELLO.pack(MAGIC, held.loan.secret) + pack_numbers(numbers))
+            send_pieces(stream, [HELLO.pack(MAGIC, held.loan.secret) + pack_numbers(numbers)], limit)
             for number in numbers:
                 index, item = left[0]
                 said, status, size_bytes = ANSWER.unpack(receive(stream, ANSWER.size, deadline))
                 if said != number or (status == OK and size_bytes != item.payload_bytes):
                     raise StreamEnded("the peer answered something else")
                 if status == OK:
-                    for piece in (item.head[:HEADER_BYTES], *item.pages):
-                        receive_into(stream, piece, deadline)
-                    self.read_bytes += size_bytes
+                    receive_into(stream, (item.head[:HEADER_BYTES], *item.pages), deadline)
                 left.popleft()
-                self.counts["read" if status == OK else "gone"] += 1
+                with self._changed:
+                    self.counts["read" if status == OK else "gone"] += 1
+                    self.read_bytes += size_bytes if status == OK else 0
                 each(index, Outcome.OK if status == OK else Outcome.MISS)
 
     def _note_refusal(self, peer: Peer, error: CacheError) -> None:
