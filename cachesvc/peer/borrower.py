@@ -17,6 +17,7 @@ from functools import partial
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import CacheError, PermissionDenied, Unavailable
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.numbers.sharing import BACKGROUND, Party
 from cachesvc.peer.asking import ASK_SECONDS, BorrowQuestion, candidates, may_have
 from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, PeerControl
 from cachesvc.peer.fleet.guests import Guests
@@ -130,12 +131,19 @@ class PeerStorage:
         self._add(BorrowJob(ask, partial(found, nothing), deadline))
 
     def expect(
-        self, address: str, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, answered: Answered
+        self,
+        address: str,
+        scope: Scope,
+        keys: bytes,
+        parts: Sequence[Part],
+        patience: float,
+        answered: Answered,
+        party: Party = BACKGROUND,
     ) -> None:
-        """Have the peer at ``address`` lend what it has of packed ``keys``, and wait there for the first of them for
-        ``patience`` seconds. ``answered`` is called once, from any thread; what is lent can be read by then. Raises
-        PermissionDenied, InvalidRequest."""
-        peer = self._peer_at(address)
+        """For ``party``, have the peer at ``address`` lend what it has of packed ``keys``, and wait there for the first
+        of them for ``patience`` seconds. ``answered`` is called once, from any thread; what is lent can be read by
+        then. Raises PermissionDenied, InvalidRequest."""
+        peer = self._peer_at(address, party)
         if not peer.is_usable:
             answered(Unavailable(f"{address}: {peer.reason}"))
             return
@@ -153,14 +161,14 @@ class PeerStorage:
         except CacheError as error:
             done(error)
 
-    def _peer_at(self, address: str) -> Peer:
+    def _peer_at(self, address: str, party: Party) -> Peer:
         """The peer of an address, configured or a guest. Raises PermissionDenied, InvalidRequest."""
         known = next((peer for peer in self.peers if peer.control.address == address), None)
         if known is not None:
             return known
         if self._guests is None:
             raise PermissionDenied(f"{address} is none of this node's peers, and no peer_allow permits others")
-        return self._guests.peer_at(address)
+        return self._guests.peer_at(address, party)
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read borrowed objects. All others are a MISS."""
