@@ -6,8 +6,9 @@ an otherwise idle GPU. ``--parts``: (a) a prompt that another process computed, 
 time in an iteration; (d) agents' turns from a trace whose working set is several times the pool; (e) an engine killed
 and started again; (f) random requests on two engines with kills, answer by answer against vLLM alone, and with
 vLLM alone asked the same way beside it; (g), where it is asked for, the daemon killed while an engine generates, and
-started again; (h), of models with a drafter, that
-another process's hits are drafted on as an engine's own, and as without the daemon.
+started again; (h), of models with a drafter, that another process's hits are drafted on as an engine's own, and as
+without the daemon; (n), where it is asked for and there are GPUs for two engines, what an engine on other GPUs
+computed, beside a hit of the engine's own.
 Engines stay up between parts. Every step has a time limit; logs of all processes lie in ``--folder``.
 """
 
@@ -27,11 +28,13 @@ from benchmarks.support.recording import write_result
 from benchmarks.vllm import parts
 from benchmarks.vllm.fleet import Engine, EngineFailed, Fleet, Shape, progress
 from benchmarks.vllm.models import CASES
+from benchmarks.vllm.replicas import near_hits
 
 GIB = 1 << 30
 SIZES = (1024, 8192, 32768)
 SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5_000_000, 6_000_000, 7_000_000
 DRAFTED, DRAFTED_TOKENS, DRAFTED_NEW, DRAFTED_REQUESTS = 8_000_000, 1000, 128, 8
+NEAR = 9_000_000
 """First seed of each part: no two parts have prompts in common."""
 LOADS = {"1k in, 256 out": (1024, 256), "128 in, 512 out": (128, 512)}
 """Tokens of a prompt and of its answer, for the loads of (c)."""
@@ -149,6 +152,21 @@ def _throughput(run: Run, engines: Sequence[Engine]) -> None:
             run.note("c", f"ours beside plain, {label}", parts.ratios(seen["ours-a"], seen["plain"]))
 
 
+def near(run: Run) -> None:
+    """(n): replicas on GPUs of their own."""
+    options, fleet, ranks = run.options, run.fleet, run.options.ranks
+    names = [f"ours-n{number}" for number in range(1, options.replicas)]
+    for number, name in enumerate(names, 1):
+        fleet.standby(name, "ours", range(number * ranks, (number + 1) * ranks))
+    owner, *others = engines = fleet.start(**dict.fromkeys(("ours-a", *names), "ours"))
+    parts.warm(engines, options.sizes, WARM + 2_000)
+    for number, other in enumerate(others):
+        salt = NEAR + number * 1_000_000
+        run.note("n", other.name, near_hits(fleet, owner, other, options.sizes, options.repeats, salt))
+    run.note("n", "verify", fleet.verify(checksums="checksums all" in options.daemon))
+    fleet.stop(*names)
+
+
 def lmcache(run: Run) -> None:
     """A peer with a server of its own."""
     try:
@@ -195,6 +213,7 @@ def main() -> int:
         on_gpu=not options.tiny,
         options=case.options(options.folder.resolve()),
         latent_values=case.latent_values,
+        block_tokens=case.block_tokens,
         draft_layers=case.draft_layers,
         ranks=options.ranks,
     )
@@ -203,6 +222,7 @@ def main() -> int:
     flags = ["--backend", backend, *sizes]
     stages: list[tuple[str, str, Callable[[Run], None]]] = [
         ("aeh", "", pair),
+        ("n", "", near),
         ("acdh", "plain", lambda run: beside(run, "plain", "plain")),
         ("bd", "offload", lambda run: beside(run, "offload", "offload")),
         *([("bd", "", lmcache)] if options.lmcache else []),
@@ -293,6 +313,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--backend", default="", help="of attention, as vLLM calls it; empty: the model's usual one")
     parser.add_argument("--model", default="", choices=["", *CASES], help="shape and drafter; empty: an 8B Llama")
     parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism, a GPU each")
+    parser.add_argument("--replicas", type=int, default=2, help="of (n), on GPUs of their own")
     parser.add_argument("--lmcache", action="store_true", help="(b) and (d) with LMCache too, which --python needs")
     parser.add_argument("--runner", default="", choices=["", "1", "2"], help="vLLM's model runner; empty: its choice")
     parser.add_argument("--split", action="store_true", help="engine cores in processes of their own")

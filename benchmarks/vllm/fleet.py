@@ -65,10 +65,11 @@ class Shape:
 
     @property
     def pool_tokens(self) -> int:
-        """Number of tokens whose KV fits on the device."""
+        """Number of tokens whose KV fits on the device, in the layers that keep whole sequences."""
         model = self.model
         values = self.latent_values or 2 * model["num_key_value_heads"] * model["head_dim"]
-        return int(self.pool_bytes // (2 * values * (model["num_hidden_layers"] + self.draft_layers)))
+        whole = model.get("layer_types", ["full_attention"] * model["num_hidden_layers"]).count("full_attention")
+        return int(self.pool_bytes // (2 * values * (whole + self.draft_layers)))
 
     def wish(self, kind: str, address: str) -> dict[str, Any]:
         """Configuration message for an engine."""
@@ -99,9 +100,10 @@ class Shape:
 
 class Engine:
     """Engine of a ``kind``: "plain", "offload", "ours" or "lmcache"; the last two have a server, at ``address``. It
-    imports vLLM at once; ``start`` makes its engine."""
+    imports vLLM at once; ``start`` makes its engine. ``gpus``: places of its GPUs among those that this process sees;
+    empty: the first ones."""
 
-    def __init__(self, shape: Shape, name: str, kind: str, address: str) -> None:
+    def __init__(self, shape: Shape, name: str, kind: str, address: str, gpus: Sequence[int] = ()) -> None:
         self.name, self.kind = name, kind
         self.facts: dict[str, Any] = {}
         self.shape, self._address = shape, address
@@ -116,7 +118,7 @@ class Engine:
                 stdout=log,
                 stderr=log,
                 pass_fds=[write_fd],
-                env=_environment(shape),
+                env={**_environment(shape), **_seen(gpus)},
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -273,12 +275,12 @@ class Fleet:
         self.stop_lmcache()
         self._daemon.stop()
 
-    def standby(self, name: str, kind: str) -> Engine:
-        """A process that imports vLLM, if there is none of that name."""
+    def standby(self, name: str, kind: str, gpus: Sequence[int] = ()) -> Engine:
+        """A process that imports vLLM, if there is none of that name; on the first GPUs where ``gpus`` is empty."""
         known = self._engines.get(name)
         if known is None or not known.is_running:
             address = self._daemon.socket if self._lmcache is None or kind != "lmcache" else self._lmcache.address
-            known = self._engines[name] = Engine(self.shape, name, kind, address)
+            known = self._engines[name] = Engine(self.shape, name, kind, address, gpus)
         return known
 
     def start_lmcache(self) -> None:
@@ -345,6 +347,12 @@ class Fleet:
 def progress(text: str) -> None:
     """One line, at once."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def _seen(gpus: Sequence[int]) -> dict[str, str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    named = [visible[each] if len(visible) > each and visible[each] else str(each) for each in gpus]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(named)} if named else {}
 
 
 def _environment(shape: Shape) -> dict[str, str]:

@@ -53,6 +53,7 @@ EXPECTATIONS = {
     "full": "the host here has no room",
     "incomplete": "what it lent did not come whole",
     "abandoned": "no request waits for it any more",
+    "crowded": "not asked: the request's process expects as many prompts as it may have at a time",
 }
 """Ends of expectations of other nodes, in words."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import Chores, Turns
 from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.model.numbers.sharing import Party
 from cachesvc.model.transfer import TimelineSlot, Transfer
 from cachesvc.policy.eviction import Eviction
 from cachesvc.policy.writing import WriteRule
@@ -136,8 +137,11 @@ class Lenders(Protocol):
     def is_here(self, peer: str) -> bool:
         """True where the address is this node's own."""
 
-    def ask(self, model: Model, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]) -> str:
-        """Ask the node at ``peer`` to lend what it has of packed ``keys``, and to wait for the first for ``seconds``.
+    def ask(
+        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
+    ) -> str:
+        """For ``party``, ask the node at ``peer`` to lend what it has of packed ``keys``, and to wait for the first for
+        ``seconds``.
         ``told`` is called later, from the loop; a fetch then finds what is lent. Returns why that node is not asked."""
 
 

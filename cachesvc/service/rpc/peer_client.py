@@ -125,7 +125,8 @@ class GrpcControl:
         host = self._address.rpartition(":")[0].strip("[]")
         lent = tuple(map(bool, answer.lent))
         seconds = answer.silence_limit_ms / 1000
-        loan = Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent)
+        streams = max(1, answer.streams)
+        loan = Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent, streams)
         return Borrowed(loan, answer.epoch, answer.computing_blocks)
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
