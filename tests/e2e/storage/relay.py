@@ -46,7 +46,7 @@ class Relay:
         self._loop.call_soon_threadsafe(self._moving[port].set)
 
     def cut_after(self, port: int, size_bytes: int) -> None:
-        """Cut all connections of a port, once, when so many more bytes have been passed on."""
+        """Cut all connections of a port, once, when ``size_bytes`` more have been passed on."""
         self._cut_at[port] = self.passed_bytes[port] + size_bytes
 
     def start(self) -> None:
