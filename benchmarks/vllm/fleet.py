@@ -67,7 +67,8 @@ class Shape:
     def pool_tokens(self) -> int:
         """Number of tokens whose KV fits on the device, in the layers that keep whole sequences."""
         model = self.model
-        values = self.latent_values or 2 * model["num_key_value_heads"] * model["head_dim"]
+        heads = model["num_key_value_heads"] // self.ranks
+        values = self.latent_values or 2 * heads * model["head_dim"]  # each rank keeps the latents whole
         whole = model.get("layer_types", ["full_attention"] * model["num_hidden_layers"]).count("full_attention")
         return int(self.pool_bytes // (2 * values * (whole + self.draft_layers)))
 
@@ -123,8 +124,8 @@ class Shape:
 
 class Engine:
     """Engine of a ``kind``: "plain", "offload", "hicache", "ours" or "lmcache"; the last two have a server, at
-    ``address``. It imports vLLM or SGLang at once; ``start`` makes its engine. ``gpus``:
-    places of its GPUs among those that this process sees; empty: the first ones."""
+    ``address``. It imports vLLM or SGLang at once; ``start`` makes its engine. ``gpus``: places of its GPUs among those
+    that this process sees; empty: the first ones."""
 
     def __init__(self, shape: Shape, name: str, kind: str, address: str, gpus: Sequence[int] = ()) -> None:
         self.name, self.kind = name, kind
