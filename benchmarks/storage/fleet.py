@@ -11,6 +11,7 @@ side, and notes the peer that each question goes to first.
 from __future__ import annotations
 
 import argparse
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -88,13 +89,16 @@ class NotedControl(GrpcControl):
 
 
 def start_peers(count: int, stack: ExitStack) -> list[DaemonProcess]:
-    """Daemons that lend, some of them started at a time."""
+    """Daemons that lend, one started at a time for each processor."""
     lends = (*FLAGS, *QUIET, "--peer-listen", "127.0.0.1:0", "--write-policy", "write_through")
     daemons = [DaemonProcess(lends, whole=True) for _ in range(count)]
-    with ThreadPoolExecutor(4) as starting:
-        list(starting.map(DaemonProcess.start, daemons))
-    for daemon in daemons:
+
+    def start(daemon: DaemonProcess) -> None:
+        daemon.start()
         stack.callback(daemon.stop)
+
+    with ThreadPoolExecutor(os.cpu_count()) as starting:
+        list(starting.map(start, daemons))
     return daemons
 
 
