@@ -172,7 +172,7 @@ def asked_first(caller: Caller, addresses: Sequence[str], prompts: Sequence[Sequ
 
 
 def exists(peers: PeerStorage, scope: Scope, keys: bytes) -> int:
-    """How many leading blocks the peers lend; they lapse unread."""
+    """Count the leading blocks that the peers lend; they lapse unread."""
     names = [ObjectName(scope, keys[at : at + 32], Part(0, 0, 1)) for at in range(0, len(keys), 32)]
     answers: list[bool] = []
     is_told = threading.Event()
