@@ -243,10 +243,7 @@ def _take(core: Core, model: Model, known: Expectation, first: int) -> bool:
     last = known.fetching
     replica = None if known.end else _replica_of(model, known)
     hit = None if replica is None else _hit(model, replica, known)
-    if replica is None or hit is None:
-        known.fetching = 0
-        return True
-    if hit.blocks < first:  # the fetch before it brought less
+    if replica is None or hit is None or hit.blocks < first:  # the fetch before it brought less
         known.fetching = 0
         _ask_again(core, model, known)
         return True
