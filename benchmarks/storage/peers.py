@@ -35,6 +35,8 @@ MIB = 1 << 20
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 2
 STREAMS = (1, 2, 4)
+LENDS = ("--peer-listen", "127.0.0.1:0", "--write-policy", "write_through")
+BORROWS = ("--peer-allow", "127.0.0.0/8")
 SPARE_BLOCKS = 16
 WAIT_SECONDS = 120.0
 
@@ -50,10 +52,10 @@ class Peer(NamedTuple):
         """The daemon's."""
         return dict(self.admin.GetStatus(admin_pb2.GetStatusRequest()).counters)
 
-    def evict(self, request: int) -> None:
-        """Take everything off the host."""
+    def evict(self, tier: str, request: int) -> None:
+        """Take everything off a tier."""
         model = self.lease.registration.model_id
-        self.admin.Evict(admin_pb2.EvictRequest(request_id=request, model_id=model, tier="host"))
+        self.admin.Evict(admin_pb2.EvictRequest(request_id=request, model_id=model, tier=tier))
 
     def cpu_seconds(self) -> float:
         """Processor seconds of the daemon. Its movers have nothing to do here."""
@@ -85,12 +87,10 @@ def measure(said: argparse.Namespace, block_tokens: int, plain: PlainStreams) ->
     size_bytes = blocks * block_tokens * TOKEN_BYTES
     keys = np.random.default_rng(block_tokens).bytes(32 * blocks)
     found: dict[str, list[Moved]] = {}
-    lends = ("--peer-listen", "127.0.0.1:0", "--write-policy", "write_through")
     with ExitStack() as stack:
         room = blocks + SPARE_BLOCKS
-        lender = stack.enter_context(running_peer(block_tokens, room, room, *lends))
-        borrows = ("--peer-allow", "127.0.0.0/8")
-        borrower = stack.enter_context(running_peer(block_tokens, room, 2 * room, *borrows))
+        lender = stack.enter_context(running_peer(block_tokens, room, room, *LENDS))
+        borrower = stack.enter_context(running_peer(block_tokens, room, 2 * room, *BORROWS))
         fill(lender, keys, blocks)
         address = f"127.0.0.1:{told(lender.daemon, 'peers_ready')['port']}"
         for repeat in range(said.repeats + 1):
@@ -98,7 +98,7 @@ def measure(said: argparse.Namespace, block_tokens: int, plain: PlainStreams) ->
                 found.setdefault(f"plain {streams}", []).append(plain.move(streams, size_bytes))
             asked = keys[: len(keys) - 32 * repeat]  # an expectation that has ended is not begun again for a while
             found.setdefault("peers", []).append(borrow(lender, borrower, asked, address))
-            borrower.evict(repeat + 1)
+            borrower.evict("host", repeat + 1)
     rows = {name: row(moved[1:]) for name, moved in found.items()}  # the first one warms up
     ours = rows["peers"]["gb_per_s"]
     ratios = {name: round(ours / each["gb_per_s"], 2) for name, each in rows.items() if name != "peers"}

@@ -8,7 +8,6 @@ It imports vLLM at once and makes its engine when the parent names the kind: a s
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import sys
 import time
@@ -294,5 +293,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif mp.parent_process() is not None:
+elif __name__ == "__mp_main__":
     enliven_weights()  # vLLM's core, in a process of its own

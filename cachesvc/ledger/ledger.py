@@ -20,7 +20,7 @@ from cachesvc.ledger.storage_state import Stored
 from cachesvc.ledger.tickets import TicketBook
 from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
-from cachesvc.model.numbers.sharing import Party
+from cachesvc.model.numbers.sharing import BACKGROUND, Party
 
 
 class Shadow(Protocol):
@@ -82,7 +82,7 @@ class Model:
     nothing is served of it until it was verified. ``defects``: how often that happened. ``is_pruning``: rows that only
     had lost children are being forgotten. ``expected``: engines that have registered and not opened a lease yet, which
     they are given time for until ``expected_until``. ``display_name``: for operators, the first one that an engine
-    gave. ``weights_version``: the last announcement of an operator.
+    gave. ``weights_version``: the last announcement of an operator. ``party``: the process that registered it.
     """
 
     id: int
@@ -114,6 +114,7 @@ class Model:
     suspect: str = ""
     defects: int = 0
     is_pruning: bool = False
+    party: Party = BACKGROUND
 
     @property
     def shown(self) -> str:

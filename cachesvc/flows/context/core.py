@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import Chores, Turns
+from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.model.numbers.sharing import Party
 from cachesvc.model.transfer import TimelineSlot, Transfer
@@ -191,8 +192,9 @@ class Core:
     ``new_name`` gives lease ids. ``on_refused``: called with ``(ticket, reason)`` of a transfer that the mover refused;
     it has failed by then. ``on_sealed``: called with ``(model, replica, row of the last, count)`` for each Publish that
     sealed blocks. ``chores``: background tasks, for when no call is served; ``on_ended`` is called with tickets
-    that end by one. ``storage``: None where none is configured; ``on_wanted``: called when blocks of a model wait to be
-    written to it.
+    that end by one. ``on_left``: called with each lease of a process that has ended, while it holds what the process
+    held. ``storage``: None where none is configured; ``on_wanted``: called when blocks of a model wait to be written
+    to it.
     """
 
     ledger: Ledger
@@ -208,6 +210,7 @@ class Core:
     on_sealed: list[Callable[[int, int, int, int], None]] = field(default_factory=list)
     chores: Chores = field(default_factory=deque)
     on_ended: Callable[[list[int]], None] | None = None
+    on_left: Callable[[Lease], None] | None = None
     storage: Storage | None = None
     lenders: Lenders | None = None
     on_wanted: Callable[[Model], None] | None = None

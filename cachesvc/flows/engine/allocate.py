@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cachesvc.flows.context.call import Call, require_active
 from cachesvc.flows.context.core import Core
-from cachesvc.flows.transfer.loads import bring, loads_of
+from cachesvc.flows.transfer.loads import bring, bring_part, loads_of
 from cachesvc.flows.transfer.low_watermark import look_ahead
 from cachesvc.flows.transfer.make_room import keep_room, make_room
 from cachesvc.flows.transfer.transfers import require_transfer, ticket_view, wait_for
@@ -56,7 +56,11 @@ def allocate(
         return wait
     if not sequence.prepare(blocks, counts, core.turns.pages):
         return keep_room(core, call, loads.pages_wanted(sequence.missing(counts)), sequence)
+    if part := bring_part(core, call, sequence, loads, short_suffix=short_suffix):
+        left = [most - taken for most, taken in zip(loads.pages_wanted(), part, strict=True)]
+        return keep_room(core, call, left, sequence)
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED, short_suffix=short_suffix) if loads.rows else []
+    sequence.parts.clear()
     sequence.grow(sequence.fresh_pages(counts), fresh)
     call.lease.grown += fresh.blocks
     look_ahead(core, call.model, call.replica)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -16,9 +17,10 @@ from cachesvc.ledger.index.block_ledger import window_positions
 from cachesvc.ledger.index.pins import Keep, Pin
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.ledger.tickets import Ticket
+from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.tickets import Ticket, TicketBook
 from cachesvc.model.numbers.int32s import among, array_of, column
-from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.transfer import Direction, PagePairs, Urgency
 from cachesvc.model.words import ABSENT, FILLING
 
 
@@ -43,7 +45,7 @@ class Loads(NamedTuple):
         """True where something must come by a transfer of its own."""
         return any(self.missing)
 
-    def pages_wanted(self, fresh: Sequence[int] = ()) -> list[int]:
+    def pages_wanted(self, fresh: Seq[int] = ()) -> list[int]:
         """Pages of each group for the loads, and ``fresh[g]`` more."""
         counts = list(map(len, self.missing))
         return [count + more for count, more in zip(counts, fresh, strict=True)] if fresh else counts
@@ -91,22 +93,50 @@ def bring(
     There is room, and a transfer can begin. ``urgency``: of a transfer of its own; where it is AWAITED, of those that
     are joined too. ``short_suffix``: as of a ``Transfer``.
     """
-    model, replica = call.model, call.replica
-    book = core.ledger.tickets
+    model, book = call.model, core.ledger.tickets
     tickets = [book.running[ticket] for ticket in loads.joined]
     if urgency is Urgency.AWAITED:
         expedite(core, loads.joined)
     if not loads.is_transfer:
         hold.rely_on(loads.rows, loads.needed, tickets)
         return tickets
-    party = call.lease.party
-    ticket = book.open(model.id, replica.id, Direction.LOAD, urgency, after=loads.joined, party=party)
-    coming = model.blocks.start_fill(replica.place, loads.missing, ticket.id)
-    ticket.rows = _moving(loads.rows, loads.missing)
+    ticket, pairs = _begin(call, book, loads, loads.missing, urgency)
     hold.rely_on(loads.rows, loads.needed, [*tickets, ticket])
-    pairs = load_pairs(model.blocks.host, coming)
     submit(core, model, ticket, pairs, layered=True, short_suffix=short_suffix)
     return [*tickets, ticket]
+
+
+def bring_part(core: Core, call: Call, sequence: Sequence, loads: Loads, *, short_suffix: bool = False) -> list[int]:
+    """Begin to load the blocks of a turn by a transfer of their own, where more are missing. Returns the pages that it
+    takes of each group, or nothing. The next run of the call joins it. ``short_suffix``: as of a ``Transfer``.
+
+    A load is layered, so parts are large: all layers of one part come before the first layer of the next.
+    """
+    book, place = core.ledger.tickets, call.replica.place
+    whole = loads.missing[place.lead]
+    if len(whole) <= core.turns.loaded:
+        return []
+    if any(book.has_failed(ticket) for ticket in sequence.parts):
+        return []  # all of it at once: the call's answer names the ticket, and says how it ends
+    part = whole[: core.turns.loaded]
+    missing = [part] * len(loads.missing)
+    for group in place.window_groups:  # they come with their blocks
+        missing[group] = array_of(column(loads.missing[group])[among(column(loads.missing[group]), column(part))])
+    ticket, pairs = _begin(call, book, loads, missing, Urgency.AWAITED)
+    sequence.parts.append(ticket.id)
+    submit(core, call.model, ticket, pairs, layered=True, short_suffix=short_suffix)
+    return list(map(len, missing))
+
+
+def _begin(
+    call: Call, book: TicketBook, loads: Loads, missing: list[array[int]], urgency: Urgency
+) -> tuple[Ticket, tuple[PagePairs, ...]]:
+    """A load of ``missing`` from the host, below those that are joined, and the pages that it is to copy."""
+    model, replica, party = call.model, call.replica, call.lease.party
+    ticket = book.open(model.id, replica.id, Direction.LOAD, urgency, after=loads.joined, party=party)
+    coming = model.blocks.start_fill(replica.place, missing, ticket.id)
+    ticket.rows = _moving(loads.rows, missing)
+    return ticket, load_pairs(model.blocks.host, coming)
 
 
 def load_from(core: Core, call: Call, loads: Loads, source: Replica, tip: int, urgency: Urgency) -> Ticket:

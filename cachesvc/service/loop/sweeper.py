@@ -14,7 +14,8 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.leases.device_loss import empty_lost
 from cachesvc.flows.leases.leases import LEASES_A_TURN, lose_silent
 from cachesvc.flows.models.pinning import expire_pins
-from cachesvc.questions.owned import leases_of_process, private_pages
+from cachesvc.ledger.leases import Lease
+from cachesvc.questions.owned import private_pages
 from cachesvc.service.access.owners import shown_id
 from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.telemetry import events
@@ -23,11 +24,10 @@ SHOWN_DIGITS = 16
 """Hexadecimal digits of a key in the log."""
 
 
-def tell_ended(core: Core, token: bytes) -> None:
-    """Log what a process held at its end: its leases, and the pages that come back once no process can write them."""
-    for lease in leases_of_process(core, token):
-        held = {"sequences": len(lease.sequences), "private_pages": private_pages(lease)}
-        events.event("lease_process_ended", lease=shown_id(lease.id), engine=lease.engine, **held)
+def tell_left(lease: Lease) -> None:
+    """Log what a process held of a lease at its end, and the pages that come back once no process can write them."""
+    held = {"sequences": len(lease.sequences), "private_pages": private_pages(lease)}
+    events.event("lease_process_ended", lease=shown_id(lease.id), engine=lease.engine, **held)
 
 
 class RunFlow(Protocol):
