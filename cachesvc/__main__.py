@@ -251,6 +251,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     add("--write-policy", choices=policies, help="when blocks are copied to the host (default write_back)")
     add("--write-through-threshold", type=int, metavar="N", help="reuses before a selective backup (default 2)")
     add("--write-back-share", type=float, metavar="X", help="write back classes used X times the mean (default 0: all)")
+    add("--pin-share", type=float, metavar="X", help="of each pool, what operators may pin (default 0.25)")
     add("--ahead-pages", type=int, metavar="N", help="pages kept free, 1/64 of a pool at most (default 256)")
     below = "below the host: file:FOLDER?capacity=SIZE, mooncake:HOST:PORT or s3://BUCKET; again for tiers below it"
     add("--storage", metavar="SPEC", action="append", help=below)

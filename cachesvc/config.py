@@ -23,13 +23,14 @@ MOVERS = ("process", "inside")
 MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
+MAX_SOCKET_BYTES = 100
 MAX_TOKEN_GRACE_SECONDS = 24 * 3600
 CHECKSUMS = ("off", "sample", "all")
 LIVE = frozenset(
     {
         *("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "operations_per_step"),
         *("calls_in_flight", "load_limit", "store_limit", "write_policy", "write_through_threshold", "wait_seconds"),
-        *("eviction", "write_back_share"),
+        *("eviction", "write_back_share", "pin_share"),
         *("waiting_calls", "waiting_calls_per_process", "lanes_per_process", "drain_seconds", "log_level"),
     }
 )
@@ -48,7 +49,8 @@ class Config:
     descriptor. ``movers``: what copies, a process for each device or threads of the daemon. ``mover``: sockets of such
     processes that run already, one for each device in order. ``calibration``: when each GPU's link is measured.
     ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``ahead_pages``: device pages of each pool
-    that are kept free, of blocks that the host has. ``slice_bytes``: what is copied before the next choice between
+    that are kept free, of blocks that the host has. ``pin_share``: of each pool of a model, what operators may pin.
+    ``slice_bytes``: what is copied before the next choice between
     jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``: longest that a call waits for
     transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish. ``calls_in_flight``: calls at a time
     that work, of which a process gets its share. ``waiting_calls``: that wait for transfers instead (25 KiB each, and
@@ -97,6 +99,7 @@ class Config:
     write_through_threshold: int = 2
     write_back_share: float = 0.0
     ahead_pages: int = 256
+    pin_share: float = 0.25
     eviction: str = "lru"
     lease_seconds: float = 10.0
     wait_seconds: float = 30.0
@@ -145,8 +148,7 @@ class Config:
             raise InvalidRequest(f"mover names a socket twice, and each is for one device: {', '.join(self.mover)}")
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("checksums", self.checksums, CHECKSUMS)
-        if not self.socket or len(self.socket.encode()) > 100:
-            raise InvalidRequest(f"socket must be a path of at most 100 bytes (a unix socket's limit): {self.socket!r}")
+        _require_path(self.socket)
         for name in ("device_pool", "host_chunk", "host_threads", "shm_devices", "write_through_threshold", "leases"):
             _positive(name, getattr(self, name))
         for name in (
@@ -172,8 +174,7 @@ class Config:
             _positive(name, getattr(self, name))
         if min(self.load_limit, self.store_limit) < 0:
             raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
-        if not 0 <= self.write_back_share < math.inf:
-            raise InvalidRequest(f"write_back_share may not be negative, and must be finite: {self.write_back_share}")
+        _require_shares(self)
         if self.ahead_pages < 0:
             raise InvalidRequest("ahead_pages may not be negative; 0 makes no room ahead")
         if self.lanes_per_process < 0:
@@ -290,6 +291,22 @@ def _require_pools(config: Config) -> None:
             "storage: blocks go to storage from the host's pages, and host_pool is 0: nothing would be kept; give it a "
             "host_pool, such as 8GiB"
         )
+
+
+def _require_path(socket: str) -> None:
+    size = len(socket.encode())
+    if not 0 < size <= MAX_SOCKET_BYTES:
+        raise InvalidRequest(
+            f"socket is a path of 1 to {MAX_SOCKET_BYTES} bytes (a unix socket's limit), not {size}: {socket!r}; "
+            "choose a shorter one, or a symbolic link to its folder"
+        )
+
+
+def _require_shares(config: Config) -> None:
+    if not 0 <= config.write_back_share < math.inf:
+        raise InvalidRequest(f"write_back_share may not be negative, and must be finite: {config.write_back_share}")
+    if not 0 <= config.pin_share <= 1:
+        raise InvalidRequest(f"pin_share is a share of a pool, from 0 (no pins) to 1: {config.pin_share}")
 
 
 def _require_grace(seconds: float) -> None:

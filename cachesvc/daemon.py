@@ -258,15 +258,9 @@ def _base(config: Config, hardware: Hardware) -> Base:
 
 
 def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
-    limits = Limits(
-        blocks_per_sequence=config.blocks_per_sequence,
-        sequences_per_lease=config.sequences_per_lease,
-        stock_pages_per_lease=config.stock_pages_per_lease,
-        leases=config.leases,
-        events_per_model=config.event_history,
-        ahead_pages=config.ahead_pages,
-        open_seconds=OPEN_SECONDS,
-    )
+    same = ("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "ahead_pages", "pin_share")
+    settings = {name: getattr(config, name) for name in same}
+    limits = Limits(events_per_model=config.event_history, open_seconds=OPEN_SECONDS, **settings)
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold, share=config.write_back_share)
     new_name = partial(lease_name, epoch)
     return Core(Ledger(), engine, eviction_policy(config.eviction), writing, limits, new_name=new_name)

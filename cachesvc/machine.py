@@ -201,7 +201,10 @@ def _socket(config: Config) -> Iterator[Finding]:
     folder = Path(config.socket).parent
     if is_served(config.socket):
         yield Finding(
-            "socket", WARNING, f"{config.socket} is served by a daemon", "stop it, or choose another --socket"
+            "socket",
+            WARNING,
+            f"{config.socket} is served by a daemon",
+            "cachesvc status asks it; a further daemon needs another --socket",
         )
     elif not folder.is_dir():
         remedy = (

@@ -80,7 +80,7 @@ class Follower:
         """Number of leading blocks of a prompt that the node has in any tier."""
         with self._changed:
             count = 0
-            while (key := keys[count * KEY_BYTES : (count + 1) * KEY_BYTES]) and key in self._mirror.spots:
+            while (key := keys[count * KEY_BYTES : (count + 1) * KEY_BYTES]) and key in self._mirror.locations:
                 count += 1
             return count
 
@@ -88,7 +88,9 @@ class Follower:
         """Wait until the node is known to have all of a prompt; False where that does not come to pass."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: all(keys[at : at + KEY_BYTES] in self._mirror.spots for at in range(0, len(keys), KEY_BYTES)),
+                lambda: all(
+                    keys[at : at + KEY_BYTES] in self._mirror.locations for at in range(0, len(keys), KEY_BYTES)
+                ),
                 CATCH_UP_SECONDS,
             )
 

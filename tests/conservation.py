@@ -163,8 +163,8 @@ def _pins(ledger: Ledger, model: Model) -> Iterator[str]:
             page not in (NO_PAGE, model.blocks.host.pages[group][row]) for group, page in enumerate(keep.pages)
         ):
             yield f"model {model.id} row {row}: it is being written from pages that are not its own any more"
-    for lent in model.lent:
-        for number, group, row in lent.pins():
+    for pinned in [*(lent.pins() for lent in model.lent), *(each.pins() for each in model.pins.by_key.values())]:
+        for number, group, row in pinned:
             if group is None:
                 pins[number, row] += 1
             else:

@@ -18,10 +18,10 @@ def load(name: str) -> dict[str, Any]:
 
 
 def rows(head: list[str], body: list[list[str]], *machines: dict[str, Any]) -> str:
-    """A table, and under it the machines that it was measured on."""
+    """A table, and under it the machines that it was measured on, each with its date."""
     lines = [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body]]
     if machines:
-        lines += ["", f"<sub>{'; '.join(map(_said, machines))}</sub>"]
+        lines += ["", f"<sub>{'; '.join(dict.fromkeys(map(_said, machines)))}</sub>"]
     return "\n".join(lines)
 
 

@@ -42,8 +42,8 @@ def render(text: str) -> str:
 
 def headline() -> str:
     """The one table of the front page: what a prefix of 32k tokens costs where it lies."""
-    attach, overlap = _load("attach.json"), _load("overlap.json")
-    beside, in_vllm = _load("vllm.json")["a"]["ours"], _load("vllm-host.json")["b"]
+    files = [_load(f"{name}.json") for name in ("attach", "overlap", "vllm", "vllm-host")]
+    attach, overlap, beside, in_vllm = files[0], files[1], files[2]["a"]["ours"], files[3]["b"]
     host = [row for row in attach["host"] if row["way"] == "by layer"]
     asked = max(row["tokens"] for row in in_vllm["ours-a"] if row["tokens"] % 64)
     first = {who: row["host_ms"] for who, rows in in_vllm.items() for row in rows if row["tokens"] == asked}
@@ -68,7 +68,7 @@ def headline() -> str:
             f"{longest['overlapped_ms']:.0f} ms against {longest['recompute_ms']:,.0f} ms",
         ],
     ]
-    return _rows(["a prefix of 32k tokens, 8B model", "ready after"], rows, attach["machine"])
+    return _rows(["a prefix of 32k tokens, 8B model", "ready after"], rows, *(each["machine"] for each in files))
 
 
 def ledger() -> str:

@@ -1,7 +1,7 @@
 """Several GPUs at once, through the real swap engine and a mover process for each.
 
-    python -m benchmarks.gpus [--backend shm|cuda] [--gpus N] [--parts copies peers calls kill hang] [--json OUT]
-                              [--mib 512 2048] [--repeats 5] [--quick]
+    python -m benchmarks.gpus [--backend shm|cuda] [--gpus N] [--parts copies peers urgent calls kill hang]
+                              [--json OUT] [--mib 512 2048] [--repeats 5] [--quick]
 
 ``copies``: single pages, scattered on both sides, in one ticket whose ranks are the GPUs (``ranks``), or in a ticket
 for each GPU's own model, all at once (``replicas``). ``MiB`` is what each GPU moves each way. ``steps``: ``whole``: all
@@ -17,6 +17,9 @@ has, because some kernels count it in steps of 10 ms. Pages on every rank are ch
 ``peers``: a replica's pages from the first GPU to the second, whole blocks; ``plain``: one copy from GPU to GPU of as
 many bytes (1 GiB at most); ``host``: a load of as many bytes from the host to the second GPU; ``beside`` and ``host
 beside``: both at once.
+
+``urgent``: loads to the first GPU, alone and beside stores from all the others without a pause: how far backups
+slow a load that an engine waits for, where the host's memory and no link is the limit.
 
 ``calls``: p50 and p99, over the lane to a real daemon, of a Step in which 32 sequences grow and publish and of Match of
 2,048 blocks, in turns while nothing is copied (``idle``) and while two engines on each GPU swap as much as the smallest
@@ -53,6 +56,7 @@ from benchmarks.gpus.gpu_calls import Swap, measure_calls
 from benchmarks.gpus.gpu_hang import measure_hang
 from benchmarks.gpus.gpu_kill import measure_kill
 from benchmarks.gpus.gpu_peers import measure_peers
+from benchmarks.gpus.gpu_urgent import measure_urgent
 from benchmarks.support.machine import describe_gpu, describe_machine, fail, require_gpu
 from benchmarks.support.mover import Mover, two_plane_layout
 from benchmarks.support.recording import write_result
@@ -221,6 +225,17 @@ def show(row: Row) -> None:
 
 def peers(ground: Ground, found: dict[str, Any]) -> None:
     """From device to device. Raises CacheError, AssertionError for wrong bytes."""
+    uuids = ground.devices if ground.backend == "cuda" else ()
+    on_fleets(ground, found, lambda fleet: measure_peers(fleet, uuids, ground.sizes.mib, ground.repeats))
+
+
+def urgent(ground: Ground, found: dict[str, Any]) -> None:
+    """Loads beside others' stores. Raises CacheError, AssertionError for wrong bytes."""
+    on_fleets(ground, found, lambda fleet: measure_urgent(fleet, ground.sizes.mib, ground.repeats))
+
+
+def on_fleets(ground: Ground, found: dict[str, Any], measured: Callable[[Fleet], list[dict[str, Any]]]) -> None:
+    """Measure on pages of every width; what is found joins ``rows``."""
     sizes, pool_bytes = ground.sizes, MOVED_PART * max(ground.sizes.mib) * MIB
     rows = found["rows"] = list[dict[str, Any]]()
     numbers = itertools.count()
@@ -230,7 +245,7 @@ def peers(ground: Ground, found: dict[str, Any]) -> None:
             layouts = sizes.layouts(width, len(ground.devices))
             fleet = Fleet(mover, ground.devices, slabs, layouts, pool_bytes // layouts[0].page_bytes(0))
             fleet.start(numbers)
-            rows += measure_peers(fleet, ground.devices if mover.gpu else (), sizes.mib, ground.repeats)
+            rows += measured(fleet)
             fleet.close()
 
 
@@ -266,6 +281,7 @@ def kill(ground: Ground, found: dict[str, Any]) -> None:
 PARTS: dict[str, Callable[[Ground, dict[str, Any]], None]] = {
     "copies": copies,
     "peers": peers,
+    "urgent": urgent,
     "calls": calls,
     "kill": kill,
     "hang": hang,

@@ -6,8 +6,9 @@ an otherwise idle GPU. ``--parts``: (a) a prompt that another process computed, 
 time in an iteration; (d) agents' turns from a trace whose working set is several times the pool; (e) an engine killed
 and started again; (f) random requests on two engines with kills, answer by answer against vLLM alone, and with
 vLLM alone asked the same way beside it; (g), where it is asked for, the daemon killed while an engine generates, and
-started again; (h), of models with a drafter, that
-another process's hits are drafted on as an engine's own, and as without the daemon.
+started again; (h), of models with a drafter, that another process's hits are drafted on as an engine's own, and as
+without the daemon; (n), where it is asked for and there are GPUs for two engines, what an engine on other GPUs
+computed, beside a hit of the engine's own.
 Engines stay up between parts. Every step has a time limit; logs of all processes lie in ``--folder``.
 """
 
@@ -20,18 +21,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.support.machine import NO_RESULT, describe_gpu, describe_machine
 from benchmarks.support.recording import write_result
 from benchmarks.vllm import parts
 from benchmarks.vllm.fleet import Engine, EngineFailed, Fleet, Shape, progress
 from benchmarks.vllm.models import CASES
+from benchmarks.vllm.replicas import near_hits
 
 GIB = 1 << 30
 SIZES = (1024, 8192, 32768)
 SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5_000_000, 6_000_000, 7_000_000
 DRAFTED, DRAFTED_TOKENS, DRAFTED_NEW, DRAFTED_REQUESTS = 8_000_000, 1000, 128, 8
+NEAR = 9_000_000
 """First seed of each part: no two parts have prompts in common."""
 LOADS = {"1k in, 256 out": (1024, 256), "128 in, 512 out": (128, 512)}
 """Tokens of a prompt and of its answer, for the loads of (c)."""
@@ -80,6 +83,14 @@ class Run:
         }
 
 
+class Stage(NamedTuple):
+    """Part of a run that has one set of engines. ``peer``: an engine whose process starts ahead, if any."""
+
+    parts: str
+    peer: str
+    perform: Callable[[Run], None]
+
+
 def pair(run: Run) -> None:
     """Two engines on the daemon: (a) and (e)."""
     options, fleet = run.options, run.fleet
@@ -117,7 +128,7 @@ def beside(run: Run, name: str, kind: str) -> None:
         run.note("h", name, _drafts_told(run.drafted))
     if run.wants("c") and kind == "plain":
         _throughput(run, engines)
-    if run.wants("b") and kind in ("offload", "lmcache"):
+    if run.wants("b") and kind != "plain":
         for engine in engines if "ours-a" not in run.found.get("b", {}) else [peer]:
             run.note("b", engine.name, parts.from_host(engine, options.sizes, options.rounds, HOST))
     if run.wants("d"):
@@ -149,6 +160,21 @@ def _throughput(run: Run, engines: Sequence[Engine]) -> None:
             run.note("c", f"ours beside plain, {label}", parts.ratios(seen["ours-a"], seen["plain"]))
 
 
+def near(run: Run) -> None:
+    """(n): replicas on GPUs of their own."""
+    options, fleet, ranks = run.options, run.fleet, run.options.ranks
+    names = [f"ours-n{number}" for number in range(1, options.replicas)]
+    for number, name in enumerate(names, 1):
+        fleet.standby(name, "ours", range(number * ranks, (number + 1) * ranks))
+    owner, *others = engines = fleet.start(**dict.fromkeys(("ours-a", *names), "ours"))
+    parts.warm(engines, options.sizes, WARM + 2_000)
+    for number, other in enumerate(others):
+        salt = NEAR + number * 1_000_000
+        run.note("n", other.name, near_hits(fleet, owner, other, options.sizes, options.repeats, salt))
+    run.note("n", "verify", fleet.verify(checksums="checksums all" in options.daemon))
+    fleet.stop(*names)
+
+
 def lmcache(run: Run) -> None:
     """A peer with a server of its own."""
     try:
@@ -162,7 +188,7 @@ def chaos(run: Run) -> None:
     """(f), after its reference."""
     (plain,) = run.fleet.start(plain="plain")
     known = parts.references(plain, 7, run.options.known)
-    run.note("f", "vLLM alone", parts.control(plain, known, run.options.known // 4))
+    run.note("f", f"{run.fleet.shape.engine} alone", parts.control(plain, known, run.options.known // 4))
     run.fleet.stop("plain", "ours-a")
     run.note("f", "ours", parts.chaos(run.fleet, known, run.options.chaos_seconds, run.options.kill_every))
 
@@ -177,9 +203,7 @@ def daemon_restart(run: Run) -> None:
 
 def main() -> int:
     """Run the parts, in the order that starts engines seldom."""
-    options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(NO_RESULT))  # engines and the daemon end with it then, too
-    options.folder.mkdir(parents=True, exist_ok=True)
+    options = read_options("python -m benchmarks.vllm", __doc__, "abcdef")
     case = CASES[options.model]
     shape = Shape(
         options.folder.resolve(),
@@ -195,33 +219,41 @@ def main() -> int:
         on_gpu=not options.tiny,
         options=case.options(options.folder.resolve()),
         latent_values=case.latent_values,
+        block_tokens=case.block_tokens,
         draft_layers=case.draft_layers,
         ranks=options.ranks,
     )
-    backend = "shm" if options.tiny else "cuda"
-    sizes = ["--device-pool", f"{shape.pool_bytes * 17 // 16}", "--host-pool", f"{shape.host_bytes}"]
-    flags = ["--backend", backend, *sizes]
-    stages: list[tuple[str, str, Callable[[Run], None]]] = [
-        ("aeh", "", pair),
-        ("acdh", "plain", lambda run: beside(run, "plain", "plain")),
-        ("bd", "offload", lambda run: beside(run, "offload", "offload")),
-        *([("bd", "", lmcache)] if options.lmcache else []),
-        ("g", "", daemon_restart),
-        ("f", "plain", chaos),
+    stages = [
+        Stage("aeh", "", pair),
+        Stage("n", "", near),
+        Stage("acdh", "plain", lambda run: beside(run, "plain", "plain")),
+        Stage("bd", "offload", lambda run: beside(run, "offload", "offload")),
+        *([Stage("bd", "", lmcache)] if options.lmcache else []),
+        Stage("g", "", daemon_restart),
+        Stage("f", "plain", chaos),
     ]
-    stages = [each for each in stages if set(each[0]) & set(options.parts)]
-    with Fleet(shape, [*flags, *options.daemon.split()]) as fleet:
+    return perform(options, shape, stages)
+
+
+def perform(options: argparse.Namespace, shape: Shape, stages: Sequence[Stage]) -> int:
+    """Run the stages of which a part is asked for, on one daemon; the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(NO_RESULT))  # engines and the daemon end with it then, too
+    options.folder.mkdir(parents=True, exist_ok=True)
+    wanted = [each for each in stages if set(each.parts) & set(options.parts)]
+    sizes = ["--device-pool", f"{shape.pool_bytes * 17 // 16}", "--host-pool", f"{shape.host_bytes}"]
+    flags = ["--backend", "cuda" if shape.on_gpu else "shm", *sizes, *options.daemon.split()]
+    with Fleet(shape, flags) as fleet:
         run = Run(options, fleet)
-        for number, (names, _, stage) in enumerate(stages):
-            for _, peer, _ in stages[number : number + 2]:
-                if peer:
-                    fleet.standby(peer, peer)
-            progress(f"parts {', '.join(sorted(set(names) & set(options.parts)))}")
+        for number, stage in enumerate(wanted):
+            for each in wanted[number : number + 2]:
+                if each.peer:
+                    fleet.standby(each.peer, each.peer)
+            progress(f"parts {', '.join(sorted(set(stage.parts) & set(options.parts)))}")
             try:
-                stage(run)
+                stage.perform(run)
             except EngineFailed as failed:
                 progress(f"failed: {failed}")
-                run.note("failed", names, str(failed))
+                run.note("failed", stage.parts, str(failed))
         write_result(options.json, run.result())
     print(table(run.found))
     return NO_RESULT if "failed" in run.found else 0
@@ -277,15 +309,16 @@ def _beside(mine: Mapping[int, Mapping[str, Any]], theirs: Mapping[int, Mapping[
     ]
 
 
-def _options() -> argparse.Namespace:
+def read_options(program: str, words: str | None, parts: str) -> argparse.Namespace:
+    """Read a run's options. ``parts``: those that run where none are named."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program, description=words, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", default="vllm.json", help="where the result goes, and what there is of it meanwhile")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/benchmarks-vllm"), help="for logs")
-    parser.add_argument("--python", default=sys.executable, help="that has vLLM")
+    parser.add_argument("--python", default=sys.executable, help="that has the engine")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a processor: to try this program")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list("abcdef"))
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(parts))
     parser.add_argument("--pool", type=float, default=12.0, help="GiB of KV on the device, for each engine's own too")
     parser.add_argument("--host", type=float, default=24.0, help="GiB of the host tier")
     parser.add_argument("--graphs", action="store_true", help="compile, and use CUDA graphs; else eager")
@@ -293,6 +326,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--backend", default="", help="of attention, as vLLM calls it; empty: the model's usual one")
     parser.add_argument("--model", default="", choices=["", *CASES], help="shape and drafter; empty: an 8B Llama")
     parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism, a GPU each")
+    parser.add_argument("--replicas", type=int, default=2, help="of (n), on GPUs of their own")
     parser.add_argument("--lmcache", action="store_true", help="(b) and (d) with LMCache too, which --python needs")
     parser.add_argument("--runner", default="", choices=["", "1", "2"], help="vLLM's model runner; empty: its choice")
     parser.add_argument("--split", action="store_true", help="engine cores in processes of their own")

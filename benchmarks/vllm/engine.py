@@ -8,7 +8,6 @@ It imports vLLM at once and makes its engine when the parent names the kind: a s
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import sys
 import time
@@ -19,6 +18,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+SLOW_DECAY = -6.0
+"""Logarithm of the decay of recurrent states: they remember hundreds of tokens, so a wrong state changes answers."""
 VOCABULARY = 32000
 LONGEST = 40960
 
@@ -121,7 +122,7 @@ def enliven_weights() -> None:
         if not torch.is_floating_point(tensor) or name.endswith(("inv_freq", "cos_sin_cache")):
             return
         if tensor.ndim == 1:
-            tensor.data.fill_(1.0)
+            tensor.data.fill_(SLOW_DECAY if name.endswith("A_log") else 1.0)
         else:
             seed = zlib.crc32(name.encode())
             tensor.data.normal_(0.0, 0.02, generator=torch.Generator(tensor.device).manual_seed(seed))
@@ -165,6 +166,8 @@ class Server:
             "v2": bool(config.use_v2_model_runner),
             "graphs": str(config.compilation_config.cudagraph_mode),
             "batch_tokens": config.scheduler_config.max_num_batched_tokens,
+            "hybrid": not config.scheduler_config.disable_hybrid_kv_cache_manager,
+            "block_tokens": config.cache_config.block_size,
         }
 
     def run(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -290,5 +293,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif mp.parent_process() is not None:
+elif __name__ == "__mp_main__":
     enliven_weights()  # vLLM's core, in a process of its own

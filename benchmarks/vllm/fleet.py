@@ -65,10 +65,35 @@ class Shape:
 
     @property
     def pool_tokens(self) -> int:
-        """Number of tokens whose KV fits on the device."""
+        """Number of tokens whose KV fits on the device, in the layers that keep whole sequences."""
         model = self.model
-        values = self.latent_values or 2 * model["num_key_value_heads"] * model["head_dim"]
-        return int(self.pool_bytes // (2 * values * (model["num_hidden_layers"] + self.draft_layers)))
+        heads = model["num_key_value_heads"] // self.ranks
+        values = self.latent_values or 2 * heads * model["head_dim"]  # each rank keeps the latents whole
+        whole = model.get("layer_types", ["full_attention"] * model["num_hidden_layers"]).count("full_attention")
+        return int(self.pool_bytes // (2 * values * (whole + self.draft_layers)))
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine's kind."""
+        return "vLLM"
+
+    @property
+    def program(self) -> str:
+        """Module that runs an engine."""
+        return "benchmarks.vllm.engine"
+
+    def environment(self) -> dict[str, str]:
+        """Environment of an engine's process."""
+        runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(self.runner == "2"))} if self.runner else {}
+        return {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.split)),
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+            **runner,
+        }
 
     def wish(self, kind: str, address: str) -> dict[str, Any]:
         """Configuration message for an engine."""
@@ -98,10 +123,11 @@ class Shape:
 
 
 class Engine:
-    """Engine of a ``kind``: "plain", "offload", "ours" or "lmcache"; the last two have a server, at ``address``. It
-    imports vLLM at once; ``start`` makes its engine."""
+    """Engine of a ``kind``: "plain", "offload", "hicache", "ours" or "lmcache"; the last two have a server, at
+    ``address``. It imports vLLM or SGLang at once; ``start`` makes its engine. ``gpus``: places of its GPUs among those
+    that this process sees; empty: the first ones."""
 
-    def __init__(self, shape: Shape, name: str, kind: str, address: str) -> None:
+    def __init__(self, shape: Shape, name: str, kind: str, address: str, gpus: Sequence[int] = ()) -> None:
         self.name, self.kind = name, kind
         self.facts: dict[str, Any] = {}
         self.shape, self._address = shape, address
@@ -111,12 +137,12 @@ class Engine:
         read_fd, write_fd = os.pipe()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [shape.python, "-m", "benchmarks.vllm.engine", str(write_fd)],
+                [shape.python, "-m", shape.program, str(write_fd)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 pass_fds=[write_fd],
-                env=_environment(shape),
+                env={**shape.environment(), **_seen(gpus)},
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -232,7 +258,7 @@ class LmcacheServer:
                 + [f"--{name}={value}" for name, value in flags.items()],
                 stdout=log,
                 stderr=log,
-                env={**_environment(shape), "LMCACHE_TRACK_USAGE": "false"},
+                env={**shape.environment(), "LMCACHE_TRACK_USAGE": "false"},
             )
 
     def wait_ready(self) -> None:
@@ -273,12 +299,12 @@ class Fleet:
         self.stop_lmcache()
         self._daemon.stop()
 
-    def standby(self, name: str, kind: str) -> Engine:
-        """A process that imports vLLM, if there is none of that name."""
+    def standby(self, name: str, kind: str, gpus: Sequence[int] = ()) -> Engine:
+        """A process that imports vLLM, if there is none of that name; on the first GPUs where ``gpus`` is empty."""
         known = self._engines.get(name)
         if known is None or not known.is_running:
             address = self._daemon.socket if self._lmcache is None or kind != "lmcache" else self._lmcache.address
-            known = self._engines[name] = Engine(self.shape, name, kind, address)
+            known = self._engines[name] = Engine(self.shape, name, kind, address, gpus)
         return known
 
     def start_lmcache(self) -> None:
@@ -347,14 +373,7 @@ def progress(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def _environment(shape: Shape) -> dict[str, str]:
-    runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(shape.runner == "2"))} if shape.runner else {}
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(shape.split)),
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
-        **runner,
-    }
+def _seen(gpus: Sequence[int]) -> dict[str, str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    named = [visible[each] if len(visible) > each and visible[each] else str(each) for each in gpus]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(named)} if named else {}

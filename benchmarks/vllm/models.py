@@ -63,17 +63,115 @@ SPARSE = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
 """Settings that DeepSeek's V3.2 has beside V3: an indexer with keys of its own, which chooses the latents that are
 attended."""
 
+GEMMA_3: dict[str, Any] = {
+    **MODEL,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window": 1024,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 8,
+    "tie_word_embeddings": True,
+}
+"""Gemma 3 12B with a smaller vocabulary: five groups of windows, and one of whole sequences."""
+
+GPT_OSS: dict[str, Any] = {
+    **MODEL,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "initial_context_length": 4096,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+}
+"""gpt-oss-120b with 8 experts of 16 bits instead of 128: a group of windows, with sinks, and one of whole sequences."""
+
+QWEN_3_NEXT: dict[str, Any] = {
+    **MODEL,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 12,
+    "num_experts": 32,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+"""Qwen3-Next 80B with 32 experts instead of 512: three groups of states, and one of whole sequences."""
+
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+SMALL_STATES = {
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
+
+def _first_layers(model: Mapping[str, Any], layers: int, **small: Any) -> dict[str, Any]:
+    return {**model, **small, "num_hidden_layers": layers, "layer_types": model["layer_types"][:layers]}
+
 
 @dataclass(frozen=True)
 class Case:
     """``drafter``: its ``config.json``, where it has one of its own; ``speculative``: vLLM's configuration of it.
-    ``latent_values``: a token's KV in a layer where that is no key and value."""
+    ``latent_values``: a token's KV in a layer where that is no key and value; ``engine``: further arguments of
+    ``LLM``; ``block_tokens``: of a block."""
 
     model: Mapping[str, Any]
     backend: str
     drafter: Mapping[str, Any] = field(default_factory=dict)
     speculative: Mapping[str, Any] = field(default_factory=dict)
     latent_values: int = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    block_tokens: int = 64
 
     @property
     def draft_layers(self) -> int:
@@ -83,13 +181,13 @@ class Case:
     def options(self, folder: Path) -> dict[str, Any]:
         """Arguments of ``LLM`` beside its model, whose drafter is written below ``folder``."""
         if not self.speculative:
-            return {}
+            return dict(self.engine)
         speculative = dict(self.speculative)
         if self.drafter:
             (folder / "drafter").mkdir(parents=True, exist_ok=True)
             (folder / "drafter" / "config.json").write_text(json.dumps(dict(self.drafter)), encoding="utf-8")
             speculative["model"] = str(folder / "drafter")
-        return {"speculative_config": speculative, "disable_log_stats": False}
+        return {**self.engine, "speculative_config": speculative, "disable_log_stats": False}
 
 
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
@@ -97,7 +195,20 @@ DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 3}
 
 HALF = {**MODEL, "num_hidden_layers": 16}
 
+WIDE = {
+    **MODEL,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 60,
+}
+"""The shape of a Llama of 70 billion parameters, with 60 of its 80 layers: two engines fit on four GPUs of 80 GB."""
+
+TRITON_STATES = {"additional_config": {"gdn_prefill_backend": "triton"}}
+"""States by the kernels that vLLM brings itself, in Triton; its choice on an H100 is FlashInfer's."""
+
 CASES = {
+    "llama-70b": Case(WIDE, "FLASH_ATTN"),
     "llama": Case(MODEL, "FLASH_ATTN"),
     "tiny": Case(TINY, ""),
     "tiny-eagle": Case(TINY, "", {**TINY, "num_hidden_layers": 1}, {"method": "eagle", "num_speculative_tokens": 2}),
@@ -108,6 +219,12 @@ CASES = {
     "mla-mtp": Case(DEEPSEEK, "FLASH_ATTN_MLA", {}, MTP, latent_values=576),
     "dsa": Case({**DEEPSEEK, **SPARSE, "num_nextn_predict_layers": 0}, "FLASHMLA_SPARSE", latent_values=642),
     "dsa-mtp": Case({**DEEPSEEK, **SPARSE}, "FLASHMLA_SPARSE", {}, MTP, latent_values=642),
+    "gemma-3": Case(GEMMA_3, "FLASH_ATTN", engine={"max_num_batched_tokens": 8192}),
+    "gpt-oss": Case(GPT_OSS, "FLASH_ATTN"),
+    "qwen3-next": Case(QWEN_3_NEXT, "FLASH_ATTN", engine=TRITON_STATES),
+    "tiny-gemma-3": Case(_first_layers(GEMMA_3, 6, **SMALL, query_pre_attn_scalar=32), ""),
+    "tiny-gpt-oss": Case(_first_layers(GPT_OSS, 4, **SMALL), ""),
+    "tiny-qwen3-next": Case(_first_layers(QWEN_3_NEXT, 4, **SMALL, **SMALL_STATES), "", block_tokens=288),
 }
 """``*-draft``: the drafter is the target's first layers, so that it is right now and then. ``dsa``: 576 values of 16
 bits, and 132 bytes of the indexer."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.ledger.index.operator_pins import OperatorPins
 from cachesvc.ledger.index.reuse_stats import Reuse
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import Lease, LeaseState, Process
@@ -19,7 +20,7 @@ from cachesvc.ledger.storage_state import Stored
 from cachesvc.ledger.tickets import TicketBook
 from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
-from cachesvc.model.numbers.sharing import Party
+from cachesvc.model.numbers.sharing import BACKGROUND, Party
 
 
 class Shadow(Protocol):
@@ -81,7 +82,7 @@ class Model:
     nothing is served of it until it was verified. ``defects``: how often that happened. ``is_pruning``: rows that only
     had lost children are being forgotten. ``expected``: engines that have registered and not opened a lease yet, which
     they are given time for until ``expected_until``. ``display_name``: for operators, the first one that an engine
-    gave. ``weights_version``: the last announcement of an operator.
+    gave. ``weights_version``: the last announcement of an operator. ``party``: the process that registered it.
     """
 
     id: int
@@ -106,12 +107,14 @@ class Model:
     recent: RecentRequests = field(default_factory=RecentRequests)
     stored: Stored = field(default_factory=Stored)
     lent: list[LentBlocks] = field(default_factory=list)
+    pins: OperatorPins = field(default_factory=OperatorPins)
     last_used: float = 0.0
     expected: int = 0
     expected_until: float = 0.0
     suspect: str = ""
     defects: int = 0
     is_pruning: bool = False
+    party: Party = BACKGROUND
 
     @property
     def shown(self) -> str:

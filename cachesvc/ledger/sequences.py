@@ -43,12 +43,12 @@ class SwappedPages(NamedTuple):
 class Sequence(BlockTables):
     """While it is AWAY or RETURNING, ``swapped`` has its own pages by group, and ``host_anchor`` keeps its shared
     blocks. ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are kept for a call that waits, once
-    one has waited. ``recent``: its request among the model's last ones.
+    one has waited. ``recent``: its request among the model's last ones. ``parts``: loads that a waiting call has begun.
     """
 
     __slots__ = (
         *("freed", "id", "lease", "model", "recent", "replica"),
-        *("charged", "room", "swap_ticket", "swapped"),
+        *("charged", "parts", "room", "swap_ticket", "swapped"),
     )
 
     def __init__(
@@ -62,6 +62,7 @@ class Sequence(BlockTables):
         self.recent: RecentRequest | None = None
         self.room: Reservation | None = None
         self.swap_ticket = 0
+        self.parts: list[int] = []
         self.swapped: list[SwappedPages] = []
         self.freed = 0
         self.charged: tuple[dict[Party, int], Party, int] | None = None

@@ -192,6 +192,11 @@ class TicketBook:
         """True until the ticket has ended."""
         return ticket_id in self.running
 
+    def has_failed(self, ticket_id: int) -> bool:
+        """True for a ticket that ended in failure not long ago."""
+        ended = self.ended.get(ticket_id)
+        return ended is not None and ended.state is TicketState.FAILED
+
     def of_replica(self, model: int, replica: int, direction: Direction) -> list[Ticket]:
         """Running tickets of one replica in one direction, oldest first."""
         return list(self._of_replica.get((model, replica, direction), {}).values())

@@ -241,8 +241,13 @@ class LimitExceeded(CacheError):
     got: int | None = None
     limit: int | None = None
 
-    def __init__(self, what: str, got: int, limit: int) -> None:
-        super().__init__(f"{what}: {got} is more than the limit of {limit}; send less at a time")
+    @classmethod
+    def of_setting(cls, what: str, got: int, limit: int, setting: str, otherwise: str) -> LimitExceeded:
+        """A limit that an operator sets while the daemon runs. ``otherwise``: what the caller can do without that."""
+        return cls(what, got, limit, f"{otherwise}, or have the operator raise {setting} and reload")
+
+    def __init__(self, what: str, got: int, limit: int, hint: str = "send less at a time") -> None:
+        super().__init__(f"{what}: {got} is more than the limit of {limit}; {hint}")
         self.what = what
         self.got = got
         self.limit = limit

@@ -9,7 +9,7 @@
 
 The reader owns the destination and reads by itself, so no byte of a dead or late peer lands in memory that is another's
 by now. The lender sends from pinned pages and unpins only when no stream sends from them any more. No memory is open to
-a host that reaches a port: bytes go out for a secret of 256 bits that is good for one connection of one lease.
+a host that reaches a port: bytes go out for a secret of 256 bits that is good for a few connections of one lease.
 
 Bytes have one seam: ``Lender`` with ``LoanDesk`` on one side, ``PeerStorage``'s read of a taken loan on the other. A
 data path by RDMA beside TCP must promise what these do. Late pages: a read that the borrower gave up keeps its pages

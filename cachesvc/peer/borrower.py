@@ -17,6 +17,7 @@ from functools import partial
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import CacheError, PermissionDenied, Unavailable
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.numbers.sharing import BACKGROUND, Party
 from cachesvc.peer.asking import ASK_SECONDS, BorrowQuestion, candidates, may_have
 from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, PeerControl
 from cachesvc.peer.fleet.guests import Guests
@@ -24,12 +25,13 @@ from cachesvc.peer.fleet.health import Peer
 from cachesvc.peer.fleet.names import PeerNames
 from cachesvc.peer.fleet.news import NewsReader
 from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
-from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into
+from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into, send_pieces
 from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
 from cachesvc.telemetry import events
 
-THREADS = 4
+THREADS = 12
+"""Three loans are read at once, each by several streams."""
 MOST_WAITING = 1024
 CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 5.0
@@ -129,12 +131,19 @@ class PeerStorage:
         self._add(BorrowJob(ask, partial(found, nothing), deadline))
 
     def expect(
-        self, address: str, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, answered: Answered
+        self,
+        address: str,
+        scope: Scope,
+        keys: bytes,
+        parts: Sequence[Part],
+        patience: float,
+        answered: Answered,
+        party: Party = BACKGROUND,
     ) -> None:
-        """Have the peer at ``address`` lend what it has of packed ``keys``, and wait there for the first of them for
-        ``patience`` seconds. ``answered`` is called once, from any thread; what is lent can be read by then. Raises
-        PermissionDenied, InvalidRequest."""
-        peer = self._peer_at(address)
+        """For ``party``, have the peer at ``address`` lend what it has of packed ``keys``, and wait there for the first
+        of them for ``patience`` seconds. ``answered`` is called once, from any thread; what is lent can be read by
+        then. Raises PermissionDenied, InvalidRequest."""
+        peer = self._peer_at(address, party)
         if not peer.is_usable:
             answered(Unavailable(f"{address}: {peer.reason}"))
             return
@@ -152,14 +161,14 @@ class PeerStorage:
         except CacheError as error:
             done(error)
 
-    def _peer_at(self, address: str) -> Peer:
+    def _peer_at(self, address: str, party: Party) -> Peer:
         """The peer of an address, configured or a guest. Raises PermissionDenied, InvalidRequest."""
         known = next((peer for peer in self.peers if peer.control.address == address), None)
         if known is not None:
             return known
         if self._guests is None:
             raise PermissionDenied(f"{address} is none of this node's peers, and no peer_allow permits others")
-        return self._guests.peer_at(address)
+        return self._guests.peer_at(address, party)
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read borrowed objects. All others are a MISS."""
@@ -279,10 +288,11 @@ class PeerStorage:
         """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""
         for index, _ in wanted.items:
             each(index, Outcome.BUSY)
-        self._loans.leave_unread(wanted.held)
+        if self._loans.ended(wanted.held):
+            self._loans.leave_unread(wanted.held)
 
     def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
-        """Read all items of a loan, over one stream. Each of them ends, and is not written to any more then."""
+        """Read items of a loan, over one stream. Each of them ends, and is not written to any more then."""
         held, left = wanted.held, deque(wanted.items)
         self._telling.peer = held.peer
         try:
@@ -293,7 +303,8 @@ class PeerStorage:
             self._telling.peer = None
             for index, _ in left:
                 each(index, Outcome.FAILED)
-        self._give_back(held)
+        if self._loans.ended(held):
+            self._give_back(held)
 
     def _stream(self, held: HeldLoan, left: deque[tuple[int, Item]], deadline: float, each: Each) -> None:
         """Read items from a stream. Raises OSError; the items ``left`` then have not come."""
@@ -302,19 +313,20 @@ class PeerStorage:
         if limit <= 0:
             raise TimeoutError("there is no time left")
         with socket.create_connection((held.loan.host, held.loan.port), timeout=limit) as stream:
+            stream.settimeout(None)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.sendall(HELLO.pack(MAGIC, held.loan.secret) + pack_numbers(numbers))
+            send_pieces(stream, [HELLO.pack(MAGIC, held.loan.secret) + pack_numbers(numbers)], limit)
             for number in numbers:
                 index, item = left[0]
                 said, status, size_bytes = ANSWER.unpack(receive(stream, ANSWER.size, deadline))
                 if said != number or (status == OK and size_bytes != item.payload_bytes):
                     raise StreamEnded("the peer answered something else")
                 if status == OK:
-                    for piece in (item.head[:HEADER_BYTES], *item.pages):
-                        receive_into(stream, piece, deadline)
-                    self.read_bytes += size_bytes
+                    receive_into(stream, (item.head[:HEADER_BYTES], *item.pages), deadline)
                 left.popleft()
-                self.counts["read" if status == OK else "gone"] += 1
+                with self._changed:
+                    self.counts["read" if status == OK else "gone"] += 1
+                    self.read_bytes += size_bytes if status == OK else 0
                 each(index, Outcome.OK if status == OK else Outcome.MISS)
 
     def _note_refusal(self, peer: Peer, error: CacheError) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cachesvc.peer.wire import SECRET_BYTES
+from cachesvc.peer.wire import SECRET_BYTES, STREAMS
 from cachesvc.storage.seam import ObjectName
 
 
@@ -30,13 +30,13 @@ class LentObject:
 
 @dataclass(eq=False)
 class Lent:
-    """A lease. ``objects``: by number, None for those that are not here. ``until``: monotonic seconds."""
+    """A lease. ``objects``: by number, None for those that are not here. ``until``: monotonic seconds. ``streams``:
+    all that its secret has opened."""
 
     lease: int
     secret: bytes
     objects: tuple[LentObject | None, ...]
     until: float
-    is_spent: bool = False
     is_over: bool = False
     senders: int = 0
     streams: list[socket.socket] = field(default_factory=list)
@@ -53,7 +53,7 @@ class LoanDesk:
         self.lapsed = 0
 
     def lend(self, objects: Sequence[LentObject | None], seconds: float) -> Lent:
-        """A new lease, whose secret is good for one stream."""
+        """A new lease, whose secret is good for ``STREAMS`` streams."""
         with self._lock:
             lease = secrets.randbits(63)  # another daemon's, or of another life, is none of ours
             lent = Lent(lease, secrets.token_bytes(SECRET_BYTES), tuple(objects), self._clock() + seconds)
@@ -98,15 +98,14 @@ class LoanDesk:
             self.give_back(lease)
 
     def open(self, secret: bytes, stream: socket.socket) -> Lent | None:
-        """The lease of a stream's secret, once; None where nothing is lent for it, or a stream had it before."""
+        """The lease of a stream's secret; None where nothing is lent for it, or enough streams had it before."""
         with self._lock:
             found = None
             for lent in self._lent.values():
                 if hmac.compare_digest(lent.secret, secret):
                     found = lent
-            if found is None or found.is_over or found.is_spent:
+            if found is None or found.is_over or len(found.streams) >= STREAMS:
                 return None
-            found.is_spent = True
             found.streams.append(stream)
             return found
 

@@ -27,7 +27,7 @@ from cachesvc.telemetry import events
 
 MOST_STREAMS = 64
 MOST_STREAMS_OF_ONE = 16
-"""Most streams of one address: a borrower has four at a time."""
+"""Most streams of one address: a borrower has twelve at a time."""
 PAUSE_SECONDS = 0.1
 """Pause before the next attempt where no descriptor is left, seconds."""
 HELLO_SECONDS = 5.0
@@ -111,7 +111,6 @@ class Lender:
             lent = self._greet(stream)
             while lent is not None:
                 numbers = receive_numbers(stream, time.monotonic() + SILENT_SECONDS)
-                stream.settimeout(STUCK_SECONDS)
                 for number in numbers:
                     self._send(stream, lent, number)
         except OSError:  # the borrower has what it wanted, or is gone; or the lease is over
@@ -138,7 +137,7 @@ class Lender:
                 raise StreamEnded("the lease is over")
             found = lent.objects[number] if number < len(lent.objects) else None
             if found is None:
-                stream.sendall(ANSWER.pack(number, GONE, 0))
+                send_pieces(stream, (ANSWER.pack(number, GONE, 0),), STUCK_SECONDS)
                 return
             self._send_object(stream, number, found)
 
@@ -147,5 +146,6 @@ class Lender:
         size_bytes = sum(map(len, found.pages))
         head = bytearray(HEADER_BYTES)
         write_header(self._digest, Item(found.name, memoryview(head), found.pages, found.parent))
-        send_pieces(stream, (ANSWER.pack(number, OK, size_bytes) + head, *found.pages))
-        self.sent_bytes += size_bytes
+        send_pieces(stream, (ANSWER.pack(number, OK, size_bytes) + head, *found.pages), STUCK_SECONDS)
+        with self._lock:
+            self.sent_bytes += size_bytes

@@ -8,29 +8,41 @@ from dataclasses import dataclass, field
 
 from cachesvc.peer.fleet.control import Loan
 from cachesvc.peer.fleet.health import Peer
+from cachesvc.peer.wire import STREAMS
 from cachesvc.storage.seam import Item, ObjectName, Part, Scope
 
+STREAM_BYTES = 8 << 20
+"""Least bytes of a stream: opening one for fewer costs more than it saves."""
 UNUSED_SECONDS = 10.0
 """Time after which unread loans are given back, seconds."""
 
 
 @dataclass(eq=False)
 class HeldLoan:
-    """Loan of a peer: ``numbers`` by name. ``is_expected``: it was asked for ahead, by ``expect``."""
+    """Loan of a peer: ``numbers`` by name. ``is_expected``: it was asked for ahead, by ``expect``. ``readers``: streams
+    that have not ended, of those that read it."""
 
     peer: Peer
     loan: Loan
     numbers: dict[ObjectName, int]
     since: float
     is_expected: bool = False
+    readers: int = 0
 
 
 @dataclass(slots=True)
 class Wanted:
-    """Items of one call that one peer lends."""
+    """Items of one call that one stream of a peer brings."""
 
     held: HeldLoan
     items: list[tuple[int, Item]] = field(default_factory=list)
+
+    def by_stream(self) -> list[Wanted]:
+        """Deal the items to as many streams as are worth it, in turn: what comes first is wanted first."""
+        size_bytes = sum(item.payload_bytes for _, item in self.items)
+        streams = max(1, min(self.held.loan.streams, STREAMS, len(self.items), size_bytes // STREAM_BYTES))
+        self.held.readers = streams
+        return [Wanted(self.held, self.items[at::streams]) for at in range(streams)]
 
 
 class HeldLoans:
@@ -81,8 +93,14 @@ class HeldLoans:
                 wanted.append(Wanted(held, mine))
                 for index, _ in mine:
                     del missing[index]
-                self._drop(held)  # one stream is all that a loan is good for
-        return wanted, list(missing)
+                self._drop(held)  # a loan is read once
+        return [share for one in wanted for share in one.by_stream()], list(missing)
+
+    def ended(self, held: HeldLoan) -> bool:
+        """Note the end of a stream of a loan; True for the last one."""
+        with self._lock:
+            held.readers -= 1
+            return not held.readers
 
     def leave_unread(self, held: HeldLoan) -> None:
         """Note a loan that is not read after all: the next heartbeat gives it back."""

@@ -4,11 +4,13 @@
                 count u32 | count x (number u32)                            again and again
     lender      number u32 | status u32 | payload bytes u64 | header 256 | payload        for each, in this order
 
-A status that is not OK has neither header nor payload. Either side ends the stream by closing it.
+A status that is not OK has neither header nor payload. Either side ends the stream by closing it. A loan is read by
+several streams at once. Sockets block, with time limits of the kernel's: a whole object takes one call.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
@@ -24,36 +26,67 @@ ANSWER = struct.Struct("<IIQ")
 OK, GONE = 0, 1
 MOST_NUMBERS = 1 << 16
 """Most numbers in one request."""
+STREAMS = 4
+"""Most streams of one loan: each is limited by a processor on either side."""
+_MOST_PIECES = 512
+"""Most pieces of one call; the kernel takes 1,024."""
+_TIME = struct.Struct("@ll")
 
 
 class StreamEnded(OSError):
     """The other side is not there any more, or does not speak as it should."""
 
 
-def send_pieces(stream: socket.socket, pieces: Sequence[memoryview | bytes]) -> None:
-    """Send all pieces. Raises OSError."""
-    for piece in pieces:
-        stream.sendall(piece)
+def send_pieces(stream: socket.socket, pieces: Sequence[memoryview | bytes], seconds: float) -> None:
+    """Send all pieces to a peer that takes something every ``seconds``. Raises OSError (TimeoutError)."""
+    left = [memoryview(piece) for piece in pieces]
+    _limit(stream, socket.SO_SNDTIMEO, seconds)
+    while left:
+        try:
+            count = stream.sendmsg(left[:_MOST_PIECES])
+        except BlockingIOError as error:
+            raise TimeoutError("the peer takes nothing more") from error
+        _advance(left, count)
 
 
-def receive_into(stream: socket.socket, piece: memoryview, deadline: float) -> None:
-    """Fill ``piece`` by ``deadline``, monotonic seconds. Raises OSError (TimeoutError); nothing is written after."""
-    at = 0
-    while at < len(piece):
-        left = deadline - time.monotonic()
-        if left <= 0:
+def receive_into(stream: socket.socket, pieces: Sequence[memoryview], deadline: float) -> None:
+    """Fill ``pieces`` by ``deadline``, monotonic seconds. Raises OSError (TimeoutError); nothing is written after."""
+    left = [piece for piece in pieces if len(piece)]
+    while left:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
             raise TimeoutError("the peer was too slow")
-        stream.settimeout(left)
-        count = stream.recv_into(piece[at:])
+        _limit(stream, socket.SO_RCVTIMEO, seconds)
+        try:
+            count = stream.recvmsg_into(left[:_MOST_PIECES], 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError as error:
+            raise TimeoutError("the peer was too slow") from error
         if not count:
             raise StreamEnded("the peer has closed the stream")
-        at += count
+        _advance(left, count)
+
+
+def _limit(stream: socket.socket, option: int, seconds: float) -> None:
+    """Set a time limit of the kernel's, which wakes no interpreter for a part of an object. Zero would be none."""
+    whole = max(1, math.ceil(seconds * 1e6))
+    stream.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(whole // 1_000_000, whole % 1_000_000))
+
+
+def _advance(left: list[memoryview], count: int) -> None:
+    """Take ``count`` bytes off the front of some pieces."""
+    whole = 0
+    while whole < len(left) and count >= len(left[whole]):
+        count -= len(left[whole])
+        whole += 1
+    del left[:whole]
+    if count:
+        left[0] = left[0][count:]
 
 
 def receive(stream: socket.socket, size_bytes: int, deadline: float) -> bytes:
     """Receive some bytes. Raises OSError."""
     content = bytearray(size_bytes)
-    receive_into(stream, memoryview(content), deadline)
+    receive_into(stream, [memoryview(content)], deadline)
     return bytes(content)
 
 

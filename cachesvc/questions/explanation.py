@@ -53,6 +53,7 @@ EXPECTATIONS = {
     "full": "the host here has no room",
     "incomplete": "what it lent did not come whole",
     "abandoned": "no request waits for it any more",
+    "crowded": "not asked: the request's process expects as many prompts as it may have at a time",
 }
 """Ends of expectations of other nodes, in words."""
 
@@ -159,7 +160,7 @@ def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> 
         tickets,
         lines,
         view.last_access - index.stamp[row],
-        _why_here(model, row, holders.lines, tickets)
+        (_pinned_words(view, model, row) or _why_here(model, row, holders.lines, tickets))
         + _shorter_hits(model, row)
         + _worth(model, row)
         + _storage_words(view, model, key)
@@ -239,6 +240,16 @@ def _line(view: View, model: Model, event: Event) -> EventLine:
         model.layout.groups[event.group].name,
         event.cause.name.lower(),
     )
+
+
+def _pinned_words(view: View, model: Model, row: int) -> str:
+    """Words on the operator's pin that keeps a block longest; empty where there is none."""
+    keeping = [pin for pin in model.pins.by_key.values() if model.blocks.index.is_above(row, pin.row)]
+    if not keeping:
+        return ""
+    last = max(keeping, key=lambda pin: pin.until)
+    left, places = last.until - view.now(), ", ".join(last.places)
+    return f"it stays: an operator has pinned the prefix to {last.key.hex()[:16]} for {left:.0f} s more, on {places}"
 
 
 def _why_here(model: Model, row: int, holders: list[BlockHolder], tickets: list[int]) -> str:

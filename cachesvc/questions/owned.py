@@ -61,12 +61,6 @@ def leases_of(core: Core, tenant: str) -> list[Lease]:
     return [lease for lease in ledger.leases.values() if ledger.models[lease.model].tenant == tenant]
 
 
-def leases_of_process(core: Core, token: bytes) -> list[Lease]:
-    """Leases that a process holds, alone or with others."""
-    process, leases = core.ledger.processes.get(token), core.ledger.leases
-    return [] if process is None else [leases[name] for name in sorted(process.leases) if name in leases]
-
-
 def private_pages(lease: Lease) -> int:
     """Pages that a lease holds for itself: its sequences' own, its stock, its quarantine."""
     own = sum(len(pages) for sequence in lease.sequences.values() for pages in sequence.own)

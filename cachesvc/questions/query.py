@@ -125,13 +125,14 @@ def one_key(model: Model, digits: str) -> Question[bytes]:
     text = digits.strip().lower()
     if len(text) < PREFIX_DIGITS_MIN or len(text) > 2 * KEY_BYTES or set(text) - set("0123456789abcdef"):
         raise InvalidRequest(
-            f"{digits!r} is not {PREFIX_DIGITS_MIN} to {2 * KEY_BYTES} hexadecimal digits of a key; see ListBlocks"
+            f"{digits!r} is not {PREFIX_DIGITS_MIN} to {2 * KEY_BYTES} hexadecimal digits of a key; see ListBlocks "
+            "(cachesvc blocks)"
         )
     found = yield from keys_beginning(model, text, MOST_NAMED)
     if not found and len(text) == 2 * KEY_BYTES:
         raise NotFound("block", text, "it is not resident, or belongs to another model")
     if not found:
-        raise NotFound("block", text, "no resident block's key begins so; see ListBlocks")
+        raise NotFound("block", text, "no resident block's key begins so; see ListBlocks (cachesvc blocks)")
     if len(found) > 1:
         named = ", ".join(key.hex()[: len(text) + 8] for key in found[:MOST_NAMED])
         raise InvalidRequest(f"{text} names several blocks ({named}, ...); give more digits")

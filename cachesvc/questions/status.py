@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from cachesvc.ledger.index.operator_pins import OperatorPin
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
@@ -41,6 +42,7 @@ class PoolLine(NamedTuple):
     page_bytes: int
     reserved: int = 0
     pool: str = ""
+    model_name: str = ""
 
     @property
     def title(self) -> str:
@@ -97,6 +99,17 @@ class TransferLine(NamedTuple):
     peer_bytes: int
 
 
+class PinLine(NamedTuple):
+    """A prefix that an operator keeps from eviction: the key of its last block, its blocks, and where it is kept."""
+
+    model_id: int
+    model: str
+    key_hex: str
+    blocks: int
+    seconds_left: float
+    places: tuple[str, ...]
+
+
 class Status(NamedTuple):
     """Everything at a glance, of one moment but for what leases hold. ``holders``, ``silent``: of the leases, at most
     ``MOST_LISTED`` each."""
@@ -112,6 +125,7 @@ class Status(NamedTuple):
     running: int
     counters: Mapping[str, int]
     attention: list[str]
+    pins: list[PinLine]
 
 
 def status(view: View, silence_limit_seconds: float) -> Question[Status]:
@@ -135,7 +149,20 @@ def status(view: View, silence_limit_seconds: float) -> Question[Status]:
         len(running),
         view.counters,
         _attention(view, full, held, quiet, silence_limit_seconds),
+        pin_lines(view),
     )
+
+
+def pin_lines(view: View) -> list[PinLine]:
+    """Pins of operators, those that end first at the front."""
+    lines = [pin_line(model, pin, view.now()) for model in view.models() for pin in model.pins.by_key.values()]
+    return sorted(lines, key=lambda line: line.seconds_left)
+
+
+def pin_line(model: Model, pin: OperatorPin, now: float) -> PinLine:
+    """One pin."""
+    left = max(0.0, pin.until - now)
+    return PinLine(model.id, model.shown, pin.key.hex(), pin.blocks, left, tuple(pin.places))
 
 
 def lease_lines(view: View) -> Question[list[LeaseLine]]:
@@ -177,7 +204,7 @@ def pools(models: Collection[Model]) -> list[PoolLine]:
                 name = model.layout.groups[group].name
                 page_bytes = model.layout.page_bytes(group)
                 line = PoolLine(model.id, place.name, name, pool.capacity, counts, page_bytes, pool.withheld)
-                out.append(line._replace(pool=names[group]))
+                out.append(line._replace(pool=names[group], model_name=model.shown))
     return out
 
 
@@ -263,17 +290,14 @@ def _attention(
     ]
     for pool in by_pool(full):
         usable = sum(pool.counts.values())
+        where = f"model {pool.model} ({pool.model_name}), {pool.place}, {pool.title}"
         if usable and pool.held >= HELD_SHARE * usable:
             mine = [line for line in held if line.model_id == pool.model and line.private_pages]
             most = f"; most is held by {mine[0].engine} (lease {mine[0].lease_id[:SHOWN_LETTERS]})" if mine else ""
-            out.append(
-                f"model {pool.model}, {pool.place}, {pool.title}: {pool.held} of {usable} pages are in use and "
-                f"cannot be evicted{most}"
-            )
+            out.append(f"{where}: {pool.held} of {usable} pages are in use and cannot be evicted{most}")
         if quarantined := pool.counts[PageState.QUARANTINED]:
             out.append(
-                f"model {pool.model}, {pool.place}, {pool.title}: {quarantined} pages wait "
-                "in quarantine until the processes of their lost lease are gone"
+                f"{where}: {quarantined} pages wait in quarantine until the processes of their lost lease are gone"
             )
     out += scraps(view.models(), full)
     out += [

@@ -19,7 +19,7 @@ from cachesvc.storage.heads import Heads
 from cachesvc.storage.seam import CAME, Checked, Each, Item, ObjectName, Outcome, Part, Scope, StorageBackend
 
 LAST_ITEMS = 1024
-"""Items whose latencies are kept, of each way."""
+"""Items whose latencies are kept, for each verb."""
 FADING = 0.9
 """Weight of older calls in the measured bandwidth, at the end of each."""
 
@@ -27,8 +27,8 @@ Back = Callable[[int], None]
 """``(index)``: the item was LATE, and is back: its memory is free again."""
 
 
-class Way(Enum):
-    """Direction of a call."""
+class Verb(Enum):
+    """Operation that a call asks of the engine."""
 
     GET = "get"
     PUT = "put"
@@ -36,19 +36,19 @@ class Way(Enum):
 
 @dataclass(slots=True)
 class ObjectCounts:
-    """Since the start. ``items[way, outcome]``; ``late_back``: those LATE that have come back. ``size_bytes`` of what
-    came, and ``busy_seconds`` while anything was under way, by way: their ratio is the bandwidth that was seen.
+    """Since the start. ``items[verb, outcome]``; ``late_back``: those LATE that have come back. ``size_bytes`` of what
+    came, and ``busy_seconds`` while anything was under way, by verb: their ratio is the bandwidth that was seen.
     ``lately``: seconds that the last items took that ended well."""
 
-    items: Counter[tuple[Way, Outcome]] = field(default_factory=Counter)
+    items: Counter[tuple[Verb, Outcome]] = field(default_factory=Counter)
     late_back: int = 0
-    size_bytes: Counter[Way] = field(default_factory=Counter)
-    busy_seconds: dict[Way, float] = field(default_factory=lambda: dict.fromkeys(Way, 0.0))
-    lately: dict[Way, deque[float]] = field(default_factory=lambda: {way: deque(maxlen=LAST_ITEMS) for way in Way})
+    size_bytes: Counter[Verb] = field(default_factory=Counter)
+    busy_seconds: dict[Verb, float] = field(default_factory=lambda: dict.fromkeys(Verb, 0.0))
+    lately: dict[Verb, deque[float]] = field(default_factory=lambda: {verb: deque(maxlen=LAST_ITEMS) for verb in Verb})
 
-    def latency(self, way: Way, share: float) -> float:
+    def latency(self, verb: Verb, share: float) -> float:
         """Seconds within which ``share`` of the last items have ended well; 0 before any has."""
-        seconds = sorted(self.lately[way].copy())
+        seconds = sorted(self.lately[verb].copy())
         return seconds[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else 0.0
 
 
@@ -56,9 +56,9 @@ class Call:
     """One call under way. Made by ``ObjectStore``."""
 
     def __init__(
-        self, store: ObjectStore, way: Way, items: list[Item], began: float, deadline: float, each: Each, back: Back
+        self, store: ObjectStore, verb: Verb, items: list[Item], began: float, deadline: float, each: Each, back: Back
     ) -> None:
-        self.way = way
+        self.verb = verb
         self.began = began
         self.deadline = deadline
         self._store = store
@@ -77,7 +77,7 @@ class Call:
             if self._store.gave_up(self, index):
                 self._each(index, outcome)
             return
-        if outcome in CAME and self.way is Way.GET and (verdict := self._store.checked(item)) is not Outcome.OK:
+        if outcome in CAME and self.verb is Verb.GET and (verdict := self._store.checked(item)) is not Outcome.OK:
             outcome = verdict
         was_late = self._store.came_back(self, index, item, outcome)
         if was_late is None:
@@ -126,10 +126,10 @@ class ObjectStore:
         self._digest: Digest | None = None
         self._lock = threading.Lock()
         self._calls: dict[Call, None] = {}
-        self._busy_since = dict.fromkeys(Way, 0.0)
-        self._moved_before = dict.fromkeys(Way, 0)
-        self._recent = dict.fromkeys(Way, (0.0, 0.0))
-        self._under_way = dict.fromkeys(Way, 0)
+        self._busy_since = dict.fromkeys(Verb, 0.0)
+        self._moved_before = dict.fromkeys(Verb, 0)
+        self._recent = dict.fromkeys(Verb, (0.0, 0.0))
+        self._under_way = dict.fromkeys(Verb, 0)
 
     def start(self) -> None:
         """Begin. Raises a CacheError that says what is missing."""
@@ -148,7 +148,7 @@ class ObjectStore:
         """Bring objects into ``pages``. ``parents``: of each the key of the block above it; without them all are of
         root blocks. ``each`` tells of every item once, OK or LENT only of what was verified;
         ``back`` follows for those that were LATE. Both from any thread. What is not what its name says is removed."""
-        self.prepare(Way.GET, names, pages, deadline, each, back, parents)()
+        self.prepare(Verb.GET, names, pages, deadline, each, back, parents)()
 
     def put(
         self,
@@ -161,11 +161,11 @@ class ObjectStore:
     ) -> None:
         """Keep objects; ``parents`` as of ``get``. Reads all of ``pages`` before it returns, for their checksums: not
         on the loop."""
-        self.prepare(Way.PUT, names, pages, deadline, each, back, parents)()
+        self.prepare(Verb.PUT, names, pages, deadline, each, back, parents)()
 
     def prepare(
         self,
-        way: Way,
+        verb: Verb,
         names: Sequence[ObjectName],
         pages: Sequence[tuple[memoryview, ...]],
         deadline: float,
@@ -178,11 +178,11 @@ class ObjectStore:
         assert self._digest is not None, "it was started"
         above = [b""] * len(names) if parents is None else parents
         items = [Item(*each_of) for each_of in zip(names, self.heads.take(len(names)), pages, above, strict=True)]
-        if way is Way.PUT:
+        if verb is Verb.PUT:
             for item in items:
                 write_header(self._digest, item)
-        call = self._begin(way, items, deadline, each, back)
-        begin = self.backend.get if way is Way.GET else self.backend.put
+        call = self._begin(verb, items, deadline, each, back)
+        begin = self.backend.get if verb is Verb.GET else self.backend.put
         return partial(begin, items, deadline, call.ended)
 
     def check_all(self) -> Checked:
@@ -202,13 +202,13 @@ class ObjectStore:
             late = sum(call.out for call in self._calls if call.deadline <= now)
         for call, items in told:
             for _ in items:
-                self.counts.items[call.way, Outcome.LATE] += 1
+                self.counts.items[call.verb, Outcome.LATE] += 1
             call.tell_late(items)
         return late
 
-    def bandwidth(self, way: Way) -> float:
+    def bandwidth(self, verb: Verb) -> float:
         """Bytes a second that were seen lately while something was under way; 0 before anything was."""
-        moved, seconds = self._recent[way]
+        moved, seconds = self._recent[verb]
         return moved / seconds if seconds > 0 else 0.0
 
     def out(self) -> int:
@@ -229,7 +229,7 @@ class ObjectStore:
         """Note that the engine itself has given an item up, and answers later whether its memory is free."""
         with self._lock:
             is_late = call.take_late_one(index)
-            self.counts.items[call.way, Outcome.LATE] += is_late
+            self.counts.items[call.verb, Outcome.LATE] += is_late
         return is_late
 
     def came_back(self, call: Call, index: int, item: Item, outcome: Outcome) -> bool | None:
@@ -240,33 +240,33 @@ class ObjectStore:
                 return None
             self.counts.late_back += was_late
             if not was_late:
-                self.counts.items[call.way, outcome] += 1
+                self.counts.items[call.verb, outcome] += 1
             if outcome in CAME:
-                self.counts.size_bytes[call.way] += item.payload_bytes
-                self.counts.lately[call.way].append(self._clock() - call.began)
+                self.counts.size_bytes[call.verb] += item.payload_bytes
+                self.counts.lately[call.verb].append(self._clock() - call.began)
             if not call.out:
                 del self._calls[call]
-                self._ended(call.way)
+                self._ended(call.verb)
         return was_late
 
-    def _begin(self, way: Way, items: list[Item], deadline: float, each: Each, back: Back) -> Call:
-        call = Call(self, way, items, self._clock(), deadline, each, back)
+    def _begin(self, verb: Verb, items: list[Item], deadline: float, each: Each, back: Back) -> Call:
+        call = Call(self, verb, items, self._clock(), deadline, each, back)
         if items:
             with self._lock:
                 self._calls[call] = None
-                if not self._under_way[way]:
-                    self._busy_since[way] = self._clock()
-                self._under_way[way] += 1
+                if not self._under_way[verb]:
+                    self._busy_since[verb] = self._clock()
+                self._under_way[verb] += 1
         return call
 
-    def _ended(self, way: Way) -> None:
-        self._under_way[way] -= 1
-        if not self._under_way[way]:
-            seconds = self._clock() - self._busy_since[way]
-            self.counts.busy_seconds[way] += seconds
-            moved = self.counts.size_bytes[way]
-            if moved > self._moved_before[way]:
-                of_bytes, of_seconds = self._recent[way]
-                of_bytes += moved - self._moved_before[way]
-                self._recent[way] = of_bytes * FADING, (of_seconds + seconds) * FADING
-            self._moved_before[way] = moved
+    def _ended(self, verb: Verb) -> None:
+        self._under_way[verb] -= 1
+        if not self._under_way[verb]:
+            seconds = self._clock() - self._busy_since[verb]
+            self.counts.busy_seconds[verb] += seconds
+            moved = self.counts.size_bytes[verb]
+            if moved > self._moved_before[verb]:
+                of_bytes, of_seconds = self._recent[verb]
+                of_bytes += moved - self._moved_before[verb]
+                self._recent[verb] = of_bytes * FADING, (of_seconds + seconds) * FADING
+            self._moved_before[verb] = moved

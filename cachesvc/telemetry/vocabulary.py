@@ -252,6 +252,13 @@ VOCABULARY: dict[str, Event] = {
         "An operator announced the version of weights that a model's engines load next.",
         ("model", "version", "previous"),
     ),
+    "pinned": Event(
+        "info",
+        "An operator keeps a prefix from eviction for a time; `key`: first digits of its last block's key.",
+        ("model", "key", "blocks", "seconds"),
+    ),
+    "unpinned": Event("info", "An operator ended a pin before its time.", ("model", "key", "blocks")),
+    "pin_expired": Event("info", "The time of an operator's pin is over.", ("model", "key", "blocks")),
     "evicted_by_operator": Event("info", "An operator had blocks evicted.", ("model", "tier", "blocks")),
     "tokens_watch_broke": Event("error", "A defect: the check of the tokens' file failed; the daemon tries again."),
     "sweep_broke": Event("error", "A defect: the search for silent leases failed; the daemon tries again."),

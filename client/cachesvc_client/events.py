@@ -19,9 +19,10 @@ from typing import Any
 import grpc
 from kvcache.v1 import event_pb2
 
+from cachesvc_client.core.arguments import warn_renamed
 from cachesvc_client.core.errors import EventsMissed, Unauthenticated, error_of
 from cachesvc_client.core.fork import Maker
-from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Run, Spot, parse_batch
+from cachesvc_client.records.event_batch import Batch, BlockMirror, CopyLocation, Kind, Part, Run, parse_batch
 from cachesvc_client.wire.channel import ChannelMaker, open_channel
 from cachesvc_client.wire.credentials import Metadata, credentials_from, has_token
 from cachesvc_client.wire.methods import SUBSCRIBE
@@ -29,7 +30,14 @@ from cachesvc_client.wire.settings import ChannelOptions, default_socket
 from cachesvc_client.wire.subscription import DEFAULT_OPTIONS, subscription
 from cachesvc_client.wire.trust import may_show
 
-__all__ = ["Batch", "BlockMirror", "EventSubscriber", "Kind", "Part", "Run", "Spot", "subscription"]
+__all__ = ["Batch", "BlockMirror", "CopyLocation", "EventSubscriber", "Kind", "Part", "Run", "subscription"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "Spot":
+        warn_renamed("cachesvc_client.events.Spot", "CopyLocation")
+        return CopyLocation
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class EventSubscriber:

@@ -19,10 +19,11 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.text.sizes import parse_size
 from cachesvc_ctl.core.command import Command, flag
 from cachesvc_ctl.core.text import describe_bytes, table
-from cachesvc_ctl.plan import ACTIVATION_BYTES, Memory, Plan, make_plan, remedy, weights_beside
+from cachesvc_ctl.plan import ACTIVATION_BYTES, Held, Memory, Plan, make_plan, remedy, weights_beside
 
 MAX_SEQUENCE_TOKENS = 1 << 31
 MAX_CONFIG_BYTES = 16 << 20
+STATES = 2
 PLANNED_TOKENS = 32768
 """Length of the requests that a plan counts, unless --sequence-tokens says another."""
 
@@ -47,6 +48,7 @@ class GroupRow:
     window_tokens: int | None
     sink_tokens: int
     replicated: bool
+    is_state: bool
     rank_block_bytes: int
     device_block_bytes: int
     host_block_bytes: int
@@ -54,7 +56,8 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Capacity of one rank's device memory: ``count`` times ``unit_pages[g]`` pages of each group."""
+    """Capacity of one rank's device memory: ``count`` times ``unit_pages[g]`` pages of each group. ``pages``: of each
+    group's pool."""
 
     count: int
     unit_pages: tuple[int, ...]
@@ -152,10 +155,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _held(layout: Layout, pool_bytes: int, tokens: int) -> tuple[int, int]:
-    """Tokens that a pool holds in every group, and its sequences of ``tokens`` tokens while they decode."""
-    blocks = fit(layout, block_pages(layout), pool_bytes).count
-    return blocks * layout.block_tokens, fit(layout, sequence_pages(layout, tokens), pool_bytes).count
+def _held(layout: Layout, pool_bytes: int, tokens: int) -> Held:
+    """Content of a pool: its tokens in every group, its bytes, and sequences of ``tokens`` tokens while they decode."""
+    blocks = fit(layout, block_pages(layout), pool_bytes)
+    kv_bytes = sum(blocks.pages[pool[0]] * max(map(layout.page_bytes, pool)) for pool in layout.pools)
+    sequences = fit(layout, sequence_pages(layout, tokens), pool_bytes).count
+    return Held(blocks.count * layout.block_tokens, kv_bytes, sequences)
 
 
 def _read_json(path: Path) -> Any:
@@ -206,6 +211,7 @@ def group_rows(layout: Layout) -> list[GroupRow]:
             group.window_tokens,
             group.sink_tokens,
             group.replicated,
+            group.is_state,
             layout.page_bytes(index),
             layout.page_bytes(index) * layout.ranks,
             layout.page_bytes(index) * layout.host_ranks(index),
@@ -215,15 +221,20 @@ def group_rows(layout: Layout) -> list[GroupRow]:
 
 
 def block_pages(layout: Layout) -> tuple[int, ...]:
-    """Pages of a block that is kept in every group."""
-    return (1,) * len(layout.groups)
+    """Pages of a block that is kept in every group; of states, which few blocks have, none."""
+    return tuple(int(not group.is_state) for group in layout.groups)
 
 
 def sequence_pages(layout: Layout, tokens: int) -> tuple[int, ...]:
-    """Pages of a sequence of that length while it decodes: all of a full group, sinks and window of the others."""
+    """Pages of a sequence of that length while it decodes: all of a full group, sinks and window of the others, and the
+    states at the end of its prompt and of what is computed."""
     blocks = -(-tokens // layout.block_tokens)
     return tuple(
-        blocks if group.window_tokens is None else min(blocks, layout.sink_blocks(index) + layout.window_blocks(index))
+        min(blocks, STATES)
+        if group.is_state
+        else blocks
+        if group.window_tokens is None
+        else min(blocks, layout.sink_blocks(index) + layout.window_blocks(index))
         for index, group in enumerate(layout.groups)
     )
 
@@ -231,8 +242,10 @@ def sequence_pages(layout: Layout, tokens: int) -> tuple[int, ...]:
 def fit(layout: Layout, unit_pages: tuple[int, ...], memory_bytes: int) -> Fit:
     """The most units whose device slabs, alignment included, take no more than ``memory_bytes``."""
 
+    of_pool = {group: sum(unit_pages[each] for each in pool) for pool in layout.pools for group in pool}
+
     def pages(count: int) -> tuple[int, ...]:
-        return tuple(count * unit for unit in unit_pages)
+        return tuple(count * of_pool[group] for group in range(len(unit_pages)))
 
     unit_bytes = sum(layout.page_bytes(group) * unit for group, unit in enumerate(unit_pages))
     low, high = 0, memory_bytes // unit_bytes
@@ -320,7 +333,7 @@ def _groups_table(rows: Sequence[GroupRow]) -> str:
     cells = [
         (
             row.group,
-            "none" if row.window_tokens is None else f"{row.window_tokens:,} tokens",
+            "a state" if row.is_state else "none" if row.window_tokens is None else f"{row.window_tokens:,} tokens",
             f"{row.sink_tokens:,} tokens" if row.sink_tokens else "none",
             "the same bytes" if row.replicated else "its own heads",
             row.rank_block_bytes,
@@ -356,6 +369,7 @@ def _fit_parts(layout: Layout, memory_bytes: int, tokens: int | None) -> list[st
     text = (
         f"{describe_bytes(memory_bytes)} on each rank hold {blocks.count:,} blocks = "
         f"{blocks.count * layout.block_tokens:,} tokens that are kept in every group"
+        f"{' but states' if layout.state_groups else ''}"
     )
     if tokens is not None:
         return [text, *_sequence_parts(layout, memory_bytes, tokens)]

@@ -28,7 +28,7 @@ from cachesvc_ctl.lab.traces.trace import TraceError
 from cachesvc_ctl.layout import LayoutOfModel
 from cachesvc_ctl.offline.commands import Dump, Load
 from cachesvc_ctl.offline.index_file import IndexFileError
-from cachesvc_ctl.questions.actions import Drain, Evict, Reload, Weights
+from cachesvc_ctl.questions.actions import Drain, Evict, Pin, Reload, Unpin, Weights
 from cachesvc_ctl.questions.events import Events
 from cachesvc_ctl.questions.holders import Leases, Sequences, Tenants, Tickets
 from cachesvc_ctl.questions.index import Blocks, Tree
@@ -50,7 +50,7 @@ INTERRUPTED = 130
 COMMANDS: tuple[type[Command], ...] = (
     *(Check, Status, Top, Wait),
     *(Models, Leases, Tenants, Sequences, Blocks, Tree, Tickets, Why, Events, Storage, Verify),
-    *(Evict, Weights, Drain, Reload),
+    *(Pin, Unpin, Evict, Weights, Drain, Reload),
     *(Dump, Load, Describe),
     *(LayoutOfModel, Calibrate, Replay, Simulate, Synth),
 )

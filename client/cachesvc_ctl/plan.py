@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cachesvc.model.layout import Layout
 from cachesvc_ctl.core.text import describe_bytes
@@ -34,6 +34,14 @@ class Memory:
     def pool(self, ranks: int) -> int:
         """Bytes that are left for the device pool of one of ``ranks`` GPUs; negative where nothing is."""
         return self.gpu - -(-self.weights // ranks) - self.activations - DAEMON_BYTES
+
+
+class Held(NamedTuple):
+    """Content of a pool."""
+
+    tokens: int
+    kv_bytes: int
+    requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +128,8 @@ def remedy(memory: Memory, ranks: int) -> str:
     return ", or ".join([*ways, "quantised weights (--weights)", "fewer --activations (smaller batches)"])
 
 
-def make_plan(layout: Layout, memory: Memory, tokens: int, fits: Callable[[int, int], tuple[int, int]]) -> Plan:
-    """Plan for a layout. ``fits(pool_bytes, tokens)``: tokens that a pool holds, and its requests of that length."""
+def make_plan(layout: Layout, memory: Memory, tokens: int, fits: Callable[[int, int], Held]) -> Plan:
+    """Plan for a layout. ``fits(pool_bytes, tokens)``: what a pool holds, requests of that length among it."""
     pool_bytes = memory.pool(layout.ranks) // (256 << 20) * (256 << 20)
-    held, requests = fits(pool_bytes, tokens)
-    block_bytes = sum(layout.page_bytes(group) for group in range(len(layout.groups)))
-    kv_bytes = held // layout.block_tokens * block_bytes
-    return Plan(layout.ranks, memory, pool_bytes, kv_bytes, held, tokens, requests)
+    held = fits(pool_bytes, tokens)
+    return Plan(layout.ranks, memory, pool_bytes, held.kv_bytes, held.tokens, tokens, held.requests)

@@ -14,7 +14,6 @@ TESTED = ((0, 5, 23),)
 SINGLE = ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "nnodes")
 
 OFF = (
-    "enable_memory_saver",
     "enable_hierarchical_cache",
     "enable_unified_cache_external_linker",
     "enable_unified_memory",
@@ -24,6 +23,7 @@ OFF = (
     "enable_flexkv",
     "enable_kv_cache_sharding",
     "enable_dp_attention",
+    "enable_pdmux",
     "enable_two_batch_overlap",
     "enable_streaming_session",
     "speculative_algorithm",
@@ -33,10 +33,15 @@ OFF = (
 
 
 def require_supported(arguments: Any, settings: EngineSettings) -> None:
-    """Raises EngineRefused for the first of SGLang's options that cannot be served."""
+    """Raises EngineRefused for a release, and for the first of its options, that cannot be served."""
     from sglang.version import __version__
 
     _require_version(__version__, settings)
+    require_options(arguments)
+
+
+def require_options(arguments: Any) -> None:
+    """Raises EngineRefused for the first of SGLang's options that cannot be served."""
     if arguments.page_size < 2:
         raise EngineRefused(
             f"--page-size is {arguments.page_size}: the daemon's keys and copies are made for blocks of tokens, and "
@@ -45,6 +50,12 @@ def require_supported(arguments: Any, settings: EngineSettings) -> None:
     for name in SINGLE:
         if getattr(arguments, name, 1) != 1:
             raise EngineRefused(f"{_flag(name)} is {getattr(arguments, name)}, and only 1 is supported: leave it out")
+    if getattr(arguments, "enable_memory_saver", False):
+        raise EngineRefused(
+            "--enable-memory-saver is not supported with --radix-cache-backend cachesvc: KV memory is the daemon's, "
+            "other engines use it, and nothing would be freed; leave it out, and stop the engine to free its "
+            "weights: its blocks stay, and it finds them when it is started again"
+        )
     for name in OFF:
         if getattr(arguments, name, None):
             raise EngineRefused(f"{_flag(name)} is not supported with --radix-cache-backend cachesvc: leave it out")
@@ -70,7 +81,13 @@ def require_cache(context: Any) -> None:
             f"this model's KV cache has a {kind}: models with full attention alone are supported, at page sizes above "
             "1; leave out --radix-cache-backend cachesvc for this one"
         )
-    if not hasattr(context.params.token_to_kv_pool_allocator.get_kvcache(), "cachesvc"):
+    pool = context.params.token_to_kv_pool_allocator.get_kvcache()
+    if getattr(pool, "post_capture_active", False):
+        raise EngineRefused(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set: SGLang would size the KV pool after its graphs, and the pool "
+            "is the daemon's; unset it, and size the pool by --max-total-tokens"
+        )
+    if not hasattr(pool, "cachesvc"):
         raise EngineRefused(
             "this model's KV pool keeps latents, and K and V alone are supported: leave out --radix-cache-backend "
             "cachesvc for this one"

@@ -41,8 +41,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
-        """KV memory is the daemon's: sleeping does not free it."""
-        return False
+        """True: KV memory is the daemon's and is never remapped. Sleep frees the weights alone."""
+        return True
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.storage.objects import Way
+from cachesvc.storage.objects import Verb
 from cachesvc.storage.seam import Checked, Outcome, Part
 from tests.contracts.storage_rig import PAGE_BYTES, WHOLE_PART, Bench, SimTurning, content_of, name_of
 from tests.contracts.test_storage import ENGINES
@@ -29,7 +29,7 @@ def test_two_objects_that_change_places_are_both_wrong(bench: Bench) -> None:
     bench.keep([one, other])
     bench.turning.swap(one, other)
     assert bench.fetch([one, other]) == [WRONG, WRONG]
-    assert bench.store.counts.items[Way.GET, WRONG] == 2
+    assert bench.store.counts.items[Verb.GET, WRONG] == 2
     assert bench.fetch([one, other]) == [MISS, MISS], "and are removed"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cachesvc_client import DaemonUnavailable, Timeouts
+from cachesvc_client import DaemonUnavailable, LoadFailed, Timeouts
 from cachesvc_client.memory.pool import LoadOutcome
 
 from tests.e2e.engine import BLOCK_TOKENS, WAIT_SECONDS, prompt
@@ -52,11 +52,11 @@ def test_an_engines_stream_goes_on_when_the_daemon_is_killed_during_a_load(folde
         assert engine.client.wait_lost(WAIT_SECONDS)
         stream.synchronize()
         assert behind.get().tolist() == [1]
-        with pytest.raises(DaemonUnavailable):
+        with pytest.raises((LoadFailed, DaemonUnavailable)):  # either the mover ends it first, or this client
             engine.pool.confirm(ticket)
         with pytest.raises(DaemonUnavailable):
             engine.pool.wait_ticket_on(stream, ticket)
-        assert engine.pool.outcome(ticket) is LoadOutcome.LOST
+        assert engine.pool.outcome(ticket) in (LoadOutcome.FAILED, LoadOutcome.LOST)
         assert sequence.lost_tokens() == range(BLOCKS * BLOCK_TOKENS)
         engine.fill(sequence, keys, range(BLOCKS))  # recompute, in memory without another owner
         assert engine.bad(sequence, keys, range(BLOCKS)) == []

@@ -7,13 +7,13 @@ import os
 import select
 import socket
 import subprocess
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.sglang.comparison import write_plugin
 from tests.vllm.rig import MODEL, ROOT, Engine
 
 PYTHON_VARIABLE = "CACHESVC_SGLANG_PYTHON"
@@ -140,18 +140,3 @@ def forking(folder: Path) -> Iterator[SglangFleet]:
             yield SglangFleet(model, path)
         finally:
             forker.kill()
-
-
-def write_plugin(folder: Path) -> Path:
-    """Write what pip writes of the project's entry points, so that SGLang finds its plugin; the folder's path."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    notes = folder / "cachesvc-0.dist-info"
-    notes.mkdir(parents=True)
-    (notes / "METADATA").write_text("Metadata-Version: 2.1\nName: cachesvc\nVersion: 0\n", encoding="utf-8")
-    lines = [
-        line
-        for group, found in project["entry-points"].items()
-        for line in (f"[{group}]", *(f"{name} = {at}" for name, at in found.items()))
-    ]
-    (notes / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from cachesvc_client.records.event_batch import BlockMirror, Spot, parse_batch
+from cachesvc_client.records.event_batch import BlockMirror, CopyLocation, parse_batch
 
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
@@ -20,7 +20,7 @@ from cachesvc.service.rpc.event_service import to_message
 from tests.sim.node import SimNode
 
 FOLLOWERS = 3
-Truth = dict[bytes, tuple[bytes, frozenset[Spot]]]
+Truth = dict[bytes, tuple[bytes, frozenset[CopyLocation]]]
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Followers:
 
 def shown_by(mirror: BlockMirror) -> Truth:
     """Copies that a mirror shows."""
-    return {key: (mirror.parents[key], frozenset(spots)) for key, spots in mirror.spots.items()}
+    return {key: (mirror.parents[key], frozenset(locations)) for key, locations in mirror.locations.items()}
 
 
 def truth_of(model: Model) -> Truth:
@@ -105,15 +105,15 @@ def truth_of(model: Model) -> Truth:
     index = model.blocks.index
     out: Truth = {}
     for key, row in index.rows.items():
-        spots = set()
+        locations = set()
         for place in index.told:
             number = place.number
             for group, states in enumerate(place.states):
                 if states[row] >= READY:
-                    spots.add(Spot(group, "device" if number else "host", max(0, number - 1)))
-        if spots:
+                    locations.add(CopyLocation(group, "device" if number else "host", max(0, number - 1)))
+        if locations:
             parent = index.parent[row]
             above = index.keys[parent] if parent != NO_ROW else b""
             assert above is not None
-            out[key] = (above, frozenset(spots))
+            out[key] = (above, frozenset(locations))
     return out

@@ -159,7 +159,7 @@ class SimNode:
                 ahead_pages=bias.ahead_pages,
                 ahead_part=2,
             ),
-            turns=rng.choice((Turns(), Turns(1, 1, 1, 1, 1, 1), Turns(2, 3, 2, 1, 3, 2))),
+            turns=rng.choice((Turns(), Turns(1, 1, 1, 1, 1, 1, loaded=1), Turns(2, 3, 2, 1, 3, 2, loaded=3))),
         )
         self.meetings = Meetings(self.core)
         self._parents: dict[bytes, bytes] = {}

@@ -53,6 +53,10 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
 
     if asked.get("reset"):
         return llm.reset_prefix_cache()
+    if asked.get("sleep"):
+        return llm.sleep(level=asked["sleep"])
+    if asked.get("wake"):
+        return llm.wake_up()
     if asked.get("metrics"):
         from prometheus_client import REGISTRY
 

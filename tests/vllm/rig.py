@@ -143,6 +143,16 @@ class Engine:
         self._write({"reset": True})
         return bool(self._read())
 
+    def sleep(self, level: int) -> None:
+        """``sleep``: vLLM pauses, resets its prefix cache, and has its workers free what they can."""
+        self._write({"sleep": level})
+        self._read()
+
+    def wake(self) -> None:
+        """``wake_up``."""
+        self._write({"wake": True})
+        self._read()
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the connector and of drafts, as vLLM's own metrics have them. Wants ``disable_log_stats``
         false."""

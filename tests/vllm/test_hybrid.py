@@ -13,7 +13,10 @@ import pytest
 
 from tests.e2e.rig import running_node, short_folder
 from tests.vllm.hybrid_models import GEMMA_3, GEMMA_4, GPT_OSS, QWEN_3_NEXT, HybridModel
-from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, engines, random_prompt
+from tests.vllm.long_cases import long
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, engines, random_prompt
+from tests.vllm.scenarios import answer_alike
+from tests.vllm.weights import write_checkpoint
 
 MODELS = [
     pytest.param(GEMMA_4, id="gemma-4"),
@@ -22,7 +25,10 @@ MODELS = [
 ]
 KINDS = [pytest.param(GEMMA_3, id="gemma-3"), MODELS[2]]
 """One model with windows, and one with states."""
+RANDOM_REQUESTS = 300
 BATCH = 6
+LEAST_SHARE = 0.98
+"""Part of the tokens that one engine alone finds, which computes both batches together."""
 
 
 def prompts_of(model: HybridModel, count: int, blocks: int | None = None, new: int = 40) -> list[Prompt]:
@@ -112,3 +118,42 @@ def test_a_prompt_that_left_the_device_is_loaded_in_all_groups(model: HybridMode
         assert cached == [whole] * len(prompts)
         assert node.counters()["hit_blocks_host"] > 0
         assert [answer.said for answer in mine.ask(*prompts)] == expected
+
+
+@pytest.mark.parametrize("model", [pytest.param(GEMMA_3, id="gemma-3"), *MODELS[1:]])
+@pytest.mark.parametrize("count", [long(RANDOM_REQUESTS)])
+def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, count: int, tmp_path: Path) -> None:
+    """One after another each finds as many tokens as alone. At once, two engines and one alone have other batches, and
+    a request finds what an earlier batch computed."""
+    fleet, requests, blocks = model.fleet(tmp_path), mixed_requests(model, 11, count), 4 * model.blocks
+    one_by_one, at_once = requests[: count // 3], requests[count // 3 :]
+    with running_node(["--checksums", "all"]) as node:
+        started = [engine_of(fleet, model, None, blocks)]
+        started += [engine_of(fleet, model, node.socket, blocks, verify_steps=50) for _ in range(2)]
+        with engines(*started) as (alone, *two):
+            assert ask_each(two[0], one_by_one) == ask_each(alone, one_by_one)
+            cached, own = answer_alike(two, alone, at_once, BATCH)
+            assert cached >= own * LEAST_SHARE
+        check_daemon(node.socket)
+
+
+@pytest.mark.parametrize("count", [long(6)])
+def test_ranks_load_all_groups_together(count: int, tmp_path: Path) -> None:
+    """Ranks have different weights, and the second engine finds what the first one left, in place or on the host."""
+    GEMMA_3.fleet(tmp_path)
+    write_checkpoint(tmp_path, GEMMA_3.config, seed=1)
+    fleet, prompts, options = Fleet(tmp_path, "auto"), prompts_of(GEMMA_3, count, new=8), {"tensor_parallel_size": 2}
+
+    def two_ranks(socket: str | None, blocks: int) -> Engine:
+        extra = {"host_blocks": 800, "verify_steps": 10}
+        return fleet.engine(socket, blocks, is_split=True, extra=extra, options={**GEMMA_3.options, **options})
+
+    with engines(two_ranks(None, 2 * GEMMA_3.blocks)) as (alone,):
+        (expected, _), (_, hits) = (ask_each(alone, prompts) for _ in range(2))
+    with running_node(["--shm-devices", "2", "--checksums", "all", "--write-policy", "write_through"]) as node:
+        for cached in ([0] * count, hits):
+            with engines(two_ranks(node.socket, GEMMA_3.least_blocks)) as (mine,):
+                assert ask_each(mine, prompts) == (expected, cached)
+                assert ask_each(mine, prompts) == (expected, hits)
+        assert node.counters()["hit_blocks_host"] > 0
+        check_daemon(node.socket)

@@ -19,7 +19,7 @@ from tests.routers.rig import PACKAGES_VARIABLE, free_ports, running_router
 from tests.vllm.rig import BLOCK_TOKENS, Answer, Engine, Fleet, Prompt, engines, random_prompt
 
 pytestmark = pytest.mark.skipif(PACKAGES_VARIABLE not in os.environ, reason="make vllm-test installs the routers")
-REQUESTS = int(os.environ.get("CACHESVC_ROUTER_REQUESTS", "8"))
+REQUESTS = 200 if "CACHESVC_LONG" in os.environ else 8
 WAIT_S = 120.0
 
 

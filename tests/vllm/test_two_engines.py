@@ -122,3 +122,12 @@ def test_engines_that_are_reset_after_an_announcement_share_again(node: Node, tw
             answers = [engine.ask(prompt)[0] for engine in two]
             assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS]
             assert {answer.said for answer in answers} == {expected}
+        # a sleeping engine frees its weights alone: another one uses the pool meanwhile, and waking finds its blocks
+        admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version="step-3"))
+        assert two[1].reset()
+        two[0].sleep(level=1)
+        answers = [two[1].ask(prompt)[0]]
+        two[0].wake()
+        answers.append(two[0].ask(prompt)[0])
+        assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS]
+        assert {answer.said for answer in answers} == {expected}

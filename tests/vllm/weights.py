@@ -16,7 +16,7 @@ SCALE = 0.05
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """A Llama's weights beside its ``config.json``."""
+    """A Llama's weights beside its ``config.json``, or those of a Gemma 3, which has more norms."""
     hidden, between, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocabulary, hidden),
@@ -33,6 +33,13 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> None
             f"{stem}.input_layernorm.weight": (hidden,),
             f"{stem}.post_attention_layernorm.weight": (hidden,),
         }
+        if config["model_type"] == "gemma3_text":
+            shapes |= {
+                f"{stem}.pre_feedforward_layernorm.weight": (hidden,),
+                f"{stem}.post_feedforward_layernorm.weight": (hidden,),
+                f"{stem}.self_attn.q_norm.weight": (config["head_dim"],),
+                f"{stem}.self_attn.k_norm.weight": (config["head_dim"],),
+            }
     _write(folder / "model.safetensors", shapes, seed)
 
 

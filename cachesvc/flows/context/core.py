@@ -12,7 +12,9 @@ from typing import NamedTuple, Protocol
 
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import Chores, Turns
+from cachesvc.ledger.leases import Lease
 from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.model.numbers.sharing import Party
 from cachesvc.model.transfer import TimelineSlot, Transfer
 from cachesvc.policy.eviction import Eviction
 from cachesvc.policy.writing import WriteRule
@@ -140,8 +142,11 @@ class Lenders(Protocol):
     def is_here(self, peer: str) -> bool:
         """True where the address is this node's own."""
 
-    def ask(self, model: Model, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]) -> str:
-        """Ask the node at ``peer`` to lend what it has of packed ``keys``, and to wait for the first for ``seconds``.
+    def ask(
+        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
+    ) -> str:
+        """For ``party``, ask the node at ``peer`` to lend what it has of packed ``keys``, and to wait for the first for
+        ``seconds``.
         ``told`` is called later, from the loop; a fetch then finds what is lent. Returns why that node is not asked."""
 
 
@@ -158,7 +163,8 @@ class Limits:
     ``reservation_seconds``: how long free pages are kept at most for a call that waits for more. It is longer than
     calls wait, which end their reservations themselves. ``open_seconds``: how long a model is kept for an engine that
     has registered it and not opened a lease; 0: not at all. ``ahead_pages``: device pages that are kept free of each
-    pool, as far as the host has what goes for them, and at most an ``ahead_part``-th of the pool.
+    pool, as far as the host has what goes for them, and at most an ``ahead_part``-th of the pool. ``pins_per_model``:
+    of operators. ``pin_share``: of each pool, what these may keep.
     """
 
     blocks_per_sequence: int = 65536
@@ -179,6 +185,8 @@ class Limits:
     open_seconds: float = 0.0
     ahead_pages: int = 0
     ahead_part: int = 64
+    pins_per_model: int = 64
+    pin_share: float = 0.25
 
 
 @dataclass
@@ -188,8 +196,9 @@ class Core:
     ``new_name`` gives lease ids. ``on_refused``: called with ``(ticket, reason)`` of a transfer that the mover refused;
     it has failed by then. ``on_sealed``: called with ``(model, replica, row of the last, count)`` for each Publish that
     sealed blocks. ``chores``: background tasks, for when no call is served; ``on_ended`` is called with tickets
-    that end by one. ``storage``: None where none is configured; ``on_wanted``: called when blocks of a model wait to be
-    written to it.
+    that end by one. ``on_left``: called with each lease of a process that has ended, while it holds what the process
+    held. ``storage``: None where none is configured; ``on_wanted``: called when blocks of a model wait to be written
+    to it.
     """
 
     ledger: Ledger
@@ -205,6 +214,7 @@ class Core:
     on_sealed: list[Callable[[int, int, int, int], None]] = field(default_factory=list)
     chores: Chores = field(default_factory=deque)
     on_ended: Callable[[list[int]], None] | None = None
+    on_left: Callable[[Lease], None] | None = None
     storage: Storage | None = None
     lenders: Lenders | None = None
     on_wanted: Callable[[Model], None] | None = None

@@ -39,6 +39,7 @@ class Count(StrEnum):
     EXPECTED_BLOCKS = "expected_blocks"
     LENT_BLOCKS = "lent_blocks"
     LENT_BLOCKS_BACK = "lent_blocks_back"
+    PINS_ENDED_EARLY = "pins_ended_early"
     LEASES_LOST = "leases_lost"
     LEASES_ENDED_CLOSED = "leases_ended_closed"
     LEASES_ENDED_SILENT = "leases_ended_silent"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cachesvc.flows.context.call import Call, require_active
 from cachesvc.flows.context.core import Core
-from cachesvc.flows.transfer.loads import bring, loads_of
+from cachesvc.flows.transfer.loads import bring, bring_part, loads_of
 from cachesvc.flows.transfer.low_watermark import look_ahead, note_load
 from cachesvc.flows.transfer.make_room import keep_room, make_room
 from cachesvc.flows.transfer.transfers import require_transfer, ticket_view, wait_for
@@ -38,7 +38,8 @@ def allocate(
     require_active(sequence)
     first = sequence.blocks
     if blocks > call.lease.blocks_per_sequence:
-        raise LimitExceeded("blocks of a sequence", blocks, call.lease.blocks_per_sequence)
+        most, setting = call.lease.blocks_per_sequence, "blocks_per_sequence"
+        raise LimitExceeded.of_setting("blocks of a sequence", blocks, most, setting, "ask for fewer")
     if blocks < max(first, sequence.hit_blocks):
         raise InvalidRequest(
             f"sequence {sequence_id} has {first} blocks and a hit of {sequence.hit_blocks}; allocate at least as many"
@@ -55,10 +56,15 @@ def allocate(
         return wait
     if not sequence.prepare(blocks, counts, core.turns.pages):
         return keep_room(core, call, loads.pages_wanted(sequence.missing(counts)), sequence)
+    if part := bring_part(core, call, sequence, loads, short_suffix=short_suffix):
+        left = [most - taken for most, taken in zip(loads.pages_wanted(), part, strict=True)]
+        return keep_room(core, call, left, sequence)
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED, short_suffix=short_suffix) if loads.rows else []
+    in_parts = len(sequence.parts) * core.turns.loaded
+    sequence.parts.clear()
     sequence.grow(sequence.fresh_pages(counts), fresh)
     call.lease.grown += fresh.blocks
-    note_load(call.replica.place, len(loads.missing[call.replica.place.lead]))
+    note_load(call.replica.place, in_parts + len(loads.missing[call.replica.place.lead]))
     look_ahead(core, call.model, call.replica)
     tables = tuple(GroupCells(group, first, table[first:]) for group, table in enumerate(sequence.tables))
     return Allocated(tables, tuple(map(ticket_view, tickets)), len(loads.rows))

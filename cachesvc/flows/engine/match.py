@@ -82,7 +82,9 @@ def check_request(core: Core, call: Call, sequence_id: int, keys: bytes) -> None
     if lease.instance and member_of(sequence_id) not in lease.members.values():
         raise InvalidRequest(f"sequence {sequence_id} is of no process of this lease: ids follow on what Open answered")
     if len(lease.sequences) >= limits.sequences_per_lease:
-        raise LimitExceeded("open sequences of this lease", len(lease.sequences) + 1, limits.sequences_per_lease)
+        held, most = len(lease.sequences) + 1, limits.sequences_per_lease
+        setting = "sequences_per_lease"
+        raise LimitExceeded.of_setting("open sequences of this lease", held, most, setting, "release some")
     held, most = core.ledger.key_bytes.get(lease.party, 0) + len(keys), limits.key_bytes_per_process
     if held > most:
         raise LimitExceeded("bytes of keys of this process's open sequences", held, most)
@@ -138,7 +140,8 @@ def check_keys(lease: Lease, keys: bytes) -> None:
     if len(keys) % KEY_BYTES:
         raise InvalidRequest(f"keys has {len(keys)} bytes, which is not a multiple of {KEY_BYTES}")
     if len(keys) // KEY_BYTES > lease.blocks_per_sequence:
-        raise LimitExceeded("block keys", len(keys) // KEY_BYTES, lease.blocks_per_sequence)
+        most, setting = lease.blocks_per_sequence, "blocks_per_sequence"
+        raise LimitExceeded.of_setting("block keys", len(keys) // KEY_BYTES, most, setting, "send fewer")
 
 
 def computing_blocks(model: Model, keys: bytes, first: int) -> int:

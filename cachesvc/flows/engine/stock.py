@@ -99,7 +99,8 @@ def _grow(call: Call, growth: Growth, entries: range, held: Collection[int]) -> 
         before = len(sequence.tables[0])
         blocks = before + last - first
         if blocks > limit:
-            stop = LimitExceeded("blocks of a sequence", blocks, limit)
+            setting = "blocks_per_sequence"
+            stop = LimitExceeded.of_setting("blocks of a sequence", blocks, limit, setting, "end the request")
             break
         if before < sequence.hit_blocks:
             stop = InvalidRequest(f"allocate the {sequence.hit_blocks} blocks that were hit before growing")

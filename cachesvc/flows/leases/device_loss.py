@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import Chore
 from cachesvc.flows.leases.teardown import free_quarantine, lose
 from cachesvc.flows.transfer.apply_evictions import remember_dropped
@@ -28,6 +29,7 @@ def lose_device(core: Core, device: str, why: str) -> list[str]:
     for model in core.ledger.models.values():
         for replica in [each for each in model.replicas if device in each.devices]:
             model.lose(replica, f"device {device} lost its memory ({why})")
+            core.count(Count.PINS_ENDED_EARLY, len(model.pins.leave(replica.place)))
             lost.append((model, replica))
     ended = [lease for model, replica in lost for lease in _end_leases(core, model, replica)]
     empty_lost(core)

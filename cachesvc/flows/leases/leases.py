@@ -25,8 +25,9 @@ from cachesvc.model.numbers.sharing import most_of
 MOST_MEMBERS = 256
 """Processes that share a lease: ranks and schedulers of one engine."""
 
-LEASES_A_TURN = 64
-"""Leases that are lost in one turn, some 3 us each beside what they hold."""
+LEASES_A_TURN, SEQUENCES_A_TURN = 16, 1024
+"""Leases that are lost in one turn, some 3 us each and 20 us for a line in the log; and their sequences, whose pages
+that line counts."""
 
 LONGEST_PAUSE_MS = 1000
 """An engine that forgets to take its word back holds up the others' backups no longer."""
@@ -75,11 +76,17 @@ def _leave_some(core: Core, process: Process, leases: list[str], *, at_once: boo
     """A turn of ending what a process had of ``leases``, from the last on; True when that is done, and the process
     forgotten. The first of them has a turn ``at_once``."""
     token = process.token
+    sequences = 0
     for _ in range(min(LEASES_A_TURN, len(leases))):
+        if sequences > SEQUENCES_A_TURN:
+            break
         process.leases.discard(leases[-1])
         lease = core.ledger.leases.get(leases.pop())
         if lease is None:
             continue
+        sequences += len(lease.sequences)
+        if core.on_left is not None:
+            core.on_left(lease)
         lease.processes.discard(token)
         lease.attached.pop(token, None)
         number = lease.members.pop(token, None)
@@ -161,7 +168,7 @@ def _require_room(core: Core, process: Process, quota: int) -> None:
     held = Counter(each.party for each in ledger.leases.values())
     own, most = held[process.party], limit if held[process.party] else limit + max(1, limit // 4)
     if len(ledger.leases) >= most:
-        raise LimitExceeded("leases", len(ledger.leases) + 1, most)
+        raise LimitExceeded.of_setting("leases", len(ledger.leases) + 1, most, "leases", "close some")
     is_alone = all(each.party == process.party for each in ledger.processes.values()) and held.total() == own
     if not quota and not is_alone and own >= (share := most_of(process.party, held, limit)):
         raise LimitExceeded("leases of this process", own + 1, share)

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import NO_MODEL, Chore
-from cachesvc.flows.models.idle import expect_open, idle_models
+from cachesvc.flows.models.idle import expect_open, idle_models, models_for
 from cachesvc.flows.models.sizing import HasHeadroom, Newcomer, Plan, PoolRequest, Pools, plan_pools, survey
 from cachesvc.flows.models.tenant_budget import Budget
 from cachesvc.ledger.eviction.planner import Evictor
@@ -31,6 +31,7 @@ from cachesvc.ledger.pages.shared_pool import group_pools
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout
+from cachesvc.model.numbers.sharing import BACKGROUND, Party
 from cachesvc.model.words import Run
 
 MAX_SALT_BYTES = 256
@@ -76,7 +77,8 @@ class Vault(HasHeadroom, Protocol):
 @dataclass(frozen=True, slots=True)
 class RegisterRequest:
     """Pools for a model's layout on a set of devices (none: the daemon's first), of the tenant of ``budget``. The first
-    ``reserved_pages`` of every device pool are never granted. ``display_name``: for operators."""
+    ``reserved_pages`` of every device pool are never granted. ``display_name``: for operators. ``party``: the process
+    that asks, where it is known."""
 
     name: str
     layout: Layout
@@ -87,6 +89,7 @@ class RegisterRequest:
     budget: Budget = field(default_factory=Budget)
     reserved_pages: int = 0
     display_name: str = ""
+    party: Party = BACKGROUND
 
     @property
     def namespace(self) -> bytes:
@@ -183,6 +186,7 @@ class Registration:
             reserved_pages=request.reserved_pages,
             is_salted=bool(request.salt),
             display_name=request.display_name,
+            party=request.party,
         )
         for group, run in vault.announce(self._model_id):
             host_pages_arrived(core, self._model_id, group, run)
@@ -229,7 +233,8 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
 
 
 def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Registration:
-    """Find the pools, or begin to make new ones. Raises as ``find``, and DaemonDraining."""
+    """Find the pools, or begin to make new ones. Raises as ``find``, LimitExceeded (models of the process), and
+    DaemonDraining."""
     found = find(core, vault, request)
     if found is not None:
         return found
@@ -243,7 +248,8 @@ def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Re
         beside = f" beside {reserved} reserved ones" if reserved else ""
         raise InvalidRequest(f"a device pool needs at least one page in every group{beside}, got {device_pool.pages}")
     devices, model = _devices(vault, request), _known_model(core, request)
-    newcomer = Newcomer(layout, devices, device_pool, host_pool, request.budget, model, reserved)
+    most = core.limits.models if request.budget.models or model is not None else models_for(core, request.party)
+    newcomer = Newcomer(layout, devices, device_pool, host_pool, request.budget, model, most, reserved)
     return Registration(core, request, newcomer)
 
 

@@ -46,7 +46,7 @@ class HasHeadroom(Protocol):
 @dataclass(frozen=True, slots=True)
 class Newcomer:
     """A replica to be made, of a ``model`` that is there or of a new one. Page counts are of all groups, and of
-    reserved pages too."""
+    reserved pages too. ``models_limit``: models that there may be with it."""
 
     layout: Layout
     devices: tuple[str, ...]
@@ -54,6 +54,7 @@ class Newcomer:
     host_pool: PoolRequest
     budget: Budget
     model: Model | None
+    models_limit: int
     reserved_pages: int = 0
 
     @property
@@ -93,7 +94,7 @@ def survey(core: Core, newcomer: Newcomer) -> Others:
     tenant = newcomer.budget.tenant if newcomer.budget.is_limited else None
     return Others(
         len(models),
-        core.limits.models,
+        newcomer.models_limit,
         tuple(model for model in idle_models(core) if model is not newcomer.model),
         tuple(model for model in models if model.tenant == tenant),
     )

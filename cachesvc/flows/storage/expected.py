@@ -9,6 +9,7 @@ Matches keep an expectation alive; without one for a while nothing is asked or f
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 from functools import partial
 
@@ -24,13 +25,14 @@ from cachesvc.ledger.storage_state import Expectation, key_at
 from cachesvc.model.answers import Expected, Wait
 from cachesvc.model.errors import KeyMisplaced
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.numbers.sharing import Party, most_of
 from cachesvc.model.text.addresses import parse_address
 from cachesvc.model.transfer import Inward, Urgency
 
 MOST_EXPECTATIONS = 256
-"""Most expectations of a model, those included that ended lately."""
+"""Most expectations of a model, those included that ended lately. A process has its share of those under way."""
 MOST_KEY_BYTES = 64 << 20
-"""Most bytes of keys of a model's expectations: two million blocks."""
+"""Most bytes of keys of a model's expectations, two million blocks; shared by processes likewise."""
 MOST_PATIENCE_SECONDS = 600.0
 ASKED_BLOCKS = 1024
 """Blocks of one question, as many as one loan has."""
@@ -65,6 +67,11 @@ class ExpectationEnd(StrEnum):
     FULL = "full"  # the host has no room
     INCOMPLETE = "incomplete"  # what was lent did not come, or makes the hit no longer
     ABANDONED = "abandoned"  # no Match asks for it any more, or its replica is gone
+    CROWDED = "crowded"  # not begun: its process has its share, or the daemon all that it can have
+
+
+NOT_FINAL = (ExpectationEnd.ABANDONED, ExpectationEnd.CROWDED)
+"""Ends after which the next Match begins anew: an engine was held up, or has room now."""
 
 
 def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, sharing: Sharing) -> Wait | None:
@@ -114,32 +121,43 @@ def _find(core: Core, call: Call, keys: bytes, expected: Expected) -> Expectatio
     """The expectation of these keys, begun where there is none yet; None where there are too many."""
     all_known = call.model.stored.expectations
     known = all_known.get((expected.peer, keys[-KEY_BYTES:]))
-    if known is not None and known.end != ExpectationEnd.ABANDONED:  # an engine that was held up goes on
+    if known is not None and known.end not in NOT_FINAL:
         return known
     if known is not None:
         del all_known[known.name]
-    if sum(len(each.keys) for each in all_known.values()) + len(keys) > MOST_KEY_BYTES:
-        core.count(Count.EXPECTATIONS_REFUSED)
-        return None
-    if len(all_known) >= MOST_EXPECTATIONS:
-        ended = next((each for each in all_known.values() if each.end), None)
-        if ended is None:
-            core.count(Count.EXPECTATIONS_REFUSED)
-            return None
-        del all_known[ended.name]
-    tickets = core.ledger.tickets
-    if len(tickets.running) >= core.limits.running_tickets:
-        core.count(Count.EXPECTATIONS_REFUSED)
-        return None
-    party = call.lease.party
-    ticket = tickets.open(call.model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=party)
+    party, tickets = call.lease.party, core.ledger.tickets
     patience = min(expected.patience, MOST_PATIENCE_SECONDS)
     known = Expectation(
-        keys, expected.peer, patience, expected.is_computed, ticket.id, call.replica.id, party, call.now, call.now
+        keys, expected.peer, patience, expected.is_computed, 0, call.replica.id, party, call.now, call.now
     )
-    all_known[known.name] = known
-    core.count(Count.EXPECTATIONS)
+    if not _has_share(call.model, party, len(keys)) or len(tickets.running) >= core.limits.running_tickets:
+        known.end, known.keys = ExpectationEnd.CROWDED.value, keys[-KEY_BYTES:]
+        core.count(Count.EXPECTATIONS_REFUSED)
+    else:
+        ticket = tickets.open(call.model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=party)
+        known.ticket = ticket.id
+        core.count(Count.EXPECTATIONS)
+    ended = next((each for each in all_known.values() if each.end), None)
+    if ended is not None and len(all_known) >= MOST_EXPECTATIONS:
+        del all_known[ended.name]
+    if len(all_known) < MOST_EXPECTATIONS:
+        all_known[known.name] = known
     return known
+
+
+def _has_share(model: Model, party: Party, key_bytes: int) -> bool:
+    """True where a process may expect one more prompt, of ``key_bytes`` of keys."""
+    under_way = [each for each in model.stored.expectations.values() if not each.end]
+    held = Counter(each.party for each in under_way)
+    held_bytes = Counter[Party]()
+    for each in under_way:
+        held_bytes[each.party] += len(each.keys)
+    return (
+        held.total() < MOST_EXPECTATIONS
+        and held[party] < most_of(party, held, MOST_EXPECTATIONS)
+        and held_bytes.total() + key_bytes <= MOST_KEY_BYTES
+        and held_bytes[party] + key_bytes <= most_of(party, held_bytes, MOST_KEY_BYTES)
+    )
 
 
 def _look(core: Core, model: Model, known: Expectation, now: float) -> None:
@@ -171,7 +189,8 @@ def _ask(core: Core, model: Model, known: Expectation) -> None:
     keys = known.keys[hit.blocks * KEY_BYTES : (hit.blocks + ASKED_BLOCKS) * KEY_BYTES]
     known.asked_at = now
     seconds = max(0.0, min(POLL_SECONDS, known.progress_at + known.patience - now))
-    refused = core.lenders.ask(model, keys, known.peer, seconds, partial(_answered, core, model, known, hit.blocks))
+    answered = partial(_answered, core, model, known, hit.blocks)
+    refused = core.lenders.ask(model, known.party, keys, known.peer, seconds, answered)
     if refused:
         _end(core, model, known, ExpectationEnd.REFUSED)
 

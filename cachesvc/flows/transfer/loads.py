@@ -12,7 +12,8 @@ meanwhile, as many as take that link as long:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from cachesvc.ledger.index.block_ledger import window_positions
 from cachesvc.ledger.index.pins import Keep, Pin
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.sequences import Sequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.numbers.int32s import among, array_of, column
 from cachesvc.model.transfer import Direction, PagePairs, Urgency
@@ -56,7 +58,7 @@ class Loads(NamedTuple):
         """True where something must come by a transfer of its own."""
         return any(self.missing)
 
-    def pages_wanted(self, fresh: Sequence[int] = ()) -> list[int]:
+    def pages_wanted(self, fresh: Seq[int] = ()) -> list[int]:
         """Pages of each group for the loads, and ``fresh[g]`` more."""
         counts = list(map(len, self.missing))
         return [count + more for count, more in zip(counts, fresh, strict=True)] if fresh else counts
@@ -104,7 +106,6 @@ def bring(
     There is room, and a transfer can begin. ``urgency``: of a transfer of its own; where it is AWAITED, of those that
     are joined too. ``short_suffix``: as of a ``Transfer``.
     """
-    model, replica, party = call.model, call.replica, call.lease.party
     book = core.ledger.tickets
     tickets = [book.running[ticket] for ticket in loads.joined]
     if urgency is Urgency.AWAITED:
@@ -112,24 +113,33 @@ def bring(
     if not loads.is_transfer:
         hold.rely_on(loads.rows, loads.needed, tickets)
         return tickets
-    filled: list[_Filled] = []
-    for source, missing in _sources(core, model, replica, loads):
-        place, held = model.blocks.host, None
-        if source is not None:
-            place = source.place
-            held = source.id, Pin(model.blocks, place, missing[place.lead][-1])
-        after = [*loads.joined, *(each.ticket.id for each in filled)]
-        ticket = book.open(model.id, replica.id, Direction.LOAD, urgency, after=after, source=held, party=party)
-        coming = model.blocks.start_fill(replica.place, missing, ticket.id)
-        ticket.rows = _moving(loads.rows, missing)
-        filled.append(_Filled(ticket, load_pairs(place, coming)))
-    begun = [each.ticket for each in filled]
-    hold.rely_on(loads.rows, loads.needed, [*tickets, *begun])
-    for ticket, pairs in filled:
-        if is_from_peer := ticket.source is not None:
-            core.count(Count.PEER_LOADS)
-        submit(core, model, ticket, pairs, layered=not is_from_peer, short_suffix=short_suffix)
-    return [*tickets, *begun]
+    filled = _begin(core, call, loads, loads.missing, urgency)
+    tickets += [each.ticket for each in filled]
+    hold.rely_on(loads.rows, loads.needed, tickets)
+    _submit(core, call.model, filled, short_suffix=short_suffix)
+    return tickets
+
+
+def bring_part(core: Core, call: Call, sequence: Sequence, loads: Loads, *, short_suffix: bool = False) -> list[int]:
+    """Begin to load the blocks of a turn by a transfer of their own, where more are missing. Returns the pages that it
+    takes of each group, or nothing. The next run of the call joins it. ``short_suffix``: as of a ``Transfer``.
+
+    A load is layered, so parts are large: all layers of one part come before the first layer of the next.
+    """
+    book, place = core.ledger.tickets, call.replica.place
+    whole = loads.missing[place.lead]
+    if len(whole) <= core.turns.loaded:
+        return []
+    if any(book.has_failed(ticket) for ticket in sequence.parts):
+        return []  # all of it at once: the call's answer names the ticket, and says how it ends
+    part = whole[: core.turns.loaded]
+    missing = [part] * len(loads.missing)
+    for group in place.window_groups:  # they come with their blocks
+        missing[group] = array_of(column(loads.missing[group])[among(column(loads.missing[group]), column(part))])
+    filled = _begin(core, call, loads, missing, Urgency.AWAITED)
+    sequence.parts += [each.ticket.id for each in filled]
+    _submit(core, call.model, filled, short_suffix=short_suffix)
+    return list(map(len, missing))
 
 
 class _Filled(NamedTuple):
@@ -139,28 +149,57 @@ class _Filled(NamedTuple):
     pairs: tuple[PagePairs, ...]
 
 
-def _sources(core: Core, model: Model, replica: Replica, loads: Loads) -> list[tuple[Replica | None, list[array[int]]]]:
+def _begin(core: Core, call: Call, loads: Loads, missing: list[array[int]], urgency: Urgency) -> list[_Filled]:
+    """Loads of ``missing``, below those that are joined and each below the one before, and the pages to copy."""
+    model, replica, party = call.model, call.replica, call.lease.party
+    filled: list[_Filled] = []
+    for source, part in _sources(core, model, replica, missing):
+        place, held = model.blocks.host, None
+        if source is not None:
+            place = source.place
+            held = source.id, Pin(model.blocks, place, part[place.lead][-1])
+        after = [*loads.joined, *(each.ticket.id for each in filled)]
+        ticket = core.ledger.tickets.open(
+            model.id, replica.id, Direction.LOAD, urgency, after=after, source=held, party=party
+        )
+        coming = model.blocks.start_fill(replica.place, part, ticket.id)
+        ticket.rows = _moving(loads.rows, part)
+        filled.append(_Filled(ticket, load_pairs(place, coming)))
+    return filled
+
+
+def _submit(core: Core, model: Model, filled: Iterable[_Filled], *, short_suffix: bool) -> None:
+    """Hand loads to the mover. Those from another device are not followed by layers."""
+    for ticket, pairs in filled:
+        if is_from_peer := ticket.source is not None:
+            core.count(Count.PEER_LOADS)
+        submit(core, model, ticket, pairs, layered=not is_from_peer, short_suffix=short_suffix)
+
+
+def _sources(
+    core: Core, model: Model, replica: Replica, missing: list[array[int]]
+) -> list[tuple[Replica | None, list[array[int]]]]:
     """Sources of what is missing, root first: the nearest replica that has all of it, and the host (None)."""
-    source, rate = _nearest(core, model, replica, loads)
+    source, rate = _nearest(core, model, replica, missing)
     if source is None:
-        return [(None, loads.missing)]
-    rows = loads.missing[0]
+        return [(None, missing)]
+    rows = missing[0]
     count = int(len(rows) / (rate + 1))
-    is_whole = all(missing is rows for missing in loads.missing)
+    is_whole = all(part is rows for part in missing)
     if not is_whole or count < LEAST_FROM_HOST or core.mover.free_slots(model.id, replica.id) < 2:
-        return [(source, loads.missing)]
+        return [(source, missing)]
     parts = rows[:-count], rows[-count:]
-    return [(source, [parts[0]] * len(loads.missing)), (None, [parts[1]] * len(loads.missing))]
+    return [(source, [parts[0]] * len(missing)), (None, [parts[1]] * len(missing))]
 
 
-def _nearest(core: Core, model: Model, replica: Replica, loads: Loads) -> tuple[Replica | None, float]:
+def _nearest(core: Core, model: Model, replica: Replica, missing: list[array[int]]) -> tuple[Replica | None, float]:
     """The replica from whose device what is missing comes in least time, and its rate in units of the host's; None
     where the host's is higher, or windows alone are missing, which would hang below nothing that stays."""
     nearest, best = None, 1.0
-    if not loads.missing[replica.place.lead]:
+    if not missing[replica.place.lead]:
         return nearest, best
     for other in model.replicas:
-        if other is replica or other.gone or not _has_all(other.place, loads.missing):
+        if other is replica or other.gone or not _has_all(other.place, missing):
             continue
         rate = core.mover.peer_rate(model.id, other.id, replica.id)
         if rate > best:
@@ -168,7 +207,7 @@ def _nearest(core: Core, model: Model, replica: Replica, loads: Loads) -> tuple[
     return nearest, best
 
 
-def _has_all(place: Place, missing: Sequence[array[int]]) -> bool:
+def _has_all(place: Place, missing: Seq[array[int]]) -> bool:
     return all(bool((place.states_of(group, rows) == READY).all()) for group, rows in enumerate(missing) if rows)
 
 

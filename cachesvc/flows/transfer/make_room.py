@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
@@ -245,8 +246,8 @@ def _wait_or_refuse(
     wanted_of: Sequence[int],
     room: Reservation | None,
 ) -> Wait:
-    """Wait where the end of running transfers can meet the demand of the pool of ``groups``. Raises PoolExhausted where
-    it cannot."""
+    """Wait where the end of running transfers can meet the demand of the pool of ``groups``. Operators' pins end where
+    the replica's only sequence cannot go on beside them. Raises PoolExhausted where nothing helps."""
     place, book = replica.place, core.ledger.tickets
     pool, wanted = place.pools[groups[0]], sum(wanted_of[group] for group in groups)
     running = [t for direction in Direction for t in book.of_replica(model.id, replica.id, direction)]
@@ -264,7 +265,17 @@ def _wait_or_refuse(
             return wait_for(core, awaited)
     if any(chore.model == model.id and chore.gives_back for chore in core.chores):
         return TURN
+    if wanted <= pool.capacity and _is_alone(core, model, replica) and (ended := model.pins.leave(place)):
+        core.count(Count.PINS_ENDED_EARLY, len(ended))
+        return TURN
     raise exhausted(pool, wanted, _evictable(model, place, groups, after_flights=False))
+
+
+def _is_alone(core: Core, model: Model, replica: Replica) -> bool:
+    """True where a replica has one sequence at most: no release of another one can help it."""
+    leases = core.ledger.leases.values()
+    mine = [lease for lease in leases if (lease.model, lease.replica) == (model.id, replica.id)]
+    return sum(len(lease.sequences) for lease in mine) <= 1
 
 
 def room_left(place: Place) -> tuple[list[int], list[int]]:

@@ -26,7 +26,7 @@ Clock = Callable[[], float]
 class CopyThread:
     """One direction. ``changed`` is held around the arbiter; its lock is both directions', and waking is this one's.
     ``write_word`` sets a timeline word of a job that failed. ``wake_other``: the other direction may go on; the lock is
-    held. ``errand``: what the thread waits for now, for a watch."""
+    held. ``task``: what the thread waits for now, for a watch."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class CopyThread:
         self._is_idle = False  # the thread sleeps, and nothing is on its way
         self._guest: threading.Thread | None = None  # thread that does its work for once
         self._guest_broke: Exception | None = None
-        self.errand: CopyTask | None = None
+        self.task: CopyTask | None = None
         self._hangs = ""
         self._over = threading.Event()
         self._broken: Exception | None = None
@@ -252,14 +252,14 @@ class CopyThread:
         if self._broken is not None:  # not raised again: each time its traceback would grow, and keep a slice
             self._settle(piece, self._broken)
             return
-        self.errand = CopyTask(piece)
+        self.task = CopyTask(piece)
         try:
             started = self._runner.submit(piece)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
-            self.errand = None
+            self.task = None
             self._settle(piece, failure)
         else:
-            self.errand = None
+            self.task = None
             self._on_way.append((piece, started))
 
     def _tell_begun(self) -> None:
@@ -274,12 +274,12 @@ class CopyThread:
         self._tell_begun()
         piece, started = self._on_way.popleft()
         error: Exception | None = None
-        self.errand = CopyTask(piece)
+        self.task = CopyTask(piece)
         try:
             self._runner.wait(started)
         except Exception as failure:  # noqa: BLE001 - a thread's root: the job tells it
             error = failure
-        self.errand = None
+        self.task = None
         self._settle(piece, error)
 
     def _settle(self, piece: Slice, error: Exception | None) -> None:

@@ -39,7 +39,7 @@ class Watched(Protocol):
     """Copy thread with a time limit."""
 
     name: str
-    errand: CopyTask | None
+    task: CopyTask | None
 
 
 class CopyWatch:
@@ -56,10 +56,10 @@ class CopyWatch:
         passed, self._seen_at = min(now - self._seen_at, MOST_COUNTED_S), now
         overdue = ""
         for stream in self._streams:
-            errand = stream.errand
-            if errand is not None:
-                errand.waited_s += passed
-                if errand.is_overdue:
-                    size_bytes = errand.piece.size_bytes
-                    overdue = f"{size_bytes} bytes were not copied in {errand.waited_s:.0f} s on {stream.name}"
+            task = stream.task
+            if task is not None:
+                task.waited_s += passed
+                if task.is_overdue:
+                    size_bytes = task.piece.size_bytes
+                    overdue = f"{size_bytes} bytes were not copied in {task.waited_s:.0f} s on {stream.name}"
         return overdue

@@ -16,7 +16,8 @@ class HandshakeFailed(Unavailable):
 
 class Loan(NamedTuple):
     """Loan of another daemon. ``lent``: for each key and part (parts of a key together) whether it is there. ``host``,
-    ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a heartbeat."""
+    ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a heartbeat. ``streams``: that
+    may read it."""
 
     lease: int
     epoch: int
@@ -25,6 +26,7 @@ class Loan(NamedTuple):
     port: int
     seconds: float
     lent: tuple[bool, ...]
+    streams: int = 1
 
 
 class Borrowed(NamedTuple):

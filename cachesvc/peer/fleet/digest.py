@@ -98,6 +98,11 @@ class PeerDigest:
         """True once the node has told."""
         return bool(self._bits)
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of its bits."""
+        return len(self._bits)
+
     def learn(self, news: DigestNews) -> None:
         """Take in what the node told."""
         if news.bits:

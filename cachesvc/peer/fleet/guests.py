@@ -1,13 +1,17 @@
-"""Peers that a request names: asked only where the operator permits their networks, and forgotten when others come."""
+"""Peers that a request names: asked only where the operator permits their networks, and forgotten when others come.
+
+Where there are too many, the process whose requests name most loses one: others keep theirs.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from cachesvc.model.errors import InvalidRequest, PermissionDenied
+from cachesvc.model.numbers.sharing import BACKGROUND, Party
 from cachesvc.model.text.addresses import parse_address
 from cachesvc.peer.fleet.control import PeerControl
 from cachesvc.peer.fleet.health import Peer
@@ -38,11 +42,12 @@ class Guests:
         self._networks = tuple(networks)
         self._make = make
         self._clock = clock
-        self._peers: OrderedDict[str, Peer] = OrderedDict()
+        self._peers: OrderedDict[str, tuple[Peer, Party]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def peer_at(self, address: str) -> Peer:
-        """The peer at HOST:PORT. Raises PermissionDenied where it is in none of the networks, InvalidRequest."""
+    def peer_at(self, address: str, party: Party = BACKGROUND) -> Peer:
+        """The peer at HOST:PORT, which ``party`` names now. Raises InvalidRequest, and PermissionDenied where it is in
+        none of the networks."""
         host = parse_address("peer", address, least_port=1).host
         if not self._permits(host):
             raise PermissionDenied(
@@ -50,18 +55,23 @@ class Guests:
             )
         with self._lock:
             known = self._peers.get(address)
-            if known is None:
-                known = self._peers[address] = Peer(self._make(address), self._clock)
+            peer = Peer(self._make(address), self._clock) if known is None else known[0]
+            self._peers[address] = peer, party
             self._peers.move_to_end(address)
-            gone = self._peers.popitem(last=False)[1] if len(self._peers) > MOST_GUESTS else None
+            gone = self._take_one() if len(self._peers) > MOST_GUESTS else None
         if gone is not None:
             gone.control.close()
-        return known
+        return peer
+
+    def _take_one(self) -> Peer:
+        """Under the lock: of the party with most guests the one that was named longest ago."""
+        [(most, _)] = Counter(party for _, party in self._peers.values()).most_common(1)
+        return self._peers.pop(next(at for at, (_, party) in self._peers.items() if party == most))[0]
 
     def all(self) -> list[Peer]:
         """Peers that were named lately."""
         with self._lock:
-            return list(self._peers.values())
+            return [peer for peer, _ in self._peers.values()]
 
     def _permits(self, host: str) -> bool:
         """True for an address in one of the networks. A name is none: it can mean another address the next time."""

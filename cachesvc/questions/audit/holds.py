@@ -67,7 +67,8 @@ class _Holds:
                 self.flying += [drain.row for drain in ticket.drains]
                 if ticket.source is not None:
                     self.places[ticket.source[0] + 1].pinned.append(ticket.source[1])
-        for number, group, row in chain(model.stored.pins(), *(lent.pins() for lent in model.lent)):
+        pins = [*(lent.pins() for lent in model.lent), *(each.pins() for each in model.pins.by_key.values())]
+        for number, group, row in chain(model.stored.pins(), *pins):
             place = self.places[number]
             (place.pinned if group is None else place.windowed[group]).append(row)
 

@@ -158,7 +158,7 @@ def _caller(where: str, entry: dict[str, Any], how: tuple[str, Any]) -> Caller:
     scopes = entry.get("scopes", _UNSAID.get(how[0]))
     known = {scope.value for scope in Scope}
     if not isinstance(scopes, list) or not scopes or not all(isinstance(s, str) and s in known for s in scopes):
-        raise InvalidRequest(f"{where}: scopes are a list of {', '.join(sorted(known))}")
+        raise InvalidRequest(f"{where}: scopes are a list of {', '.join(sorted(known))}, got {scopes!r:.80}")
     if tenant is not None and (not isinstance(tenant, str) or not 0 < len(tenant.encode()) <= MAX_TENANT_BYTES):
         raise InvalidRequest(f"{where}: tenant is a name of 1 to {MAX_TENANT_BYTES} bytes")
     held = frozenset(Scope(scope) for scope in scopes)

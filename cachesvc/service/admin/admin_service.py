@@ -141,6 +141,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
         return await self._serve(context, request, partial(self._evict, request))
 
+    async def Pin(self, request: inspect_pb2.PinRequest, context: Context) -> inspect_pb2.PinResponse:
+        return await self._serve(context, request, partial(self._pin, request))
+
+    async def Unpin(self, request: inspect_pb2.UnpinRequest, context: Context) -> inspect_pb2.UnpinResponse:
+        unpin = self._administration.unpin
+        return await self._serve(context, request, lambda: unpin(self._inspection.view(), request))
+
     async def Reload(self, request: inspect_pb2.ReloadRequest, context: Context) -> inspect_pb2.ReloadResponse:
         return await self._serve(context, request, self._reload)
 
@@ -210,6 +217,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         return await self._administration.evict(self._inspection.view(), request)
+
+    async def _pin(self, request: inspect_pb2.PinRequest) -> inspect_pb2.PinResponse:
+        return await self._administration.pin(self._inspection.view(), request, self._inspection.slices())
 
     async def _reload(self) -> inspect_pb2.ReloadResponse:
         changes = [inspect_pb2.SettingChange(**change._asdict()) for change in self._reload_settings()]

@@ -1,4 +1,4 @@
-"""Operators' changes of the ledger: drain, evict."""
+"""Operators' changes of the ledger: drain, evict, pin."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from kvcache.v1 import admin_pb2
+from kvcache.v1 import admin_pb2, inspect_pb2
 
-from cachesvc.flows.models import admin
+from cachesvc.flows.models import admin, pinning
 from cachesvc.ledger.ledger import Model
-from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.errors import InvalidRequest, NotFound
+from cachesvc.questions.query import one_key
+from cachesvc.questions.status import pin_line
 from cachesvc.questions.view import View
+from cachesvc.service.admin.status_messages import pin_to_proto
 from cachesvc.service.calls.idempotency import AnswerBudget, Mark, Repeats, mark_of
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.loop.node import Node
+from cachesvc.service.loop.time_slices import TimeSlices
 from cachesvc.telemetry import events
 
 EVICTED_AT_ONCE = 32
@@ -68,6 +72,24 @@ class Administration:
             events.event("weights_announced", model=model.id, version=version, previous=previous)
         return admin_pb2.SetWeightsVersionResponse(previous=previous)
 
+    async def pin(self, view: View, request: inspect_pb2.PinRequest, slices: TimeSlices) -> inspect_pb2.PinResponse:
+        """Keep a prefix for a time. Idempotent. Raises as ``pinning.pin``, and what ``one_key`` raises."""
+        pinning.require_time(request.seconds)
+        model = _named(view, request.model_id)
+        key = await slices.answer(one_key(model, request.key_hex))
+        made = self._node.run(partial(pinning.pin, self._node.core, model, key, request.seconds, view.now()))
+        line = pin_line(model, made, view.now())
+        events.event("pinned", model=model.id, key=line.key_hex[:16], blocks=made.blocks, seconds=request.seconds)
+        return inspect_pb2.PinResponse(pin=pin_to_proto(line))
+
+    async def unpin(self, view: View, request: inspect_pb2.UnpinRequest) -> inspect_pb2.UnpinResponse:
+        """End a pin before its time. Raises NotFound, InvalidRequest."""
+        model = _named(view, request.model_id)
+        ended = self._node.run(partial(pinning.unpin, model, request.key_hex))
+        line = pin_line(model, ended, view.now())
+        events.event("unpinned", model=model.id, key=line.key_hex[:16], blocks=ended.blocks)
+        return inspect_pb2.UnpinResponse(pin=pin_to_proto(line))
+
     async def evict(self, view: View, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         """Drop blocks, some at a time. A request_id that came before gets its answer again.
 
@@ -106,3 +128,11 @@ class Administration:
             await asyncio.sleep(0)
         events.event("evicted_by_operator", model=model.id, tier=request.tier, blocks=evicted)
         return admin_pb2.EvictResponse(evicted=evicted)
+
+
+def _named(view: View, model_id: int) -> Model:
+    """A model by number; 0: the only one. Raises NotFound, InvalidRequest."""
+    model = view.model_or_only(model_id)
+    if model is None:
+        raise NotFound("model", model_id, "no model is registered yet")
+    return model

@@ -10,7 +10,7 @@ from kvcache.v1 import admin_pb2, inspect_pb2, status_pb2
 from cachesvc.model.answers import TicketView
 from cachesvc.model.words import PageState
 from cachesvc.questions.listing import ModelLine, SequenceLine
-from cachesvc.questions.status import HitLine, LeaseLine, PoolLine, Status
+from cachesvc.questions.status import HitLine, LeaseLine, PinLine, PoolLine, Status
 from cachesvc.questions.view import Listed
 from cachesvc.service.access.auth import UNPROVEN, Caller
 from cachesvc.service.access.quota import TenantLine
@@ -54,7 +54,13 @@ def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetSt
         silent=[_lease(line) for line in found.silent],
         transports=status_pb2.TransportStatus(**facts.transports()._asdict()),
         loop=status_pb2.LoopStatus(**facts.loop.line()._asdict()),
+        pins=[pin_to_proto(line) for line in found.pins],
     )
+
+
+def pin_to_proto(line: PinLine) -> inspect_pb2.PinStatus:
+    """One pin of an operator."""
+    return inspect_pb2.PinStatus(**line._asdict())
 
 
 def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
@@ -72,6 +78,7 @@ def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
         page_bytes=line.page_bytes,
         reserved=line.reserved,
         pool=line.pool,
+        model=line.model_name,
     )
 
 

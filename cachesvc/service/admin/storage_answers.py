@@ -17,7 +17,7 @@ from cachesvc.model.text.printable import one_line
 from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller
 from cachesvc.service.loop.node import Node
-from cachesvc.storage.objects import Way
+from cachesvc.storage.objects import Verb
 from cachesvc.storage.seam import CAME, Kept, Scope, StoreStatus
 from cachesvc.storage.spec import StorageSpec
 from cachesvc.storage.tier.canary import SCOPE
@@ -146,22 +146,22 @@ def _tier(
         complete=found.is_complete,
         scopes=scopes,
         outcomes=[
-            storage_pb2.StorageOutcome(way=way.value, outcome=outcome.value, items=items)
-            for (way, outcome), items in sorted(counts.items.items(), key=lambda each: each[0][0].value)
+            storage_pb2.StorageOutcome(way=verb.value, outcome=outcome.value, items=items)
+            for (verb, outcome), items in sorted(counts.items.items(), key=lambda each: each[0][0].value)
         ],
-        read_bytes=counts.size_bytes[Way.GET],
-        written_bytes=counts.size_bytes[Way.PUT],
-        read_bytes_per_second=tier.store.bandwidth(Way.GET),
+        read_bytes=counts.size_bytes[Verb.GET],
+        written_bytes=counts.size_bytes[Verb.PUT],
+        read_bytes_per_second=tier.store.bandwidth(Verb.GET),
         items_under_way=tier.store.out(),
         write=tier.options.write.value,
-        hits=sum(counts.items[Way.GET, outcome] for outcome in CAME),
+        hits=sum(counts.items[Verb.GET, outcome] for outcome in CAME),
         errors=found.errors,
         last_error=found.last_error,
         problem=found.problem,
-        read_p50_seconds=counts.latency(Way.GET, 0.5),
-        read_p99_seconds=counts.latency(Way.GET, 0.99),
-        write_p50_seconds=counts.latency(Way.PUT, 0.5),
-        write_p99_seconds=counts.latency(Way.PUT, 0.99),
+        read_p50_seconds=counts.latency(Verb.GET, 0.5),
+        read_p99_seconds=counts.latency(Verb.GET, 0.99),
+        write_p50_seconds=counts.latency(Verb.PUT, 0.5),
+        write_p99_seconds=counts.latency(Verb.PUT, 0.99),
     )
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from cachesvc.flows.context.core import Promise
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import CacheError
+from cachesvc.model.numbers.sharing import Party
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.fleet.control import Borrowed
 from cachesvc.service.loop.node import Node
@@ -28,7 +29,9 @@ class PeerLenders:
         """See ``flows.core.Lenders``."""
         return peer in self._own()
 
-    def ask(self, model: Model, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]) -> str:
+    def ask(
+        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
+    ) -> str:
         """See ``flows.core.Lenders``."""
         shapes = shapes_of(model)
         parts = [shape.part for shape in (*shapes.full, *shapes.windows)]
@@ -38,7 +41,7 @@ class PeerLenders:
             self._node.soon(partial(self._node.run_news, model.id, partial(told, promise)))
 
         try:
-            self._peers.expect(peer, shapes.scope, keys, parts, seconds, answered)
+            self._peers.expect(peer, shapes.scope, keys, parts, seconds, answered, party)
         except CacheError as error:
             events.warning("peer_not_asked", peer=peer, reason=str(error))
             return str(error)

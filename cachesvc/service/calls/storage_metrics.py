@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc.storage.objects import Way
+from cachesvc.storage.objects import Verb
 from cachesvc.storage.seam import Outcome
 from cachesvc.storage.tier.tiers import Tiers
 from cachesvc.telemetry.metric_reader import Reading
@@ -20,8 +20,8 @@ def read_storage(reading: Reading, tiers: Tiers | None) -> None:
     reading.put("storage_given_up", sum(tier.breaker.opened for tier in found))
     reading.put("storage_items_under_way", sum(tier.store.out() for tier in found))
     counts = [tier.store.counts for tier in found]
-    for way in Way:
-        reading.put("storage_moved_bytes", sum(each.size_bytes[way] for each in counts), way.value)
+    for verb in Verb:
+        reading.put("storage_moved_bytes", sum(each.size_bytes[verb] for each in counts), verb.value)
         for outcome in Outcome:
-            items = sum(each.items[way, outcome] for each in counts)
-            reading.put("storage_items", items, way.value, outcome.value)
+            items = sum(each.items[verb, outcome] for each in counts)
+            reading.put("storage_items", items, verb.value, outcome.value)

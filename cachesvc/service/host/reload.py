@@ -118,10 +118,10 @@ def live_settings(
     opened."""
     core = node.core
 
-    def limit(name: str, value: int) -> None:
+    def limit(name: str, value: Any) -> None:
         core.limits = replace(core.limits, **{name: value})
 
-    limits = ("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases")
+    limits = ("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "pin_share")
     return {
         **{name: partial(limit, name) for name in limits},
         "load_limit": partial(backend.limit_copies, Direction.LOAD),

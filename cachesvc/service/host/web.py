@@ -172,7 +172,7 @@ FIXED_HEADERS = {
 
 def _pool(line: PoolLine) -> dict[str, Any]:
     return {
-        "model": line.model,
+        "model": line.model_name,
         "place": line.place,
         "group": line.group,
         "pool": line.pool,

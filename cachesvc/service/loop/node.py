@@ -28,7 +28,7 @@ from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.service.loop.line import BACKGROUND, Line, Sleeper
 from cachesvc.service.loop.long_calls import LongCall, LongCalls
-from cachesvc.service.loop.sweeper import Sweeper, tell_ended
+from cachesvc.service.loop.sweeper import Sweeper, tell_left
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
@@ -78,6 +78,7 @@ class Node:
         self._is_tidying = False
         core.on_refused = _log_failure
         core.on_ended = self._wake
+        core.on_left = tell_left
 
     @property
     def vault(self) -> Vault:
@@ -254,7 +255,6 @@ class Node:
 
     def process_gone(self, token: bytes) -> None:
         """Handle the end of a process, as the kernel reports it."""
-        tell_ended(self.core, token)
         self._line.take(BACKGROUND, partial(self.run, partial(process_gone, self.core, token)))
 
     def descriptor(self, process: bytes, token: bytes) -> int | None:

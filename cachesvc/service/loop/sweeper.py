@@ -1,4 +1,4 @@
-"""Periodic work of the daemon: leases that fell silent, lost places that are empty, the collector.
+"""Periodic work of the daemon: leases that fell silent, lost places that are empty, pins that end, the collector.
 
 Silence counts only while the daemon listens. After a hold of the loop, heartbeats of that time are yet to be read.
 """
@@ -13,17 +13,21 @@ from typing import Any, Protocol
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.leases.device_loss import empty_lost
 from cachesvc.flows.leases.leases import LEASES_A_TURN, lose_silent
-from cachesvc.questions.owned import leases_of_process, private_pages
+from cachesvc.flows.models.pinning import expire_pins
+from cachesvc.ledger.leases import Lease
+from cachesvc.questions.owned import private_pages
 from cachesvc.service.access.owners import shown_id
 from cachesvc.service.loop.latency import LoopWatch
 from cachesvc.telemetry import events
 
+SHOWN_DIGITS = 16
+"""Hexadecimal digits of a key in the log."""
 
-def tell_ended(core: Core, token: bytes) -> None:
-    """Log what a process held at its end: its leases, and the pages that come back once no process can write them."""
-    for lease in leases_of_process(core, token):
-        held = {"sequences": len(lease.sequences), "private_pages": private_pages(lease)}
-        events.event("lease_process_ended", lease=shown_id(lease.id), engine=lease.engine, **held)
+
+def tell_left(lease: Lease) -> None:
+    """Log what a process held of a lease at its end, and the pages that come back once no process can write them."""
+    held = {"sequences": len(lease.sequences), "private_pages": private_pages(lease)}
+    events.event("lease_process_ended", lease=shown_id(lease.id), engine=lease.engine, **held)
 
 
 class RunFlow(Protocol):
@@ -56,12 +60,17 @@ class Sweeper:
                 self._core.ledger.mark_time(self._now())
                 with self._loop_watch.watching("sweep"):
                     self._run(partial(empty_lost, self._core))
+                    self._expire_pins()
                 rest = 0.0 if self._lose_some() else pause
                 if self.on_sweep is not None:
                     with self._loop_watch.watching("collector"):
                         self.on_sweep(self._now())
             except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
                 events.failure("sweep_broke")
+
+    def _expire_pins(self) -> None:
+        for model, pin in self._run(partial(expire_pins, self._core, self._now())):
+            events.event("pin_expired", model=model.id, key=pin.key.hex()[:SHOWN_DIGITS], blocks=pin.blocks)
 
     def _lose_some(self) -> bool:
         """Lose leases that are silent, a turn's worth; True where there may be more."""

@@ -14,8 +14,9 @@ from cachesvc.flows.models.sizing import PoolRequest
 from cachesvc.flows.models.tenant_budget import Budget
 from cachesvc.memory.interface import DeviceMemory, Handle
 from cachesvc.model.geometry import device_geometry
+from cachesvc.model.numbers.sharing import BACKGROUND, Party
 from cachesvc.questions.owned import require_no_others
-from cachesvc.service.access.admission import CallKind, Slot
+from cachesvc.service.access.admission import CallerKey, CallKind, Slot
 from cachesvc.service.access.quota import Quotas
 from cachesvc.service.calls.dispatcher import Ask, ServiceCall
 from cachesvc.service.calls.registrar import Registrar
@@ -71,6 +72,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             self._budget(ask.who.acts_for),
             request.reserved_pages,
             request.display_name,
+            self._party(ask.holder.process),
         )
         found = self.registrar.find(asked)
         if found is not None:
@@ -80,6 +82,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             return self._registered(await self.registrar.register(asked))
 
         return self._edge.dispatcher.later(ask, CallKind.WAITS, make)
+
+    def _party(self, process: CallerKey) -> Party:
+        """The process that calls, where it has a life connection."""
+        node = self._edge.dispatcher.node
+        return node.party_of(process) if isinstance(process, bytes) and node.knows(process) else BACKGROUND
 
     def _registered(self, made: Registered) -> engine_pb2.RegisterResponse:
         return engine_pb2.RegisterResponse(

@@ -63,6 +63,7 @@ class GrpcControl:
         self._before: grpc.Channel | None = None
         self._stub: peer_pb2_grpc.PeerServiceStub | None = None
         self._epochs: dict[int, int] = {}
+        self._is_closed = False
         self._lock = threading.Lock()
 
     @property
@@ -95,6 +96,7 @@ class GrpcControl:
         """See PeerControl."""
         request = peer_pb2.NewsRequest(epoch=epoch, version=version, patience_ms=round(patience * 1000))
         with self._lock:
+            self._require_open()
             news = self._news = self._news or self._open_news()
         try:
             asked = news.stub().News.future(request, timeout=2 * patience, metadata=self._metadata())
@@ -125,7 +127,8 @@ class GrpcControl:
         host = self._address.rpartition(":")[0].strip("[]")
         lent = tuple(map(bool, answer.lent))
         seconds = answer.silence_limit_ms / 1000
-        loan = Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent)
+        streams = max(1, answer.streams)
+        loan = Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent, streams)
         return Borrowed(loan, answer.epoch, answer.computing_blocks)
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
@@ -153,6 +156,7 @@ class GrpcControl:
     def close(self) -> None:
         """See PeerControl."""
         with self._lock:
+            self._is_closed = True
             channels, news = (self._channel, self._before), self._news
             self._channel = self._before = self._stub = self._news = None
         if news is not None:
@@ -165,9 +169,11 @@ class GrpcControl:
         return () if self._tokens is None else ((AUTHORIZATION_METADATA_KEY, BEARER + self._tokens.current()[0]),)
 
     def stub(self) -> peer_pb2_grpc.PeerServiceStub:
-        """Return the stub, by the certificates as they are now. Raises Unavailable where they cannot be read."""
+        """Return the stub, by the certificates as they are now. Raises Unavailable where they cannot be read, and after
+        ``close``: a late heartbeat opens no connection that nothing closes."""
         number, credentials = (0, None) if self._certificates is None else self._certificates.current()
         with self._lock:
+            self._require_open()
             if self._stub is None or number != self._number:
                 if self._before is not None:
                     self._before.close()
@@ -176,6 +182,10 @@ class GrpcControl:
                 self._number = number
                 self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
             return self._stub
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise Unavailable(f"{self._address}: the connection was closed")
 
     def _open(self, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
         if credentials is None:

@@ -13,6 +13,7 @@ from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, InvalidRequest, Unauthenticated, Unavailable
 from cachesvc.peer.lender import Lender
+from cachesvc.peer.wire import STREAMS
 from cachesvc.service.access.auth import credentials_of, refusing
 from cachesvc.service.access.connections import rude_options
 from cachesvc.service.calls.digests import MOST_READERS, DigestFeed
@@ -117,6 +118,7 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             silence_limit_ms=int(self._desk.lease_seconds * 1000),
             lent=bytes(each is not None for each in lent.objects),
             computing_blocks=computing,
+            streams=STREAMS,
         )
 
     async def Beat(self, request: peer_pb2.BeatRequest, context: Context) -> peer_pb2.BeatResponse:

@@ -26,16 +26,16 @@ class Carrier(Protocol):
         """Carry out nothing more. Idempotent."""
 
 
-class Errand(NamedTuple):
+class StorageTask(NamedTuple):
     """Job: a call, and what is called where it raises."""
 
     call: Callable[[], None]
     fail: Callable[[], None]
 
 
-def carry(errand: Errand) -> None:
-    """Root of an errand: another's is next, whatever it raises."""
-    for step in errand:
+def run_task(task: StorageTask) -> None:
+    """Run a task, the root of what it raises: others follow it."""
+    for step in task:
         try:
             step()
             return
@@ -47,7 +47,7 @@ class Courier:
     """One thread. Its callers bound what they give it."""
 
     def __init__(self, name: str) -> None:
-        self._calls: deque[Errand] = deque()
+        self._calls: deque[StorageTask] = deque()
         self._changed = threading.Condition()
         self._is_open = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -60,7 +60,7 @@ class Courier:
     def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
         """Carry it out, behind what was given before."""
         with self._changed:
-            self._calls.append(Errand(call, fail))
+            self._calls.append(StorageTask(call, fail))
             self._changed.notify()
 
     def close(self) -> None:
@@ -81,5 +81,5 @@ class Courier:
                     self._changed.wait()
                 if not self._is_open:
                     return
-                errand = self._calls.popleft()
-            carry(errand)
+                task = self._calls.popleft()
+            run_task(task)

@@ -16,17 +16,17 @@ from cachesvc.model.errors import CacheError
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text.printable import one_line
 from cachesvc.model.words import NO_PAGE
-from cachesvc.storage.objects import ObjectStore, Way
+from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import Chooser, ObjectName, Outcome, Scope, StorageBackend, Use, key_at
 from cachesvc.storage.shapes import ModelFacts, Shape, Shapes, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier.asked import Asked
 from cachesvc.storage.tier.breaker import Breaker, State
 from cachesvc.storage.tier.budget import WriteBudget
 from cachesvc.storage.tier.canary import Canary
 from cachesvc.storage.tier.coming import Coming, News, Tell, TellGone
 from cachesvc.storage.tier.courier import Carrier, Courier
 from cachesvc.storage.tier.presence import Presence
+from cachesvc.storage.tier.request import StorageRequest
 
 UNDER_WAY_BYTES = 64 << 20
 """Host blocks that are pinned for writing at a time."""
@@ -78,7 +78,7 @@ class Tier:
         self._getting, self._putting = carriers("storage-get"), carriers("storage-put")
         self._canary = Canary(store)
         self._canary_until = 0.0
-        self._asked: deque[Asked] = deque()
+        self._requests: deque[StorageRequest] = deque()
         self._shapes: dict[int, Shapes] = {}
         self._passed_over = 0
         self._presence = Presence(self.backend, self.breaker)
@@ -140,7 +140,7 @@ class Tier:
         return shapes is not None and bool(self.store.expects(shapes.scope, key, shapes.parts))
 
     def _is_fast_enough(self, model: ModelFacts, shapes: Shapes) -> bool:
-        rate, seen = self.options.recompute, self.store.bandwidth(Way.GET)
+        rate, seen = self.options.recompute, self.store.bandwidth(Verb.GET)
         if not rate or not seen or shapes.block_bytes / seen <= model.layout.block_tokens / rate:
             return True
         self._passed_over += 1
@@ -158,8 +158,8 @@ class Tier:
         """Bring blocks to host pages, the first of them below the block ``parent``; returns of each block how many
         objects come. ``some``: objects to bring, by block; None: all that have pages."""
         coming = Coming(model.id, self.shapes(model), ticket, keys, pages, parent, some)
-        asked = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
-        self._getting.add(partial(self._fetch, asked, coming), asked.fail)
+        request = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
+        self._getting.add(partial(self._fetch, request, coming), request.fail)
         counts = Counter(block for block, _ in coming.wanted())
         return [counts[block] for block in range(len(keys) // KEY_BYTES)]
 
@@ -172,14 +172,14 @@ class Tier:
         if objects:
             self.budget.begin(shapes.block_bytes)
             news = [News(model.id, 0, key, 0, shape.groups, None) for shape in objects]
-            asked = self._ask(partial(self._refuse, news))
-            self._putting.add(partial(self._keep, asked, news, shapes.scope, objects, pages, parent), asked.fail)
+            request = self._ask(partial(self._refuse, news))
+            self._putting.add(partial(self._keep, request, news, shapes.scope, objects, pages, parent), request.fail)
         return len(objects)
 
-    def _ask(self, refuse: Callable[[Outcome], None]) -> Asked:
-        asked = Asked(self._clock() + self.options.deadline, refuse)
-        self._asked.append(asked)
-        return asked
+    def _ask(self, refuse: Callable[[Outcome], None]) -> StorageRequest:
+        request = StorageRequest(self._clock() + self.options.deadline, refuse)
+        self._requests.append(request)
+        return request
 
     def kept(self, model: ModelFacts) -> None:
         """Note that all objects of a written block have ended."""
@@ -201,8 +201,8 @@ class Tier:
         now = self._clock()
         if self._presence.look(now) and self.tell_lost is not None:
             self.tell_lost()
-        while self._asked and (self._asked[0].is_settled or self._asked[0].deadline <= now):
-            self._asked.popleft().expire()
+        while self._requests and (self._requests[0].is_settled or self._requests[0].deadline <= now):
+            self._requests.popleft().expire()
         self.store.expire()
         if self.breaker.state is State.PROBING and now >= self._canary_until:
             self.breaker.probed(now, is_good=False)
@@ -217,34 +217,34 @@ class Tier:
 
     # -- on couriers ---------------------------------------------------------------------------------------------
 
-    def _fetch(self, asked: Asked, coming: Coming) -> None:
+    def _fetch(self, request: StorageRequest, coming: Coming) -> None:
         shapes, keys = coming.shapes, coming.keys
-        if asked.is_settled:
+        if request.is_settled:
             return
         wanted = coming.wanted()
         first = key_at(keys, wanted[0][0]) if wanted else b""
         if self.store.expects(shapes.scope, first, shapes.parts) is not None:
-            self._get(asked, coming)
+            self._get(request, coming)
             return
         names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
 
         def found(there: Sequence[bool] | None) -> None:
             if there is None:
-                asked.fail()
+                request.fail()
                 return
             missing = (
                 block
                 for (block, shape), is_there in zip(wanted, there, strict=True)
                 if not is_there and shape in shapes.full
             )
-            self._getting.add(partial(self._get, asked, coming, next(missing, None)), asked.fail)
+            self._getting.add(partial(self._get, request, coming, next(missing, None)), request.fail)
 
-        asked.put_to_engine()
-        self.backend.exists(names, asked.deadline, found)
+        request.put_to_engine()
+        self.backend.exists(names, request.deadline, found)
 
-    def _get(self, asked: Asked, coming: Coming, end: int | None = None) -> None:
+    def _get(self, request: StorageRequest, coming: Coming, end: int | None = None) -> None:
         """Ask for the blocks before ``end``; the rest does not come."""
-        if not asked.claim():
+        if not request.claim():
             return
         news, shapes = coming.news(), coming.shapes
         wanted = [(block, shape) for block, shape in coming.wanted() if end is None or block < end]
@@ -255,47 +255,47 @@ class Tier:
                 for block, shape in wanted
             ]
         except CacheError:  # the host pool is closed: the daemon ends
-            asked.begun()
+            request.begun()
             self._refuse(news, Outcome.BUSY)
             return
-        begin = self._prepare(Way.GET, names, views, news, [coming.parent_of(block) for block, _ in wanted])
-        asked.begun()
+        begin = self._prepare(Verb.GET, names, views, news, [coming.parent_of(block) for block, _ in wanted])
+        request.begun()
         self._refuse(news[len(wanted) :], Outcome.BUSY)  # never promised: nothing against the engine
         begin()
 
     def _keep(
         self,
-        asked: Asked,
+        request: StorageRequest,
         news: list[News],
         scope: Scope,
         objects: list[Shape],
         pages: Sequence[int],
         parent: bytes,
     ) -> None:
-        if not asked.claim():
+        if not request.claim():
             return
         model = news[0].model
         names = [ObjectName(scope, news[0].key, shape.part) for shape in objects]
         try:
             views = [tuple(self._view(model, group, rank, pages[group]) for group, rank in s.pieces) for s in objects]
         except CacheError:  # as above
-            asked.begun()
+            request.begun()
             self._refuse(news, Outcome.BUSY)
             return
-        begin = self._prepare(Way.PUT, names, views, news, [parent] * len(names))
-        asked.begun()
+        begin = self._prepare(Verb.PUT, names, views, news, [parent] * len(names))
+        request.begun()
         begin()
 
     def _prepare(
         self,
-        way: Way,
+        verb: Verb,
         names: list[ObjectName],
         views: list[tuple[memoryview, ...]],
         news: list[News],
         parents: list[bytes],
     ) -> Callable[[], None]:
         return self.store.prepare(
-            way,
+            verb,
             names,
             views,
             self._clock() + self.options.deadline,
@@ -328,8 +328,8 @@ class Tier:
             if each.outcome is not Outcome.LATE:
                 self._last_news = now
             if each.outcome is not None:
-                way = "get" if each.ticket else "put"
-                self.breaker.note(BAD.get(each.outcome, 1.0), f"{way}: {each.outcome.value}", now)
+                verb = "get" if each.ticket else "put"
+                self.breaker.note(BAD.get(each.outcome, 1.0), f"{verb}: {each.outcome.value}", now)
         if self.tell is not None:
             for (model, ticket, key), some in groupby(news, key=lambda each: each[:3]):
                 self.tell(model, ticket, key, list(some))

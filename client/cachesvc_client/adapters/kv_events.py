@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from cachesvc.model.layout import Layout, PlaneGroup
 from cachesvc_client.adapters.known_tokens import Adapter, KnownBlock, KnownTokens
 from cachesvc_client.adapters.kv_event_form import CLEARED, MEDIA, Event, Form, hash_of, wire_batch
-from cachesvc_client.records.event_batch import Batch, BlockMirror, Kind, Part, Spot, with_spot, without_spot
+from cachesvc_client.records.event_batch import (
+    Batch,
+    BlockMirror,
+    CopyLocation,
+    Kind,
+    Part,
+    with_location,
+    without_location,
+)
 
 __all__ = ["Adapter", "Event", "Form", "KnownTokens", "KvEventMapper", "hash_of", "wire_batch"]
 
@@ -24,7 +32,7 @@ BLOCKS_PER_EVENT = 1024
 MOST_ORPHANS = 65_536
 """Parents that blocks wait for. Beyond that their blocks are announced with the next snapshot alone."""
 
-_NOWHERE: frozenset[Spot] = frozenset()
+_NOWHERE: frozenset[CopyLocation] = frozenset()
 _UNKNOWN = KnownBlock(b"", Adapter(), None)
 
 
@@ -46,9 +54,9 @@ class KvEventMapper:
     lora_name: str | None = None
     hash_of: Callable[[bytes], int | bytes] = hash_of
     mirror: BlockMirror = field(default_factory=BlockMirror)
-    _told: dict[bytes, frozenset[Spot]] = field(default_factory=dict)
+    _told: dict[bytes, frozenset[CopyLocation]] = field(default_factory=dict)
     _orphans: dict[bytes, set[bytes]] = field(default_factory=dict)
-    _stores: set[Spot] = field(default_factory=set)
+    _stores: set[CopyLocation] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         own = set(self.layout.own_groups)
@@ -58,8 +66,8 @@ class KvEventMapper:
         """Events for a batch, in order. Raises EventsMissed where one is missing before it."""
         self.mirror.apply(batch)
         for run in batch.runs:
-            if run.present and run.spot.tier == "storage":
-                self._forget_unknown(run.spot, run.keys)
+            if run.present and run.location.tier == "storage":
+                self._forget_unknown(run.location, run.keys)
         if batch.part is Part.LAST:
             self._clear()
             known = None if self.tokens is None else self.tokens.keys()
@@ -68,14 +76,14 @@ class KvEventMapper:
             return []
         out: list[Event] = []
         for run in batch.runs:
-            if not self._concerns(run.spot) or run.kind is Kind.COPY_FAILED:
+            if not self._concerns(run.location) or run.kind is Kind.COPY_FAILED:
                 continue
             # The mirror has the state after the batch: a block that comes and goes within it is not announced.
-            keys = [key for key in run.keys if (run.spot in self.mirror.spots.get(key, ())) == run.present]
+            keys = [key for key in run.keys if (run.location in self.mirror.locations.get(key, ())) == run.present]
             if not run.present:
-                out += self._removed(run.spot, keys)
+                out += self._removed(run.location, keys)
                 continue
-            out += self._announce([(run.spot, keys)])
+            out += self._announce([(run.location, keys)])
         return out
 
     def news(self) -> list[Event]:
@@ -88,10 +96,10 @@ class KvEventMapper:
             self._clear()
             out.append(CLEARED)
         if self.mirror.is_whole:
-            out += self._announce(self._places([key for key in learned.fresh if key in self.mirror.spots]))
-        for spot in [spot for spot in self._stores if learned.dropped]:
-            out += self._removed(spot, learned.dropped)
-            self.mirror.take_away(spot, learned.dropped)
+            out += self._announce(self._places([key for key in learned.fresh if key in self.mirror.locations]))
+        for location in [location for location in self._stores if learned.dropped]:
+            out += self._removed(location, learned.dropped)
+            self.mirror.take_away(location, learned.dropped)
         return out
 
     def forget(self) -> list[Event]:
@@ -100,60 +108,60 @@ class KvEventMapper:
         self._clear()
         return [CLEARED]
 
-    def _forget_unknown(self, spot: Spot, keys: Sequence[bytes]) -> None:
+    def _forget_unknown(self, location: CopyLocation, keys: Sequence[bytes]) -> None:
         """Storage may hold more than fits into memory: keep of it what is known, which is bounded."""
-        self._stores.add(spot)
+        self._stores.add(location)
         if self.tokens is not None:
-            self.mirror.take_away(spot, [key for key in keys if self.tokens.find(key) is None])
+            self.mirror.take_away(location, [key for key in keys if self.tokens.find(key) is None])
 
     def _clear(self) -> None:
         self._told.clear()
         self._orphans.clear()
 
-    def _concerns(self, spot: Spot) -> bool:
-        return spot.group in self._groups and (spot.tier != "device" or spot.replica == self.replica)
+    def _concerns(self, location: CopyLocation) -> bool:
+        return location.group in self._groups and (location.tier != "device" or location.replica == self.replica)
 
-    def _places(self, keys: Sequence[bytes]) -> list[tuple[Spot, list[bytes]]]:
+    def _places(self, keys: Sequence[bytes]) -> list[tuple[CopyLocation, list[bytes]]]:
         """``keys``, which the mirror has, by the places of this worker where they have copies."""
-        places: dict[Spot, list[bytes]] = {}
+        places: dict[CopyLocation, list[bytes]] = {}
         for key in keys:
-            for spot in self.mirror.spots[key]:
-                places.setdefault(spot, []).append(key)
-        return [(spot, places[spot]) for spot in sorted(places) if self._concerns(spot)]
+            for location in self.mirror.locations[key]:
+                places.setdefault(location, []).append(key)
+        return [(location, places[location]) for location in sorted(places) if self._concerns(location)]
 
-    def _announce(self, places: Iterable[tuple[Spot, Sequence[bytes]]]) -> Iterator[Event]:
+    def _announce(self, places: Iterable[tuple[CopyLocation, Sequence[bytes]]]) -> Iterator[Event]:
         """Events of blocks with copies there, parents before children; then of those that waited for one of these."""
         todo = deque(places)
         while todo:
-            spot, keys = todo.popleft()
+            location, keys = todo.popleft()
             adopted: list[bytes] = []
-            yield from self._chains(spot, keys, adopted)
-            todo += self._places([key for key in adopted if key in self.mirror.spots])
+            yield from self._chains(location, keys, adopted)
+            todo += self._places([key for key in adopted if key in self.mirror.locations])
 
-    def _chains(self, spot: Spot, keys: Sequence[bytes], adopted: list[bytes]) -> Iterator[Event]:
+    def _chains(self, location: CopyLocation, keys: Sequence[bytes], adopted: list[bytes]) -> Iterator[Event]:
         """An event for each run of chained blocks of one adapter. Adds to ``adopted`` what waited for these blocks."""
         chain: list[bytes] = []
         blocks: list[KnownBlock] = []
         for key in keys:
-            block = self._announceable(spot, key)
+            block = self._announceable(location, key)
             if block is None:
                 continue
             follows = chain and self.mirror.parents[key] == chain[-1] and block.adapter == blocks[-1].adapter
             if chain and (not follows or len(chain) == BLOCKS_PER_EVENT):
-                yield self._stored_event(spot, chain, blocks)
+                yield self._stored_event(location, chain, blocks)
                 chain, blocks = [], []
             chain.append(key)
             blocks.append(block)
-            self._told[key] = with_spot(self._told.get(key, _NOWHERE), spot)
+            self._told[key] = with_location(self._told.get(key, _NOWHERE), location)
             adopted += self._orphans.pop(key, ())
         if chain:
-            yield self._stored_event(spot, chain, blocks)
+            yield self._stored_event(location, chain, blocks)
 
-    def _announceable(self, spot: Spot, key: bytes) -> KnownBlock | None:
+    def _announceable(self, location: CopyLocation, key: bytes) -> KnownBlock | None:
         """Known facts of a block that can be announced now and was not."""
         if self.tokens is None:
             return _UNKNOWN
-        if spot in self._told.get(key, ()):
+        if location in self._told.get(key, ()):
             return None
         block = self.tokens.find(key)
         if block is None or key not in self.mirror.parents:
@@ -166,8 +174,8 @@ class KvEventMapper:
             return None
         return block
 
-    def _stored_event(self, spot: Spot, keys: Sequence[bytes], blocks: Sequence[KnownBlock]) -> Event:
-        group = self._groups[spot.group]
+    def _stored_event(self, location: CopyLocation, keys: Sequence[bytes], blocks: Sequence[KnownBlock]) -> Event:
+        group = self._groups[location.group]
         window = group.window_tokens
         parent = self.mirror.parents[keys[0]]
         adapter = blocks[0].adapter
@@ -178,9 +186,9 @@ class KvEventMapper:
             "token_ids": [token for block in blocks for token in block.token_ids],
             "block_size": self.layout.block_tokens,
             "lora_id": adapter.lora_id,
-            "medium": self.media[spot.tier],
+            "medium": self.media[location.tier],
             "lora_name": adapter.lora_name or self.lora_name,
-            "group_idx": spot.group,
+            "group_idx": location.group,
             "kv_cache_spec_kind": _kind_of(group),
         }
         if window is not None:
@@ -189,11 +197,11 @@ class KvEventMapper:
             event["extra_keys"] = [block.extra_keys for block in blocks]
         return event
 
-    def _removed(self, spot: Spot, keys: Sequence[bytes]) -> list[Event]:
+    def _removed(self, location: CopyLocation, keys: Sequence[bytes]) -> list[Event]:
         if self.tokens is not None:
-            keys = [key for key in keys if spot in self._told.get(key, ())]
+            keys = [key for key in keys if location in self._told.get(key, ())]
             for key in keys:
-                left = without_spot(self._told[key], spot)
+                left = without_location(self._told[key], location)
                 if left:
                     self._told[key] = left
                 else:
@@ -205,8 +213,8 @@ class KvEventMapper:
             {
                 "type": "BlockRemoved",
                 "block_hashes": hashes,
-                "medium": self.media[spot.tier],
-                "group_idx": spot.group,
+                "medium": self.media[location.tier],
+                "group_idx": location.group,
             }
         ]
 

@@ -205,7 +205,7 @@ class ClientCalls:
     async def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
         if self._connection is None:
-            raise DaemonUnavailable("not connected; connect() first")
+            raise DaemonUnavailable("not connected: use the client in a with block, or call connect() first")
         return await self._connection.port.wait_end(timeout_s)
 
     async def close(self, *, quiesced: bool | None = None) -> None:
@@ -283,7 +283,7 @@ class ClientCalls:
     def _require_connection(self) -> Connection:
         self._require_open()
         if self._connection is None:
-            raise DaemonUnavailable("not connected; connect() first")
+            raise DaemonUnavailable("not connected: use the client in a with block, or call connect() first")
         self._connection.check()
         return self._connection
 

@@ -67,6 +67,11 @@ def checks_arguments(call: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+def warn_renamed(earlier: str, name: str) -> None:
+    """Warn the caller's caller that a name works for one release more."""
+    warnings.warn(f"{earlier} is called {name} now", DeprecationWarning, stacklevel=3)
+
+
 def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Take arguments by their earlier names too (``earlier="name"``), with a DeprecationWarning."""
 
@@ -75,7 +80,7 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def translated(*args: P.args, **named: P.kwargs) -> R:
             for earlier in names.keys() & named.keys():
                 name = names[earlier]
-                warnings.warn(f"{_name(call)}: {earlier} is called {name} now", DeprecationWarning, stacklevel=2)
+                warn_renamed(f"{_name(call)}: {earlier}", name)
                 named[name] = named.pop(earlier)
             return call(*args, **named)
 

@@ -30,6 +30,7 @@ from cachesvc_client.layouts.families import (
     mla_windowed,
     with_draft,
 )
+from cachesvc_client.layouts.states import STATE_MODELS, state_layout
 
 __all__ = [
     "AUTO",
@@ -338,11 +339,28 @@ def _head_dim(keys: ConfigKeys) -> int:
     return hidden // heads
 
 
-def _refuse_scales(wish: _Wish) -> None:
+def _refuse_scales(wish: _Wish, what: str = "latents") -> None:
     if wish.heads is not None:
-        raise ConfigRejected("a latent is all heads' together: it has no windows head by head")
+        raise ConfigRejected(f"{what} have no windows head by head: leave them out")
     if wish.scale_dtype is not None:
-        raise ConfigRejected("latents have no scales of their own: leave scale_dtype out")
+        raise ConfigRejected(f"{what} have no scales of their own: leave scale_dtype out")
+
+
+def _states(keys: ConfigKeys, wish: _Wish) -> _Read:
+    """Recurrent states beside full attention, in one pool as vLLM has them."""
+    _refuse_scales(wish, "states and what shares their pool")
+    made = state_layout(
+        STATE_MODELS[keys.model_type](keys),
+        block_tokens=wish.block_tokens,
+        dtype=keys.dtype(wish.kv_dtype),
+        model_dtype=keys.dtype(AUTO, "bfloat16"),
+        ranks=wish.tensor_parallel,
+    )
+
+    def refuse(_: int) -> Layout:
+        raise ConfigRejected("states with next-token-prediction layers are not supported: leave mtp out")
+
+    return _Read(made, refuse)
 
 
 READERS: dict[str, Callable[[ConfigKeys, _Wish], _Read]] = {
@@ -364,4 +382,5 @@ READERS: dict[str, Callable[[ConfigKeys, _Wish], _Read]] = {
     "qwen2_moe": _qwen3,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3,
+    **dict.fromkeys(STATE_MODELS, _states),
 }

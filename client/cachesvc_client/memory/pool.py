@@ -206,8 +206,8 @@ class AttachedPool:
         one rank's part may be in place before another's fails. ``Sequence.wait_loaded`` knows of all ranks, and
         ``publish`` refuses what did not come whole.
 
-        Raises LoadFailed, DaemonUnavailable (it went before the load ended: recompute), Conflict (it has not ended:
-        synchronise first).
+        Raises LoadFailed (also where a mover ended the load because its daemon had gone), DaemonUnavailable (the
+        daemon went and nothing ended the load: recompute), Conflict (it has not ended: synchronise first).
         """
         for ticket in tickets:
             self._require_open()

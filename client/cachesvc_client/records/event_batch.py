@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvcache.v1 import event_pb2
 
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc_client.core.arguments import warn_renamed
 from cachesvc_client.core.errors import EventsMissed
 
 
@@ -31,7 +32,7 @@ class Part(Enum):
     LAST = event_pb2.SNAPSHOT_PART_LAST
 
 
-class Spot(NamedTuple):
+class CopyLocation(NamedTuple):
     """Place of a copy: its group, its tier ("device", "host" or "storage"), and the replica of a device copy."""
 
     group: int
@@ -42,16 +43,22 @@ class Spot(NamedTuple):
 class Run(NamedTuple):
     """Changes that have all but the keys in common.
 
-    ``present``: from now on the blocks have a copy at ``spot``, or none. ``parent``: of the first key where they have;
-    each further key's parent is the key before it; empty below the root. ``reason``: empty in a snapshot.
+    ``present``: from now on the blocks have a copy at ``location``, or none. ``parent``: of the first key where they
+    have; each further key's parent is the key before it; empty below the root. ``reason``: empty in a snapshot.
     """
 
     kind: Kind
     present: bool
-    spot: Spot
+    location: CopyLocation
     parent: bytes
     keys: tuple[bytes, ...]
     reason: str
+
+    @property
+    def spot(self) -> CopyLocation:
+        """Earlier name of ``location``."""
+        warn_renamed("Run.spot", "Run.location")
+        return self.location
 
 
 class Batch(NamedTuple):
@@ -66,15 +73,15 @@ class Batch(NamedTuple):
 
 
 @lru_cache(1024)
-def with_spot(spots: frozenset[Spot], spot: Spot) -> frozenset[Spot]:
-    """``spots`` and ``spot``. Blocks at the same places share one object, so a million blocks need few."""
-    return spots | {spot}
+def with_location(locations: frozenset[CopyLocation], location: CopyLocation) -> frozenset[CopyLocation]:
+    """``locations`` and ``location``. Blocks at the same places share one object, so a million blocks need few."""
+    return locations | {location}
 
 
 @lru_cache(1024)
-def without_spot(spots: frozenset[Spot], spot: Spot) -> frozenset[Spot]:
-    """``spots`` less ``spot``."""
-    return spots - {spot}
+def without_location(locations: frozenset[CopyLocation], location: CopyLocation) -> frozenset[CopyLocation]:
+    """``locations`` less ``location``."""
+    return locations - {location}
 
 
 def parse_batch(message: event_pb2.SubscribeResponse) -> Batch:
@@ -93,26 +100,34 @@ def parse_batch(message: event_pb2.SubscribeResponse) -> Batch:
 def _run(run: event_pb2.BlockRun) -> Run:
     raw = run.keys
     keys = tuple(raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
-    return Run(Kind(run.kind), run.present, Spot(run.group, run.tier, run.replica), run.parent_key, keys, run.reason)
+    return Run(
+        Kind(run.kind), run.present, CopyLocation(run.group, run.tier, run.replica), run.parent_key, keys, run.reason
+    )
 
 
-_NOWHERE: frozenset[Spot] = frozenset()
+_NOWHERE: frozenset[CopyLocation] = frozenset()
 
 
 class BlockMirror:
     """Copy of the daemon's index: after each ``apply`` as of change ``last`` of ``epoch``.
 
-    ``spots``: key -> where it has copies. ``parents``: key -> the key of the block before it, empty for a first one.
-    Within a snapshot (``is_whole`` is False) only the blocks received so far are there.
+    ``locations``: key -> where it has copies. ``parents``: key -> the key of the block before it, empty for a first
+    one. Within a snapshot (``is_whole`` is False) only the blocks received so far are there.
     """
 
     def __init__(self) -> None:
-        self.spots: dict[bytes, frozenset[Spot]] = {}
+        self.locations: dict[bytes, frozenset[CopyLocation]] = {}
         self.parents: dict[bytes, bytes] = {}
         self.epoch = 0
         self.last = 0
         self.is_whole = False
         self._has_begun = False
+
+    @property
+    def spots(self) -> dict[bytes, frozenset[CopyLocation]]:
+        """Earlier name of ``locations``."""
+        warn_renamed("BlockMirror.spots", "BlockMirror.locations")
+        return self.locations
 
     def apply(self, batch: Batch) -> None:
         """Take one batch. Raises EventsMissed where it does not follow the last one; a snapshot always may."""
@@ -121,7 +136,7 @@ class BlockMirror:
             if run.present:
                 self._add(run)
             elif run.kind is not Kind.COPY_FAILED:
-                self.take_away(run.spot, run.keys)
+                self.take_away(run.location, run.keys)
         self.epoch, self.last = batch.epoch, batch.last
         self._has_begun = True
         if batch.part is not Part.NONE:
@@ -129,7 +144,7 @@ class BlockMirror:
 
     def _check(self, batch: Batch) -> None:
         if batch.part is Part.FIRST:
-            self.spots.clear()
+            self.locations.clear()
             self.parents.clear()
         elif not self._has_begun:
             if batch.part is not Part.NONE:
@@ -139,23 +154,23 @@ class BlockMirror:
         elif batch.part is Part.NONE and batch.first != self.last + 1:
             raise EventsMissed(f"change {batch.first} follows {self.last}; subscribe with a snapshot")
 
-    def take_away(self, spot: Spot, keys: Iterable[bytes]) -> None:
-        """Blocks have no copy at ``spot`` any more; one without any copy is dropped."""
+    def take_away(self, location: CopyLocation, keys: Iterable[bytes]) -> None:
+        """Blocks have no copy at ``location`` any more; one without any copy is dropped."""
         for key in keys:
-            spots = self.spots.get(key)
-            if spots is None:
+            locations = self.locations.get(key)
+            if locations is None:
                 continue
-            left = without_spot(spots, spot)
+            left = without_location(locations, location)
             if left:
-                self.spots[key] = left
+                self.locations[key] = left
             else:
-                del self.spots[key]
+                del self.locations[key]
                 del self.parents[key]
 
     def _add(self, run: Run) -> None:
         parent = run.parent
         for key in run.keys:
-            self.spots[key] = with_spot(self.spots.get(key, _NOWHERE), run.spot)
+            self.locations[key] = with_location(self.locations.get(key, _NOWHERE), run.location)
             self.parents[key] = parent
             parent = key
 

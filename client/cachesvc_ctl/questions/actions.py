@@ -1,4 +1,4 @@
-"""The few calls of operators that change something: evict, drain, reload."""
+"""The few calls of operators that change something: evict, pin, drain, reload."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import argparse
 from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, inspect_pb2
 
-from cachesvc_ctl.core.command import count, flag
+from cachesvc_ctl.core.command import count, flag, hex_digits
 from cachesvc_ctl.core.text import table
-from cachesvc_ctl.questions.models import list_models, require_model
+from cachesvc_ctl.questions.models import list_models, model_flag, require_model
 from cachesvc_ctl.questions.question import DEADLINE_SECONDS, Admin, Question
-from cachesvc_ctl.questions.status import describe_setting
+from cachesvc_ctl.questions.status import describe_setting, pins_table
 
 
 class Evict(Question[admin_pb2.EvictResponse]):
@@ -77,6 +77,53 @@ class Weights(Question[Message]):
             return answer.weights_version or "no version of weights was announced"
         assert isinstance(answer, admin_pb2.SetWeightsVersionResponse)
         return f"announced {self.arguments.version}; before: {answer.previous or 'none'}"
+
+
+class Pin(Question[inspect_pb2.PinResponse]):
+    """Pin."""
+
+    name = "pin"
+    about = "keep a prefix from eviction for a time"
+    epilog = (
+        "KEY is that of the prefix's last block; blocks and tree show keys. All blocks above it stay too, where they "
+        "are now. Pins take at most --pin-share of each pool of their model and end with the daemon. status lists them."
+    )
+    flags = (
+        flag("key", type=hex_digits, metavar="KEY", help="in hexadecimal, or how it begins (4 digits or more)"),
+        model_flag(),
+        flag("--seconds", type=float, default=3600.0, metavar="S", help="from now on (default 3600, at most a week)"),
+    )
+
+    def ask(self, admin: Admin) -> inspect_pb2.PinResponse:
+        """Pin, or set the end of a pin anew. Idempotent."""
+        model = require_model(admin, self.arguments.model)
+        request = inspect_pb2.PinRequest(
+            model_id=model.model_id, key_hex=self.arguments.key, seconds=self.arguments.seconds
+        )
+        return admin.Pin(request, timeout=DEADLINE_SECONDS)
+
+    def show(self, answer: inspect_pb2.PinResponse) -> str:
+        """The pin as ``status`` lists it."""
+        return pins_table([answer.pin])
+
+
+class Unpin(Question[inspect_pb2.UnpinResponse]):
+    """Unpin."""
+
+    name = "unpin"
+    about = "end a pin before its time"
+    epilog = "The blocks stay until they are evicted. status lists the pins."
+    flags = (flag("key", type=hex_digits, metavar="KEY", help="of the pin, or how it begins"), model_flag())
+
+    def ask(self, admin: Admin) -> inspect_pb2.UnpinResponse:
+        """End it."""
+        model = require_model(admin, self.arguments.model)
+        request = inspect_pb2.UnpinRequest(model_id=model.model_id, key_hex=self.arguments.key)
+        return admin.Unpin(request, timeout=DEADLINE_SECONDS)
+
+    def show(self, answer: inspect_pb2.UnpinResponse) -> str:
+        """The blocks that it kept."""
+        return f"unpinned {answer.pin.blocks:,} blocks of {answer.pin.model}"
 
 
 class Drain(Question[admin_pb2.DrainResponse]):

@@ -122,12 +122,12 @@ def _lines(batch: Batch, *, as_json: bool) -> Iterator[str]:
 
 
 def _line(run: Run, batch: Batch) -> str:
-    where = f"replica {run.spot.replica}" if run.spot.tier == "device" else run.spot.tier
+    where = f"replica {run.location.replica}" if run.location.tier == "device" else run.location.tier
     what = "here" if batch.part is not Part.NONE else f"{run.kind.name.lower()} ({run.reason})"
     way = "at" if run.present else "gone from"
     first = run.keys[0].hex()[:16] if run.keys else "-"
     more = f" and {len(run.keys) - 1} more" if len(run.keys) > 1 else ""
-    return f"{batch.last}  {what}: {way} {where}, group {run.spot.group}: {first}{more}"
+    return f"{batch.last}  {what}: {way} {where}, group {run.location.group}: {first}{more}"
 
 
 def _plain(batch: Batch) -> dict[str, object]:
@@ -135,9 +135,9 @@ def _plain(batch: Batch) -> dict[str, object]:
         {
             "kind": run.kind.name,
             "present": run.present,
-            "tier": run.spot.tier,
-            "replica": run.spot.replica,
-            "group": run.spot.group,
+            "tier": run.location.tier,
+            "replica": run.location.replica,
+            "group": run.location.group,
             "parent": run.parent.hex(),
             "keys": [key.hex() for key in run.keys],
             "reason": run.reason,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvcache.v1 import admin_pb2, status_pb2
+from collections.abc import Iterable
+
+from kvcache.v1 import admin_pb2, inspect_pb2, status_pb2
 
 from cachesvc_ctl.core.command import flag
 from cachesvc_ctl.core.text import describe_bytes, one_line, table
@@ -41,6 +43,8 @@ class Status(Question[admin_pb2.GetStatusResponse]):
             describe_loop(answer.loop),
         ]
         parts = ["\n".join(first), _pools(answer)]
+        if answer.pins:
+            parts.append(pins_table(answer.pins))
         if self.arguments.counters:
             parts.append(table(("counter", "value"), sorted(answer.counters.items())))
         if self.arguments.config:
@@ -53,7 +57,7 @@ def _pools(answer: admin_pb2.GetStatusResponse) -> str:
     head = ("model", "place", "group", "pages", "free", "private", "sealed", "in flight", "quarantined", "page")
     rows = [
         (
-            p.model_id,
+            p.model or p.model_id,
             p.place,
             p.group,
             p.capacity,
@@ -67,6 +71,12 @@ def _pools(answer: admin_pb2.GetStatusResponse) -> str:
         for p in answer.pools
     ]
     return table(head, rows) if rows else "no pools: no model is registered yet"
+
+
+def pins_table(pins: Iterable[inspect_pb2.PinStatus]) -> str:
+    """Pins of operators, one a line."""
+    rows = [(p.key_hex[:16], p.model, p.blocks, f"{p.seconds_left:,.0f} s", ", ".join(p.places)) for p in pins]
+    return table(("pinned", "model", "blocks", "ends in", "kept on"), rows)
 
 
 def describe_daemon(status: admin_pb2.GetStatusResponse) -> str:

@@ -20,6 +20,7 @@ from cachesvc_ctl.core.text import describe_bytes, one_line
 from cachesvc_ctl.questions.status import describe_hits
 from cachesvc_ctl.top.rates import (
     MARKS,
+    TITLE,
     History,
     Look,
     Rates,
@@ -28,12 +29,14 @@ from cachesvc_ctl.top.rates import (
     lease_rows,
     per_second,
     percent,
+    pool_title,
     spark,
     take_look,
     ticket_rows,
 )
 
 COLOURS = dict(zip(MARKS, ("green", "dodger_blue1", "yellow", "red"), strict=True))
+LEGEND = ("cached", "requests' own", "moving", "quarantined")
 MOST_POOLS = 6
 SORTS = ("silent", "private", "pinned", "engine")
 
@@ -45,10 +48,10 @@ class TopApp(App[None]):
     Screen { layout: vertical; }
     #head { height: auto; max-height: 4; padding: 0 1; background: $panel; }
     #rates { height: 3; padding: 0 1; }
-    #pools { height: auto; max-height: 7; padding: 0 1; }
+    #pools { height: auto; max-height: 9; padding: 0 1; }
     #below { height: 1fr; }
-    #left { width: 1fr; }
-    #right { width: 1fr; }
+    #left { width: 42fr; }
+    #right { width: 38fr; }
     DataTable { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -90,7 +93,7 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         """Begin to look."""
-        self.query_one("#leases", DataTable).add_columns("engine", "lease", "silent", "seq", "priv", "pins")
+        self.query_one("#leases", DataTable).add_columns("engine", "lease", "silent", "open", "own", "pin")
         self._hot_columns()
         self.set_interval(self._every, self.look)
         self.look()
@@ -144,7 +147,9 @@ class TopApp(App[None]):
         hot = self.query_one("#hot", DataTable)
         hot.clear(columns=True)
         heads = (
-            ("ticket", "way", "state", "blocks", "size") if self._shows_tickets else ("prefix", "blocks", "hits", "on")
+            ("ticket", "way", "state", "blocks", "size")
+            if self._shows_tickets
+            else ("prefix", "blocks", "hits", "on", "model")
         )
         hot.add_columns(*heads)
 
@@ -206,19 +211,20 @@ def _rates(rates: list[Rates], width: int) -> Text:
 
 def _pools(look: Look, width: int) -> Text:
     text = Text()
-    wide = max(10, width - 48)
+    wide = max(10, width - 31 - TITLE)
     pools = look.status.pools
     for pool in pools[:MOST_POOLS]:
-        text.append(f"{one_line(f'{pool.model_id} {pool.place}/{pool.group}'):<18.18} ")
+        text.append(f"{pool_title(pool)} ")
         for mark in bar(pool, wide):
             text.append(" " if mark == " " else "█", COLOURS.get(mark))
         used = 1 - pool.free / pool.capacity if pool.capacity else 0.0
         text.append(f" {used:4.0%} of {pool.capacity:,} x {describe_bytes(pool.page_bytes)}\n")
     if len(pools) > MOST_POOLS:
         text.append(f"and {len(pools) - MOST_POOLS} more pools")
-    for mark, name in zip(MARKS, ("sealed", "private", "in flight", "quarantined"), strict=True):
+    for mark, name in zip(MARKS, LEGEND, strict=True):
         text.append("█ ", COLOURS[mark])
         text.append(f"{name}  ", "dim")
+    text.append("\nopen: requests; own: private pages; pin: pinned blocks; r0: replica 0", "dim")
     return text
 
 

@@ -10,7 +10,7 @@ from cachesvc_ctl.core.text import for_terminal, one_line, table
 from cachesvc_ctl.questions.status import describe_daemon, describe_hits, describe_transfers
 from cachesvc_ctl.top.rates import Look, hot_rows, lease_rows, pool_line, take_look
 
-BAR = 24
+BAR = 20
 
 
 class Top(DaemonCommand):
@@ -54,7 +54,7 @@ def as_text(look: Look) -> str:
         if look.leases
         else "no leases",
         "",
-        table(("hottest prefix", "blocks", "hits", "places"), hot_rows(look))
+        table(("hottest prefix", "blocks", "hits", "places", "model"), hot_rows(look))
         if look.hottest
         else "no prefix was hit yet",
     ]

@@ -20,6 +20,9 @@ POOL_STATES = ("sealed", "private", "in_flight", "quarantined")
 MARKS = "#o>!"
 """Mark of each pool state, in their order; spaces are free pages."""
 
+TITLE = 24
+"""Characters of a pool's title."""
+
 SPARKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -31,7 +34,7 @@ class Look:
     status: admin_pb2.GetStatusResponse
     leases: Sequence[admin_pb2.LeaseStatus]
     tickets: Sequence[common_pb2.Ticket]
-    hottest: Sequence[tuple[int, admin_pb2.BlockStatus]]
+    hottest: Sequence[tuple[str, admin_pb2.BlockStatus]]
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,10 @@ def take_look(admin: admin_pb2_grpc.AdminServiceStub) -> Look:
     status = admin.GetStatus(admin_pb2.GetStatusRequest(brief=True), timeout=LOOK_DEADLINE_SECONDS)
     leases = admin.ListLeases(admin_pb2.ListLeasesRequest(), timeout=LOOK_DEADLINE_SECONDS).leases
     tickets = admin.ListTickets(admin_pb2.ListTicketsRequest(limit=HOTTEST), timeout=LOOK_DEADLINE_SECONDS).tickets
-    hottest: list[tuple[int, admin_pb2.BlockStatus]] = []
-    for model in sorted({pool.model_id for pool in status.pools}):
+    hottest: list[tuple[str, admin_pb2.BlockStatus]] = []
+    for model, name in sorted({pool.model_id: pool.model for pool in status.pools}.items()):
         request = admin_pb2.ListBlocksRequest(model_id=model, limit=HOTTEST, order=admin_pb2.BLOCK_ORDER_HITS)
-        hottest += [(model, block) for block in admin.ListBlocks(request, timeout=LOOK_DEADLINE_SECONDS).blocks]
+        hottest += [(name, block) for block in admin.ListBlocks(request, timeout=LOOK_DEADLINE_SECONDS).blocks]
     hottest.sort(key=lambda pair: -pair[1].hits)
     return Look(time.monotonic(), status, leases, tickets, hottest[:HOTTEST])
 
@@ -133,11 +136,20 @@ def per_second(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second >= 1e8 else f"{bytes_per_second / 1e6:.1f} MB/s"
 
 
+def pool_title(pool: admin_pb2.PoolStatus) -> str:
+    """The place and the model, in ``TITLE`` characters: of a long name how it begins and ends."""
+    place = pool.place if pool.group == "full" else f"{pool.place}/{pool.group}"
+    name, room = one_line(pool.model), TITLE - len(place) - 1
+    if len(name) > room > 4:
+        name = f"{name[: room - room // 2 - 1]}~{name[-(room // 2) :]}"
+    return f"{place} {name}"[:TITLE].ljust(TITLE)
+
+
 def pool_line(pool: admin_pb2.PoolStatus, width: int) -> str:
     """One pool: its name, its bar, and what is free."""
-    name = one_line(f"{pool.model_id} {pool.place}/{pool.group}")
+    name = pool_title(pool)
     used = 1 - pool.free / pool.capacity if pool.capacity else 0.0
-    return f"{name:<20.20} [{bar(pool, width)}] {used:4.0%} of {pool.capacity:,} x {describe_bytes(pool.page_bytes)}"
+    return f"{name} [{bar(pool, width)}] {used:4.0%} of {pool.capacity:,} x {describe_bytes(pool.page_bytes)}"
 
 
 def lease_rows(look: Look) -> list[tuple[object, ...]]:
@@ -145,7 +157,7 @@ def lease_rows(look: Look) -> list[tuple[object, ...]]:
     return [
         (
             lease.engine,
-            lease.lease_id[:12],
+            lease.lease_id[:6],
             f"{lease.silent_seconds:.1f}" if lease.state == "live" else lease.state,
             lease.sequences,
             lease.private_pages,
@@ -159,10 +171,11 @@ def hot_rows(look: Look) -> list[tuple[object, ...]]:
     """The ends of the prefixes that were hit most."""
     return [
         (
-            f"{model} {block.key_hex[:12]}",
+            block.key_hex[:12],
             block.position + 1,
             block.hits,
-            ", ".join(dict.fromkeys(copy.place for copy in block.copies)),
+            ", ".join(dict.fromkeys(copy.place.replace("replica ", "r") for copy in block.copies)),
+            one_line(model)[:TITLE],
         )
         for model, block in look.hottest
     ]

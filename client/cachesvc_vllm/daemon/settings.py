@@ -9,6 +9,8 @@ from typing import Any
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 DRAFT_BLOCKS = ("lookahead", "drop")
+MOST_PATIENCE_MS = 600_000
+"""Longest wait without progress that a daemon keeps; a longer one would end there, and the setting would not say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,10 @@ class Settings:
             raise ConnectorRefused(f"kv_connector_extra_config: stock_blocks is at least 1, got {self.stock_blocks}")
         if self.verify_steps < 0:
             raise ConnectorRefused(f"kv_connector_extra_config: verify_steps is not negative, got {self.verify_steps}")
-        if self.remote_patience_ms < 1:
+        if not 1 <= self.remote_patience_ms <= MOST_PATIENCE_MS:
             raise ConnectorRefused(
-                f"kv_connector_extra_config: remote_patience_ms is at least 1, got {self.remote_patience_ms}"
+                f"kv_connector_extra_config: remote_patience_ms is 1 to {MOST_PATIENCE_MS}, got "
+                f"{self.remote_patience_ms}"
             )
         if self.host_blocks is not None and self.host_blocks < 0:
             raise ConnectorRefused(f"kv_connector_extra_config: host_blocks is not negative, got {self.host_blocks}")

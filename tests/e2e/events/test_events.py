@@ -23,27 +23,27 @@ from cachesvc_client import (
 )
 from cachesvc_client.aio import AsyncEventSubscriber
 from cachesvc_client.core.errors import error_of
-from cachesvc_client.events import Batch, Kind, Part, Spot
+from cachesvc_client.events import Batch, CopyLocation, Kind, Part
 from grpc import RpcError
 from kvcache.v1 import admin_pb2, event_pb2, event_pb2_grpc
 
 from tests.e2e.engine import LAYOUTS, Engine, prompt
 from tests.e2e.rig import Node, running_node, wait_until
 
-PLACES = {"host": Spot(0, "host", 0), "replica 0": Spot(0, "device", 0)}
+PLACES = {"host": CopyLocation(0, "host", 0), "replica 0": CopyLocation(0, "device", 0)}
 
 
-def admin_truth(node: Node, model: int, groups: tuple[str, ...] = ("full",)) -> dict[bytes, set[Spot]]:
+def admin_truth(node: Node, model: int, groups: tuple[str, ...] = ("full",)) -> dict[bytes, set[CopyLocation]]:
     """Copies of every block of a model, as AdminService lists them."""
-    out: dict[bytes, set[Spot]] = {}
+    out: dict[bytes, set[CopyLocation]] = {}
     for block in node.admin.ListBlocks(admin_pb2.ListBlocksRequest(model_id=model, limit=4096)).blocks:
-        spots = {
+        locations = {
             PLACES[copy.place]._replace(group=groups.index(copy.group))
             for copy in block.copies
             if copy.state in ("READY", "DRAINING")
         }
-        if spots:
-            out[block.key] = spots
+        if locations:
+            out[block.key] = locations
     return out
 
 
@@ -65,20 +65,23 @@ def test_a_mirror_shows_what_the_daemon_has(node: Node, layout: str) -> None:
         with EventSubscriber(node.socket, engine.registration.namespace) as subscriber:
             mirror, batches = BlockMirror(), subscriber.follow()
             catch_up(subscriber, batches, mirror)
-            assert mirror.spots == admin_truth(node, 1, group_names(engine))
+            assert mirror.locations == admin_truth(node, 1, group_names(engine))
             for seed in range(2, 12):
                 engine.serve(prompt(seed, 6))
             wait_until(lambda: node.pages("in_flight") == 0, "stores have ended")
             catch_up(subscriber, batches, mirror)
-            assert mirror.spots == admin_truth(node, 1, group_names(engine))
-            assert {spot.tier for spots in mirror.spots.values() for spot in spots} == {"device", "host"}
+            assert mirror.locations == admin_truth(node, 1, group_names(engine))
+            assert {each.tier for found in mirror.locations.values() for each in found} == {
+                "device",
+                "host",
+            }
             keys = mirror.root_first()
-            assert sorted(keys) == sorted(mirror.spots)
+            assert sorted(keys) == sorted(mirror.locations)
             assert all(not mirror.parents[key] or mirror.parents[key] in keys[:at] for at, key in enumerate(keys))
             evicted = node.admin.Evict(admin_pb2.EvictRequest(model_id=1, tier="device")).evicted
             assert evicted
             catch_up(subscriber, batches, mirror)
-            assert mirror.spots == admin_truth(node, 1, group_names(engine))
+            assert mirror.locations == admin_truth(node, 1, group_names(engine))
 
 
 def test_two_tenants_with_the_same_prompts_share_no_event(node: Node) -> None:
@@ -95,13 +98,13 @@ def test_two_tenants_with_the_same_prompts_share_no_event(node: Node) -> None:
         first.serve(prompt(1, 5))
         for subscriber, batches, mirror in streams:
             catch_up(subscriber, batches, mirror)
-        assert len(streams[0][2].spots) == 5
-        assert streams[1][2].spots == {}
+        assert len(streams[0][2].locations) == 5
+        assert streams[1][2].locations == {}
         assert streams[1][2].last == 0, "not even the number of another tenant's changes shows"
         second.serve(prompt(1, 5))
         for subscriber, batches, mirror in streams:
             catch_up(subscriber, batches, mirror)
-        mine, other = set(streams[0][2].spots), set(streams[1][2].spots)
+        mine, other = set(streams[0][2].locations), set(streams[1][2].locations)
         assert len(mine) == len(other) == 5
         assert not mine & other
 
@@ -140,7 +143,7 @@ def test_a_subscriber_goes_on_where_it_was(node: Node) -> None:
         with EventSubscriber(node.socket, namespace) as subscriber:
             batches = subscriber.subscribe(snapshot=False, epoch=epoch, after=mirror.last)
             catch_up(subscriber, batches, mirror)
-            assert mirror.spots == admin_truth(node, 1)
+            assert mirror.locations == admin_truth(node, 1)
             with pytest.raises(EventsMissed, match="epoch"):
                 next(subscriber.subscribe(snapshot=False, epoch=epoch + 1, after=0))
 
@@ -176,7 +179,7 @@ def test_the_slow_are_cut_off_and_harm_nobody() -> None:
             rounds += 1
             assert rounds < 200, "a stalled subscriber was never cut off"
         assert node.counters()["event_subscribers_cut_off"] == 1
-        assert mirror.spots == {}
+        assert mirror.locations == {}
         with pytest.raises(SubscriberTooSlow, match="subscribe anew with a snapshot"):
             list(stalled)
         quick.close()
@@ -231,7 +234,7 @@ def test_a_restart_is_another_epoch(folder: Path) -> None:
             batches = subscriber.follow()
             catch_up(subscriber, batches, mirror)
             epoch, last = mirror.epoch, mirror.last
-            assert len(mirror.spots) == last == 3
+            assert len(mirror.locations) == last == 3
         node.daemon.process.kill()
         node.daemon.process.wait()
         with pytest.raises(DaemonUnavailable):
@@ -247,8 +250,8 @@ def test_a_restart_is_another_epoch(folder: Path) -> None:
             engine.serve(prompt(2, 1))
             catch_up(subscriber, subscriber.follow(), mirror)
             assert mirror.epoch != epoch
-            assert mirror.spots == admin_truth(node, 1)
-            assert len(mirror.spots) == 1
+            assert mirror.locations == admin_truth(node, 1)
+            assert len(mirror.locations) == 1
 
 
 def test_a_stopping_daemon_says_so() -> None:
@@ -273,10 +276,10 @@ async def test_the_awaited_twin_follows_too(node: Node) -> None:
         async with AsyncEventSubscriber(node.socket, engine.registration.namespace) as subscriber:
             async for batch in subscriber.follow():
                 mirror.apply(batch)
-                if mirror.is_whole and not mirror.spots:
+                if mirror.is_whole and not mirror.locations:
                     break
                 if mirror.is_whole:
-                    assert mirror.spots == admin_truth(node, 1)
+                    assert mirror.locations == admin_truth(node, 1)
                     node.admin.Evict(admin_pb2.EvictRequest(model_id=1, tier="device"))
             assert batch.runs[0].kind is Kind.REMOVED
             assert batch.runs[0].reason == "operator"

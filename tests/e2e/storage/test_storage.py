@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cachesvc_client import BlockMirror, EventSubscriber
-from cachesvc_client.events import Spot
+from cachesvc_client.events import CopyLocation
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from tests.e2e.engine import Engine, prompt
@@ -111,7 +111,9 @@ def test_what_is_stored_and_what_goes_is_told_and_why_knows_it(tmp_path: Path) -
             batches, mirror = subscriber.follow(), BlockMirror()
 
             def in_storage() -> set[bytes]:
-                return {key for key, spots in mirror.spots.items() if Spot(0, "storage", 0) in spots}
+                return {
+                    key for key, locations in mirror.locations.items() if CopyLocation(0, "storage", 0) in locations
+                }
 
             while not mirror.is_whole:  # from here on nothing that happens is missed
                 mirror.apply(next(batches))
@@ -130,7 +132,7 @@ def test_what_is_stored_and_what_goes_is_told_and_why_knows_it(tmp_path: Path) -
                 snapshot, later = late.follow(), BlockMirror()
                 while not later.is_whole:
                     later.apply(next(snapshot))
-            assert later.spots == mirror.spots, "a snapshot has of storage what is in memory too"
+            assert later.locations == mirror.locations, "a snapshot has of storage what is in memory too"
             key = next(iter(in_storage())).hex()
         code, said = cachesvc(node, key, ask="why")
         assert code == 0

@@ -15,6 +15,7 @@ from cachesvc_client import (
     NoSuchPlane,
     Registration,
     block_keys,
+    events,
     from_bfloat16,
     gqa,
     to_bfloat16,
@@ -181,3 +182,20 @@ def test_a_leases_hasher_has_its_namespace_and_block_size() -> None:
     hasher = lease.hasher()
     assert (hasher.extend(range(16)), hasher.block_tokens) == (1, 16)
     assert "n" * 8 not in repr(lease) + repr(registration), "a namespace has the tenant's salt in it"
+
+
+def test_earlier_names_of_events_count_with_a_warning() -> None:
+    """They go after one release."""
+    with pytest.warns(DeprecationWarning, match="Spot is called CopyLocation now"):
+        assert events.Spot is events.CopyLocation
+    location = events.CopyLocation(0, "host", 0)
+    run = events.Run(events.Kind.STORED, True, location, b"", (bytes(32),), "")
+    with pytest.warns(DeprecationWarning, match=r"Run\.spot is called Run\.location now") as warned:
+        assert run.spot == location
+    assert warned[0].filename == __file__, "it names the caller's line"
+    mirror = events.BlockMirror()
+    mirror.apply(events.Batch(1, 1, events.Part.FIRST, 0, 0, (run,)))
+    with pytest.warns(DeprecationWarning, match=r"BlockMirror\.spots is called BlockMirror\.locations now"):
+        assert mirror.spots == {bytes(32): {location}}
+    with pytest.raises(AttributeError):
+        _ = events.Nothing

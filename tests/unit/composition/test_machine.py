@@ -88,9 +88,9 @@ def test_a_gpu_that_is_not_there_is_missing_only_where_one_is_wanted(backend: st
 def test_the_command_answers_scripts_by_its_exit_code(tmp_path: Path) -> None:
     command = module_command(
         *("cachesvc_ctl", "check", "--json", "--backend", "shm", "--device-pool", "1MiB", "--host-pool", "1MiB"),
-        *("--socket", str(tmp_path / "kv.sock")),
     )
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    around = os.environ | {"CACHESVC_SOCKET": str(tmp_path / "kv.sock")}  # as for all commands
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=around)
     states = {each["subject"]: each["state"] for each in json.loads(ended.stdout)}
     assert (ended.returncode, states["socket"], states["GPU"]) == (0, OK, OK), ended.stdout
     ended = subprocess.run([*command, "--device-pool", "10"], capture_output=True, text=True, check=False)

@@ -15,11 +15,11 @@ from cachesvc_ctl.lab.replay.replay import MOVED, Tally
 from cachesvc.config import Config, load_config
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
-from cachesvc.flows.leases.leases import open_lease, process_arrived
+from cachesvc.flows.leases.leases import open_lease, process_arrived, process_gone
 from cachesvc.hardware import WAYS_IN, check_ports
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.model.text.interpreter import module_command
-from cachesvc.service.loop.sweeper import tell_ended
+from cachesvc.service.loop.sweeper import tell_left
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of
 
 
@@ -50,9 +50,10 @@ def test_the_log_says_what_a_killed_engine_held(caplog: pytest.LogCaptureFixture
     lease = open_lease(rig.core, 1, 0, "engine-7", b"token", 5, 0.0).id
     rig.run(match, lease, 1, chain(*"abcd"), 0)
     rig.run(allocate, lease, 1, 4)
+    rig.core.on_left = tell_left
     with caplog.at_level(logging.INFO):
-        tell_ended(rig.core, b"token")
-        tell_ended(rig.core, b"another")
+        process_gone(rig.core, b"token")
+        process_gone(rig.core, b"another")
     (line,) = caplog.records
     fields = {"lease": lease[:12], "engine": "engine-7", "sequences": 1, "private_pages": 4}
     assert (line.message, line.__dict__["fields"]) == ("lease_process_ended", fields)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.peer import wire
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.desk import Lent, LentObject, LoanDesk
 from cachesvc.peer.fleet.control import Answered, Borrowed, Loan
@@ -27,6 +29,7 @@ class LendingNode:
     def __init__(self) -> None:
         self.now = 100.0
         self.quiet: list[int] = []
+        self.lent: list[Lent] = []
         self.changed = threading.Condition()
         self.desk = LoanDesk(lambda: self.now, self._note_quiet)
         self.lender = Lender(self.desk, "127.0.0.1", 0)
@@ -41,7 +44,8 @@ class LendingNode:
 
     def lend(self, names: Sequence[ObjectName], seconds: float = 30.0) -> Lent:
         objects = [LentObject(name, (self.pages[name],)) if name in self.pages else None for name in names]
-        return self.desk.lend(objects, seconds)
+        self.lent.append(self.desk.lend(objects, seconds))
+        return self.lent[-1]
 
     def close(self) -> None:
         self.lender.close()
@@ -83,7 +87,7 @@ class NearControl:
             return Borrowed(None, self.epoch)
         lent = self.node.lend(names)
         there = tuple(each is not None for each in lent.objects)
-        self.loans.append(Loan(lent.lease, self.epoch, lent.secret, "127.0.0.1", self.port, 30.0, there))
+        self.loans.append(Loan(lent.lease, self.epoch, lent.secret, "127.0.0.1", self.port, 30.0, there, wire.STREAMS))
         return Borrowed(self.loans[-1], self.epoch)
 
     def borrow_later(
@@ -163,9 +167,11 @@ class Pulling:
         self.store.start()
         self.reader = Reader(self.peers)
 
-    def get(self, names: Sequence[ObjectName], seconds: float = 30.0) -> tuple[Gathered, list[memoryview]]:
+    def get(
+        self, names: Sequence[ObjectName], seconds: float = 30.0, size_bytes: int = PAGE_BYTES
+    ) -> tuple[Gathered, list[memoryview]]:
         gathered = Gathered(len(names))
-        pages = [memoryview(mmap.mmap(-1, PAGE_BYTES)) for _ in names]
+        pages = [memoryview(mmap.mmap(-1, size_bytes)) for _ in names]
         deadline = time.monotonic() + seconds
         self.store.get(names, [(page,) for page in pages], deadline, gathered.each, lambda _: None)
         return gathered, pages
@@ -185,3 +191,18 @@ class Pulling:
 
     def close(self) -> None:
         self.sources.close()
+
+
+def greet(node: LendingNode, secret: bytes, magic: bytes = wire.MAGIC) -> socket.socket:
+    stream = socket.create_connection(("127.0.0.1", node.lender.port))
+    stream.sendall(wire.HELLO.pack(magic, secret) + wire.pack_numbers([0]))
+    return stream
+
+
+def answers(stream: socket.socket) -> bool:
+    """An answer comes; False where the stream ends instead."""
+    with stream:
+        try:
+            return len(stream.recv(wire.ANSWER.size)) > 0
+        except ConnectionResetError:
+            return False

@@ -49,6 +49,14 @@ def test_the_ones_named_longest_ago_are_closed(guests: Guests) -> None:
     assert first.is_closed
 
 
+def test_a_process_that_names_many_takes_no_place_of_another_one(guests: Guests) -> None:
+    neighbours = guests.peer_at("10.0.0.1:1", (1, 1))
+    for port in range(1, 2 * MOST_GUESTS):
+        guests.peer_at(f"10.0.1.1:{port}", (2, 2))
+    assert len(guests.all()) == MOST_GUESTS
+    assert guests.peer_at("10.0.0.1:1", (1, 1)) is neighbours
+
+
 @pytest.mark.parametrize("text", ["10.0.0.1/8", "everywhere", ",".join(["10.0.0.0/8"] * 65)])
 def test_networks_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="peer_allow"):

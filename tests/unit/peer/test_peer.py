@@ -15,11 +15,10 @@ import pytest
 from cachesvc.peer import wire
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.desk import LentObject
-from cachesvc.peer.lender import MOST_STREAMS_OF_ONE
 from cachesvc.peer.loans import UNUSED_SECONDS
 from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, name_of
-from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, Reader
+from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, Reader, answers, greet
 
 LENT, MISS, WRONG, BUSY, FAILED = Outcome.LENT, Outcome.MISS, Outcome.WRONG, Outcome.BUSY, Outcome.FAILED
 NAMES = [name_of(key) for key in "abcd"]
@@ -70,35 +69,6 @@ def test_an_answer_that_cannot_be_read_is_none(control: NearControl, pulling: Pu
     assert pulling.reader.exists(NAMES) == [False] * 4, "the caller gets an answer all the same"
 
 
-def test_a_secret_is_good_for_one_stream(node: LendingNode) -> None:
-    node.have(NAMES)
-    lent = node.lend(NAMES)
-    assert answers(greet(node, lent.secret))
-    assert not answers(greet(node, lent.secret))
-    assert node.lender.refused == 1
-
-
-def test_who_has_no_secret_gets_nothing(node: LendingNode) -> None:
-    node.have(NAMES)
-    node.lend(NAMES)
-    assert not answers(greet(node, bytes(wire.SECRET_BYTES)))
-    assert not answers(greet(node, node.lend(NAMES).secret, b"GET / HT"))
-
-
-def test_one_node_does_not_take_all_places(node: LendingNode) -> None:
-    node.have(NAMES[:1])
-    address = ("127.0.0.1", node.lender.port)
-    streams = [socket.create_connection(address) for _ in range(MOST_STREAMS_OF_ONE)]
-    with socket.create_connection(address) as refused:
-        assert not refused.recv(1)
-        assert node.lender.refused == 1, "it is closed at once"
-    other = socket.create_connection(address, source_address=("127.0.0.2", 0))
-    other.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
-    assert answers(other), "another one has a place"
-    for stream in streams:
-        stream.close()
-
-
 def test_without_descriptors_it_waits_for_some(node: LendingNode) -> None:
     node.have(NAMES[:1])
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -142,21 +112,6 @@ def test_the_end_waits_for_no_peer_longer_than_for_one(node: LendingNode, contro
     pulling.close()
     assert told == ["peer-beat"]
     node.wait_quiet(control.loans[0].lease)
-
-
-def greet(node: LendingNode, secret: bytes, magic: bytes = wire.MAGIC) -> socket.socket:
-    stream = socket.create_connection(("127.0.0.1", node.lender.port))
-    stream.sendall(wire.HELLO.pack(magic, secret) + wire.pack_numbers([0]))
-    return stream
-
-
-def answers(stream: socket.socket) -> bool:
-    """An answer comes; False where the stream ends instead."""
-    with stream:
-        try:
-            return len(stream.recv(wire.ANSWER.size)) > 0
-        except ConnectionResetError:
-            return False
 
 
 def test_a_number_that_was_not_lent_is_gone(node: LendingNode) -> None:

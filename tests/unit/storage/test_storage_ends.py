@@ -12,7 +12,7 @@ from cachesvc.storage.heads import Heads
 from cachesvc.storage.mooncake.questions import Questions
 from cachesvc.storage.seam import Each, Found, Item, ObjectName, Outcome
 from cachesvc.storage.spec import TierOptions
-from cachesvc.storage.tier.courier import Courier, Errand, carry
+from cachesvc.storage.tier.courier import Courier, StorageTask, run_task
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
 from tests.unit.rigs.ledger_rig import chain
@@ -25,7 +25,7 @@ class CatchingCarrier(InboxCarrier):
     """Goes on after what raises, as a thread does."""
 
     def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
-        super().add(partial(carry, Errand(call, fail)), fail)
+        super().add(partial(run_task, StorageTask(call, fail)), fail)
 
 
 class BrokenStorage(SimStorage):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.storage.objects import ObjectStore, Way
+from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import Outcome, Use
 from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.tier.breaker import State
@@ -120,7 +120,7 @@ def test_a_prompt_is_read_from_whichever_tier_has_each_block() -> None:
     rig.keep("abcd", only=1)
     assert expects(rig, "abcdef") == 4
     assert rig.fetch("abcd") == [OK] * 4
-    gets = [tier.store.counts.items[Way.GET, OK] for tier in rig.tiers.all]
+    gets = [tier.store.counts.items[Verb.GET, OK] for tier in rig.tiers.all]
     assert gets == [2, 2], "the upper one has the first two"
 
 
@@ -132,12 +132,12 @@ def test_what_comes_from_below_is_owed_to_the_tiers_above_and_written_there() ->
     assert set(rig.owed) == {chain(*"abc")[at : at + 32] for at in (0, 32, 64)}
     assert rig.keep("abc") == [OK] * 3
     assert rig.objects() == [3, 3]
-    assert rig.tiers.all[1].store.counts.items[Way.PUT, OK] == 3, "where it was it is not written again"
+    assert rig.tiers.all[1].store.counts.items[Verb.PUT, OK] == 3, "where it was it is not written again"
     rig.owed.clear()
     assert rig.fetch("abc") == [OK] * 3
     rig.tick(0.2)
     assert rig.owed == []
-    assert rig.tiers.all[0].store.counts.items[Way.GET, OK] == 3
+    assert rig.tiers.all[0].store.counts.items[Verb.GET, OK] == 3
 
 
 def test_a_tier_that_never_writes_is_owed_nothing() -> None:

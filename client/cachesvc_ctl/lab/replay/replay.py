@@ -299,7 +299,7 @@ class ReplayRun:
             after = self.lives.counters(admin)
             counted = Counter(others.counted())
         counted.update({name: after[name] - before.get(name, 0) for name in after})
-        self.tally.note_bytes(self.second(), counted)  # what moved since the last look, and between other nodes
+        self.tally.note_bytes(int(seconds), counted)  # what moved since the last look, and between other nodes
         return self._report(seconds, conservation, dict(counted))
 
     def _kill(self, slots: list[EngineSlot]) -> None:
@@ -315,7 +315,8 @@ class ReplayRun:
             counters = counters_now(admin)
             if counters is None:
                 continue
-            self.tally.note_bytes(self.second(), {name: counters.get(name, 0) - before.get(name, 0) for name in MOVED})
+            moved = {name: counters.get(name, 0) - before.get(name, 0) for name in MOVED}
+            self.tally.note_bytes(max(0, self.second() - 1), moved)  # in the second that is over
             tally = self.tally
             ratio = (tally.device + tally.host + tally.storage) / max(tally.blocks, 1)
             end = "\r" if sys.stderr.isatty() else "\n"

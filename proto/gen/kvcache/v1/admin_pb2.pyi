@@ -89,6 +89,7 @@ class PoolStatus(_message.Message):
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     model_id: _builtins.int
     place: _builtins.str
     """"host", or the replica's number."""
@@ -109,6 +110,8 @@ class PoolStatus(_message.Message):
     reserved: _builtins.int
     pool: _builtins.str
     """The pool that the group shares with others: capacity, free and reserved are then of all of it. Empty: its own."""
+    model: _builtins.str
+    """The model's name for operators."""
     def __init__(
         self,
         *,
@@ -124,10 +127,11 @@ class PoolStatus(_message.Message):
         page_bytes: _builtins.int = ...,
         reserved: _builtins.int = ...,
         pool: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "free", b"free", "group", b"group", "in_flight", b"in_flight", "model_id", b"model_id", "page_bytes", b"page_bytes", "place", b"place", "pool", b"pool", "private", b"private", "quarantined", b"quarantined", "reserved", b"reserved", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "free", b"free", "group", b"group", "in_flight", b"in_flight", "model", b"model", "model_id", b"model_id", "page_bytes", b"page_bytes", "place", b"place", "pool", b"pool", "private", b"private", "quarantined", b"quarantined", "reserved", b"reserved", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,6 +205,7 @@ class GetStatusResponse(_message.Message):
     SILENT_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     LOOP_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     epoch: _builtins.int
     uptime_seconds: _builtins.float
@@ -248,6 +253,10 @@ class GetStatusResponse(_message.Message):
     def transports(self) -> _status_pb2.TransportStatus: ...
     @_builtins.property
     def loop(self) -> _status_pb2.LoopStatus: ...
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[_inspect_pb2.PinStatus]:
+        """Prefixes that operators keep from eviction, those that end first at the front."""
+
     def __init__(
         self,
         *,
@@ -275,10 +284,11 @@ class GetStatusResponse(_message.Message):
         silent: _abc.Iterable[Global___LeaseStatus] | None = ...,
         transports: _status_pb2.TransportStatus | None = ...,
         loop: _status_pb2.LoopStatus | None = ...,
+        pins: _abc.Iterable[_inspect_pb2.PinStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "loop", b"loop", "transfers", b"transfers", "transports", b"transports"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "backend", b"backend", "caller", b"caller", "config", b"config", "counters", b"counters", "devices", b"devices", "draining", b"draining", "epoch", b"epoch", "hits", b"hits", "holders", b"holders", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "live", b"live", "loop", b"loop", "pools", b"pools", "ready", b"ready", "scopes", b"scopes", "silent", b"silent", "tenant", b"tenant", "tokens", b"tokens", "transfers", b"transfers", "transports", b"transports", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "backend", b"backend", "caller", b"caller", "config", b"config", "counters", b"counters", "devices", b"devices", "draining", b"draining", "epoch", b"epoch", "hits", b"hits", "holders", b"holders", "host_pool_bytes", b"host_pool_bytes", "host_pool_ready_bytes", b"host_pool_ready_bytes", "live", b"live", "loop", b"loop", "pins", b"pins", "pools", b"pools", "ready", b"ready", "scopes", b"scopes", "silent", b"silent", "tenant", b"tenant", "tokens", b"tokens", "transfers", b"transfers", "transports", b"transports", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

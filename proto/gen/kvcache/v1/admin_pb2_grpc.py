@@ -91,6 +91,16 @@ class AdminServiceStub(object):
                 request_serializer=kvcache_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
                 response_deserializer=kvcache_dot_v1_dot_admin__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvcache.v1.AdminService/Pin',
+                request_serializer=kvcache_dot_v1_dot_inspect__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_inspect__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/kvcache.v1.AdminService/Unpin',
+                request_serializer=kvcache_dot_v1_dot_inspect__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=kvcache_dot_v1_dot_inspect__pb2.UnpinResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_unary(
                 '/kvcache.v1.AdminService/Verify',
                 request_serializer=kvcache_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
@@ -209,6 +219,21 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Keeps a resident prefix from eviction for a time, within a share of each pool (--pin-share). Idempotent: the same
+        prefix again sets its end anew, and covers the copies that are there by then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Ends a pin before its time; its blocks stay until they are evicted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request, context):
         """Checks conservation: every page is in exactly one place, every count adds up. On demand it also compares the bytes
         of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile. A model that is
@@ -319,6 +344,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=kvcache_dot_v1_dot_admin__pb2.EvictRequest.FromString,
                     response_serializer=kvcache_dot_v1_dot_admin__pb2.EvictResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvcache_dot_v1_dot_inspect__pb2.PinRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_inspect__pb2.PinResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=kvcache_dot_v1_dot_inspect__pb2.UnpinRequest.FromString,
+                    response_serializer=kvcache_dot_v1_dot_inspect__pb2.UnpinResponse.SerializeToString,
             ),
             'Verify': grpc.unary_unary_rpc_method_handler(
                     servicer.Verify,
@@ -653,6 +688,60 @@ class AdminService(object):
             '/kvcache.v1.AdminService/Evict',
             kvcache_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
             kvcache_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.AdminService/Pin',
+            kvcache_dot_v1_dot_inspect__pb2.PinRequest.SerializeToString,
+            kvcache_dot_v1_dot_inspect__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcache.v1.AdminService/Unpin',
+            kvcache_dot_v1_dot_inspect__pb2.UnpinRequest.SerializeToString,
+            kvcache_dot_v1_dot_inspect__pb2.UnpinResponse.FromString,
             options,
             channel_credentials,
             insecure,

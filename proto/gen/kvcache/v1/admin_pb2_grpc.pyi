@@ -61,6 +61,12 @@ class AdminServiceStub:
     """
     Evict: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.PinRequest, _inspect_pb2.PinResponse]
+    """Keeps a resident prefix from eviction for a time, within a share of each pool (--pin-share). Idempotent: the same
+    prefix again sets its end anew, and covers the copies that are there by then.
+    """
+    Unpin: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.UnpinRequest, _inspect_pb2.UnpinResponse]
+    """Ends a pin before its time; its blocks stay until they are evicted."""
     Verify: _grpc.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]
     """Checks conservation: every page is in exactly one place, every count adds up. On demand it also compares the bytes
     of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile. A model that is
@@ -110,6 +116,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     Evict: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]  # type: ignore[assignment]
     """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
+    Pin: _aio.UnaryUnaryMultiCallable[_inspect_pb2.PinRequest, _inspect_pb2.PinResponse]  # type: ignore[assignment]
+    """Keeps a resident prefix from eviction for a time, within a share of each pool (--pin-share). Idempotent: the same
+    prefix again sets its end anew, and covers the copies that are there by then.
+    """
+    Unpin: _aio.UnaryUnaryMultiCallable[_inspect_pb2.UnpinRequest, _inspect_pb2.UnpinResponse]  # type: ignore[assignment]
+    """Ends a pin before its time; its blocks stay until they are evicted."""
     Verify: _aio.UnaryUnaryMultiCallable[_admin_pb2.VerifyRequest, _admin_pb2.VerifyResponse]  # type: ignore[assignment]
     """Checks conservation: every page is in exactly one place, every count adds up. On demand it also compares the bytes
     of sealed pages with the checksums taken when they were published. Calls of engines go on meanwhile. A model that is
@@ -222,6 +234,24 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.EvictResponse, _abc.Awaitable[_admin_pb2.EvictResponse]]:
         """Drops unpinned blocks of a model from a tier, oldest first. Idempotent by request_id."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _inspect_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.PinResponse, _abc.Awaitable[_inspect_pb2.PinResponse]]:
+        """Keeps a resident prefix from eviction for a time, within a share of each pool (--pin-share). Idempotent: the same
+        prefix again sets its end anew, and covers the copies that are there by then.
+        """
+
+    @_abc_1.abstractmethod
+    def Unpin(
+        self,
+        request: _inspect_pb2.UnpinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.UnpinResponse, _abc.Awaitable[_inspect_pb2.UnpinResponse]]:
+        """Ends a pin before its time; its blocks stay until they are evicted."""
 
     @_abc_1.abstractmethod
     def Verify(

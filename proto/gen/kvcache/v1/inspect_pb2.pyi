@@ -676,3 +676,133 @@ class ReloadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReloadResponse: _TypeAlias = ReloadResponse  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    KEY_HEX_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.int
+    """0: the only model there is."""
+    key_hex: _builtins.str
+    """Key of the prefix's last block in hexadecimal, or its first digits (4 or more)."""
+    seconds: _builtins.float
+    """From now on; at most a week."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.int = ...,
+        key_hex: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_hex", b"key_hex", "model_id", b"model_id", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    KEY_HEX_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.int
+    model: _builtins.str
+    key_hex: _builtins.str
+    blocks: _builtins.int
+    """Of the prefix."""
+    seconds_left: _builtins.float
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where it is kept: "host", or "replica" with its number."""
+
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.int = ...,
+        model: _builtins.str = ...,
+        key_hex: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        seconds_left: _builtins.float = ...,
+        places: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "key_hex", b"key_hex", "model", b"model", "model_id", b"model_id", "places", b"places", "seconds_left", b"seconds_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinStatus: _TypeAlias = PinStatus  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pin(self) -> Global___PinStatus: ...
+    def __init__(
+        self,
+        *,
+        pin: Global___PinStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
+class UnpinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    KEY_HEX_FIELD_NUMBER: _builtins.int
+    model_id: _builtins.int
+    """0: the only model there is."""
+    key_hex: _builtins.str
+    """As of Pin."""
+    def __init__(
+        self,
+        *,
+        model_id: _builtins.int = ...,
+        key_hex: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_hex", b"key_hex", "model_id", b"model_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinRequest: _TypeAlias = UnpinRequest  # noqa: Y015
+
+@_typing.final
+class UnpinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pin(self) -> Global___PinStatus: ...
+    def __init__(
+        self,
+        *,
+        pin: Global___PinStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015

@@ -96,12 +96,13 @@ class BorrowResponse(_message.Message):
     SILENCE_LIMIT_MS_FIELD_NUMBER: _builtins.int
     LENT_FIELD_NUMBER: _builtins.int
     COMPUTING_BLOCKS_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing is lent, and nothing below is set but the epoch and what is being computed."""
     epoch: _builtins.int
     """Of the lender's life: leases of another one are gone."""
     secret: _builtins.bytes
-    """Opens one stream of bytes at data_port of the same host."""
+    """Opens streams of bytes at data_port of the same host."""
     data_port: _builtins.int
     silence_limit_ms: _builtins.int
     """Silence after which the lease is over."""
@@ -109,6 +110,8 @@ class BorrowResponse(_message.Message):
     """For each key, and of a key for each part: 1 where it is lent. Its place here is its number on the stream."""
     computing_blocks: _builtins.int
     """How many blocks behind those that are lent an engine is computing now. Set without a lease, too."""
+    streams: _builtins.int
+    """How many streams the secret opens; 0: one."""
     def __init__(
         self,
         *,
@@ -119,10 +122,11 @@ class BorrowResponse(_message.Message):
         silence_limit_ms: _builtins.int = ...,
         lent: _builtins.bytes = ...,
         computing_blocks: _builtins.int = ...,
+        streams: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_blocks", b"computing_blocks", "data_port", b"data_port", "epoch", b"epoch", "lease_id", b"lease_id", "lent", b"lent", "secret", b"secret", "silence_limit_ms", b"silence_limit_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_blocks", b"computing_blocks", "data_port", b"data_port", "epoch", b"epoch", "lease_id", b"lease_id", "lent", b"lent", "secret", b"secret", "silence_limit_ms", b"silence_limit_ms", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from cachesvc_client import KEY_BYTES, BlockHasher, InvalidRequest, gqa_windowed
 from cachesvc_client.adapters.known_tokens import Adapter, KnownTokens
 from cachesvc_client.adapters.kv_event_form import CLEARED, Event, hash_of
 from cachesvc_client.adapters.kv_events import KvEventMapper
-from cachesvc_client.records.event_batch import Spot
+from cachesvc_client.records.event_batch import CopyLocation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ from tests.unit.client.adapters.test_kv_events import (
     stored,
 )
 
-DISK = Spot(0, "storage", 0)
+DISK = CopyLocation(0, "storage", 0)
 
 
 def hashes(events: list[Event]) -> list[tuple[str, list[int]]]:
@@ -129,11 +129,11 @@ def test_of_storage_no_more_is_kept_than_tokens_are() -> None:
         mapper.events_of(batch)
     learn(tokens, 0, 2)
     assert hashes(mapper.events_of(feeder.changes(stored(DISK, KEYS[:3])))) == [("BlockStored", [0, 1])]
-    assert set(mapper.mirror.spots) == set(KEYS[:2])
+    assert set(mapper.mirror.locations) == set(KEYS[:2])
     mapper.news()
     learn(tokens, 4, 5)
     assert hashes(mapper.news()) == [("BlockRemoved", [1])], "the end of a chain is dropped before its beginning"
-    assert set(mapper.mirror.spots) == {KEYS[0]}
+    assert set(mapper.mirror.locations) == {KEYS[0]}
 
 
 def test_a_marker_group_is_no_place() -> None:
@@ -141,17 +141,17 @@ def test_a_marker_group_is_no_place() -> None:
         window_layers=[True, True], kv_heads=2, head_dim=8, block_tokens=BLOCK_TOKENS, window_tokens=8
     )
     assert layout.marker == 1
-    spots = [Spot(group, "device", 0) for group in range(2)]
+    locations = [CopyLocation(group, "device", 0) for group in range(2)]
     for mapper in (KvEventMapper(layout), KvEventMapper(layout, tokens=knowing())):
-        events = mapper.events_of(Feeder().changes(*(stored(spot, KEYS[:2]) for spot in spots)))
+        events = mapper.events_of(Feeder().changes(*(stored(location, KEYS[:2]) for location in locations)))
         assert [(event["group_idx"], event["kv_cache_spec_kind"]) for event in events] == [(0, "sliding_window")]
 
 
 def test_groups_are_named_by_their_kind() -> None:
     groups = (PlaneGroup("w", 8, pool="kv"), PlaneGroup("s", pool="kv", is_state=True), PlaneGroup("f", pool="kv"))
     layout = Layout(BLOCK_TOKENS, 1, groups, tuple(Plane("kv", 0, each.name, (64,), "uint8") for each in groups))
-    spots = [Spot(group, "device", 0) for group in range(3)]
-    events = KvEventMapper(layout).events_of(Feeder().changes(*(stored(spot, KEYS[:2]) for spot in spots)))
+    locations = [CopyLocation(group, "device", 0) for group in range(3)]
+    events = KvEventMapper(layout).events_of(Feeder().changes(*(stored(location, KEYS[:2]) for location in locations)))
     assert {event["group_idx"]: event["kv_cache_spec_kind"] for event in events} == {
         0: "sliding_window",
         1: "mamba",
@@ -199,7 +199,7 @@ def test_routers_have_exactly_the_known_blocks_whatever_the_order(seed: int, ste
     tree = {bytes([n]) * KEY_BYTES: b"" if n < 2 else bytes([dice.randrange(n)]) * KEY_BYTES for n in range(12)}
     tokens, feeder = KnownTokens(), Feeder()
     mapper = KvEventMapper(LAYOUT, tokens=tokens)
-    here: dict[Spot, set[bytes]] = {GPU: set(), HOST: set()}
+    here: dict[CopyLocation, set[bytes]] = {GPU: set(), HOST: set()}
     index: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
     known: set[bytes] = set()
 
@@ -218,18 +218,18 @@ def test_routers_have_exactly_the_known_blocks_whatever_the_order(seed: int, ste
     for _ in range(steps):
         runs = []
         for _ in range(dice.randint(0, 3)):
-            spot, key = dice.choice([GPU, HOST]), dice.choice(list(tree))
+            location, key = dice.choice([GPU, HOST]), dice.choice(list(tree))
             everywhere = here[GPU] | here[HOST]
-            if key in here[spot]:
-                rest = (here[GPU] - {key} if spot == GPU else here[GPU]) | (
-                    here[HOST] - {key} if spot == HOST else here[HOST]
+            if key in here[location]:
+                rest = (here[GPU] - {key} if location == GPU else here[GPU]) | (
+                    here[HOST] - {key} if location == HOST else here[HOST]
                 )
                 if key in rest or not any(tree[child] == key for child in everywhere):
-                    here[spot].discard(key)
-                    runs.append(removed(spot, (key,)))
+                    here[location].discard(key)
+                    runs.append(removed(location, (key,)))
             elif not tree[key] or tree[key] in everywhere:
-                here[spot].add(key)
-                runs.append(stored(spot, (key,), tree[key]))
+                here[location].add(key)
+                runs.append(stored(location, (key,), tree[key]))
         path = [dice.choice(list(tree))]
         while tree[path[0]]:
             path.insert(0, tree[path[0]])
@@ -240,5 +240,5 @@ def test_routers_have_exactly_the_known_blocks_whatever_the_order(seed: int, ste
                 take(mapper.news())
         take(mapper.events_of(feeder.changes(*runs)))
         take(mapper.news())
-        for spot, medium in ((GPU, "GPU"), (HOST, "CPU")):
-            assert index[medium] == {hash_of(key) for key in here[spot] & known}
+        for location, medium in ((GPU, "GPU"), (HOST, "CPU")):
+            assert index[medium] == {hash_of(key) for key in here[location] & known}

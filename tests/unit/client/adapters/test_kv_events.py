@@ -23,7 +23,7 @@ from cachesvc_client.adapters.known_tokens import KnownTokens
 from cachesvc_client.adapters.kv_event_form import FIELDS, Form, hash_of, wire_batch
 from cachesvc_client.adapters.kv_events import KvEventMapper
 from cachesvc_client.adapters.zmq_events import END, ZmqPublisher
-from cachesvc_client.records.event_batch import Batch, Kind, Part, Run, Spot
+from cachesvc_client.records.event_batch import Batch, CopyLocation, Kind, Part, Run
 
 BLOCK_TOKENS = 4
 LAYOUT = opaque(block_bytes=64, block_tokens=BLOCK_TOKENS, layers=1)
@@ -33,7 +33,7 @@ WINDOWED = Layout(
     (PlaneGroup("full"), PlaneGroup("window", 8)),
     (Plane("k", 0, "full", (8,), "uint8"), Plane("k", 1, "window", (8,), "uint8")),
 )
-GPU, HOST = Spot(0, "device", 0), Spot(0, "host", 0)
+GPU, HOST = CopyLocation(0, "device", 0), CopyLocation(0, "host", 0)
 WAIT_MS = 30_000
 
 # name: (type, is it always there)
@@ -106,12 +106,12 @@ TOKENS = list(range(100, 124))
 KEYS = split(block_keys(bytes(KEY_BYTES), TOKENS, BLOCK_TOKENS))
 
 
-def stored(spot: Spot, keys: tuple[bytes, ...], parent: bytes = b"", kind: Kind = Kind.STORED) -> Run:
-    return Run(kind, True, spot, parent, keys, "published")
+def stored(location: CopyLocation, keys: tuple[bytes, ...], parent: bytes = b"", kind: Kind = Kind.STORED) -> Run:
+    return Run(kind, True, location, parent, keys, "published")
 
 
-def removed(spot: Spot, keys: tuple[bytes, ...], kind: Kind = Kind.REMOVED) -> Run:
-    return Run(kind, False, spot, b"", keys, "evicted")
+def removed(location: CopyLocation, keys: tuple[bytes, ...], kind: Kind = Kind.REMOVED) -> Run:
+    return Run(kind, False, location, b"", keys, "evicted")
 
 
 class Feeder:
@@ -139,7 +139,7 @@ def knowing(blocks: int = len(KEYS)) -> KnownTokens:
 def test_every_event_decodes_against_the_published_schema(form: Form) -> None:
     feeder = Feeder()
     mapper = KvEventMapper(WINDOWED, tokens=knowing(), lora_name="adapter")
-    window = Spot(1, "device", 0)
+    window = CopyLocation(1, "device", 0)
     events = mapper.events_of(
         feeder.changes(stored(GPU, KEYS[:3]), stored(window, KEYS[:3]), stored(HOST, KEYS[:1]))
     ) + mapper.events_of(feeder.changes(removed(window, KEYS[:1])))
@@ -175,7 +175,7 @@ def test_readers_of_dynamo_and_llm_d_can_use_what_is_told() -> None:
 
 
 def test_a_worker_sees_its_own_replica_and_the_host() -> None:
-    other = Spot(0, "device", 1)
+    other = CopyLocation(0, "device", 1)
     batch = Feeder().changes(stored(GPU, KEYS[:1]), stored(other, KEYS[:1]), stored(HOST, KEYS[:1]))
     assert [e["medium"] for e in KvEventMapper(LAYOUT, replica=1).events_of(batch)] == ["GPU", "CPU"]
     assert KvEventMapper(LAYOUT, replica=1).events_of(Feeder().changes(stored(GPU, KEYS[:1]))) == []

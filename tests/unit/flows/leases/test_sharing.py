@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 
 from cachesvc.flows.context.core import Limits
+from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.leases.leases import open_lease, process_arrived
+from cachesvc.flows.leases.leases import open_lease, process_arrived, process_gone
 from cachesvc.flows.models import admin
+from cachesvc.flows.models.registration import RegisterRequest, register
+from cachesvc.flows.models.sizing import PoolRequest
 from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.model.numbers.sharing import most_of, share_of
 from cachesvc.model.words import WritePolicy
+from tests.unit.flows.models.test_flows_models import Desk
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve
 
 
@@ -136,3 +140,67 @@ def test_a_share_is_never_nothing_and_leaves_room_for_one_that_comes_new() -> No
     assert most_of("a", {}, 16) == 12
     assert most_of("b", {"a": 12}, 16) == 3
     assert most_of("c", {"a": 12, "b": 3}, 16) == 1
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def use_models(desk: Desk, pid: int, numbers: range) -> int:
+    """Register models of a page, with a lease on each; count those before one is refused."""
+    token = token_of(pid)
+    if token not in desk.core.ledger.processes:
+        process_arrived(desk.core, token, pid, 1000)
+    for done, number in enumerate(numbers):
+        try:
+            request = RegisterRequest(
+                f"model {number}",
+                one_group(),
+                device_pool=PoolRequest((1,)),
+                party=(1000, pid),
+                host_pool=PoolRequest((0,)),
+            )
+            made = register(desk.core, desk.vault, request, 0.0)
+        except LimitExceeded:
+            return done
+        open_lease(desk.core, made.model.id, 0, "engine", token, 0, 0.0)
+    return len(numbers)
+
+
+def test_a_process_that_uses_all_models_leaves_one_to_the_next() -> None:
+    """One process registered as many models as there may be, and the next engine's was refused for hours."""
+    desk = Desk()
+    desk.core.limits = Limits(models=8)
+    assert use_models(desk, 1, range(20)) == 8, "alone it may use all"
+    assert use_models(desk, 2, range(100, 120)) == 1, "its first one, beyond the limit"
+    assert use_models(desk, 1, range(20, 30)) == 0
+    assert use_models(desk, 3, range(200, 220)) == 1, "up to a quarter more"
+    assert use_models(desk, 4, range(300, 320)) == 0
+
+
+def test_processes_share_models_while_both_are_there() -> None:
+    desk = Desk()
+    desk.core.limits = Limits(models=8)
+    process_arrived(desk.core, token_of(2), 2, 1000)
+    assert use_models(desk, 1, range(20)) == 6, "three quarters: the next one gets in"
+    assert use_models(desk, 2, range(100, 120)) == 1, "three quarters of what is left"
+    lease_on_first(desk, 3)
+    process_gone(desk.core, token_of(1))
+    while desk.core.chores:
+        tidy(desk.core.chores)
+    assert use_models(desk, 2, range(200, 220)) >= 2, "idle models give way"
+
+
+def test_a_model_that_several_processes_use_counts_to_none_of_them() -> None:
+    desk = Desk()
+    desk.core.limits = Limits(models=8)
+    process_arrived(desk.core, token_of(2), 2, 1000)
+    assert use_models(desk, 1, range(2)) == 2
+    lease_on_first(desk, 2)
+    assert use_models(desk, 1, range(10, 20)) == 5, "of the seven others it has three quarters"
+
+
+def lease_on_first(desk: Desk, pid: int) -> None:
+    token = token_of(pid)
+    if token not in desk.core.ledger.processes:
+        process_arrived(desk.core, token, pid, 1000)
+    open_lease(desk.core, next(iter(desk.core.ledger.models)), 0, "engine", token, 0, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,17 +11,19 @@ import pytest
 from cachesvc.flows.context.core import Promise
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.release import release
+from cachesvc.flows.leases.leases import process_arrived
 from cachesvc.flows.storage import expected as flow
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.numbers.sharing import Party, share_of
 from cachesvc.model.words import PageState
 from cachesvc.peer.fleet.health import Peer
 from cachesvc.questions.explanation import EXPECTATIONS
 from tests.unit.peer.peer_rig import NearControl
-from tests.unit.rigs.ledger_rig import chain
+from tests.unit.rigs.ledger_rig import TOKEN, chain
 from tests.unit.rigs.storage_flows_rig import GONE, LENT, StorageRig, storing
 
 PEER = "10.0.0.1:7100"
@@ -39,7 +42,9 @@ class RecordingLenders:
     def is_here(self, peer: str) -> bool:
         return peer in self.here
 
-    def ask(self, model: Model, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]) -> str:
+    def ask(
+        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
+    ) -> str:
         if not self.refuses:
             self.asked.append((len(keys) // KEY_BYTES, seconds))
             self.told.append(told)
@@ -56,6 +61,12 @@ class Following:
         self.lenders = RecordingLenders()
         self.rig.core.lenders = self.lenders
         self.number = 0
+        self.lease = self.at.lease
+
+    def be_other_process(self) -> None:
+        """The Matches that follow are another process's."""
+        process_arrived(self.rig.core, TOKEN + b"other", 2, 1)
+        self.lease = self.rig.lease("other")
 
     def look(self, *, is_computed: bool = False, patience: float = 5.0, peer: str = PEER) -> tuple[int, int]:
         """Blocks that are here, and that are coming, by a Match that does not wait."""
@@ -64,7 +75,7 @@ class Following:
             answer = self.ask(Expected(peer, 0, patience, is_computed, waits=False))()
         if isinstance(answer, Wait):  # of the usual fetch, once nothing is expected any more
             return -1, 0
-        self.rig.run(release, self.at.lease, self.number)
+        self.rig.run(release, self.lease, self.number)
         return answer.device_blocks + answer.host_blocks, answer.coming_blocks
 
     def ask(self, expected: Expected) -> Callable[[], Matched | Wait]:
@@ -72,7 +83,7 @@ class Following:
         self.number += 1
         self.rig.core.ledger.moment.seconds = self.rig.now
         sharing = Sharing(expected=expected)
-        return partial(self.rig.once, partial(match, sharing=sharing), self.at.lease, self.number, chain(*PROMPT), 0)
+        return partial(self.rig.once, partial(match, sharing=sharing), self.lease, self.number, chain(*PROMPT), 0)
 
     def promise(self, lent: int = 0, computing: int = 0, epoch: int = 1, problem: str = "") -> None:
         """The peer answers the last question."""
@@ -269,22 +280,51 @@ def test_what_this_node_computes_itself_is_waited_for_here() -> None:
     assert not following.lenders.asked
 
 
-def test_there_are_only_so_many() -> None:
+def test_a_process_has_its_share_of_them_and_its_neighbour_still_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "MOST_EXPECTATIONS", 16)
     following = Following()
-    for port in range(1, flow.MOST_EXPECTATIONS + 1):
+    looks = [following.look(peer=f"10.0.0.1:{port}")[1] for port in range(1, flow.MOST_EXPECTATIONS + 9)]
+    share = share_of(flow.MOST_EXPECTATIONS, 1)
+    assert looks == [8] * share + [0] * (len(looks) - share)
+    assert following.rig.core.counters["expectations_refused"] == len(looks) - share
+    stored = following.rig.model.stored.expectations
+    assert len(stored) == flow.MOST_EXPECTATIONS, "the refused are remembered as far as there is room"
+    assert [each.end for each in stored.values()][-1] == flow.ExpectationEnd.CROWDED
+    following.be_other_process()
+    assert following.look() == (0, 8)
+
+
+def test_one_that_found_no_room_is_begun_once_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "MOST_EXPECTATIONS", 16)
+    following = Following()
+    for port in range(1, flow.MOST_EXPECTATIONS):
         following.look(peer=f"10.0.0.1:{port}")
     assert following.look()[1] == 0
-    assert following.rig.core.counters["expectations_refused"] == 1
-    assert len(following.rig.model.stored.expectations) == flow.MOST_EXPECTATIONS
+    following.pass_time(flow.IDLE_SECONDS + 0.1)
+    assert following.look()[1] == 8
+
+
+def test_there_are_only_so_many_however_many_processes() -> None:
+    following = Following()
+    model = following.rig.model
+    assert following.look()[1] == 8
+    [first] = model.stored.expectations.values()
+    for number in range(flow.MOST_EXPECTATIONS - 1):
+        held = replace(first, peer=str(number), party=(9, number))
+        model.stored.expectations[held.name] = held
+    assert following.look(peer="10.0.0.2:1")[1] == 0
+    assert len(model.stored.expectations) == flow.MOST_EXPECTATIONS
 
 
 def test_their_keys_take_only_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "MOST_KEY_BYTES", 20 * KEY_BYTES)
+    monkeypatch.setattr(flow, "MOST_KEY_BYTES", 24 * KEY_BYTES)
     following = Following()
     for port in (1, 2):
         assert following.look(peer=f"10.0.0.1:{port}")[1] == 8
     assert following.look(peer="10.0.0.1:3")[1] == 0
     assert following.rig.core.counters["expectations_refused"] == 1
+    following.be_other_process()
+    assert following.look(peer="10.0.0.1:3")[1] == 0, "a quarter of the memory is left, and a prompt takes a third"
     following.pass_time(flow.IDLE_SECONDS + 0.1)
     assert following.look(peer="10.0.0.1:3")[1] == 8, "those that have ended keep one key"
 

@@ -7,8 +7,10 @@ from functools import partial
 
 from kvcache.v1 import cache_pb2
 
+from cachesvc.flows.context.call import resolve
 from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.leases.leases import LEASES_A_TURN, lose_silent, process_gone
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.leases.leases import LEASES_A_TURN, SEQUENCES_A_TURN, lose_silent, process_gone
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.pages.reservations import Reservation
 from cachesvc.model.words import PageState
@@ -186,6 +188,33 @@ def test_many_leases_that_fell_silent_are_lost_some_in_each_turn() -> None:
     assert len(lose_silent(rig.core, 1.0, 1e9)) == LEASES_A_TURN
     assert len(lose_silent(rig.core, 1.0, 1e9)) == 1
     assert lose_silent(rig.core, 1.0, 1e9) == []
+
+
+def test_a_turn_tells_what_a_killed_process_held_of_the_leases_that_it_ends() -> None:
+    """All of them in one go were 512 lines of the log, and a look at each sequence, before any other call."""
+    rig = rig_of(one_group(), device=(64,))
+    told: list[int] = []
+    rig.core.on_left = lambda lease: told.append(len(lease.sequences))
+    for _ in range(2 * LEASES_A_TURN):
+        own(rig, rig.lease("a"), 1, 1)
+    process_gone(rig.core, TOKEN + b"a")
+    while rig.core.chores:
+        before = len(told)
+        tidy(rig.core.chores)
+        assert len(told) - before <= LEASES_A_TURN
+    assert told == [1] * 2 * LEASES_A_TURN, "each while it holds what the process held"
+
+
+def test_leases_with_many_sequences_are_fewer_to_a_turn() -> None:
+    rig = rig_of(one_group(), device=(64,))
+    told: list[str] = []
+    rig.core.on_left = lambda lease: told.append(lease.id)
+    for _ in range(3):
+        lease = rig.lease("a")
+        for number in range(SEQUENCES_A_TURN + 1):
+            match(rig.core, resolve(rig.core.ledger, lease, 0.0), number + 1, b"", 0)
+    process_gone(rig.core, TOKEN + b"a")
+    assert len(told) == 1
 
 
 async def test_the_sweep_loses_all_leases_that_fell_silent() -> None:

@@ -97,3 +97,19 @@ def test_an_answer_to_another_question_is_none(answer: peer_pb2.BorrowResponse) 
     said = borrow(answer)
     assert isinstance(said, Unavailable)
     assert "was asked for 8" in str(said)
+
+
+def test_a_closed_connection_stays_closed() -> None:
+    """A heartbeat that came late opened a channel that nothing closed any more."""
+    with answering(peer_pb2.BorrowResponse()) as port:
+        control = GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)
+        control.beat([1], 60.0)
+        control.close()
+        for call in (
+            lambda: control.beat([1], 60.0),
+            lambda: control.give_back(1, 60.0),
+            lambda: control.news_later(0, 0, 60.0, lambda _: None),
+            lambda: borrow_by(control),
+        ):
+            with pytest.raises(Unavailable, match="the connection was closed"):
+                call()

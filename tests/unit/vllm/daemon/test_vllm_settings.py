@@ -7,8 +7,10 @@ from typing import Any
 import cachesvc_vllm
 import pytest
 from cachesvc_vllm.daemon.errors import ConnectorRefused
-from cachesvc_vllm.daemon.settings import Settings, read_settings
+from cachesvc_vllm.daemon.settings import MOST_PATIENCE_MS, Settings, read_settings
 from cachesvc_vllm.startup.refusals import require_version
+
+from cachesvc.flows.storage.expected import MOST_PATIENCE_SECONDS
 
 
 def test_nothing_said_is_every_default() -> None:
@@ -29,6 +31,8 @@ def test_what_is_said_is_taken() -> None:
         ({"required": None}, "required is bool, got None"),
         ({"stock_blocks": True}, "stock_blocks is int, got True"),
         ({"stock_blocks": 0}, "stock_blocks is at least 1, got 0"),
+        ({"remote_patience_ms": 0}, "remote_patience_ms is 1 to 600000, got 0"),
+        ({"remote_patience_ms": 600_001}, "remote_patience_ms is 1 to 600000, got 600001"),
         ({"host_blocks": -1}, "host_blocks is not negative, got -1"),
     ],
 )
@@ -55,3 +59,7 @@ def test_the_package_is_imported_without_vllm_and_the_connector_is_not() -> None
         _ = cachesvc_vllm.CachesvcConnector
     with pytest.raises(AttributeError, match="no attribute 'Connector'"):
         _ = cachesvc_vllm.Connector
+
+
+def test_the_longest_patience_is_what_a_daemon_keeps() -> None:
+    assert MOST_PATIENCE_MS == MOST_PATIENCE_SECONDS * 1000

@@ -24,7 +24,7 @@ class Stage(Enum):
     OVER = "over"
 
 
-class Asked:
+class StorageRequest:
     """``refuse``: tells that all of its items ended by an outcome. ``deadline``: monotonic seconds. Any thread."""
 
     def __init__(self, deadline: float, refuse: Callable[[Outcome], None]) -> None:

@@ -1,0 +1,202 @@
+"""Many peers of one node: the cost of a Match that none of them can serve, and which of them is asked first.
+
+    python -m benchmarks.storage.fleet [--json OUT] [--peers 64] [--matches 2000]
+
+All are real daemons on this machine, with tiny pools. Matches of prompts that no node has go to a daemon with all the
+others as its peers, in turns with a daemon without any. Each peer has prompts of its own, whose first half some others
+have too. The right peer of a prompt is the one that has all of it: this process asks by the daemon's own borrowing
+side, and notes the peer that each question goes to first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cachesvc_client import CacheClient, Lease, opaque
+from cachesvc_ctl.core.daemon_process import DaemonProcess
+
+from benchmarks.support.daemon_log import told
+from benchmarks.support.machine import describe_machine, fail
+from benchmarks.support.recording import write_result
+from cachesvc.peer.borrower import PeerStorage
+from cachesvc.peer.fleet.control import Answered
+from cachesvc.service.rpc.peer_client import GrpcControl
+from cachesvc.service.rpc.peer_service import PeerListening
+from cachesvc.storage.seam import LAYOUT_ID_BYTES, ObjectName, Part, Scope
+
+BLOCK_BYTES, BLOCK_TOKENS = 4096, 64
+PROMPTS, BLOCKS, SHARED_BLOCKS, SHARERS = 8, 16, 8, 4
+"""Prompts of a peer, blocks of each, and the first blocks that ``SHARERS`` peers have."""
+ABSENT_BLOCKS = 64
+PAGES = 1024
+LEAST_SHARE, MOST_RATIO = 0.95, 1.2
+FLAGS = ("--backend", "shm", "--device-pool", "16MiB", "--host-pool", "16MiB", "--host-chunk", "2MiB")
+QUIET = ("--movers", "inside", "--calibration", "never", "--log-level", "info")
+WAIT_SECONDS = 120.0
+
+
+class Caller:
+    """An engine of one daemon."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self._client = CacheClient(daemon.socket, engine="fleet")
+        self._client.connect()
+        self.layout = opaque(block_bytes=BLOCK_BYTES, block_tokens=BLOCK_TOKENS, layers=1)
+        registration = self._client.register("fleet", self.layout, device_pages=[PAGES], host_pages=[PAGES])
+        self.lease: Lease = self._client.open_lease(registration)
+        self.seconds: list[float] = []
+
+    def compute(self, keys: bytes) -> None:
+        """Seal a prompt's blocks."""
+        blocks = len(keys) // 32
+        with self.lease.match(keys) as sequence:
+            sequence.allocate(blocks)
+            sequence.publish(blocks)
+
+    def match(self, keys: bytes) -> None:
+        """Match, and note how long it took."""
+        began = time.perf_counter()
+        sequence = self.lease.match(keys)
+        self.seconds.append(time.perf_counter() - began)
+        sequence.release()
+
+    def close(self) -> None:
+        """End the lease."""
+        self.lease.close()
+        self._client.close()
+
+
+class NotedControl(GrpcControl):
+    """A peer, with a note of each question that goes to it."""
+
+    asked: list[str]
+
+    def borrow_later(
+        self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
+    ) -> None:
+        """See PeerControl."""
+        self.asked.append(self.address)
+        super().borrow_later(scope, keys, parts, patience, seconds, answered)
+
+
+def start_peers(count: int, stack: ExitStack) -> list[DaemonProcess]:
+    """Daemons that lend, some of them started at a time."""
+    lends = (*FLAGS, *QUIET, "--peer-listen", "127.0.0.1:0", "--write-policy", "write_through")
+    daemons = [DaemonProcess(lends, whole=True) for _ in range(count)]
+    with ThreadPoolExecutor(4) as starting:
+        list(starting.map(DaemonProcess.start, daemons))
+    for daemon in daemons:
+        stack.callback(daemon.stop)
+    return daemons
+
+
+def measure(said: argparse.Namespace) -> dict[str, Any]:
+    """All figures."""
+    rng = np.random.default_rng(said.peers)
+    with ExitStack() as stack:
+        daemons = start_peers(said.peers, stack)
+        addresses = [f"127.0.0.1:{told(daemon, 'peers_ready')['port']}" for daemon in daemons]
+        prompts = [[rng.bytes(32 * BLOCKS) for _ in range(PROMPTS)] for _ in daemons]
+        callers = [Caller(daemon) for daemon in daemons]
+        for at, caller in enumerate(callers):
+            for number, keys in enumerate(prompts[at]):
+                caller.compute(keys)
+                for other in range(1, SHARERS):
+                    callers[(at + other + number) % len(callers)].compute(keys[: 32 * SHARED_BLOCKS])
+            stack.callback(caller.close)
+        found = matches(said, addresses, stack, rng)
+        return found | asked_first(callers[0], addresses, prompts)
+
+
+def matches(said: argparse.Namespace, addresses: Sequence[str], stack: ExitStack, rng: Any) -> dict[str, Any]:
+    """Matches of absent prompts, with peers and without."""
+    flags = {"without": (*FLAGS, *QUIET), "with": (*FLAGS, *QUIET, "--peers", ",".join(addresses))}
+    callers = {}
+    for name, each in flags.items():
+        daemon = stack.enter_context(DaemonProcess(each, whole=True))
+        callers[name] = Caller(daemon)
+        stack.callback(callers[name].close)
+    time.sleep(said.settle)  # the digests of all peers come; nothing is timed here
+    for _ in range(said.matches):
+        for caller in callers.values():
+            caller.match(rng.bytes(32 * ABSENT_BLOCKS))
+    rows = {name: np.percentile(caller.seconds, (50, 99)) * 1e6 for name, caller in callers.items()}
+    ratio = float(rows["with"][1] / rows["without"][1])
+    for name, (p50, p99) in rows.items():
+        print(f"{name:>8} peers: a Match of an absent prompt p50 {p50:.0f} us, p99 {p99:.0f} us", flush=True)
+    print(f"p99 with peers is {ratio:.2f} of p99 without (goal {MOST_RATIO})")
+    spread = {name: {"p50_us": round(float(p50)), "p99_us": round(float(p99))} for name, (p50, p99) in rows.items()}
+    return {"match_absent": spread, "p99_ratio": round(ratio, 3)}
+
+
+def asked_first(caller: Caller, addresses: Sequence[str], prompts: Sequence[Sequence[bytes]]) -> dict[str, Any]:
+    """Share of prompts of which the right peer is asked first; and the memory of the digests."""
+    asked: list[str] = []
+    controls = [NotedControl(address, PeerListening(address), None) for address in addresses]
+    for control in controls:
+        control.asked = asked
+    peers = PeerStorage(controls)
+    peers.start()
+    until = time.monotonic() + WAIT_SECONDS
+    while not all(peer.digest.is_known for peer in peers.peers):
+        if time.monotonic() > until:
+            fail("not all peers have told what they have")
+        time.sleep(0.05)  # between two looks; nothing is timed here
+    scope = Scope(caller.lease.registration.namespace, caller.layout.fingerprint[:LAYOUT_ID_BYTES])
+    right = questions = 0
+    for address, some in zip(addresses, prompts, strict=True):
+        for keys in some:
+            asked.clear()
+            there = exists(peers, scope, keys)
+            right += bool(asked) and asked[0] == address and there == BLOCKS
+            questions += len(asked)
+    size_bytes = sum(peer.digest.size_bytes for peer in peers.peers)
+    peers.close()
+    count = sum(map(len, prompts))
+    print(f"right peer first: {right} of {count} prompts (goal {LEAST_SHARE:.0%}), by {questions} questions")
+    print(f"digests of {len(addresses)} peers: {size_bytes / 1024:.0f} KiB")
+    first = {"prompts": count, "right_first": round(right / count, 4), "questions": questions}
+    return first | {"digest_bytes": size_bytes}
+
+
+def exists(peers: PeerStorage, scope: Scope, keys: bytes) -> int:
+    """Number of leading blocks that the peers lend; they lapse unread."""
+    names = [ObjectName(scope, keys[at : at + 32], Part(0, 0, 1)) for at in range(0, len(keys), 32)]
+    answers: list[bool] = []
+    is_told = threading.Event()
+
+    def tell(there: Sequence[bool] | None) -> None:
+        answers.extend(there or ())
+        is_told.set()
+
+    peers.exists(names, time.monotonic() + WAIT_SECONDS, tell)
+    is_told.wait()
+    return sum(answers)
+
+
+def main() -> None:
+    """Measure, print, and write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--peers", type=int, default=64)
+    parser.add_argument("--matches", type=int, default=2000)
+    parser.add_argument("--settle", type=float, default=5.0, help="seconds until the digests have come")
+    said = parser.parse_args()
+    if said.peers <= SHARERS or said.matches < 1:
+        fail(f"--peers is more than {SHARERS}, and --matches at least 1")
+    found = measure(said)
+    if said.json:
+        facts = {"benchmark": "storage_fleet", "machine": describe_machine(), "peers": said.peers}
+        write_result(said.json, {**facts, "matches": said.matches, **found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""SGLang's options that the plugin refuses, each by its name and with what works instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cachesvc_sglang.errors import EngineRefused
+from cachesvc_sglang.refusals import require_cache, require_options, require_pool
+
+
+def options(**given: object) -> Any:
+    """Options of an engine that is served, but for those given."""
+    return SimpleNamespace(**{"page_size": 64, "tp_size": 1, "disaggregation_mode": "null", **given})
+
+
+def context(pool: object) -> Any:
+    """The context in which SGLang makes a cache over ``pool``."""
+
+    class PageAllocator:
+        def get_kvcache(self) -> object:
+            return pool
+
+    params = SimpleNamespace(token_to_kv_pool_allocator=PageAllocator())
+    return SimpleNamespace(params=params, is_hybrid_swa=False, is_hybrid_ssm=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"page_size": 1}, "--page-size is 1"),
+        ({"tp_size": 2}, "--tp-size is 2, and only 1 is supported"),
+        ({"enable_pdmux": True}, "--enable-pdmux is not supported"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is not supported"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode is not supported"),
+    ],
+)
+def test_an_option_that_cannot_be_served_is_refused_by_its_name(given: dict[str, object], reason: str) -> None:
+    require_options(options())
+    with pytest.raises(EngineRefused, match=reason):
+        require_options(options(**given))
+
+
+def test_a_pool_that_is_sized_after_the_graphs_is_refused_by_its_variable() -> None:
+    require_cache(context(SimpleNamespace(cachesvc=object(), post_capture_active=False)))
+    with pytest.raises(EngineRefused, match="SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set"):
+        require_cache(context(SimpleNamespace(post_capture_active=True)))
+
+
+def test_a_pool_of_latents_is_refused() -> None:
+    with pytest.raises(EngineRefused, match="this model's KV pool keeps latents"):
+        require_cache(context(SimpleNamespace()))
+
+
+def test_a_pool_of_another_layout_is_refused_with_its_kind() -> None:
+    pool = SimpleNamespace(kv_cache_layout="hnd", is_quantized_kv_cache=False)
+    with pytest.raises(EngineRefused, match="SimpleNamespace of layout hnd"):
+        require_pool(pool)

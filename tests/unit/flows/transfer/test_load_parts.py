@@ -1,0 +1,155 @@
+"""A long load begins in parts, some blocks a turn, each with a transfer of its own; the answer names them all."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachesvc.flows.context.turns import TURN, tidy
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.release import release
+from cachesvc.flows.leases.teardown import lose
+from cachesvc.flows.models import admin
+from cachesvc.model.answers import Allocated, Wait
+from cachesvc.model.layout import Layout
+from cachesvc.model.words import NO_PAGE, WritePolicy
+from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
+
+PROMPT = "abcdefgh"
+PART = 3
+
+
+def loading(*, part: int = PART, layout: Layout | None = None, pages: int = 16) -> tuple[Rig, str]:
+    """A sequence that has matched a prompt of the host."""
+    layout = layout or one_group()
+    groups = len(layout.groups)
+    rig = rig_of(layout, device=(pages,) * groups, host=(32,) * groups, policy=WritePolicy.WRITE_THROUGH)
+    serve(rig, rig.lease("first"), 1, PROMPT)
+    rig.settle()
+    admin.evict(rig.core, 1, "device", 0)
+    rig.core.turns = rig.core.turns._replace(loaded=part)
+    a = rig.lease("a")
+    rig.run(match, a, 1, chain(*PROMPT), 0)
+    return rig, a
+
+
+def turns_of(rig: Rig, lease: str, blocks: int = len(PROMPT)) -> tuple[list[int], Allocated]:
+    """Blocks that each turn of an Allocate begins to load, and its answer."""
+    begun: list[int] = []
+    while True:
+        before = len(rig.mover.all)
+        answer = rig.once(allocate, lease, 1, blocks)
+        begun.append(sum(len(pair.device_pages) for each in rig.mover.all[before:] for pair in each.pages))
+        if not isinstance(answer, Wait):
+            return begun, answer
+        assert answer._replace(reserved=None) == TURN, "it waits for nothing but its turn"
+
+
+def settled(rig: Rig, lease: str) -> tuple[int, int]:
+    rig.settle()
+    while rig.core.chores:
+        tidy(rig.core.chores)
+    rig.check()
+    sequence = rig.core.ledger.leases[lease].sequences[1]
+    return sequence.sealed, sum(page != NO_PAGE for page in sequence.tables[0])
+
+
+def test_a_turn_begins_no_more_blocks_than_it_is_for() -> None:
+    rig, a = loading()
+    begun, answer = turns_of(rig, a, len(PROMPT) + 2)
+    assert begun == [3, 3, 2]
+    assert answer.loading_blocks == len(PROMPT)
+    assert [ticket.id for ticket in answer.tickets] == list(rig.mover.transfers)
+    pages = [page for each in rig.mover.all[-3:] for page in each.pages[0].device_pages]
+    assert list(answer.tables[0].pages[: len(PROMPT)]) == pages, "the parts are in their order"
+    assert all(each.layered for each in rig.mover.all[-3:])
+    assert settled(rig, a) == (len(PROMPT), len(PROMPT) + 2)
+
+
+def test_a_load_of_one_turn_is_one_transfer() -> None:
+    rig, a = loading(part=len(PROMPT))
+    begun, answer = turns_of(rig, a)
+    assert (begun, len(answer.tickets)) == ([len(PROMPT)], 1)
+
+
+def test_windowed_copies_come_with_the_blocks_of_their_part() -> None:
+    rig, a = loading(layout=windowed(8))
+    begun, answer = turns_of(rig, a)
+    assert begun[:2] == [3, 3]
+    assert len(answer.tickets) == len(begun) == 3
+    assert settled(rig, a)[0] == len(PROMPT)
+    needed = [page for page in rig.core.ledger.leases[a].sequences[1].tables[1] if page != NO_PAGE]
+    assert len(needed) >= 2, "the window of the hit is there"
+
+
+def test_a_part_that_fails_is_told_by_the_answer() -> None:
+    """The rest comes at once then: no call goes round in turns for a device that brings nothing."""
+    rig, a = loading()
+    assert isinstance(rig.once(allocate, a, 1, len(PROMPT)), Wait)
+    [part] = rig.mover.transfers
+    rig.land(part, "broken")
+    while rig.core.chores:
+        tidy(rig.core.chores)
+    begun, answer = turns_of(rig, a)
+    assert begun == [len(PROMPT)]
+    [ticket] = answer.tickets
+    rig.land(ticket.id, "broken again")
+    assert "broken again" in rig.core.ledger.leases[a].sequences[1].failed
+
+
+def test_a_mover_that_refuses_ends_the_call_with_a_failed_ticket() -> None:
+    rig, a = loading()
+    rig.mover.refusing = True
+    answer = rig.once(allocate, a, 1, len(PROMPT))
+    runs = 1
+    while isinstance(answer, Wait):
+        for _ in range(len(rig.core.chores)):
+            tidy(rig.core.chores)
+        answer, runs = rig.once(allocate, a, 1, len(PROMPT)), runs + 1
+        assert runs < 20
+    assert [ticket.state for ticket in answer.tickets] == ["failed"]
+
+
+@pytest.mark.parametrize("end", ["release", "lose"])
+def test_a_call_that_ends_between_its_turns_leaves_a_prefix_and_keeps_nothing(end: str) -> None:
+    rig, a = loading()
+    assert isinstance(rig.once(allocate, a, 1, len(PROMPT)), Wait)
+    if end == "release":
+        rig.run(release, a, 1)
+    else:
+        lose(rig.core, rig.core.ledger.leases[a], "by order")
+        while rig.core.chores:
+            tidy(rig.core.chores)
+    rig.settle()
+    while rig.core.chores:
+        tidy(rig.core.chores)
+    rig.check()
+    assert rig.device_keys() == {chain(*PROMPT)[at : at + 32] for at in range(0, 32 * PART, 32)}
+    assert not rig.place().reservations
+    assert not any(rig.place().pins)
+
+
+def test_a_call_that_was_given_up_goes_on_with_what_it_has_begun() -> None:
+    rig, a = loading()
+    assert isinstance(rig.once(allocate, a, 1, len(PROMPT)), Wait)
+    rig.settle()
+    while rig.core.chores:
+        tidy(rig.core.chores)
+    begun, answer = turns_of(rig, a)
+    assert (begun, len(answer.tickets)) == ([3, 2], 2)
+    assert settled(rig, a) == (len(PROMPT), len(PROMPT))
+
+
+def test_another_call_between_the_turns_joins_the_parts_and_takes_no_page_of_the_rest() -> None:
+    rig, a = loading(pages=len(PROMPT))
+    b = rig.lease("b")
+    waiting = rig.once(allocate, a, 1, len(PROMPT))
+    assert isinstance(waiting, Wait)
+    assert rig.place().pools[0].unreserved == 0, "what the call still needs is kept for it"
+    rig.run(match, b, 1, chain(*PROMPT[:PART]), 0)
+    joined = rig.once(allocate, b, 1, PART)
+    assert isinstance(joined, Allocated)
+    assert [ticket.id for ticket in joined.tickets] == list(rig.mover.transfers)
+    begun, _ = turns_of(rig, a)
+    assert begun == [3, 2]
+    assert settled(rig, a) == (len(PROMPT), len(PROMPT))

@@ -1,0 +1,117 @@
+"""Streams of bytes between two nodes: which are let in, and how many bring a loan."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from cachesvc.peer import wire
+from cachesvc.peer.fleet.control import Borrowed, Loan
+from cachesvc.peer.lender import MOST_STREAMS_OF_ONE
+from cachesvc.peer.loans import STREAM_BYTES
+from cachesvc.storage.seam import Outcome, Part, Scope
+from tests.contracts.storage_rig import name_of
+from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, answers, greet
+
+LENT = Outcome.LENT
+NAMES = [name_of(key) for key in "abcd"]
+
+
+@pytest.fixture
+def node() -> Iterator[LendingNode]:
+    made = LendingNode()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def control(node: LendingNode) -> NearControl:
+    return NearControl(node)
+
+
+@pytest.fixture
+def pulling(control: NearControl) -> Iterator[Pulling]:
+    made = Pulling(control)
+    yield made
+    made.close()
+
+
+def test_a_secret_is_good_for_a_few_streams(node: LendingNode) -> None:
+    node.have(NAMES)
+    lent = node.lend(NAMES)
+    for _ in range(wire.STREAMS):
+        assert answers(greet(node, lent.secret))
+    assert not answers(greet(node, lent.secret))
+    assert node.lender.refused == 1
+
+
+def test_who_has_no_secret_gets_nothing(node: LendingNode) -> None:
+    node.have(NAMES)
+    node.lend(NAMES)
+    assert not answers(greet(node, bytes(wire.SECRET_BYTES)))
+    assert not answers(greet(node, node.lend(NAMES).secret, b"GET / HT"))
+
+
+def test_one_node_does_not_take_all_places(node: LendingNode) -> None:
+    node.have(NAMES[:1])
+    address = ("127.0.0.1", node.lender.port)
+    streams = [socket.create_connection(address) for _ in range(MOST_STREAMS_OF_ONE)]
+    with socket.create_connection(address) as refused:
+        assert not refused.recv(1)
+        assert node.lender.refused == 1, "it is closed at once"
+    other = socket.create_connection(address, source_address=("127.0.0.2", 0))
+    other.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
+    assert answers(other), "another one has a place"
+    for stream in streams:
+        stream.close()
+
+
+def test_a_large_loan_is_read_by_several_streams(node: LendingNode, control: NearControl, pulling: Pulling) -> None:
+    node.have(NAMES, STREAM_BYTES)
+    assert all(pulling.reader.exists(NAMES))
+    gathered, pages = pulling.get(NAMES, size_bytes=STREAM_BYTES)
+    assert gathered.wait() == [LENT] * 4
+    assert [bytes(page) for page in pages] == [bytes(node.pages[name]) for name in NAMES]
+    assert len(node.lent[0].streams) == 4
+    node.wait_quiet(control.loans[0].lease)
+    assert control.given_back == [control.loans[0].lease], "once, by the last of them"
+
+
+def test_a_stream_that_fails_leaves_what_the_others_bring(
+    node: LendingNode, control: NearControl, pulling: Pulling
+) -> None:
+    node.have(NAMES, STREAM_BYTES)
+    assert all(pulling.reader.exists(NAMES))
+    with greet(node, control.loans[0].secret):  # takes a place of theirs
+        wait_for_stream(node)
+        gathered, _ = pulling.get(NAMES, size_bytes=STREAM_BYTES)
+        assert sorted(outcome is LENT for outcome in gathered.wait()) == [False, True, True, True]
+        node.wait_quiet(control.loans[0].lease)
+    assert control.given_back == [control.loans[0].lease]
+
+
+def test_a_lender_of_an_older_release_is_read_by_one_stream(
+    node: LendingNode, control: NearControl, pulling: Pulling
+) -> None:
+    node.have(NAMES, STREAM_BYTES)
+    ask = control.borrow
+
+    def older(scope: Scope, keys: bytes, parts: Sequence[Part], seconds: float) -> Borrowed:
+        answer = ask(scope, keys, parts, seconds)
+        assert answer.loan is not None
+        return answer._replace(loan=Loan(*answer.loan[:-1]))
+
+    control.borrow = older  # type: ignore[method-assign]
+    assert all(pulling.reader.exists(NAMES))
+    gathered, _ = pulling.get(NAMES, size_bytes=STREAM_BYTES)
+    assert gathered.wait() == [LENT] * 4
+    assert len(node.lent[0].streams) == 1
+
+
+def wait_for_stream(node: LendingNode) -> None:
+    """Until the lender has taken a secret."""
+    while not node.lent[0].streams:
+        threading.Event().wait(0.001)
