@@ -18,8 +18,8 @@ has, because some kernels count it in steps of 10 ms. Pages on every rank are ch
 many bytes (1 GiB at most); ``host``: a load of as many bytes from the host to the second GPU; ``beside`` and ``host
 beside``: both at once.
 
-``urgent``: loads to the first GPU, alone and beside stores from all the others without a pause: how far work that
-nobody waits for slows what an engine waits for, where the host's memory and no link is the limit.
+``urgent``: loads to the first GPU, alone and beside stores from all the others without a pause: how far backups
+slow a load that an engine waits for, where the host's memory and no link is the limit.
 
 ``calls``: p50 and p99, over the lane to a real daemon, of a Step in which 32 sequences grow and publish and of Match of
 2,048 blocks, in turns while nothing is copied (``idle``) and while two engines on each GPU swap as much as the smallest

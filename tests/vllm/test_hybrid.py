@@ -28,7 +28,7 @@ KINDS = [pytest.param(GEMMA_3, id="gemma-3"), MODELS[2]]
 RANDOM_REQUESTS = 300
 BATCH = 6
 LEAST_SHARE = 0.98
-"""Of the tokens that one engine alone finds, which computes both batches together."""
+"""Part of the tokens that one engine alone finds, which computes both batches together."""
 
 
 def prompts_of(model: HybridModel, count: int, blocks: int | None = None, new: int = 40) -> list[Prompt]:
