@@ -31,6 +31,7 @@ def context(pool: object) -> Any:
     [
         ({"page_size": 1}, "--page-size is 1"),
         ({"max_total_tokens": None}, "--max-total-tokens is not set"),
+        ({"enable_memory_saver": True}, "stop the engine to free its weights: its blocks stay"),
         ({"tp_size": 2}, "--tp-size is 2, and only 1 is supported"),
         ({"enable_pdmux": True}, "--enable-pdmux is not supported"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported"),
