@@ -29,12 +29,13 @@ from benchmarks.vllm import parts
 from benchmarks.vllm.fleet import Engine, EngineFailed, Fleet, Shape, progress
 from benchmarks.vllm.models import CASES
 from benchmarks.vllm.replicas import near_hits
+from benchmarks.vllm.turns import alike, in_turns
 
 GIB = 1 << 30
 SIZES = (1024, 8192, 32768)
 SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5_000_000, 6_000_000, 7_000_000
 DRAFTED, DRAFTED_TOKENS, DRAFTED_NEW, DRAFTED_REQUESTS = 8_000_000, 1000, 128, 8
-NEAR = 9_000_000
+NEAR, TURNS, LEAST_TURNS = 9_000_000, 10_000_000, 12
 """First seed of each part: no two parts have prompts in common."""
 LOADS = {"1k in, 256 out": (1024, 256), "128 in, 512 out": (128, 512)}
 """Tokens of a prompt and of its answer, for the loads of (c)."""
@@ -99,6 +100,7 @@ def pair(run: Run) -> None:
     if run.wants("a"):
         run.own["ours"] = parts.own_hits(owner, options.sizes, options.repeats, SHARED)
         run.note("a", "ours", parts.shared_hits(other, run.own["ours"], options.repeats, SHARED))
+        other.ask(*(parts.prompt((TURNS + size, size)) for size in options.sizes))
         run.note("a", "places", fleet.places())
         run.note("a", "verify", fleet.verify(checksums="checksums all" in options.daemon))
     if run.wants("h"):
@@ -123,6 +125,8 @@ def beside(run: Run, name: str, kind: str) -> None:
         run.note("a", name, [{"tokens": size, **_figures(own)} for size, own in run.own[name].items()])
         if mine := run.own.get("ours"):
             run.note("a", f"ours beside {name}", _beside(mine, run.own[name]))
+        turns = in_turns(engines[1], peer, options.sizes, max(options.repeats, LEAST_TURNS), TURNS)
+        run.note("a", f"in turns with {name}", turns)
     if run.wants("h") and kind == "plain":
         run.drafted["vLLM alone"] = _drafts(peer)
         run.note("h", name, _drafts_told(run.drafted))
@@ -138,6 +142,18 @@ def beside(run: Run, name: str, kind: str) -> None:
         for engine in engines if "ours-a" not in run.found.get("d", {}) else [peer]:
             run.note("d", engine.name, parts.load(engine, asked, AGENTS, options.seconds))
     fleet.stop(name)
+
+
+def control(run: Run) -> None:
+    """(k): two engines without a daemon."""
+    options = run.options
+    run.fleet.stop("ours-a")
+    one, two = run.fleet.start(plain="plain", **{"plain-b": "plain"})
+    parts.warm([one, two], options.sizes, WARM + 3_000)
+    run.note("k", "plain beside plain-b", alike(one, two, options.sizes, options.repeats, SHARED))
+    turns = in_turns(two, one, options.sizes, max(options.repeats, LEAST_TURNS), TURNS)
+    run.note("k", "in turns", turns)
+    run.fleet.stop("plain", "plain-b")
 
 
 def _throughput(run: Run, engines: Sequence[Engine]) -> None:
@@ -229,6 +245,7 @@ def main() -> int:
         Stage("acdh", "plain", lambda run: beside(run, "plain", "plain")),
         Stage("bd", "offload", lambda run: beside(run, "offload", "offload")),
         *([Stage("bd", "", lmcache)] if options.lmcache else []),
+        Stage("k", "plain", control),
         Stage("g", "", daemon_restart),
         Stage("f", "plain", chaos),
     ]

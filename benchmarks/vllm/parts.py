@@ -40,7 +40,12 @@ def first_ms(engine: Engine, asked: Prompt) -> tuple[float, int]:
 
 def said(engine: Engine, *pieces: tuple[int, int]) -> list[Any]:
     """Tokens, and log-probabilities of the likeliest at each place."""
-    return _words(engine.ask(prompt(*pieces, new=SAID_TOKENS, logprobs=SAID_LOGPROBS))["requests"][0])
+    return _words(_asked(engine, *pieces))
+
+
+def _asked(engine: Engine, *pieces: tuple[int, int]) -> dict[str, Any]:
+    asked = engine.ask(prompt(*pieces, new=SAID_TOKENS, logprobs=SAID_LOGPROBS))["requests"][0]
+    return dict(asked)
 
 
 def apart(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
@@ -97,6 +102,7 @@ def shared_hits(other: Engine, owned: Mapping[int, Mapping[str, Any]], repeats: 
         _drop_times(other)
         first, cached = first_ms(other, prompt(pieces, new=2))
         again = [first_ms(other, prompt(pieces, new=2))[0] for _ in range(repeats)]
+        answer = _asked(other, pieces)
         rows.append(
             {
                 "tokens": size,
@@ -105,7 +111,9 @@ def shared_hits(other: Engine, owned: Mapping[int, Mapping[str, Any]], repeats: 
                 "other_ms": statistics.median(again),
                 "cached": cached,
                 **{f"other_{key}": value for key, value in _connector_ms(other, repeats + 1).items()},
-                "other_apart": apart(own["said"], said(other, pieces)),
+                "other_apart": apart(own["said"], _words(answer)),
+                "other_again_apart": apart(own["said"], said(other, pieces)),
+                "other_said_cached": answer["cached"],
             }
         )
         progress(f"{other.name} {json.dumps(rows[-1])}")

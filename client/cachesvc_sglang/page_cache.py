@@ -297,7 +297,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         self._end_pass()
         self._reserved.clear()
         self._in_flight += 1
-        self._book.untold.begin_step()
+        self._book.begin_step()
         self._vouching.begin_step(computes=True)
         self._book.flush()
 
@@ -311,7 +311,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         """The output was handed out, and ended requests were released."""
         self._book.untold.end_output(computes=self._in_flight > 0)
         if not self._in_flight:  # there may be no step after this
-            self._book.flush()
+            self._book.flush(is_last=True)
         if not self._book.is_adrift:
             self._check.step()
 

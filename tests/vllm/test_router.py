@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.rig import Node, running_node, short_folder
+from tests.e2e.storage.relay import BORROWED_AT, LENDER, running_relay
 from tests.routers.rig import PACKAGES_VARIABLE, free_ports, running_router
+from tests.vllm.long_cases import long
 from tests.vllm.rig import BLOCK_TOKENS, Answer, Engine, Fleet, Prompt, engines, random_prompt
 
 pytestmark = pytest.mark.skipif(PACKAGES_VARIABLE not in os.environ, reason="make vllm-test installs the routers")
@@ -102,17 +104,28 @@ def complete(url: str, prompt: Prompt) -> tuple[int, ...]:
 
 
 @contextmanager
-def two_nodes() -> Iterator[tuple[Node, Node]]:
-    lends = ("--peer-listen", "127.0.0.1:0", "--write-policy", "write_through")
-    with running_node(lends) as prefiller, running_node(("--peer-allow", "127.0.0.0/8")) as decoder:
-        yield prefiller, decoder
+def two_nodes(delay_ms: int) -> Iterator[tuple[Node, Node]]:
+    """A prefilling and a decoding node; every byte between them comes so much later."""
+    port, data_port = free_ports(2)
+    lends = ["--peer-listen", f"{LENDER}:{port}", "--peer-data-port", str(data_port), "--write-policy", "write_through"]
+    with ExitStack() as stack:
+        if delay_ms:
+            stack.enter_context(running_relay(delay_ms / 1000)).open(port, data_port)
+            lends += ["--peer-advertise", f"{BORROWED_AT}:{port}"]
+        yield (
+            stack.enter_context(running_node(lends)),
+            stack.enter_context(running_node(["--peer-allow", "127.0.0.0/8"])),
+        )
 
 
-def test_what_the_router_has_prefilled_is_decoded_elsewhere_with_equal_tokens(fleet: Fleet, plain: Engine) -> None:
+@pytest.mark.parametrize("delay_ms", [0, long(1), long(20)])
+def test_what_the_router_has_prefilled_is_decoded_elsewhere_with_equal_tokens(
+    fleet: Fleet, plain: Engine, delay_ms: int
+) -> None:
     prompts = [random_prompt(seed, 2 + 5.3 * (seed % 4)) for seed in range(REQUESTS)]
     expected = [answer.tokens[0] for answer in plain.ask(*prompts)]
     extra = {"remote_patience_ms": 60_000}
-    with two_nodes() as nodes, engines(*(fleet.engine(node.socket, extra=extra) for node in nodes)) as both:
+    with two_nodes(delay_ms) as nodes, engines(*(fleet.engine(node.socket, extra=extra) for node in nodes)) as both:
         with fronts(both) as (prefill, decode), router(prefill, decode) as url:
             assert [complete(url, prompt) for prompt in prompts] == expected
         assert [words["do_remote_decode"] for words in prefill.asked] == [True] * REQUESTS
