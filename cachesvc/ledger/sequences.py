@@ -6,7 +6,7 @@ Flows tell a sequence what happens to it and take nothing from it by hand; ``end
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from cachesvc.model.numbers.int32s import array_of, column
 from cachesvc.model.numbers.sharing import Party
 from cachesvc.model.requests import Ended
 from cachesvc.model.transfer import Direction
-from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.model.words import NO_PAGE, READY, PageState
 
 Keep = Callable[[int, "array[int]"], None]
 """Takes pages of a group that a process may still write."""
@@ -108,6 +108,17 @@ class Sequence(BlockTables):
         if self.room is None:
             self.room = Reservation(self.place.reservations, self.place.pools, self.own)
         return self.room
+
+    def device_pages(self, groups: Iterable[int]) -> int:
+        """Number of pages of ``groups`` that it has on its device, those of its hit that are no part of a table yet
+        included, but for windows."""
+        rest = self.rest()
+        found = 0
+        for group in groups:
+            found += int((column(self.tables[group]) != NO_PAGE).sum())
+            if rest and group in self.place.full_groups:
+                found += int((self.place.states_of(group, rest) == READY).sum())
+        return found
 
     @property
     def pages_ahead(self) -> list[int]:

@@ -182,8 +182,9 @@ class LoadFailed(CacheError):
 
 
 class PoolExhausted(CacheError):
-    """A pool cannot give what was asked. The fields say why, in pages. ``reason``: ``full``, so that it may succeed
-    later; or ``too large``: the pool can never hold it."""
+    """A pool cannot give what was asked. The fields say why, in pages. ``own``: those that the sequence which asks has
+    there already, beside what is ``wanted``. ``reason``: ``full``, so that it may succeed later; or ``too large``: the
+    pool can never hold it."""
 
     code = ErrorCode.EXHAUSTED
     pool: str | None = None
@@ -193,6 +194,7 @@ class PoolExhausted(CacheError):
     pinned: int | None = None
     quarantined: int | None = None
     capacity: int | None = None
+    own: int | None = None
     reason: str | None = None
 
     def __init__(
@@ -205,19 +207,17 @@ class PoolExhausted(CacheError):
         pinned: int,
         quarantined: int,
         capacity: int,
+        own: int = 0,
         remedy: str = "",
     ) -> None:
-        if wanted > capacity:
-            hint = "too large: " + (
-                remedy
-                or "the pool can never hold that; ask for fewer, or have the operator give the daemon a larger pool"
-            )
-        else:
-            hint = "it is full now: " + (remedy or "release sequences, ask for fewer, or recompute")
-        super().__init__(
-            f"{pool}: wanted {wanted} pages, free {free}, evictable {evictable}, pinned or private {pinned}, "
-            f"quarantined {quarantined}, capacity {capacity}; {hint}"
-        )
+        is_too_large = wanted + own > capacity
+        hint = f"it is full now: {remedy or 'release sequences, ask for fewer, or recompute'}"
+        if is_too_large:
+            advice = "the pool can never hold that; ask for fewer, or have the operator give the daemon a larger pool"
+            hint = f"too large: {remedy or advice}"
+        beside = f" beside {own} of its own" if own else ""
+        counts = f"free {free}, evictable {evictable}, pinned or private {pinned}, quarantined {quarantined}"
+        super().__init__(f"{pool}: wanted {wanted} pages{beside}, {counts}, capacity {capacity}; {hint}")
         self.pool = pool
         self.wanted = wanted
         self.free = free
@@ -225,12 +225,13 @@ class PoolExhausted(CacheError):
         self.pinned = pinned
         self.quarantined = quarantined
         self.capacity = capacity
-        self.reason = "too large" if wanted > capacity else "full"
+        self.own = own
+        self.reason = "too large" if is_too_large else "full"
 
     @property
     def can_never_fit(self) -> bool:
         """True where the pool is smaller than what was asked for: no wait and no release helps."""
-        return self.wanted is not None and self.capacity is not None and self.wanted > self.capacity
+        return self.capacity is not None and (self.wanted or 0) + (self.own or 0) > self.capacity
 
 
 class LimitExceeded(CacheError):

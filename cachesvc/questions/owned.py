@@ -26,15 +26,16 @@ def why_lost(core: Core, lease_id: str) -> str | None:
 
 
 def require_model(core: Core, tenant: str, model_id: int, namespace: bytes) -> None:
-    """Raises NotFound for another tenant's model, and for one made with a salt where ``namespace`` is not its own.
+    """Raises NotFound for another tenant's model, for one made with a salt where ``namespace`` is not its own, and
+    where the caller names another namespace: numbers are given anew after a restart.
 
     Only clients that registered with the salt know the namespace of such a model.
     """
     model = core.ledger.models.get(model_id)
     if model is None:
         return
-    has_salt = not model.is_salted or hmac.compare_digest(namespace, model.namespace)
-    if model.tenant != tenant or not has_salt:
+    is_named = hmac.compare_digest(namespace, model.namespace) or not (namespace or model.is_salted)
+    if model.tenant != tenant or not is_named:
         raise NotFound("model", model_id, "register it first")
 
 

@@ -268,7 +268,7 @@ def scraps(models: Collection[Model], full: Collection[PoolLine]) -> list[str]:
             continue
         for tier in ("devices", "host"):
             total, own = sum(size for (_, where), size in sizes.items() if where == tier), sizes[model.id, tier]
-            if total > SCRAPS * own:
+            if total > SCRAPS * own and sizes[before.id, tier] > SCRAPS * own:
                 out.append(
                     f"model {model.id} ({model.shown}) has {own} of {total} bytes on {tier}: its name was registered "
                     f"first with another layout (model {before.id}), which holds the pool. If engines of both are to "

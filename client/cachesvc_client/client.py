@@ -70,7 +70,7 @@ class CacheClient:
 
     @property
     def epoch(self) -> int:
-        """Number of the daemon's life. Raises DaemonUnavailable before ``connect``."""
+        """Number of the daemon's life. Raises InvalidRequest before ``connect``."""
         return self._calls.epoch
 
     @property

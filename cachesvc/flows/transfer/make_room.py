@@ -70,7 +70,7 @@ def make_room(
         if place.lacks(wanted):
             room = None if waiter is None else waiter.reserve()
             with kept(call.model.blocks, place, keep):
-                wait = _evict(core, call.model, call.replica, wanted, room, call.lease.party)
+                wait = _evict(core, call.model, call.replica, wanted, waiter, call.lease.party)
     finally:  # it has what it wanted, or is refused: it no longer waits
         if room is not None and wait is None:
             room.release()
@@ -107,7 +107,7 @@ def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) 
 
 
 def _evict(
-    core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None, party: Party
+    core: Core, model: Model, replica: Replica, wanted: Sequence[int], waiter: OpenSequence | None, party: Party
 ) -> Wait | None:
     """Make room in every pool that is short: first by windowed copies that no hit has used, in a pool that they share
     with full groups, then by blocks, then by other idle windowed copies."""
@@ -115,7 +115,7 @@ def _evict(
     if place.window_groups:
         for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
             if short > 0 and full < len(groups) and _evictable(model, place, groups, after_flights=False) < short:
-                return _wait_or_refuse(core, model, replica, groups, wanted, room)
+                return _wait_or_refuse(core, model, replica, groups, wanted, waiter)
         if place.kin and _drop_spent(core, model, replica, wanted) >= core.turns.evicted:
             return TURN if place.lacks(wanted) else None
         if (
@@ -124,7 +124,7 @@ def _evict(
         ):
             return TURN if place.lacks(wanted) else None
     if demand_of(place, wanted).left > 0:
-        wait = _evict_blocks(core, model, replica, wanted, room, party)
+        wait = _evict_blocks(core, model, replica, wanted, waiter, party)
         if wait is not None:
             return wait
     if place.window_groups:
@@ -147,9 +147,9 @@ def _drop_spent(core: Core, model: Model, replica: Replica, wanted: Sequence[int
 
 
 def _evict_blocks(
-    core: Core, model: Model, replica: Replica, wanted: Sequence[int], room: Reservation | None, party: Party
+    core: Core, model: Model, replica: Replica, wanted: Sequence[int], waiter: OpenSequence | None, party: Party
 ) -> Wait | None:
-    place = replica.place
+    place, room = replica.place, None if waiter is None else waiter.room
     draining = _draining(core, model, replica, room)
     demand = demand_of(place, wanted)
     for ticket in draining:
@@ -164,7 +164,7 @@ def _evict_blocks(
         if is_beyond or not met:
             if place.has_shared_pools and drop_idle_copies(model.blocks, place, wanted, core.turns.evicted):
                 return TURN
-            return _wait_or_refuse(core, model, replica, _shortest(place, wanted), wanted, room)
+            return _wait_or_refuse(core, model, replica, _shortest(place, wanted), wanted, waiter)
         if plan.drains and draining and not may_submit(core, model, replica, party):
             return wait_for(core, (ticket.id for ticket in draining))
         if plan.drains:
@@ -248,12 +248,13 @@ def _wait_or_refuse(
     replica: Replica,
     groups: tuple[int, ...],
     wanted_of: Sequence[int],
-    room: Reservation | None,
+    waiter: OpenSequence | None,
 ) -> Wait:
     """Wait where the end of running transfers can meet the demand of the pool of ``groups``. Operators' pins end where
     the replica's only sequence cannot go on beside them. Raises PoolExhausted where nothing helps."""
     place, book = replica.place, core.ledger.tickets
     pool, wanted = place.pools[groups[0]], sum(wanted_of[group] for group in groups)
+    room, own = (None, 0) if waiter is None else (waiter.room, waiter.device_pages(groups))
     # Of others' transfers there may be thousands: C code alone goes through them.
     of_replica = (book.of_replica(model.id, replica.id, direction) for direction in Direction)
     readers = book.reading(model.id, replica.id)
@@ -271,10 +272,10 @@ def _wait_or_refuse(
             return wait_for(core, islice(awaited, MOST_AWAITED))
     if any(chore.model == model.id and chore.gives_back for chore in core.chores):
         return TURN
-    if wanted <= pool.capacity and _is_alone(core, model, replica) and (ended := model.pins.leave(place)):
+    if wanted + own <= pool.capacity and _is_alone(core, model, replica) and (ended := model.pins.leave(place)):
         core.count(Count.PINS_ENDED_EARLY, len(ended))
         return TURN
-    raise exhausted(pool, wanted, _evictable(model, place, groups, after_flights=False))
+    raise exhausted(pool, wanted, _evictable(model, place, groups, after_flights=False), own)
 
 
 def _is_alone(core: Core, model: Model, replica: Replica) -> bool:
@@ -301,8 +302,9 @@ def room_left(place: Place) -> tuple[list[int], list[int]]:
     return [pool.unreserved for pool in place.pools], evictable
 
 
-def exhausted(pool: PagePool, wanted: int, evictable: int) -> PoolExhausted:
-    """The refusal of a pool, with its numbers. What is reserved counts as held."""
+def exhausted(pool: PagePool, wanted: int, evictable: int, own: int = 0) -> PoolExhausted:
+    """The refusal of a pool, with its numbers. What is reserved counts as held. ``own``: pages that the sequence which
+    asks has there."""
     quarantined = pool.counts[PageState.QUARANTINED]
     return PoolExhausted(
         pool=pool.name if pool.usable == pool.capacity else f"{pool.name} (only {pool.usable} pages have arrived yet)",
@@ -312,6 +314,7 @@ def exhausted(pool: PagePool, wanted: int, evictable: int) -> PoolExhausted:
         pinned=pool.usable - pool.unreserved - quarantined - evictable,
         quarantined=quarantined,
         capacity=pool.capacity,
+        own=own,
     )
 
 

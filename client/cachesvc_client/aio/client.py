@@ -20,7 +20,13 @@ from cachesvc_client.aio.lease import AsyncLease, open_lease
 from cachesvc_client.aio.opening import Opening
 from cachesvc_client.aio.port import AsyncPort
 from cachesvc_client.core.arguments import checks_arguments
-from cachesvc_client.core.errors import AlreadyClosed, CacheClientError, DaemonUnavailable, LeaseLost, NotFound
+from cachesvc_client.core.errors import (
+    AlreadyClosed,
+    CacheClientError,
+    InvalidRequest,
+    LeaseLost,
+    NotFound,
+)
 from cachesvc_client.core.fork import Maker
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
@@ -89,7 +95,7 @@ class ClientCalls:
 
     @property
     def epoch(self) -> int:
-        """Number of the daemon's life. Raises DaemonUnavailable before ``connect``."""
+        """Number of the daemon's life. Raises InvalidRequest before ``connect``."""
         return self._require_connection().life.epoch
 
     @property
@@ -205,7 +211,7 @@ class ClientCalls:
     async def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
         if self._connection is None:
-            raise DaemonUnavailable("not connected: use the client in a with block, or call connect() first")
+            raise InvalidRequest("not connected yet: use the client in a with block, or call connect() first")
         return await self._connection.port.wait_end(timeout_s)
 
     async def close(self, *, quiesced: bool | None = None) -> None:
@@ -238,6 +244,10 @@ class ClientCalls:
 
     async def _open_lease(self, registration: Registration, instance: str) -> AsyncLease:
         connection = self._require_connection()
+        if connection.life.epoch not in (0, registration.epoch):  # what its numbers name now may be another model
+            raise NotFound.from_message(
+                f"model {registration.model_id} was registered with a daemon that has gone; register it again"
+            )
         for known in self._leases if instance else ():
             is_open = not known.is_lost and not known.record.is_closed
             if is_open and (known.instance, known.registration.key) == (instance, registration.key):
@@ -283,7 +293,7 @@ class ClientCalls:
     def _require_connection(self) -> Connection:
         self._require_open()
         if self._connection is None:
-            raise DaemonUnavailable("not connected: use the client in a with block, or call connect() first")
+            raise InvalidRequest("not connected yet: use the client in a with block, or call connect() first")
         self._connection.check()
         return self._connection
 

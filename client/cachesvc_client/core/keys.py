@@ -207,12 +207,16 @@ class BlockHasher:
 
 def packed(keys: PackedKeys) -> memoryview:
     """Keys as bytes in a row, without a copy. Raises InvalidRequest for what is not bytes."""
+    wanted = f"keys are bytes, {KEY_BYTES} for each block, such as BlockHasher.keys"
     try:
-        return memoryview(keys).cast("B")
+        given = memoryview(keys)
+        view = given.cast("B")
     except TypeError as error:
-        raise InvalidRequest(
-            f"keys are bytes, {KEY_BYTES} for each block, such as BlockHasher.keys, not {type(keys).__name__}: {error}"
-        ) from error
+        raise InvalidRequest(f"{wanted}, not {type(keys).__name__}: {error}") from error
+    if given.itemsize not in (1, KEY_BYTES) and given.ndim < 2:
+        kind = f"{type(keys).__name__} of numbers of {given.itemsize} bytes"
+        raise InvalidRequest(f"{wanted}; this is a {kind}, as tokens are: pass lease.hasher(tokens).keys")
+    return view
 
 
 def as_bytes(keys: PackedKeys) -> bytes:

@@ -98,6 +98,21 @@ def test_a_call_that_meets_the_next_daemon_is_told_as_the_loss_of_its_own(
     fresh.match(b"")
 
 
+def test_a_registration_of_a_daemon_that_has_gone_opens_no_lease(
+    daemon: FakeDaemon, successor: FakeDaemon, client: CacheClient
+) -> None:
+    """Its numbers may be another model's now."""
+    stale = client.register("m", LAYOUT)
+    daemon.let_go()
+    daemon.hang_up()
+    assert client.wait_lost(NEVER_S)
+    successor.start()
+    assert client.reconnect() == ()
+    with pytest.raises(NotFound, match="registered with a daemon that has gone; register it again"):
+        client.open_lease(stale)
+    assert not client.open_lease(client.register("m", LAYOUT)).is_lost
+
+
 async def test_the_awaited_client_is_told_too(daemon: FakeDaemon, successor: FakeDaemon) -> None:
     async with AsyncCacheClient(daemon.path, retries=RETRIES, timeouts=Timeouts(close_s=1)) as client:
         lease = await client.open_lease(await client.register("m", LAYOUT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -273,3 +274,6 @@ def test_what_is_not_bytes_is_no_key() -> None:
     for keys in ("k" * 32, [1, 2, 3], None, np.zeros((4, 64), np.uint8)[:, :32]):
         with pytest.raises(InvalidRequest, match=r"keys are bytes, 32 for each block, such as BlockHasher\.keys"):
             SequenceRecord(1, LAYOUT).open(keys, 0)  # type: ignore[arg-type]
+    for tokens in (np.arange(64), np.zeros(16, np.uint32), array("i", [1, 2])):
+        with pytest.raises(InvalidRequest, match=r"as tokens are: pass lease\.hasher\(tokens\)\.keys"):
+            SequenceRecord(1, LAYOUT).open(tokens, 0)  # type: ignore[arg-type]

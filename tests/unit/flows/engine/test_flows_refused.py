@@ -16,7 +16,7 @@ from cachesvc.flows.engine.swap import swap_in, swap_out
 from cachesvc.flows.models import admin
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.model.answers import Matched
-from cachesvc.model.errors import LimitExceeded, LoadFailed
+from cachesvc.model.errors import LimitExceeded, LoadFailed, PoolExhausted
 from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve
 from tests.unit.rigs.peers_rig import asking, hit, shared
@@ -183,3 +183,24 @@ def test_a_write_back_that_the_mover_refuses_is_tried_again_and_then_done_withou
         tries += 1
     assert tries == 3
     assert rig.host_keys() == set()
+
+
+def test_a_prompt_that_can_never_fit_is_too_large_also_behind_a_hit_of_its_own() -> None:
+    """An engine that queues what is only ``full`` would wait for ever."""
+    rig = rig_of(one_group(), device=(8,), host=(0,))
+    a = rig.lease()
+    serve(rig, a, 1, "abc")
+    rig.run(match, a, 2, chain(*"abcdefghi"), 0)
+    with pytest.raises(PoolExhausted, match="too large") as refused:
+        rig.once(allocate, a, 2, 9)
+    assert (refused.value.wanted, refused.value.own, refused.value.capacity) == (6, 3, 8)
+    assert refused.value.can_never_fit
+    assert PoolExhausted.from_message(str(refused.value), refused.value.facts()).can_never_fit
+    rig.run(allocate, a, 2, 8)
+    with pytest.raises(PoolExhausted, match="too large") as refused:
+        rig.once(allocate, a, 2, 9)
+    assert (refused.value.wanted, refused.value.own) == (1, 8)
+    rig.run(match, a, 3, chain(*"xyz"), 0)
+    with pytest.raises(PoolExhausted, match="full now") as refused:
+        rig.once(allocate, a, 3, 3)
+    assert not refused.value.can_never_fit

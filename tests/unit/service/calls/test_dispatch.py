@@ -361,3 +361,20 @@ async def test_each_call_is_counted_once_by_its_outcome() -> None:
     }
     assert sum(watch.seconds["CacheService/Allocate"].counts) == 3
     assert desk.cache.operations == {("release", "OK"): 1, ("none", "INVALID"): 1}
+
+
+async def test_a_model_that_the_caller_calls_by_another_namespace_is_not_found() -> None:
+    """Numbers are given anew after a restart: an old registration must not open a lease on another model."""
+    async with Desk() as desk:
+        desk.lease("b")
+        model = desk.node.core.ledger.models[1]
+        tries = ((model.namespace, True), (b"", True), (bytes(32), False), (b"x", False))
+        for request_id, (namespace, is_right) in enumerate(tries, 7):
+            asked = lease_pb2.OpenRequest(
+                model_id=1, process_token=b"process-b", namespace=namespace, request_id=request_id
+            )
+            answer = desk.ask(desk.leases.open, asked)
+            if is_right:
+                assert isinstance(answer, lease_pb2.OpenResponse)
+            else:
+                assert (answer.code, "register it first" in answer.message) == ("NOT_FOUND", True)
