@@ -162,7 +162,7 @@ def asked_first(caller: Caller, addresses: Sequence[str], prompts: Sequence[Sequ
             there = exists(peers, scope, keys)
             right += bool(asked) and asked[0] == address and there == BLOCKS
             questions += len(asked)
-    size_bytes = sum(peer.digest.size_bytes for peer in peers.peers)
+    size_bytes = sum(len(peer.digest.bits) for peer in peers.peers)
     peers.close()
     count = sum(map(len, prompts))
     print(f"right peer first: {right} of {count} prompts (goal {LEAST_SHARE:.0%}), by {questions} questions")

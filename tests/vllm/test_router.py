@@ -26,9 +26,11 @@ WAIT_S = 120.0
 
 
 class Front:
-    """The HTTP server of an engine: completions of token ids, with a router's words in and out."""
+    """The HTTP server of an engine: completions of token ids, with a router's words in and out. ``seen_at``: address at
+    which the prefilling node is seen from here, where that is another one than its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, seen_at: str) -> None:
+        self._seen_at = seen_at
         self.answers: list[Answer] = []
         self.asked: list[Any] = []
         self._engine = engine
@@ -60,6 +62,8 @@ class Front:
     def complete(self, body: Any) -> dict[str, Any]:
         """Answer a completion."""
         words = body.get("kv_transfer_params")
+        if self._seen_at and words.get("do_remote_prefill"):
+            words = {**words, "remote_host": self._seen_at}
         sampling = {} if words is None else {"extra_args": {"kv_transfer_params": words}}
         with self._lock:
             [answer] = self._engine.ask(Prompt(tuple(body["prompt"]), body["max_tokens"], sampling=sampling))
@@ -74,11 +78,11 @@ class Front:
 
 
 @contextmanager
-def fronts(served: Sequence[Engine]) -> Iterator[list[Front]]:
+def fronts(served: Sequence[Engine], seen_at: str) -> Iterator[list[Front]]:
     with ExitStack() as stack:
         made = []
         for engine in served:
-            front = Front(engine)
+            front = Front(engine, seen_at)
             threading.Thread(target=front.server.serve_forever, daemon=True).start()
             stack.callback(front.server.shutdown)
             made.append(front)
@@ -105,17 +109,14 @@ def complete(url: str, prompt: Prompt) -> tuple[int, ...]:
 
 @contextmanager
 def two_nodes(delay_ms: int) -> Iterator[tuple[Node, Node]]:
-    """A prefilling and a decoding node; every byte between them comes so much later."""
+    """A prefilling and a decoding node; each byte between them comes ``delay_ms`` later."""
     port, data_port = free_ports(2)
     lends = ["--peer-listen", f"{LENDER}:{port}", "--peer-data-port", str(data_port), "--write-policy", "write_through"]
     with ExitStack() as stack:
         if delay_ms:
             stack.enter_context(running_relay(delay_ms / 1000)).open(port, data_port)
-            lends += ["--peer-advertise", f"{BORROWED_AT}:{port}"]
-        yield (
-            stack.enter_context(running_node(lends)),
-            stack.enter_context(running_node(["--peer-allow", "127.0.0.0/8"])),
-        )
+        prefiller = stack.enter_context(running_node(lends))
+        yield prefiller, stack.enter_context(running_node(["--peer-allow", "127.0.0.0/8"]))
 
 
 @pytest.mark.parametrize("delay_ms", [0, long(1), long(20)])
@@ -126,7 +127,7 @@ def test_what_the_router_has_prefilled_is_decoded_elsewhere_with_equal_tokens(
     expected = [answer.tokens[0] for answer in plain.ask(*prompts)]
     extra = {"remote_patience_ms": 60_000}
     with two_nodes(delay_ms) as nodes, engines(*(fleet.engine(node.socket, extra=extra) for node in nodes)) as both:
-        with fronts(both) as (prefill, decode), router(prefill, decode) as url:
+        with fronts(both, BORROWED_AT if delay_ms else "") as (prefill, decode), router(prefill, decode) as url:
             assert [complete(url, prompt) for prompt in prompts] == expected
         assert [words["do_remote_decode"] for words in prefill.asked] == [True] * REQUESTS
         assert [len(answer.tokens[0]) for answer in prefill.answers] == [1] * REQUESTS
