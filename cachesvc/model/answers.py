@@ -38,6 +38,9 @@ class Reserved(Protocol):
     def release(self) -> None:
         """The call has ended, whatever came of it. Once is enough; twice is fine."""
 
+    def shorten(self, until: float) -> None:
+        """End it at ``until`` at the latest."""
+
 
 class Wait(NamedTuple):
     """Blocked: call again when one of these tickets has ended. Nothing was changed for the caller.

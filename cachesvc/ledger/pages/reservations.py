@@ -84,6 +84,10 @@ class Reservation:
             pool.reserved -= self.held[group]
             self.held[group] = 0
 
+    def shorten(self, until: float) -> None:
+        """End it at ``until`` at the latest."""
+        self.until = min(self.until, until)
+
     def release(self) -> None:
         """End the reservation. Idempotent."""
         self.give_back()

@@ -42,6 +42,10 @@ Flow = Callable[[Core, Call], Answer | Wait]
 """Answers, or says what to wait for and is run again with a new Call."""
 
 
+class AsksAgain(DeadlineExceeded):
+    """Raised by a call that waits for no transfers. The pages that they free are kept for it: its caller asks again."""
+
+
 def end_wait(wait: Wait) -> None:
     """End a wait: what was kept for the call can be taken. Idempotent."""
     if wait.reserved is not None:
@@ -229,6 +233,9 @@ class Node:
                 if left <= 0 and not answer.goes_on:  # tickets may end forever without bringing what the flow needs
                     raise DeadlineExceeded(f"{NEEDS} did not help in time; try again or recompute")
                 wait = answer
+        except AsksAgain:
+            reserved = None
+            raise
         finally:
             if long is not None:
                 long.end()

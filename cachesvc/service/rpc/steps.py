@@ -28,11 +28,11 @@ from cachesvc.flows.transfer.make_room import room_left
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import member_of
 from cachesvc.model.answers import GroupCells, Wait
-from cachesvc.model.errors import CacheError, DeadlineExceeded, InvalidRequest, LimitExceeded, Unavailable
+from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Unavailable
 from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.calls.dispatcher import INTERNAL, Ask
 from cachesvc.service.calls.observe import OK
-from cachesvc.service.loop.node import end_wait
+from cachesvc.service.loop.node import AsksAgain, end_wait
 from cachesvc.service.rpc.columns import TURN_BLOCKS, ColumnRun, EntryRef
 from cachesvc.service.rpc.operations import OPERATIONS, FlowOperation
 from cachesvc.telemetry.tracing import current_span
@@ -45,6 +45,8 @@ OPERATION_BLOCKS, FEWEST_BLOCKS = 16, 8
 go together: they take 25 us and 15 us, for any number."""
 NONE = "none"
 """Name of an empty operation."""
+KEPT_S = 0.25
+"""Time for which freed pages are kept for an operation that does not wait, seconds: several iterations of an engine."""
 NO_COLUMN = cache_pb2.STEP_COLUMN_UNSPECIFIED
 
 
@@ -205,8 +207,8 @@ class StepRun:
             if isinstance(answer, Wait):
                 run: Callable[[], Any] = partial(self._run_again, operation, inner, memory)
                 if self._request.no_wait:
-                    run = partial(_without_waiting, run)
-                    answer = _turns_alone(answer, run)
+                    run = partial(self._without_waiting, run)
+                    answer = self._turns_alone(answer, run)
                 if isinstance(answer, Wait):
                     return Parked(ref, name, run, answer)
             self._tell(ref, name, answer)
@@ -218,6 +220,22 @@ class StepRun:
 
     def _run_again(self, operation: FlowOperation[Any, Any, Any, Any], inner: Any, memory: Any) -> Any:
         return operation.run(self._dispatcher, self._ask.renewed(), inner, memory)
+
+    def _without_waiting(self, run: Callable[[], Any]) -> Any:
+        """Run an operation that takes several turns, or can do without its transfers. Raises AsksAgain for one that
+        must wait."""
+        return self._turns_alone(run(), run)
+
+    def _turns_alone(self, outcome: Any, run: Callable[[], Any]) -> Any:
+        """Have an outcome that waits for no transfers. What these free is kept for it a moment: it is asked again."""
+        while isinstance(outcome, Wait) and outcome.tickets:
+            if outcome.seconds is None:
+                if outcome.reserved is not None:
+                    outcome.reserved.shorten(self._dispatcher.node.now() + KEPT_S)
+                raise AsksAgain("the operation has to wait for transfers, and its step does not; they go on: ask again")
+            end_wait(outcome)
+            outcome = run()
+        return outcome
 
     async def _wait_out(self, parked: Parked, behind: deque[EntryRef]) -> None:
         """See an operation through that waits, and those behind it in turn."""
@@ -327,21 +345,3 @@ class StepRun:
             self._distrust(broken)
             self._dispatcher.broke(f"{self._ask.method}/stock", self._ask.lease)
             return ()
-
-
-def _without_waiting(run: Callable[[], Any]) -> Any:
-    """Run an operation that takes several turns, or can do without its transfers. Raises DeadlineExceeded for one that
-    must wait."""
-    return _turns_alone(run(), run)
-
-
-def _turns_alone(outcome: Any, run: Callable[[], Any]) -> Any:
-    """Have an outcome that waits for no transfers."""
-    while isinstance(outcome, Wait) and outcome.tickets:
-        end_wait(outcome)
-        if outcome.seconds is None:
-            raise DeadlineExceeded(
-                "the operation has to wait for transfers, and its step does not; they go on: ask again"
-            )
-        outcome = run()
-    return outcome

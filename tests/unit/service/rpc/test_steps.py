@@ -22,6 +22,7 @@ from tests.unit.rigs.dispatch_rig import (
     swap_in,
     turns,
 )
+from tests.unit.rigs.ledger_rig import one_group, rig_of, serve
 
 
 async def test_a_step_that_does_not_wait_is_answered_at_once() -> None:
@@ -156,6 +157,22 @@ async def test_a_step_that_does_not_want_to_wait_is_answered_at_once() -> None:
         assert "they go on" in answer.results[0].error.message
         await desk.land(ticket)
         assert kinds(desk.steps(lease, swap_in(1), no_wait=True)) == ["swap"], "the swap has ended"
+
+
+async def test_pages_that_are_freed_for_an_operation_that_did_not_wait_are_kept_for_it() -> None:
+    """Whatever engine asked first had them: the one for which blocks were saved found none, and saved others."""
+    rig = rig_of(one_group(), device=(4,), host=(32,))
+    async with Desk(rig) as desk:
+        a, b = desk.lease("a"), desk.lease("b")
+        serve(rig, a, 90, "wxyz")
+        desk.steps(a, match(1, ""))
+        assert kinds(desk.steps(a, allocate(1, 4), no_wait=True)) == ["DEADLINE"]
+        for ticket in [*rig.mover.transfers]:
+            await desk.land(ticket)
+        assert rig.free() == [4]
+        greedy = desk.steps(b, match(1, ""), allocate(1, 2), stock_pages=[2], stock_due=2, no_wait=True)
+        assert (kinds(greedy), len(greedy.stock)) == (["match", "EXHAUSTED"], 0)
+        assert kinds(desk.steps(a, allocate(1, 4), no_wait=True)) == ["allocate"]
 
 
 async def test_a_defect_ends_its_step_and_a_retry_applies_nothing_twice() -> None:
