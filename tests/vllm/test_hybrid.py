@@ -126,7 +126,8 @@ def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, cou
     """One after another each finds as many tokens as alone. At once, two engines and one alone have other batches, and
     a request finds what an earlier batch computed."""
     fleet, requests, blocks = model.fleet(tmp_path), mixed_requests(model, 11, count), 4 * model.blocks
-    one_by_one, at_once = requests[: count // 3], requests[count // 3 :]
+    requests = [replace(each, new=1 + each.new // 4) for each in requests]
+    one_by_one, at_once = requests[: count // 6], requests[count // 6 :]
     with running_node(["--checksums", "all"]) as node:
         started = [engine_of(fleet, model, None, blocks)]
         started += [engine_of(fleet, model, node.socket, blocks, verify_steps=50) for _ in range(2)]

@@ -109,7 +109,7 @@ def complete(url: str, prompt: Prompt) -> tuple[int, ...]:
 
 @contextmanager
 def two_nodes(delay_ms: int) -> Iterator[tuple[Node, Node]]:
-    """A prefilling and a decoding node; every byte between them comes late."""
+    """A prefilling and a decoding node; each byte between them comes ``delay_ms`` later."""
     port, data_port = free_ports(2)
     lends = ["--peer-listen", f"{LENDER}:{port}", "--peer-data-port", str(data_port), "--write-policy", "write_through"]
     with ExitStack() as stack:

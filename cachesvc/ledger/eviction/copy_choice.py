@@ -1,7 +1,7 @@
 """Choice of idle copies of windows and recurrent states that go by themselves, by what they are worth beside blocks.
 
-The copies of a position that are worth less than the next block to go are cheap: they go first. The end of a prompt is
-never cheap: without its copies its blocks are of no use, so they go together, in the order of the blocks.
+The copies of a position that are worth less than the prompt with the oldest end are cheap: they go first. The end of a
+prompt is never cheap: without its copies its blocks are of no use, so they go together, in the order of the blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import islice
 from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.retention import TICKS, Retention
 from cachesvc.ledger.index.tier_copies import Place
-from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, SortedEntries
+from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, LeafOrder, SortedEntries
 from cachesvc.ledger.order.class_queues import QueuedLeaves
 from cachesvc.ledger.order.copy_queues import OCTAVES, CopyQueues, least_distance, queue_number
 from cachesvc.ledger.pages.place_pools import Kin
@@ -27,14 +27,14 @@ LEAVES_LOOKED = 64
 
 
 def cheap_copies(ledger: BlockLedger, place: Place, groups: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """``(group, row)`` of ``most`` idle copies of some groups that are worth less than the next block to go, or of
-    fewer; copies that are needed together go together."""
+    """``(group, row)`` of ``most`` idle copies of some groups, or of fewer, that are worth less than the prompt with
+    the oldest end; copies that are needed together go together."""
     found: list[tuple[int, int]] = []
     retention = ledger.retention
     for kin in place.kin if retention is not None else ():
         if kin.lead in groups and len(found) < most:
             assert retention is not None
-            walk = _CheapCopies(ledger, retention, place, kin, worth_of_next_block(ledger, place, kin))
+            walk = _CheapCopies(ledger, retention, place, kin, worth_of_oldest_end(ledger, place, kin))
             for row in walk.victims(WORK + WORK_A_PAGE * most):
                 found += ((group, row) for group in kin.groups if place.window_leaves[group].filed[row])
                 if len(found) >= most:
@@ -43,25 +43,32 @@ def cheap_copies(ledger: BlockLedger, place: Place, groups: Sequence[int], most:
     return found
 
 
-def worth_of_next_block(ledger: BlockLedger, place: Place, kin: Kin) -> float:
-    """Worth of the prompt whose end is the next block to go, of those that have copies; 0 where there is none."""
+def worth_of_oldest_end(ledger: BlockLedger, place: Place, kin: Kin) -> float:
+    """Worth of the prompt whose end is the oldest leaf, of those that have copies; 0 where there is none.
+
+    A policy that learns may take another leaf next. The choice among leaves needs an order alone; copies are held
+    against the worth itself, and that of a leaf chosen for its order is known less well.
+    """
     retention, leaves, index = ledger.retention, place.leaves, ledger.index
     assert retention is not None
-    if isinstance(leaves, QueuedLeaves):
-        number = leaves.chooser.pick(leaves.heads, ledger.clock.seconds)
-        entries = [entry] if number >= 0 and (entry := leaves.queues[number].first) is not None else []
-    else:
-        entries = list(islice(leaves, LEAVES_LOOKED))
-    row = next((entry & ROW_MASK for entry in entries if entry >= 0), -1)
+    row = _oldest(leaves)
     if row < 0:
         return 0.0
     rule, now = retention.rule, retention.now
-    known = ledger.chooser.worth(index.segments[row], now) if ledger.chooser is not None else None
-    end = known.density if known else rule.end_density(index.depth[row], ledger.ages.age(index.stamp[row]))
+    end = rule.end_density(index.depth[row], ledger.ages.age(index.stamp[row]))
     branch = retention.branch(place, kin, row)
     requests = [(rule.density(rule.classes[each], now - rule.since[each]), saved) for each, saved in branch.copies]
     requests[:1] = [(max(density, end), saved) for density, saved in requests[:1]]
     return rule.branch_worth(requests, branch.blocks + kin.cost * len(branch.copies) / kin.window)
+
+
+def _oldest(leaves: LeafOrder) -> int:
+    """Row of the leaf with the lowest entry, of those behind which a prompt can go on; -1: none was seen."""
+    if isinstance(leaves, QueuedLeaves):
+        entries = sorted(entry for queue in leaves.queues for entry in islice(queue.beyond(-1), 1))
+    else:
+        entries = list(islice(leaves, LEAVES_LOOKED))
+    return next((entry & ROW_MASK for entry in entries if entry >= 0), -1)
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cachesvc.ledger.eviction import copy_choice
-from cachesvc.ledger.eviction.copy_choice import WORK, WORK_A_PAGE, cheap_copies
+from cachesvc.ledger.eviction.copy_choice import WORK, WORK_A_PAGE, cheap_copies, worth_of_oldest_end
 from cachesvc.ledger.index.retention import ROWS_LOOKED, Retention
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.simulation import Copies, SimulatedPools, Simulation
@@ -47,7 +47,7 @@ def test_a_search_climbs_no_more_rows_than_its_bound(monkeypatch: pytest.MonkeyP
     place = model.replicas[0].place
     counted: Any = CountedClimbs(model.blocks.retention)  # type: ignore[arg-type]
     model.blocks.retention = counted
-    monkeypatch.setattr(copy_choice, "worth_of_next_block", lambda *_: math.inf)  # every copy is cheap
+    monkeypatch.setattr(copy_choice, "worth_of_oldest_end", lambda *_: math.inf)  # every copy is cheap
     groups = [kin.lead for kin in place.kin]
     cheap_copies(model.blocks, place, groups, PROMPTS)
     assert counted.rows <= WORK + WORK_A_PAGE * PROMPTS + 3 * ROWS_LOOKED, "the last look may go beyond it"
@@ -66,3 +66,22 @@ def test_positions_are_linked_across_as_many_rows_as_are_looked_at(blocks: int, 
     assert retention is not None
     upper, lower = rows[keys[len(keys) // 2 - 32 : len(keys) // 2]], rows[keys[-32:]]
     assert retention.below[upper] == (lower if is_linked else NO_ROW)
+
+
+def test_copies_are_held_against_the_same_worth_whichever_leaf_is_next() -> None:
+    """A policy that learns takes other leaves than the oldest. What copies are worth beside blocks depends on what is
+    cached alone: with the same contents it is the same under both policies."""
+    found = []
+    for policy in ("lru", "hazard"):
+        copies = Copies(state_pages=1, state_blocks=4, window_pages=0, window_blocks=1)
+        simulation = Simulation(SimulatedPools(policy, "write_back", 4096, 0, copies=copies), 1)
+        for now, number in enumerate(at % 7 * 10 + at % 3 for at in range(400)):
+            key = (number % 70).to_bytes(4, "big")
+            simulation.serve(b"".join(key + at.to_bytes(28, "big") for at in range(8 + number % 5)), float(now))
+        (model,) = simulation.ledger.models.values()
+        place, retention = model.replicas[0].place, model.blocks.retention
+        assert retention is not None
+        assert retention.rule.has_learned
+        found.append([worth_of_oldest_end(model.blocks, place, kin) for kin in place.kin])
+    assert found[0] == found[1]
+    assert min(found[0]) > 0
