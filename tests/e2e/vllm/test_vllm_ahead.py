@@ -206,7 +206,7 @@ def test_a_request_waits_for_what_is_coming_though_its_last_block_will_be_left_o
         book.drops_last = True
         nowhere = Expected("127.0.0.1:1", patience=60.0, waits=False)
         begun = book.begin("b", replace(wish(hashes), expected=nowhere))
-        book.outbox.wait()  # as it is matched again later: nothing waits for what another node computes
+        book.outbox.wait()  # because it is matched again later: nothing waits for what another node computes
         assert begun.is_coming
         assert begun.hit_blocks == 3
         book.forget("b")
