@@ -1,7 +1,7 @@
 """Writes the tables of figures from the files in benchmarks/results: ``python -m tools.tables [--check]``.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` in README, docs/figures.md,
-docs/vllm.md or docs/deploying.md.
+docs/simulating.md, docs/vllm.md or docs/deploying.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from tools.results import RESULTS, ROOT
 from tools.results import load as _load
 from tools.results import rows as _rows
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "figures.md", tables_vllm.PAGE, tables_compatibility.PAGE)
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "figures.md",
+    tables_vllm.PAGE,
+    tables_compatibility.PAGE,
+    tables_eviction.PAGE,
+)
 TABLE = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -347,6 +353,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "simulation": tables_eviction.simulation,
     "stress": tables_eviction.stress,
     "stress-traces": tables_eviction.stress_traces,
+    "hybrid-states": tables_eviction.hybrid_states,
     "learning": tables_eviction.learning,
     "learning-sizes": tables_eviction.learning_sizes,
     "swap-cuda": swap_cuda,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.results import load, rows
+from tools.results import ROOT, load, rows
+
+PAGE = ROOT / "docs" / "simulating.md"
 
 
 def simulation() -> str:
@@ -56,6 +58,25 @@ def learning_sizes() -> str:
         for name, label in names.items()
     ]
     return rows(["lru / hazard", *(f"{int(size):,}" for size in sizes)], body, found["machine"])
+
+
+def hybrid_states() -> str:
+    """Token hits of a hybrid model: two rules for its states, both policies, and blocks alone."""
+    found = load("hybrid-states.json")
+    body = []
+    for name, trace in found["traces"].items():
+        for percent, row in sorted(trace["rows"].items(), key=lambda item: int(item[0])):
+            rules = [f"{row[rule]:.1%}" for rule in ("every aligned block", "ends and branches")]
+            body.append([name, f"{percent}%", *rules, *(_beside_bound(row, policy) for policy in ("lru", "hazard"))])
+    head = ["trace", "device", "every aligned block", "ends and branches", "lru / KV alone", "hazard / KV alone"]
+    return rows(head, body, found["machine"])
+
+
+def _beside_bound(row: dict[str, Any], policy: str) -> str:
+    hit, alone = row.get(policy), row[f"{policy}, KV alone"]
+    if hit is None:
+        return f"not measured / {alone:.1%}"
+    return f"{hit:.1%} / {alone:.1%} ({hit / alone:.0%})"
 
 
 def _shares(trace: dict[str, Any]) -> list[str]:
