@@ -63,8 +63,8 @@ class Plan:
 
     @property
     def utilisation(self) -> float:
-        """Share of the GPU that one engine takes beside the pool, with a hundredth to spare: vLLM refuses to start where
-        less is free. It sizes no KV memory by this where that is given in bytes."""
+        """Share of the GPU that one engine takes beside the pool, less a hundredth: vLLM refuses to start where less is
+        free. It sizes no KV memory by this where that is given in bytes."""
         own = -(-self.memory.weights // self.ranks) + self.memory.activations
         return max(1, own * 100 // self.memory.gpu - 1) / 100
 
