@@ -69,7 +69,7 @@ def main() -> None:
         from cachesvc.hardware import choose_hardware
 
         if is_check:
-            print(check(config))
+            _print(check(config))
             return
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("grpc"):
@@ -89,6 +89,14 @@ def main() -> None:
         else:
             log.error("start_refused reason=%s", refused)
         sys.exit(2)
+
+
+def _print(text: str) -> None:
+    """Print to a reader that may have seen enough."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_flags(words: list[str]) -> tuple[str | None, dict[str, Any], bool]:

@@ -160,10 +160,12 @@ def _read_me(values: Mapping[str, Any]) -> str:
     return f"""# Helm chart
 
 Made from the kustomize overlay `deploy/k8s/overlays/gpu`, which stays the source: with its own values the chart gives
-the same objects. No cluster has run it.
+the same objects. No cluster has run it. It has no values for TLS, metrics, storage or other nodes: add their settings to
+`config`, and for their objects take the kustomize components `tls` and `monitoring`.
 
     kubectl create namespace cachesvc
     kubectl label namespace cachesvc pod-security.kubernetes.io/enforce=privileged   # for the hostPath volume alone
+    kubectl create namespace engines                                                # one for each namespace of engines
     helm install cachesvc deploy/helm/cachesvc --namespace cachesvc --values mine.yaml
     deploy/k8s/tokens.sh operator.token engines | kubectl apply -f -                 # until then the pods wait
 

@@ -63,9 +63,10 @@ class Plan:
 
     @property
     def utilisation(self) -> float:
-        """Share of the GPU that vLLM takes by itself, rounded up."""
+        """Share of the GPU that one engine takes beside the pool, less a hundredth: vLLM refuses to start where less is
+        free. It sizes no KV memory by this where that is given in bytes."""
         own = -(-self.memory.weights // self.ranks) + self.memory.activations
-        return -(-own * 100 // self.memory.gpu) / 100
+        return max(1, own * 100 // self.memory.gpu - 1) / 100
 
     def as_json(self) -> dict[str, Any]:
         """The plan; the keys are a promise to scripts."""
@@ -95,6 +96,7 @@ class Plan:
             f"  vllm serve ... --kv-cache-memory-bytes {self.kv_bytes} --gpu-memory-utilization {self.utilisation:.2f}",
             "",
             f"The pool holds {self.tokens_held:,} tokens: {self.requests:,} requests of {self.tokens:,} at a time.",
+            "One engine a GPU: for several add the weights and activations of each (--weights, --activations).",
         ]
         if not self.requests:
             ways = f"--tp {self.ranks * 2}, --kv-dtype fp8, or shorter requests"

@@ -78,7 +78,7 @@ def _story(story: admin_pb2.BlockStory) -> str:
         parent = block.parent_key.hex()[:16] or "the root"
         lines += [
             f"block {block.position} below {parent}, {block.children} children",
-            f"{block.hits} hits as the last block of a match, {story.accesses_since} accesses of others since its own",
+            f"{block.hits} accesses ended at it (its publish is one), {story.accesses_since} of others since the last",
             "",
             table(("place", "group", "state", "page"), [(c.place, c.group, c.state, c.page) for c in block.copies]),
         ]
