@@ -137,7 +137,8 @@ k8s-validate: $(SETUP) $(MONITORS_SETUP) ## Check manifests and image offline: s
 	$(BIN)/python -m tools.k8s_render --check
 	$(BIN)/python -m tools.helm_chart --check
 	$(BIN)/kubernetes-validate --strict --quiet deploy/k8s/rendered/gpu.yaml deploy/k8s/rendered/trial.yaml \
-		deploy/k8s/rendered/tls.yaml deploy/k8s/rendered/engine.yaml deploy/k8s/rendered/vllm.yaml
+		deploy/k8s/rendered/tls.yaml deploy/k8s/rendered/engine.yaml deploy/k8s/rendered/vllm.yaml \
+		deploy/k8s/rendered/sglang.yaml
 	$(BIN)/hadolint deploy/docker/Dockerfile
 	$(BIN)/python -m pytest tests/deploy $(PYTEST_ARGS)
 

@@ -201,6 +201,9 @@ class _Instantly:
     def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
         return False
 
+    def peer_rate(self, model: int, source_replica: int, target_replica: int) -> float:
+        return 0.0
+
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         """No-op: transfers take no time."""
 

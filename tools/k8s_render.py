@@ -27,6 +27,7 @@ TARGETS = {
     "local-disk": "overlays/local-disk",
     "engine": "examples/engine",
     "vllm": "examples/vllm",
+    "sglang": "examples/sglang",
 }
 COMMANDS = (("kubectl", "kustomize"), ("kustomize", "build"))
 OLDEST_KUSTOMIZE = (5, 0)

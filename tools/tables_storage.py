@@ -66,3 +66,48 @@ def _p50_max(row: dict[str, Any], name: str) -> str:
     if row[f"{name}_p50_ms"] is None:
         return "-"
     return f"{row[f'{name}_p50_ms']:.0f} / {row[f'{name}_max_ms']:.0f}"
+
+
+def storage_peers() -> str:
+    """Bytes between two daemons beside plain TCP streams."""
+    found = load("storage_peers.json")
+    names = list(found["cases"][0]["rows"])
+    body = []
+    for case in found["cases"]:
+        beside = case["peers_beside"]
+        cells = [_rate(case["rows"][name], beside.get(name)) for name in names]
+        body.append([f"{case['block_tokens']} tokens, {case['bytes'] / 1e9:.1f} GB", *cells])
+    return rows(["blocks of", *(name.replace("plain", "plain streams:") for name in names)], body, found["machine"])
+
+
+def _rate(row: dict[str, Any], peers_beside: float | None) -> str:
+    ratio = "" if peers_beside is None else f" ({peers_beside:.2f})"
+    return f"{row['gb_per_s']:.1f}{ratio}, {row['cpu_seconds_per_gb']:.2f}"
+
+
+def storage_handover() -> str:
+    """The part of a hand-over that comes after the prefill's end."""
+    found = load("storage_handover.json")
+    body = [
+        [
+            f"{row['tokens']:,}, {row['bytes'] / 1e9:.1f} GB",
+            f"{row['transfer_p50_ms']:.0f}",
+            f"{row['after_p50_ms']:.0f} / {row['after_max_ms']:.0f}",
+            f"{row['share_p50']:.0%}",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["tokens", "transfer alone, p50 ms", "after the prefill's end, p50 / max ms", "share of the transfer, p50"]
+    return rows(head, body, found["machine"])
+
+
+def storage_fleet() -> str:
+    """A node with many peers."""
+    found = load("storage_fleet.json")
+    match = {
+        name: f"{each['p50_us'] / 1e3:.2f} / {each['p99_us'] / 1e3:.2f}" for name, each in found["match_absent"].items()
+    }
+    cells = [str(found["peers"]), match["with"], match["without"], f"{found['p99_ratio']:.2f}"]
+    cells += [f"{found['right_first']:.1%} of {found['prompts']}", f"{found['digest_bytes'] / 1024:.0f} KiB"]
+    head = ["peers", "Match, absent, p50 / p99 ms", "without peers", "p99 ratio", "right peer first", "digests"]
+    return rows(head, [cells], found["machine"])

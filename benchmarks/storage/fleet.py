@@ -11,6 +11,7 @@ side, and notes the peer that each question goes to first.
 from __future__ import annotations
 
 import argparse
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -88,13 +89,16 @@ class NotedControl(GrpcControl):
 
 
 def start_peers(count: int, stack: ExitStack) -> list[DaemonProcess]:
-    """Daemons that lend, some of them started at a time."""
+    """Daemons that lend, one started at a time for each processor."""
     lends = (*FLAGS, *QUIET, "--peer-listen", "127.0.0.1:0", "--write-policy", "write_through")
     daemons = [DaemonProcess(lends, whole=True) for _ in range(count)]
-    with ThreadPoolExecutor(4) as starting:
-        list(starting.map(DaemonProcess.start, daemons))
-    for daemon in daemons:
+
+    def start(daemon: DaemonProcess) -> None:
+        daemon.start()
         stack.callback(daemon.stop)
+
+    with ThreadPoolExecutor(os.cpu_count()) as starting:
+        list(starting.map(start, daemons))
     return daemons
 
 
@@ -158,7 +162,7 @@ def asked_first(caller: Caller, addresses: Sequence[str], prompts: Sequence[Sequ
             there = exists(peers, scope, keys)
             right += bool(asked) and asked[0] == address and there == BLOCKS
             questions += len(asked)
-    size_bytes = sum(peer.digest.size_bytes for peer in peers.peers)
+    size_bytes = sum(len(peer.digest.bits) for peer in peers.peers)
     peers.close()
     count = sum(map(len, prompts))
     print(f"right peer first: {right} of {count} prompts (goal {LEAST_SHARE:.0%}), by {questions} questions")
@@ -168,7 +172,7 @@ def asked_first(caller: Caller, addresses: Sequence[str], prompts: Sequence[Sequ
 
 
 def exists(peers: PeerStorage, scope: Scope, keys: bytes) -> int:
-    """Number of leading blocks that the peers lend; they lapse unread."""
+    """Count the leading blocks that the peers lend; they lapse unread."""
     names = [ObjectName(scope, keys[at : at + 32], Part(0, 0, 1)) for at in range(0, len(keys), 32)]
     answers: list[bool] = []
     is_told = threading.Event()

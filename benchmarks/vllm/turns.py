@@ -13,7 +13,7 @@ from benchmarks.vllm.parts import apart, first_ms, own_hits, prompt, ratios
 
 def in_turns(mine: Engine, other: Engine, sizes: Sequence[int], turns: int, salt: int) -> list[dict[str, Any]]:
     """Ask both the same prompts, each first in every other turn; a row by size. ``salt``: of prompts that a third
-    process may have computed. The first ask of each engine is not counted, and its hit is noted."""
+    process has computed, or that are new: the first ask of each engine is not counted, and its hit is noted."""
     rows = []
     for size in sizes:
         asked = prompt((salt + size, size), new=2)

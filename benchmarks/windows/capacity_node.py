@@ -51,6 +51,10 @@ class InstantMover:
         """False for other replicas: there is only one."""
         return model > 0 and source_replica == target_replica
 
+    def peer_rate(self, model: int, source_replica: int, target_replica: int) -> float:
+        """0 for other replicas: there is only one."""
+        return float(self.can_reach(model, source_replica, target_replica))
+
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         """Nothing is slow here."""
 

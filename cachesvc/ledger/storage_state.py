@@ -255,8 +255,9 @@ class Expectation:
     for ``patience`` seconds after ``progress_at``. ``here``: blocks of it that this node had when it asked last, at
     ``asked_at``; None: no question is under way, and one is due at ``retry_at``. ``epoch``: of the peer's life.
     ``failures``: questions in a row that had no answer, or whose loan did not come. ``has_begun``: the peer was seen to
-    compute it. ``arrived``: blocks that no call has used yet. ``end``: how it ended, empty while it has
-    not.
+    compute it. ``arrived``: blocks that no call has used yet. ``fetching``: a fetch of blocks before this one is under
+    way, 0 for none. ``lent``: blocks (first, last) that the peer lends beyond that. ``end``: how it ended, empty while
+    it has not.
     """
 
     keys: bytes
@@ -270,7 +271,8 @@ class Expectation:
     wanted_at: float
     here: int = -1
     asked_at: float | None = None
-    is_fetching: bool = False
+    fetching: int = 0
+    lent: tuple[int, int] = (0, 0)
     retry_at: float = 0.0
     epoch: int = 0
     failures: int = 0

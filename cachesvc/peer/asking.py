@@ -27,11 +27,16 @@ ASK_SECONDS = 0.5
 def may_have(peers: Sequence[Peer], key: bytes) -> bool:
     """True where one of the peers may be asked for a block."""
     words = words_of(key)
-    are_few = len(peers) <= FEW_PEERS
-    return any(
-        (are_few or not peer.digest.is_known or peer.digest.has(words)) and peer.is_usable and not peer.lacks(key)
-        for peer in peers
-    )
+    are_few, word = len(peers) <= FEW_PEERS, words[0]
+    for peer in peers:
+        bits = peer.digest.bits
+        if bits and not are_few:
+            number = word & (8 * len(bits) - 1)  # most peers end here, without a call: every Match comes by
+            if not bits[number >> 3] >> (number & 7) & 1 or not peer.digest.has(words):
+                continue
+        if peer.is_usable and not peer.lacks(key):
+            return True
+    return False
 
 
 def candidates(peers: Sequence[Peer], keys: Sequence[bytes]) -> list[Peer]:

@@ -25,13 +25,24 @@ from cachesvc.peer.fleet.health import Peer
 from cachesvc.peer.fleet.names import PeerNames
 from cachesvc.peer.fleet.news import NewsReader
 from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
-from cachesvc.peer.wire import ANSWER, HELLO, MAGIC, OK, StreamEnded, pack_numbers, receive, receive_into, send_pieces
+from cachesvc.peer.wire import (
+    ANSWER,
+    HELLO,
+    MAGIC,
+    OK,
+    STREAMS,
+    StreamEnded,
+    pack_numbers,
+    receive,
+    receive_into,
+    send_pieces,
+)
 from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
 from cachesvc.telemetry import events
 
-THREADS = 12
-"""Three loans are read at once, each by several streams."""
+THREADS = 3 * STREAMS
+"""Three large loans are read at once."""
 MOST_WAITING = 1024
 CONNECT_SECONDS = 1.0
 BEAT_SECONDS = 5.0

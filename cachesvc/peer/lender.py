@@ -16,6 +16,7 @@ from cachesvc.peer.wire import (
     HELLO,
     MAGIC,
     OK,
+    STREAMS,
     StreamEnded,
     receive,
     receive_numbers,
@@ -25,9 +26,9 @@ from cachesvc.storage.header import HEADER_BYTES, Digest, require_digest, write_
 from cachesvc.storage.seam import Item
 from cachesvc.telemetry import events
 
-MOST_STREAMS = 64
-MOST_STREAMS_OF_ONE = 16
-"""Most streams of one address: a borrower has twelve at a time."""
+MOST_STREAMS = 128
+MOST_STREAMS_OF_ONE = 4 * STREAMS
+"""Most streams of one address: a borrower has three quarters of them at a time."""
 PAUSE_SECONDS = 0.1
 """Pause before the next attempt where no descriptor is left, seconds."""
 HELLO_SECONDS = 5.0

@@ -26,7 +26,7 @@ ANSWER = struct.Struct("<IIQ")
 OK, GONE = 0, 1
 MOST_NUMBERS = 1 << 16
 """Most numbers in one request."""
-STREAMS = 4
+STREAMS = 8
 """Most streams of one loan: each is limited by a processor on either side."""
 _MOST_PIECES = 512
 """Most pieces of one call; the kernel takes 1,024."""

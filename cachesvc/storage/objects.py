@@ -33,6 +33,8 @@ class Verb(Enum):
     GET = "get"
     PUT = "put"
 
+    __hash__ = object.__hash__  # an Enum's own is written in Python
+
 
 @dataclass(slots=True)
 class ObjectCounts:

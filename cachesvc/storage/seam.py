@@ -33,6 +33,8 @@ class Outcome(Enum):
     FAILED = "failed"  # the engine answered with an error
     LATE = "late"  # the wait has ended, the call has not: its memory is in quarantine
 
+    __hash__ = object.__hash__  # an Enum's own is written in Python
+
 
 CAME = frozenset((Outcome.OK, Outcome.LENT))
 """The item is what it was asked for."""

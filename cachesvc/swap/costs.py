@@ -16,8 +16,12 @@ LEAST_LOST_US = 0.02
 """Least loss where it was measured and too small to see: 0.95 at 32 KiB, 0.99 at 64 (H200, 2026-11)."""
 PROCESSOR_US = 0.7
 """Processor time of one of a call's single rows: planning, and 0.4 to 0.6 in the driver (H200, 2026-11)."""
+HOST_BYTES_PER_US = 54_700.0
+"""Rate of a link from the host, where nothing was measured: an H100's on PCIe 5 x16 (2026-11)."""
 PEER_BYTES_PER_US = 375_000.0
 """Rate of one copy between two H100s by NVLink (2026-11)."""
+PEER_RATE = PEER_BYTES_PER_US / HOST_BYTES_PER_US
+"""Rate of copies between devices in units of the host's."""
 KEPT_FIGURES = 1 << 12
 ByWidth = tuple[tuple[int, float], ...]
 """A figure for rows of each of some widths in bytes."""
@@ -40,7 +44,7 @@ class LinkCosts:
 
     per_copy_us: float = 3.1
     per_row_ns: float = 30.0
-    bytes_per_us: float = 54_700.0
+    bytes_per_us: float = HOST_BYTES_PER_US
     per_step_us: float = 2.6
     max_pitch_bytes: int = (1 << 31) - 1
     min_efficiency: float = 0.90

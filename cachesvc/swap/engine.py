@@ -23,6 +23,7 @@ from cachesvc.swap.attached import (
     attached_replica,
     rank_moves,
 )
+from cachesvc.swap.costs import PEER_RATE
 from cachesvc.swap.movers import Movers, RankEnd, RankJob
 from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove
 from cachesvc.swap.slots import SlotPool
@@ -248,6 +249,11 @@ class SwapEngine:
             source, target = model.replica(source_replica), model.replica(target_replica)
         pairs = zip(source.devices, target.devices, strict=True)
         return all(self._movers.memory.can_reach(one, other) for one, other in pairs)
+
+    def peer_rate(self, model_id: int, source_replica: int, target_replica: int) -> float:
+        """Rate of copies from one replica's devices to the other's, in units of the host's; 0 where they pass through
+        the host. Raises NotFound."""
+        return PEER_RATE if self.can_reach(model_id, source_replica, target_replica) else 0.0
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         """Start no copies of BACKGROUND stores on the devices for ``seconds``. Raises NotFound (device)."""

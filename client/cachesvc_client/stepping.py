@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from cachesvc_client.aio.lease_calls import LeaseCalls
@@ -27,6 +28,11 @@ class PendingStep:
         """
         return drive(self._calls.results(timeout_s))
 
+    def poll(self) -> bool:
+        """Take in answers that have come, without waiting; True once this step's is among them, or none will come.
+        ``results`` then tells at once."""
+        return drive(self._calls.poll())
+
 
 class StepStream:
     """A stream of steps under one lease; used from one thread. The stock is filled up by every answer."""
@@ -46,6 +52,12 @@ class StepStream:
         """Device pages of each group that eviction could give, as ``free_pages``: their blocks are unpinned. Some take
         a transfer, such as their write-back, before they are free."""
         return self._calls.evictable_pages
+
+    def resize(self, stock_pages: int | Seq[int], due_blocks: int = 0) -> None:
+        """Keep ``stock_pages`` in stock from the next step on, for every group or for each; it gives back what is above
+        that. ``due_blocks``: of these, blocks that are about to be taken: the daemon evicts others for them. Raises
+        InvalidRequest."""
+        self._calls.resize(stock_pages, due_blocks)
 
     def batch(self) -> StepBatch[Sequence]:
         """An empty batch."""

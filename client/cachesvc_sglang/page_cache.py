@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
-from cachesvc_client.memory.pool import LoadOutcome
 from cachesvc_vllm.daemon.errors import STUCK
 from cachesvc_vllm.daemon.node import announced_in
 from cachesvc_vllm.daemon.weights_version import WeightsVersion
@@ -31,8 +30,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
-from cachesvc.model.answers import TicketView
 from cachesvc_sglang.errors import EngineRefused
+from cachesvc_sglang.host_loads import HostLoads
 from cachesvc_sglang.prompts import PromptKeys, may_share
 
 ROOT = "root"
@@ -41,17 +40,7 @@ ROOT = "root"
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""
 
-LOOK_S = 0.002
-"""Time that an engine which runs nothing waits for a load."""
-
 log = logging.getLogger("sglang.srt." + __name__)
-
-
-class _Load(NamedTuple):
-    """A load that is looked at: of which pages, and its tickets."""
-
-    pages: RequestPages
-    tickets: tuple[TicketView, ...]
 
 
 class PageCache(BasePrefixCache):  # type: ignore[misc]
@@ -65,7 +54,8 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         self.disable = False
         self.root_node = ROOT
         self.sliding_window_size = None
-        memory = allocator.get_kvcache().cachesvc
+        pool = allocator.get_kvcache()
+        memory = pool.cachesvc
         self.node, self._settings = memory.node, memory.settings
         self._is_off = bool(context.disable_radix_cache)
         registration = self.node.lease.registration
@@ -82,8 +72,10 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         self._vouching = Vouching(lambda: self.node.lease)
         self._check = self.node.page_check()
         self._keys: dict[str, PromptKeys] = {}
-        self._loading: dict[str, _Load] = {}
-        self._loaded: dict[str, RequestPages] = {}
+        self._loads = HostLoads(self.node, self._book.without_host, pool.layer_num)
+        pool.register_layer_transfer_counter(self._loads)
+        self._void: object = None
+        self._has_void_step = False
         self._looked_at: RequestPages | None = None
         self._reserved: dict[str, RequestPages] = {}
         self._rows: dict[str, Any] = {}
@@ -105,11 +97,12 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         if request is None:
             return self._found(ROOT, 0, 0)
         wish = self._wish(request, params.key.token_ids, params.key.limit)
+        self._loads.match(request.rid)
         pages = self._book.find(request.rid)
-        if pages is not None and self._is_loading(pages) and self._look(pages):
+        if pages is not None and self._loads.is_running(pages) and self._loads.look(pages):
             return self._found(pages, pages.hit_blocks, pages.host_blocks)
         pages = self._book.begin(request.rid, wish)
-        if self._is_loaded(pages):
+        if self._loads.has_come(pages):
             return self._found(pages, pages.loaded_blocks, 0)
         return self._found(pages, pages.hit_blocks, pages.host_blocks)
 
@@ -123,23 +116,24 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         return DecLockRefResult()
 
     def path_device_indices(self, node: Any) -> Any:
-        """Slots of what a match has found in place."""
+        """Slots of what a match has found in place, and of what SGLang was told to load."""
         if not isinstance(node, RequestPages):
             return torch.empty(0, dtype=torch.int64)
-        blocks = node.loaded_blocks if self._is_loaded(node) else node.hit_blocks
+        blocks = node.loaded_blocks if self._loads.is_used(node) else node.hit_blocks
         pages = torch.tensor(node.pages[:blocks], dtype=torch.int64).view(-1, 1)
         slots = (pages * self.page_size + torch.arange(self.page_size)).reshape(-1)
         return slots.to(self.token_to_kv_pool_allocator.device, non_blocking=True)
 
     def init_load_back(self, params: Any) -> Any:
-        """Wait for the load of a request that has its pages; None while it runs: SGLang asks again."""
+        """Load what the host has of a request that has its pages. None where others run: SGLang asks again, until all
+        has come. Where nothing runs, SGLang computes at once, and each layer waits for its part."""
         pages = params.best_match_node
-        if not self._is_loading(pages):
-            assert pages.sequence is not None
-            self._loading[pages.request_id] = _Load(pages, pages.sequence.tickets)
-        if self._look(pages, may_wait=self._book.is_empty):
-            return None
-        if not self._is_loaded(pages):
+        self._loads.begin(pages)
+        if self._loads.look(pages):
+            if not self._book.is_empty:
+                return None
+            self._loads.use_early(pages)
+        elif not self._loads.has_come(pages):
             return 0, self._book.begin(pages.request_id, self._shorter(pages))
         return pages.host_blocks * self.page_size, pages
 
@@ -287,19 +281,36 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         if not self._book.is_empty or not self.node.back_id or not self.node.move(self.node.back_id):
             return
         self._check = self.node.page_check()  # the model may have another number
-        for rid in [*self._loading, *self._loaded]:
-            self._forget(rid, ends=False)
+        self._loads.forget_all()
         with suppress(DaemonUnavailable, LeaseLost):  # then it moves again
             self._book.adopt(self.node.lease)
 
-    def begin_step(self) -> None:
-        """A step is launched: report the last one to the daemon meanwhile."""
+    def begin_step(self, requests: Sequence[Any]) -> None:
+        """A step with these requests is launched: report the last one to the daemon meanwhile."""
+        self._loads.begin_step(each.last_node for each in requests if isinstance(each.last_node, RequestPages))
         self._end_pass()
         self._reserved.clear()
         self._in_flight += 1
-        self._book.untold.begin_step()
+        self._book.begin_step()
         self._vouching.begin_step(computes=True)
         self._book.flush()
+
+    def end_launch(self, result: object) -> None:
+        """A step was launched, and ``result`` will be its output."""
+        if self._loads.end_launch():
+            self._void, self._has_void_step = result, True
+
+    def take_void_step(self) -> bool:
+        """True, once, where a load of a step failed: all requests are to begin anew."""
+        was_void, self._has_void_step = self._has_void_step, False
+        return was_void
+
+    def take_void(self, result: object) -> bool:
+        """True for the output of a step whose load failed: it is not handed out."""
+        if result is None or result is not self._void:
+            return False
+        self._void = None
+        return True
 
     def begin_output(self) -> None:
         """A step's output has come, and its kernels have ended. Raises PagesLapsed."""
@@ -311,7 +322,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         """The output was handed out, and ended requests were released."""
         self._book.untold.end_output(computes=self._in_flight > 0)
         if not self._in_flight:  # there may be no step after this
-            self._book.flush()
+            self._book.flush(is_last=True)
         if not self._book.is_adrift:
             self._check.step()
 
@@ -346,40 +357,13 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         keys = self._keys[pages.request_id]
         return Wish(keys.hashes, pages.hit_blocks, pages.first_blocks)
 
-    def _is_loading(self, pages: RequestPages) -> bool:
-        """True for pages whose load is looked at: those that the request had before may have been given back."""
-        load = self._loading.get(pages.request_id)
-        return load is not None and load.pages is pages
-
-    def _is_loaded(self, pages: RequestPages) -> bool:
-        """True for pages whose load has come."""
-        return self._loaded.get(pages.request_id) is pages
-
     def _end_pass(self) -> None:
         """A pass of admissions is over: what it took is held, and the rest may be given back."""
         for pages in self._reserved.values():
             pages.is_admitted = False
 
-    def _look(self, pages: RequestPages, *, may_wait: bool = False) -> bool:
-        """Look at the load of a request's pages; True while it runs. What did not come is computed."""
-        rid, pool = pages.request_id, self.node.pool
-        tickets = self._loading[rid].tickets
-        if may_wait and tickets:
-            with suppress(CacheClientError):  # what has become of it is looked at below
-                pool.wait_ticket(tickets[-1], LOOK_S)
-        outcomes = {pool.outcome(ticket) for ticket in tickets}
-        if LoadOutcome.RUNNING in outcomes or (LoadOutcome.LOST in outcomes and not pool.is_quiet):
-            return True
-        del self._loading[rid]
-        if outcomes - {LoadOutcome.CAME}:
-            self._book.without_host.add(rid)
-        else:
-            self._loaded[rid] = pages
-        return False
-
     def _forget(self, rid: str, *, ends: bool) -> None:
-        self._loading.pop(rid, None)
-        self._loaded.pop(rid, None)
+        self._loads.forget(rid)
         self._reserved.pop(rid, None)
         self._rows.pop(rid, None)
         if ends:

@@ -12,6 +12,9 @@ from typing import Any
 
 NAME = "cachesvc"
 
+ENOUGH_BYTES = 1 << 50
+"""Budget of a KV pool that takes none of the engine's memory: ``--max-total-tokens`` alone sizes it."""
+
 
 def activate() -> None:
     """Register the backend and the hooks that come before it. SGLang calls it once in each of its processes."""
@@ -24,8 +27,10 @@ def activate() -> None:
     HookRegistry.register(
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", create_buffers, HookType.AROUND
     )
+    configurator = "sglang.srt.mem_cache.kv_cache_configurator"
+    HookRegistry.register(f"{configurator}.PagedTokenToKVPoolAllocator", PageAllocator, HookType.REPLACE)
     HookRegistry.register(
-        "sglang.srt.mem_cache.kv_cache_configurator.PagedTokenToKVPoolAllocator", PageAllocator, HookType.REPLACE
+        f"{configurator}.KVCacheConfigurator._profile_available_bytes", available_bytes, HookType.AROUND
     )
 
 
@@ -44,13 +49,23 @@ def make_cache(context: Any) -> Any:
     return PageCache(context)
 
 
+def available_bytes(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> int:
+    """Return how many bytes the KV pool may take. What the daemon has is no longer free on the GPU, and the pool takes
+    nothing of what is: SGLang would make it smaller than the daemon's, or refuse to start."""
+    return ENOUGH_BYTES if _is_chosen() else int(original(configurator, *args, **kwargs))
+
+
 def create_buffers(original: Any, pool: Any) -> None:
     """Lay the pool's buffers over the daemon's slab, where the engine is to use it."""
-    from sglang.srt.runtime_context import get_memory
-
-    if get_memory().radix_cache_backend != NAME:
+    if not _is_chosen():
         original(pool)
         return
     from cachesvc_sglang.memory import lay_over_slab
 
     lay_over_slab(pool)
+
+
+def _is_chosen() -> bool:
+    from sglang.srt.runtime_context import get_memory
+
+    return bool(get_memory().radix_cache_backend == NAME)

@@ -47,6 +47,11 @@ def require_options(arguments: Any) -> None:
             f"--page-size is {arguments.page_size}: the daemon's keys and copies are made for blocks of tokens, and "
             "a token a block costs a key of 32 bytes each; take 16 to 128"
         )
+    if arguments.max_total_tokens is None:
+        raise EngineRefused(
+            "--max-total-tokens is not set: the KV pool is the daemon's, and all engines of a model name its size; "
+            "take what fits in --device-pool"
+        )
     for name in SINGLE:
         if getattr(arguments, name, 1) != 1:
             raise EngineRefused(f"{_flag(name)} is {getattr(arguments, name)}, and only 1 is supported: leave it out")

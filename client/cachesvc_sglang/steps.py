@@ -30,7 +30,11 @@ def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **
     cache = scheduler.tree_cache
     if isinstance(cache, PageCache):
         cache.begin_iteration()
-        if cache.is_to_move and not scheduler._engine_paused:  # noqa: SLF001 - SGLang's own pause
+        if scheduler._engine_paused:  # noqa: SLF001 - SGLang's own pause
+            return received
+        if cache.take_void_step():
+            _retract_all(scheduler)
+        if cache.is_to_move:
             _retract_all(scheduler)
             cache.move()
     return received
@@ -86,13 +90,18 @@ def add_request_to_queue(original: Callable[..., Any], scheduler: Any, request: 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Begin a step."""
-    if isinstance(scheduler.tree_cache, PageCache):
-        scheduler.tree_cache.begin_step()
-    return original(scheduler, batch, *args, **kwargs)
+    cache = scheduler.tree_cache
+    if not isinstance(cache, PageCache):
+        return original(scheduler, batch, *args, **kwargs)
+    cache.begin_step(batch.reqs)
+    result = original(scheduler, batch, *args, **kwargs)
+    cache.end_launch(result)
+    return result
 
 
 def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> None:
-    """Take a step's output. Raises PagesLapsed before any token leaves the engine."""
+    """Take a step's output, unless a load failed that it was computed on: then its requests begin anew. Raises
+    PagesLapsed before any token leaves the engine."""
     cache = scheduler.tree_cache
     if not isinstance(cache, PageCache):
         original(scheduler, batch, result)
@@ -100,7 +109,8 @@ def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: An
     if getattr(result, "copy_done", None) is not None:
         result.copy_done.synchronize()
     cache.begin_output()
-    original(scheduler, batch, result)
+    if not cache.take_void(result):
+        original(scheduler, batch, result)
     cache.end_output()
 
 

@@ -124,7 +124,13 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             config = self._vllm_config
             lookahead, drafts = draft_lookahead(config), drafts_with_kv(config)
             self._scheduler = SchedulerSide(
-                node, self._settings, step_tokens, lookahead, drafts=drafts, publisher=publisher
+                node,
+                self._settings,
+                step_tokens,
+                lookahead,
+                most_requests=config.scheduler_config.max_num_seqs,
+                drafts=drafts,
+                publisher=publisher,
             )
         except BaseException:
             node.close()

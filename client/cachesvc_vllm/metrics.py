@@ -14,10 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 FOUND = ("asked_tokens", "device_tokens", "host_tokens", "lost_tokens")
 AGAIN = tuple(f"preempted_{name}" for name in FOUND)
-COUNTS = (*FOUND, *AGAIN, "loads", "failed_loads")
+WAITS, IDLE_WAITS = "waits", "idle_waits"
+COUNTS = (*FOUND, *AGAIN, "loads", "failed_loads", WAITS, IDLE_WAITS)
 """Counts of matched requests: their prompts' tokens, those found in place and in the host pool, and those that were not
 found because a window or a state was missing; the same of requests that were preempted before, or not loaded, with what
-they had generated; loads that have ended, and those whose blocks did not come."""
+they had generated; loads that have ended, and those whose blocks did not come; answers of the daemon that the scheduler
+waited for, while requests ran and while none did."""
 
 STEP_SECONDS = "step_seconds"
 """Time of each active iteration in vLLM's scheduler thread."""
@@ -143,6 +145,11 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             buckets=LOAD_BUCKETS_S,
             labelnames=labelnames,
         )
+        self._stalls = metric_types[Counter](
+            "vllm:cachesvc_waits",
+            "Answers of the daemon that vLLM's scheduler waited for, while requests were running and while none was.",
+            labelnames=[*labelnames, "requests"],
+        )
         self._shares = metric_types[Gauge](
             "vllm:cachesvc_shares", "1 while the engine shares its cache with others.", labelnames=labelnames
         )
@@ -159,6 +166,8 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._asked.labels(*labels).inc(told["asked_tokens"])
         self._lost.labels(*labels).inc(told["lost_tokens"])
         self._shares.labels(*labels).set(told[SHARES])
+        self._stalls.labels(*labels, "running").inc(told[WAITS])
+        self._stalls.labels(*labels, "none").inc(told[IDLE_WAITS])
         for name in AGAIN:
             self._again.labels(*labels, name.removeprefix("preempted_").removesuffix("_tokens")).inc(told[name])
         for name, histogram in ((STEP_SECONDS, self._steps), (LOAD_SECONDS, self._waits)):

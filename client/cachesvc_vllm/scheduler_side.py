@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,7 +15,8 @@ from cachesvc_vllm.daemon.node import Node, announced_in
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.weights_version import WeightsVersion
 from cachesvc_vllm.kv_events import Announcer
-from cachesvc_vllm.metrics import LOAD_SECONDS, SHARES, STEP_SECONDS, CacheStats, Stopwatch
+from cachesvc_vllm.loading import Loading
+from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.group_tables import Positions
@@ -24,10 +24,8 @@ from cachesvc_vllm.pages.page_book import PageBook
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish, blocks_wanted, computed_blocks
 from cachesvc_vllm.pages.state_cells import StateCells
 from cachesvc_vllm.vouching import Dropped, Vouching
+from cachesvc_vllm.waiting import free_waiting
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
-
-WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
-"""States of a request that waits for its turn; with the last one it may be that it need not know yet."""
 
 
 class SchedulerSide:
@@ -40,23 +38,30 @@ class SchedulerSide:
         step_tokens: int,
         lookahead_tokens: int = 0,
         *,
+        most_requests: int = 0,
         drafts: bool = False,
         publisher: Any = None,
     ) -> None:
-        """``step_tokens``: the most that vLLM schedules in an iteration. ``lookahead_tokens``: those that a drafter
-        reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``). ``publisher``: of KV
-        events; None: none."""
+        """``step_tokens``: the most that vLLM schedules in an iteration, of ``most_requests``. ``lookahead_tokens``:
+        those that a drafter reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``).
+        ``publisher``: of KV events; None: none."""
         self._node = node
         self._has_lookahead = settings.draft_blocks == "lookahead"
         self._lookahead_tokens = lookahead_tokens
         registration = node.lease.registration
+        block_tokens = self._block_tokens = registration.layout.block_tokens
         self._book = PageBook(
-            node.lease, settings.stock_blocks, blocks_ahead(step_tokens, registration), parts=node.share.parts
+            node.lease,
+            settings.stock_blocks,
+            blocks_ahead(step_tokens, registration),
+            parts=node.share.parts,
+            step_blocks=-(-step_tokens // block_tokens),
+            most_requests=most_requests,
         )
+        self._book.outbox.runs = self._computes
         self._book.untold.is_late = drafts
         self._book.drops_last = lookahead_tokens > 0 and not self._has_lookahead
-        self._layout, self._step_tokens = registration.layout, step_tokens
-        block_tokens = self._block_tokens = registration.layout.block_tokens
+        self._step_tokens = step_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
         self._weights = WeightsVersion(settings.weights_version, announced_in(registration), node.announced_weights)
         self._book.salt = self._weights.salt
@@ -66,14 +71,16 @@ class SchedulerSide:
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._dropped = Dropped.NOT
-        self._loads: dict[str, tuple[TicketView, ...]] = {}
-        self._loading_since_s: dict[str, float] = {}
+        self._loading = Loading()
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
         self._states = StateCells(None, {})
         self._find_hits: Any = None
         self._allocate: Any = None
+        first_tokens = step_tokens if registration.layout.window_groups else None
+        self._wanted: Callable[..., int] = partial(blocks_wanted, block_tokens=block_tokens, step_tokens=first_tokens)
         self._unfinished: dict[str, Any] = {}
+        self._put_off: set[str] = set()
         self._has_admitted = self._is_hasty = False
         self._watch = Stopwatch()
         self._stats = CacheStats()
@@ -86,6 +93,7 @@ class SchedulerSide:
             self._announcer.start()
         take_place(manager, pool)
         self._manager = manager
+        self._wanted = partial(self._wanted, longest_tokens=manager.max_model_len)
         groups = self._book.groups
         self._states = StateCells(manager, {group: groups.state_of(group) for group in groups.states})
         self._keys.hashes_a_block = self._block_tokens // pool.hash_block_size
@@ -143,14 +151,8 @@ class SchedulerSide:
             read = request.num_computed_tokens + local + external - request.num_in_flight_tokens
             self._manager.remove_skipped_blocks(request.request_id, max(0, read), request.num_prompt_tokens)
         states = self._states.wanted(request, num_new_tokens, local, external, new_computed_blocks)
-        wanted = blocks_wanted(
-            request,
-            local + num_new_tokens,
-            external_tokens=external,
-            lookahead_tokens=num_lookahead_tokens,
-            longest_tokens=self._manager.max_model_len,
-            block_tokens=self._block_tokens,
-            step_tokens=self._step_tokens if self._layout.window_groups else None,
+        wanted = self._wanted(
+            request, local + num_new_tokens, external_tokens=external, lookahead_tokens=num_lookahead_tokens
         )
         asked = (request, num_new_tokens, local, new_computed_blocks, num_lookahead_tokens, external, *args)
         if pages is not None and self._book.has(pages, wanted, states):
@@ -187,12 +189,21 @@ class SchedulerSide:
                 self._announcer.restart()
 
     def host_tokens(self, request: Any, local_tokens: int) -> int | None:
-        """Tokens to load from the host behind ``local_tokens`` that vLLM has in place; None where the request was not
-        matched yet, or more is coming. 0 where vLLM leaves out a part of the hit: what lies behind that is no use."""
-        pages = self._book.find(request.request_id)
-        if pages is None or pages.is_coming:
-            return None
-        return pages.host_blocks * self._block_tokens if local_tokens == pages.hit_blocks * self._block_tokens else 0
+        """Tokens to load from the host behind ``local_tokens`` that vLLM has in place. 0 where vLLM leaves out a part
+        of the hit: what lies behind that is no use. None where vLLM is to ask again: its adapter is read, another node
+        computes more of it, or, once for each request, the daemon's answer is on its way while others run."""
+        with self._watch:
+            pages = self._book.find(request.request_id)
+            if pages is None or pages.is_coming:
+                return None
+            loaded = pages.host_blocks if local_tokens == pages.hit_blocks * self._block_tokens else 0
+            tokens = loaded * self._block_tokens
+            if request.request_id not in self._put_off:
+                first = 0 if loaded else min(request.num_tokens - local_tokens, self._step_tokens)
+                if not self._book.is_ready(pages, self._wanted(request, local_tokens + first, external_tokens=tokens)):
+                    self._put_off.add(request.request_id)
+                    return None
+            return tokens
 
     def note_load(self, request: Any, external_tokens: int) -> None:
         """vLLM has the request's pages, ``external_tokens`` of which this connector loads. Raises ConnectorRefused
@@ -205,22 +216,15 @@ class SchedulerSide:
             raise ConnectorRefused(NOT_FIRST)
         assert pages.sequence is not None
         self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
-        self._loads[request.request_id] = pages.sequence.tickets
-        self._loading_since_s[request.request_id] = time.perf_counter()
+        self._loading.begin(request.request_id, pages.sequence.tickets)
 
     def note_ends(self, ended: Collection[str], failed: Collection[str]) -> None:
         """Loads of these requests have ended, ours or a sibling's. vLLM schedules those that ``failed`` again."""
-        now_s = time.perf_counter()
-        ours = self._loading_since_s.keys() & ended
-        for request_id in ours:
-            self._stats.data[LOAD_SECONDS].append(now_s - self._loading_since_s.pop(request_id))
-        self._book.without_host.update(ours & set(failed))
-        self._stats.data["loads"] += len(ours)
-        self._stats.data["failed_loads"] += len(ours & set(failed))
+        self._book.without_host.update(self._loading.end(ended, failed, self._stats))
 
     def begin_step(self, *, computes: bool) -> None:
         """An iteration is scheduled. ``computes``: it has tokens."""
-        self._book.untold.begin_step()
+        self._book.begin_step()
         self._vouching.begin_step(computes=computes)
 
     def drop_step(self, *, repeats: bool) -> None:
@@ -230,21 +234,21 @@ class SchedulerSide:
 
     def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
         """Loads that the workers are to watch, called once an iteration is scheduled: report the last one to the
-        daemon. Where a waiter needs its first token, the next iteration reports."""
+        daemon. Where a lone request needs its first token, the next iteration reports."""
         with self._watch:
-            self._is_hasty = self._has_admitted and not self._is_hasty
+            self._is_hasty = self._has_admitted and not self._is_hasty and len(self._unfinished) == 1
             self._has_admitted = False
             if not self._is_hasty:
                 self._book.flush()
-        loads, self._loads = self._loads, {}
-        return loads
+        return self._loading.take_new()
 
     def finish(self, request: Any) -> None:
         """A request has ended: what it has computed is sealed before its pages go."""
         with self._watch:
             self._unfinished.pop(request.request_id, None)
+            self._put_off.discard(request.request_id)
             self._book.without_host.discard(request.request_id)
-            self._loading_since_s.pop(request.request_id, None)
+            self._loading.forget(request.request_id)
             keys = self._keys.of(request)
             self._keys.forget(request.request_id)
             pages = self._book.find(request.request_id)
@@ -268,8 +272,10 @@ class SchedulerSide:
                 if request.is_finished() or self._seal(request) >= full_blocks or self._book.find(request_id) is None:
                     del filling[request_id]
             self._book.untold.end_output(computes=computes)
-            if not self._unfinished:  # there may be no iteration after this; else answers to users come first
-                self._book.flush()
+            if self._unfinished:  # answers to users come first
+                self._book.top_up()
+            else:  # there may be no iteration after this
+                self._book.flush(is_last=True)
             self._leave_if_back()
         if seconds := self._watch.lap():
             self._stats.data[STEP_SECONDS].append(seconds)
@@ -284,6 +290,7 @@ class SchedulerSide:
     def take_stats(self) -> CacheStats:
         """Statistics since the last call."""
         taken, self._stats = self._stats, CacheStats()
+        taken.data[WAITS], taken.data[IDLE_WAITS] = self._book.outbox.take_waits()
         taken.data[SHARES] = int(self._weights.is_shared and not self._book.is_adrift)
         return taken
 
@@ -308,6 +315,10 @@ class SchedulerSide:
     def _wish(self, request: Any, most_tokens: int | None) -> Wish | None:
         """Match for a request; None while its adapter is read."""
         return self._wishes.of(request, most_tokens, may_hit=self._manager.prefix_cache_lookup_enabled(request))
+
+    def _computes(self) -> bool:
+        """True while requests run: those that are only loaded lose nothing by a wait."""
+        return not self._book.is_empty and len(self._unfinished) > len(self._loading)
 
     def _take_less(self, request: Any, device_blocks: int, blocks: int) -> RequestPages | None:
         """vLLM takes ``blocks`` blocks of a longer hit, ``device_blocks`` of them in place: let go of the others, whose
@@ -343,6 +354,7 @@ class SchedulerSide:
         elif not is_admitted:
             self._has_admitted = True
             self._unfinished[request.request_id] = request
+            self._put_off.discard(request.request_id)
             self._count(request, "asked_tokens", request.num_tokens)
             self._count(request, "device_tokens", pages.hit_blocks * self._block_tokens)
             self._count(request, "lost_tokens", pages.lost_blocks * self._block_tokens)
@@ -361,20 +373,9 @@ class SchedulerSide:
             raise ConnectorRefused(STUCK)
         self._book.give_way(pages)
         if self._book.is_adrift:
-            self._free_waiting()
+            waiting = (each for each in self._unfinished.values() if each.request_id not in self._loading)
+            free_waiting(self._manager, self._book, waiting)
         return None
-
-    def _free_waiting(self) -> None:
-        """Free waiting requests without the daemon, when all pages are held by requests that came from the host and
-        wait: else none finds room. vLLM preempts none that has not run, and looks no further than the first: they start
-        over."""
-        waiting = [each for each in self._unfinished.values() if each.status.name in WAITING]
-        waiting = [each for each in waiting if each.request_id not in self._loading_since_s]
-        held = [pages.held for each in waiting if (pages := self._book.find(each.request_id)) is not None]
-        if self._book.is_moving or sum(held) == self._book.held_blocks:
-            for request in waiting:
-                self._manager.free(request)
-                request.num_computed_tokens = 0
 
     def _seal(self, request: Any, keys: Sequence[bytes] | None = None) -> int:
         if keys is None:

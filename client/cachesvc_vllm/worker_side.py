@@ -24,6 +24,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_vllm.daemon.laps import Laps
 from cachesvc_vllm.daemon.node import Node, Share, new_instance
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.slab_layout import group_parts, place_wider_first, slab_layout
@@ -183,7 +184,7 @@ class WorkerSide:
 
     def _start(self, devices: tuple[str, ...]) -> Node | None:
         """Have this rank's slab; None where no daemon is there, and none is required."""
-        config, ranks = self._kv_cache_config, get_tp_group()
+        config, ranks, laps = self._kv_cache_config, get_tp_group(), Laps()
         settings, runtime = self._settings, _runtime(self._vllm_config)
         facts = model_facts(self._vllm_config, config, settings.model, runtime, settings.draft_blocks)
         name = model_name(facts)
@@ -192,6 +193,7 @@ class WorkerSide:
         layout = slab_layout(config, ranks.world_size)
         longest = -(-self._vllm_config.model_config.max_model_len // layout.block_tokens)
         share = Share(name, layout, config.num_blocks, devices, shown, longest, group_parts(config))
+        laps.lap("facts")
         if ranks.is_first_rank:
             log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)
             log.info("shares_by model=%s options=%s", name, config_details(self._vllm_config, runtime.environment))
@@ -210,6 +212,7 @@ class WorkerSide:
         except BaseException:
             node.close()
             raise
+        log.info("started_on_slab %s %s", laps, node.started_in)
         return node
 
     def _check(self, when: str) -> None:

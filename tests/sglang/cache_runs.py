@@ -64,7 +64,9 @@ class Scheduling:
         share = Share(model, LAYOUT, PAGES + RESERVED_PAGES)
         self.node = Node(settings, new_instance("cache_runs"), share, attaches=True, keeps=True)
         self.node.start()
-        pool = SimpleNamespace(cachesvc=PoolMemory(self.node, settings))
+        pool = SimpleNamespace(
+            cachesvc=PoolMemory(self.node, settings), layer_num=1, register_layer_transfer_counter=lambda _: None
+        )
         allocator = SimpleNamespace(get_kvcache=lambda: pool, num_pages=PAGES, bind=lambda _: None, device="cpu")
         params = SimpleNamespace(
             req_to_token_pool=None,
@@ -100,8 +102,11 @@ class Scheduling:
         """Compute a request that has its pages, and end it."""
         tokens = len(request.origin_input_ids)
         assert self.cache.take([request], [tokens])
-        self.cache.begin_step()
+        result = object()
+        self.cache.begin_step([request])
+        self.cache.end_launch(result)
         self.cache.begin_output()
+        assert not self.cache.take_void(result)
         self.cache.checkpoint(request, up_to=tokens - 1)
         self.cache.on_release(request, checkpointed=True)
         self.cache.end_output()

@@ -37,7 +37,7 @@ def make(wish: dict[str, Any]) -> Any:
         "page_size": 32,
         "context_length": 2048,
         "max_running_requests": 16,
-        "mem_fraction_static": 0.2,
+        "mem_fraction_static": 0.001 if wish["cachesvc"] else 0.2,  # the pool takes nothing of the engine's memory
         "max_total_tokens": wish["blocks"] * 32,
         "chunked_prefill_size": 256,
         "random_seed": wish.get("seed", 0),

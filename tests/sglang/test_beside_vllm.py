@@ -12,9 +12,9 @@ from tests.e2e.rig import Node, running_node
 from tests.sglang.rig import SglangFleet
 from tests.vllm.rig import BLOCK_TOKENS, PYTHON_VARIABLE, Engine, Fleet, check_daemon, engines, random_prompt
 
-POOL_BLOCKS = 48
+POOL_BLOCKS = 72
 HOST = {"host_blocks": 96}
-PROMPTS = [random_prompt(500 + each, 6.5, new=20) for each in range(10)]
+PROMPTS = [random_prompt(500 + each, 6.5, new=20) for each in range(12)]
 """More blocks than fit on the device, and no more than fit on the host."""
 
 pytestmark = [

@@ -3,44 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from cachesvc_ctl.core.daemon_process import DaemonProcess
 
-from tests.e2e.rig import FLAGS, short_folder
+from tests.e2e.rig import running_node
 from tests.sglang.rig import SglangFleet
-from tests.vllm.rig import BLOCK_TOKENS, Engine, check_daemon, engines, random_prompt, random_requests
+from tests.vllm.rig import BLOCK_TOKENS, Engine, engines, random_prompt, random_requests
 
 SMALL_BLOCKS = 48
+ROUNDS = 12
 HASTY = {"schedule_conservativeness": 0.05}
 """SGLang admits as if answers were short, and retracts when they are not."""
+
+
+SLOW_LOADS = ("--load-limit", "4MiB", "--lease-seconds", "600")
+"""A load takes longer than SGLang does to launch a step, and no lease is lost to a busy machine."""
+
+EVICTED = [random_prompt(200 + each, 12.5) for each in range(6)]
+"""Prompts that drive each other from the device."""
 
 
 @pytest.fixture(scope="module")
 def small(fleet: SglangFleet) -> Iterator[list[Engine]]:
     """Two engines on one small pool: one that overlaps scheduling and computing, and one that does not."""
-    with short_folder() as folder:
-        daemon = DaemonProcess(FLAGS, folder=str(folder))
-        daemon.start()
-        try:
-            with engines(
-                fleet.engine(daemon.socket, SMALL_BLOCKS, options=HASTY),
-                fleet.engine(daemon.socket, SMALL_BLOCKS, options={**HASTY, "disable_overlap_schedule": True}),
-            ) as running:
-                yield list(running)
-            check_daemon(daemon.socket)
-        finally:
-            assert daemon.stop() == 0
+    with (
+        running_node(SLOW_LOADS) as node,
+        engines(
+            fleet.engine(node.socket, SMALL_BLOCKS, options=HASTY),
+            fleet.engine(node.socket, SMALL_BLOCKS, options={**HASTY, "disable_overlap_schedule": True}),
+        ) as running,
+    ):
+        yield list(running)
 
 
 def test_a_prefix_that_was_evicted_comes_from_the_host(small: list[Engine], plain: Engine) -> None:
-    prompts = [random_prompt(200 + each, 12.5) for each in range(6)]
-    expected = [plain.ask(prompt)[0].said for prompt in prompts]
-    assert [small[0].ask(prompt)[0].said for prompt in prompts] == expected
+    """Nothing else runs: each layer waits for its own part."""
+    expected = [plain.ask(prompt)[0].said for prompt in EVICTED]
+    assert [small[0].ask(prompt)[0].said for prompt in EVICTED] == expected
     for engine in small:
-        answers = [engine.ask(prompt)[0] for prompt in prompts]
+        answers = [engine.ask(prompt)[0] for prompt in EVICTED]
         assert [answer.said for answer in answers] == expected
-        assert [answer.cached for answer in answers] == [12 * BLOCK_TOKENS] * len(prompts)
+        assert [answer.cached for answer in answers] == [12 * BLOCK_TOKENS] * len(EVICTED)
+
+
+def test_prefixes_of_several_requests_come_from_the_host(small: list[Engine], plain: Engine) -> None:
+    """The first one is computed on at once, and others wait beside it for all of theirs."""
+    expected = [answer.said for answer in plain.ask(*EVICTED)]
+    for engine in small:
+        answers = engine.ask(*EVICTED)
+        assert [answer.said for answer in answers] == expected
+        assert [answer.cached for answer in answers] == [12 * BLOCK_TOKENS] * len(EVICTED)
+
+
+@pytest.mark.parametrize("is_overlapping", [True, False])
+def test_a_step_whose_load_fails_says_nothing_and_its_request_is_computed(
+    fleet: SglangFleet, plain: Engine, tmp_path: Path, is_overlapping: bool
+) -> None:
+    log = tmp_path / "log"
+    options = {"disable_overlap_schedule": not is_overlapping, "log_level": "warning"}
+    expected = [plain.ask(prompt)[0].said for prompt in EVICTED]
+    with (
+        running_node([*SLOW_LOADS, "--fault-copies", "0.3"]) as node,
+        engines(fleet.engine(node.socket, SMALL_BLOCKS, log=str(log), options=options)) as (engine,),
+    ):
+        for _ in range(ROUNDS):
+            assert [engine.ask(prompt)[0].said for prompt in EVICTED] == expected
+            if log.exists() and "step_void" in log.read_text(encoding="utf-8"):
+                break
+        else:
+            pytest.fail("no load has failed that a step was launched on")
+        assert [answer.said for answer in engine.ask(*EVICTED)] == expected
 
 
 def test_engines_that_want_more_than_there_is_retract_and_answer_alike(small: list[Engine], plain: Engine) -> None:

@@ -30,7 +30,9 @@ def cache_on(path: str) -> Any:
     settings = EngineSettings(socket=path, host_blocks=0)
     node = Node(settings, new_instance("waiting"), Share("waiting", layout, PAGES), attaches=True, keeps=True)
     node.start()
-    buffers = SimpleNamespace(cachesvc=PoolMemory(node, settings))
+    buffers = SimpleNamespace(
+        cachesvc=PoolMemory(node, settings), layer_num=1, register_layer_transfer_counter=lambda _: None
+    )
     allocator = SimpleNamespace(get_kvcache=lambda: buffers, num_pages=PAGES - 1, bind=lambda _: None, device="cpu")
     params = SimpleNamespace(
         req_to_token_pool=None,

@@ -101,6 +101,10 @@ class Refusing:
         self._require_present(model, source_replica, target_replica)
         return self._engine().can_reach(model, source_replica, target_replica)
 
+    def peer_rate(self, model: int, source_replica: int, target_replica: int) -> float:
+        self._require_present(model, source_replica, target_replica)
+        return self._engine().peer_rate(model, source_replica, target_replica)
+
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         self._faults["write_backs_paused"] += 1
         self._engine().pause_write_backs(devices, seconds)

@@ -21,7 +21,7 @@ LARGE = {
 """Folders above the limit, and why."""
 
 IN_DAEMON = (
-    *("Call", "Chooser", "Event", "Heads", "Keep", "Lane", "Line"),
+    *("Call", "Event", "Heads", "Keep", "Lane", "Line"),
     *("Mover", "Path", "Registered", "Scope", "Tier", "Vault"),
 )
 TWICE = {("cachesvc", name) for name in IN_DAEMON}
@@ -51,6 +51,13 @@ def test_a_class_name_means_one_thing_in_a_distribution(product: dict[PurePath, 
     }
     assert not new, "name the second one by what it is beside the first"
     assert found.keys() >= TWICE, "these are named apart by now: take them off the list"
+
+
+def test_the_ledger_knows_no_policy_by_its_name(product: dict[PurePath, str]) -> None:
+    """It asks an ``EvictionPolicy``; which one that is, and what it learns, stays in ``cachesvc/policy``."""
+    ledger = {path: text for path, text in product.items() if path.parts[:2] == ("cachesvc", "ledger")}
+    assert ledger
+    assert [str(path) for path, text in ledger.items() if "hazard" in text.lower() or "cachesvc.policy" in text] == []
 
 
 def test_a_circle_is_found_through_a_third_folder() -> None:

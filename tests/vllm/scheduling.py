@@ -113,7 +113,7 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.hits: dict[str, int] = {}
         self.told: dict[str, Any] = {}
-        self.loads = self.failed_loads = self.misread = 0
+        self.loads = self.failed_loads = self.misread = self.most_stock = 0
         self.interrupt: Callable[[], None] | None = None
         self.sibling_errors: set[int] = set()
         self._was_interrupted = False
@@ -163,6 +163,31 @@ class Engine:
     def is_adrift(self) -> bool:
         """True while it has no daemon."""
         return bool(self.connector._scheduler._book.is_adrift)  # noqa: SLF001 - vLLM need not know
+
+    @property
+    def stock(self) -> int:
+        """Pages that the daemon has granted ahead."""
+        stock = self.connector._scheduler._book._lease.record.stock  # noqa: SLF001 - vLLM need not know
+        assert stock is not None
+        return int(stock.blocks)
+
+    def wait_for_answers(self) -> None:
+        """Wait for the daemon as an engine that computes nothing: its iterations take no time here."""
+        self.connector._scheduler._book.outbox.runs = lambda: False  # noqa: SLF001 - vLLM need not know
+
+    def settle(self) -> None:
+        """Kernels of an iteration take longer than the daemon's answers."""
+        book = self.connector._scheduler._book  # noqa: SLF001 - vLLM need not know
+        while not (book.outbox.is_empty or book.is_adrift):
+            book.outbox.poll()
+        if not book.is_adrift:
+            self.most_stock = max(self.most_stock, self.stock)
+
+    def catch_up(self) -> None:
+        """Kernels take longer than the daemon's making room, too."""
+        book = self.connector._scheduler._book  # noqa: SLF001 - as its hooks do, which come once in an iteration
+        while not (book.outbox.is_empty and book._lease.record.stock.is_full):  # noqa: SLF001
+            book.top_up()
 
     def waiting_for_loads(self) -> int:
         """Number of requests that are being loaded from the host."""
@@ -217,7 +242,8 @@ class Engine:
         kept: dict[str, Any] = {"loads": self.worker._loads, "scheduler": self.scheduler.requests}  # noqa: SLF001
         parts = [getattr(book.untold, each) for each in ("ready", "_late", "_fresh")]
         kept |= {"untold": [part for part in parts if part.sealing or part.ended]}
-        for owner in (side, side._pool, side._keys, book, book._matches, record):  # noqa: SLF001
+        owners = (side, side._pool, side._keys, side._loading, book, book._matches, book.outbox, record)  # noqa: SLF001
+        for owner in owners:
             kept |= {each: value for each, value in vars(owner).items() if isinstance(value, dict | list | set)}
         ours = ("pools", "blocks", "kv_event_queue", "_callbacks", "_hits")
         return {each: value for each, value in kept.items() if value and each not in ours}

@@ -37,6 +37,9 @@ SLOW = Shape(at_a_time=6, stock=2, page_bytes=8 << 20)
 """A load of some requests takes longer than a daemon needs to die."""
 
 
+LONG_STEPS = 0.9
+"""Part of the iterations that take longer than the daemon's answers, as a GPU's do."""
+
 WINDOWS: dict[str, Any] = {"groups": (WINDOW, WINDOW, FULL), "pages": 160}
 STATES: dict[str, Any] = {"groups": (STATE, STATE, FULL), "pages": 200}
 SIZES: dict[str, Any] = {"groups": (WINDOW, WINDOW, WIDE_FULL), "pages": 160, "page_bytes": 16 * DIGEST_BYTES}
@@ -102,14 +105,17 @@ def serve(
             if rng.random() < resets:
                 engine.reset()
             engine.step()
+            if rng.random() < LONG_STEPS:
+                engine.settle()
         watch.look()
         if until():
             return
 
 
 def two(socket: str, seed: int, shape: Shape, *, resets: float = 0) -> list[Engine]:
-    """Two engines on one pool."""
+    """Two engines on one pool, the second of which waits for the daemon's answers."""
     engines = [Engine(f"e{each}", socket, seed + each, shape) for each in range(2)]
+    engines[1].wait_for_answers()
     serve(engines, random.Random(seed), 400, resets=resets)
     return engines
 
@@ -330,7 +336,7 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "resets": lambda socket, seed: two(socket, seed, Shape(), resets=0.05),
     "windows": lambda socket, seed: two(socket, seed, Shape(**WINDOWS)),
     "states": lambda socket, seed: two(socket, seed, Shape(**STATES)),
-    "all-kinds": lambda socket, seed: two(socket, seed, Shape(**ALL_KINDS)),
+    "all-kinds": lambda socket, seed: two(socket, seed, Shape(at_a_time=24, **ALL_KINDS)),
     "windows-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **WINDOWS)),
     "sizes": lambda socket, seed: two(socket, seed, Shape(**SIZES)),
     "sizes-async": lambda socket, seed: two(socket, seed, Shape(is_async=True, **SIZES_TOO)),

@@ -20,14 +20,14 @@ ALL_KINDS = Shape(groups=(STATE, WINDOW, FULL), pages=200)
 LARGE_PAGES = ("--device-pool", "1GiB", "--host-pool", "2GiB")
 
 
-def run(name: str, node: Node, seed: int) -> dict[str, int]:
+def run(name: str, node: Node, seed: int, module: str = "scheduling_runs") -> dict[str, int]:
     """Return the counts of a run. The daemon suffers what the run asks for."""
     faults = {
         **daemon_faults(node.daemon.kill, node.daemon.start),
         "@announce": lambda _, version: announce(node, version),
         "@stop": lambda process: stop(process, node, ALL_KINDS if name.endswith("all-kinds") else Shape()),
     }
-    return run_module("tests.vllm.scheduling_runs", name, node.socket, str(seed), faults=faults)
+    return run_module(f"tests.vllm.{module}", name, node.socket, str(seed), faults=faults)
 
 
 def announce(node: Node, version: str) -> None:
@@ -115,6 +115,16 @@ def test_blocks_that_another_connector_could_not_load_do_not_end_the_engine() ->
 def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
     with running_node() as node:
         assert run("adapters", node, 1)["whole"] == 3
+
+
+def test_sixteen_requests_an_iteration_on_a_full_pool_wait_for_no_answer() -> None:
+    with running_node() as node:
+        assert run("admissions", node, 1, "admission_runs")["whole"] == 200 + 16 * 32
+
+
+def test_the_stock_of_an_engine_that_runs_nothing_goes_back_to_the_others() -> None:
+    with running_node() as node:
+        assert run("four", node, 1, "admission_runs")["whole"] == 4 * 12 + 150
 
 
 def test_engines_share_within_an_announced_version_of_weights_and_never_across() -> None:

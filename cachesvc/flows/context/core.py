@@ -35,6 +35,10 @@ class Mover(Protocol):
     def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
         """True where transfers between the devices of two replicas need not pass through the host, on every rank."""
 
+    def peer_rate(self, model: int, source_replica: int, target_replica: int) -> float:
+        """Rate of copies between the devices of two replicas, in units of the host's to the second one; 0 where they
+        pass through the host."""
+
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         """Start no copies of BACKGROUND stores on the devices for a while."""
 

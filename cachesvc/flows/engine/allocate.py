@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cachesvc.flows.context.call import Call, require_active
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.transfer.loads import bring, bring_part, loads_of
-from cachesvc.flows.transfer.low_watermark import look_ahead
+from cachesvc.flows.transfer.low_watermark import look_ahead, note_load
 from cachesvc.flows.transfer.make_room import keep_room, make_room
 from cachesvc.flows.transfer.transfers import require_transfer, ticket_view, wait_for
 from cachesvc.ledger.block_tables import Fresh
@@ -60,9 +60,11 @@ def allocate(
         left = [most - taken for most, taken in zip(loads.pages_wanted(), part, strict=True)]
         return keep_room(core, call, left, sequence)
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED, short_suffix=short_suffix) if loads.rows else []
+    in_parts = len(sequence.parts) * core.turns.loaded
     sequence.parts.clear()
     sequence.grow(sequence.fresh_pages(counts), fresh)
     call.lease.grown += fresh.blocks
+    note_load(call.replica.place, in_parts + len(loads.missing[call.replica.place.lead]))
     look_ahead(core, call.model, call.replica)
     tables = tuple(GroupCells(group, first, table[first:]) for group, table in enumerate(sequence.tables))
     return Allocated(tables, tuple(map(ticket_view, tickets)), len(loads.rows))

@@ -5,7 +5,7 @@ running for a while has nothing else free, and then what is coldest goes for the
 has grown by since. So growth is replaced, block for block, whatever others take meanwhile, and an engine that does not
 grow evicts nothing. One that begins on a full cache has its first growth by Allocate, and finds as much in its stock
 afterwards; each growth that found the stock empty makes it larger by one, up to the target, so the stock settles at
-what the engine's steps use.
+what the engine's steps use. An engine that knows what it is about to take says so (``due``), and finds that there.
 
 What a refill costs grows with the pages wanted, and no more is evicted in it than in a turn: the rest of what the lease
 has grown by goes once the step is answered, and is kept for the next refill. Where nothing can go, nothing is
@@ -36,7 +36,12 @@ from cachesvc.ledger.sequences import Sequence as OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth, before_repeated
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, NotOwned
+from cachesvc.model.numbers.sharing import most_of
 from cachesvc.model.words import NO_PAGE
+
+STOCK_PART = 16
+"""Largest part of a pool in all stocks together whose engines say what they take next, a 16th: cached blocks go for
+it."""
 
 
 def extend(core: Core, call: Call, sequence_id: int, pages: tuple[GroupCells, ...]) -> int:
@@ -150,17 +155,25 @@ def check_stock(core: Core, lease: Lease, targets: tuple[int, ...]) -> None:
         raise LimitExceeded("stock pages of a lease", sum(targets), core.limits.stock_pages_per_lease)
 
 
-def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int = 0) -> tuple[GroupCells, ...]:
+def refill_stock(
+    core: Core, call: Call, targets: tuple[int, ...], member: int = 0, due: int = 0
+) -> tuple[GroupCells, ...]:
     """Grant pages until the lease's stock has ``targets[g]`` of each group, as far as can be had at once. It is the
-    stock of process ``member`` from then on.
+    stock of process ``member`` from then on. ``due``: blocks of it that are about to be taken, so blocks are evicted
+    for them.
 
     Raises InvalidRequest, LimitExceeded.
     """
     lease, place = call.lease, call.replica.place
     check_stock(core, lease, targets)
     targets, widths = _by_pool(place, targets)
+    if due:
+        targets = _in_share(core, call, targets)
     lease.stocked_by = member
     wanted = [max(0, target - len(stock)) for target, stock in zip(targets, lease.stock, strict=True)]
+    if due:
+        missing = max(map(blocks_of, wanted, widths))
+        lease.grown = max(lease.grown, min(due, missing))
     if lease.room is not None:
         lease.room.give_back()
     pools = place.pools
@@ -190,6 +203,18 @@ def refill_stock(core: Core, call: Call, targets: tuple[int, ...], member: int =
         _keep_room(core, call, lease.room, owed, going)
     look_ahead(core, call.model, call.replica)
     return granted
+
+
+def _in_share(core: Core, call: Call, targets: tuple[int, ...]) -> tuple[int, ...]:
+    """Targets that are no more than the lease's share of what stocks may have of each pool."""
+    lease, shared = call.lease, list[int]()
+    beside = [
+        each for each in core.ledger.leases.values() if (each.model, each.replica) == (lease.model, lease.replica)
+    ]
+    for group, (target, pool) in enumerate(zip(targets, call.replica.place.pools, strict=True)):
+        held = {each.id: len(each.stock[group]) for each in beside}
+        shared.append(min(target, most_of(lease.id, held, pool.capacity // STOCK_PART)))
+    return tuple(shared)
 
 
 def _by_pool(place: Place, targets: tuple[int, ...]) -> tuple[tuple[int, ...], Sequence[int]]:

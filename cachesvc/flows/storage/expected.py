@@ -1,9 +1,11 @@
 """Expect: follow what another node computes for a request here, and fetch each block once it is sealed there.
 
-    asking ── lent ──▶ fetching ── admitted ──▶ asking ... until all is here
+    asking ── lent ──▶ fetching ── admitted ──▶ fetching ... until all is here
+       │                  └── asking for what lies behind
        └── absent, silent, restarted, refused: over; the request has what came by then, and computes the rest
 
-A question waits on the other node until there is something to lend, so a sealed block is on its way at once.
+A question waits on the other node until there is something to lend, so a sealed block is on its way at once. The next
+question is under way while blocks are: streams do not stand still between two loans.
 Matches keep an expectation alive; without one for a while nothing is asked or fetched for it any more.
 """
 
@@ -166,45 +168,48 @@ def _look(core: Core, model: Model, known: Expectation, now: float) -> None:
         return
     if now - known.progress_at >= known.patience:
         _end(core, model, known, ExpectationEnd.SILENT)
-    elif known.asked_at is None and not known.is_fetching and now >= known.retry_at:
+    elif known.asked_at is None and not known.lent[1] and now >= known.retry_at:
         _ask(core, model, known)
 
 
 def _ask(core: Core, model: Model, known: Expectation) -> None:
-    """Ask for what is not here yet."""
+    """Ask for what is neither here nor on its way."""
     now = core.ledger.moment.seconds
     replica = _replica_of(model, known)
     hit = None if replica is None else _hit(model, replica, known)
     if hit is None or core.lenders is None:
         _end(core, model, known, ExpectationEnd.ABANDONED)
         return
-    if hit.blocks > known.here:
+    if hit.blocks > known.here and not known.fetching:
         known.here, known.progress_at = hit.blocks, now if hit.blocks else known.progress_at
-    if hit.blocks >= known.blocks:
+    if hit.blocks >= known.blocks and not known.fetching:
         _end(core, model, known, ExpectationEnd.ARRIVED)
+        return
+    first = max(hit.blocks, known.fetching)
+    if first >= known.blocks:
         return
     if core.lenders.is_here(known.peer):
         known.retry_at = now + PAUSE_SECONDS
         return
-    keys = known.keys[hit.blocks * KEY_BYTES : (hit.blocks + ASKED_BLOCKS) * KEY_BYTES]
+    keys = known.keys[first * KEY_BYTES : (first + ASKED_BLOCKS) * KEY_BYTES]
     known.asked_at = now
     seconds = max(0.0, min(POLL_SECONDS, known.progress_at + known.patience - now))
-    answered = partial(_answered, core, model, known, hit.blocks)
+    answered = partial(_answered, core, model, known, first, now)
     refused = core.lenders.ask(model, known.party, keys, known.peer, seconds, answered)
     if refused:
         _end(core, model, known, ExpectationEnd.REFUSED)
 
 
-def _answered(core: Core, model: Model, known: Expectation, first: int, promise: Promise) -> None:
-    """Handle the answer to a question for the blocks from ``first`` on."""
-    asked_at, known.asked_at = known.asked_at, None
-    now = core.ledger.moment.seconds
-    if known.end or asked_at is None:
+def _answered(core: Core, model: Model, known: Expectation, first: int, asked_at: float, promise: Promise) -> None:
+    """Handle the answer to a question of ``asked_at`` for the blocks from ``first`` on."""
+    if known.end or known.asked_at != asked_at:
         return
+    known.asked_at = None
+    now = core.ledger.moment.seconds
     if promise.problem:
         known.failures += 1
         known.retry_at = now + FAILED_PAUSE_SECONDS
-        if known.is_computed and known.failures >= MOST_FAILURES:
+        if known.is_computed and known.failures >= MOST_FAILURES and not known.fetching:
             _end(core, model, known, ExpectationEnd.UNREACHABLE)
         return
     if known.epoch not in (0, promise.epoch):
@@ -214,11 +219,11 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, promise:
     if promise.computing and not known.has_begun:
         known.has_begun, known.progress_at = True, now
     if promise.lent:
-        known.is_fetching = True
-        begin(core.chores, model.id, partial(_take, core, model, known, first + promise.lent))
+        known.lent = first, first + promise.lent
+        _go_on(core, model, known)
         return
     known.failures = 0
-    if known.is_computed and not promise.computing:
+    if known.is_computed and not promise.computing and not known.fetching:
         _end(core, model, known, ExpectationEnd.ABSENT)
     elif now - asked_at >= POLL_SECONDS / 2:  # the peer has waited; one that answers at once is asked less often
         _ask(core, model, known)
@@ -226,12 +231,21 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, promise:
         known.retry_at = now + PAUSE_SECONDS
 
 
-def _take(core: Core, model: Model, known: Expectation, last: int) -> bool:
-    """A turn of beginning to fetch what is lent before block ``last``; True when it has begun, or does not."""
+def _go_on(core: Core, model: Model, known: Expectation) -> None:
+    """Begin to fetch what is lent, once the fetch before it has ended."""
+    if not known.fetching and known.lent[1]:
+        (first, known.fetching), known.lent = known.lent, (0, 0)
+        begin(core.chores, model.id, partial(_take, core, model, known, first))
+
+
+def _take(core: Core, model: Model, known: Expectation, first: int) -> bool:
+    """A turn of beginning to fetch what is lent from block ``first`` on; True when it has begun, or does not."""
+    last = known.fetching
     replica = None if known.end else _replica_of(model, known)
     hit = None if replica is None else _hit(model, replica, known)
-    if replica is None or hit is None:
-        known.is_fetching = False
+    if replica is None or hit is None or hit.blocks < first:  # the fetch before it brought less
+        known.fetching = 0
+        _ask_again(core, model, known)
         return True
     fetch = model.stored.fetching.get(key_at(known.keys, hit.blocks)) if hit.blocks < last else None
     if hit.blocks < last and (fetch is None or not fetch.brings(known.keys, hit.blocks)):
@@ -239,20 +253,22 @@ def _take(core: Core, model: Model, known: Expectation, last: int) -> bool:
         if isinstance(begun, Wait):
             return False
         if begun is None:
-            known.is_fetching = False
+            known.fetching = 0
             _end(core, model, known, ExpectationEnd.FULL)
             return True
         fetch = begun
     if fetch is None:
         _came(core, model, known)
     else:
+        known.fetching = fetch.first + len(fetch.keys)
         fetch.then.append(partial(_came, core, model, known))
+        _ask_again(core, model, known)
     return True
 
 
 def _came(core: Core, model: Model, known: Expectation) -> None:
     """A fetch has ended: go on with what lies behind it."""
-    known.is_fetching = False
+    known.fetching = 0
     if known.end:
         return
     before = known.here
@@ -260,6 +276,7 @@ def _came(core: Core, model: Model, known: Expectation) -> None:
     hit = None if replica is None else _hit(model, replica, known)
     if hit is not None and hit.blocks <= before:  # nothing of it came, or a window ends the hit
         known.failures += 1
+        known.lent, known.asked_at = (0, 0), None  # what lies behind a gap is of no use
         known.retry_at = core.ledger.moment.seconds + PAUSE_SECONDS
         if known.failures >= MOST_FAILURES:
             _end(core, model, known, ExpectationEnd.INCOMPLETE)
@@ -268,7 +285,16 @@ def _came(core: Core, model: Model, known: Expectation) -> None:
     came = 0 if hit is None else hit.blocks - max(before, 0)
     known.arrived += came
     core.count(Count.EXPECTED_BLOCKS, came)
-    _ask(core, model, known)
+    if hit is not None:
+        known.here, known.progress_at = hit.blocks, core.ledger.moment.seconds
+    _go_on(core, model, known)
+    _ask_again(core, model, known)
+
+
+def _ask_again(core: Core, model: Model, known: Expectation) -> None:
+    """Ask for what lies behind, unless a question is under way or its loan waits for a fetch."""
+    if not known.end and known.asked_at is None and not known.lent[1]:
+        _ask(core, model, known)
 
 
 def _end(core: Core, model: Model, known: Expectation, end: ExpectationEnd) -> None:

@@ -1,4 +1,13 @@
-"""Loads of a path: the copies that must come to a replica's device, the room they take, and their transfer."""
+"""Loads of a path: the copies that must come to a replica's device, the room they take, and their transfer.
+
+The host has what a hit counts on. Where another replica's device has it too, and copies to this one, it is nearer: the
+bytes come from there, and the link to the host is left to others. Of many blocks the last ones come from the host
+meanwhile, as many as take that link as long:
+
+    path    A B C D E F G H
+    peer    ──────────────      rate r
+    host                  ──    rate 1: one in r + 1
+"""
 
 from __future__ import annotations
 
@@ -11,17 +20,21 @@ import numpy as np
 
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
+from cachesvc.flows.context.counters import Count
 from cachesvc.flows.transfer.transfers import expedite, load_pairs, submit
 from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.index.block_ledger import window_positions
 from cachesvc.ledger.index.pins import Keep, Pin
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.sequences import Sequence
-from cachesvc.ledger.tickets import Ticket, TicketBook
+from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.numbers.int32s import among, array_of, column
 from cachesvc.model.transfer import Direction, PagePairs, Urgency
-from cachesvc.model.words import ABSENT, FILLING
+from cachesvc.model.words import ABSENT, FILLING, READY
+
+LEAST_FROM_HOST = 8
+"""Blocks of a load from another device that are worth a transfer of their own from the host."""
 
 
 class Loads(NamedTuple):
@@ -93,17 +106,18 @@ def bring(
     There is room, and a transfer can begin. ``urgency``: of a transfer of its own; where it is AWAITED, of those that
     are joined too. ``short_suffix``: as of a ``Transfer``.
     """
-    model, book = call.model, core.ledger.tickets
+    book = core.ledger.tickets
     tickets = [book.running[ticket] for ticket in loads.joined]
     if urgency is Urgency.AWAITED:
         expedite(core, loads.joined)
     if not loads.is_transfer:
         hold.rely_on(loads.rows, loads.needed, tickets)
         return tickets
-    ticket, pairs = _begin(call, book, loads, loads.missing, urgency)
-    hold.rely_on(loads.rows, loads.needed, [*tickets, ticket])
-    submit(core, model, ticket, pairs, layered=True, short_suffix=short_suffix)
-    return [*tickets, ticket]
+    filled = _begin(core, call, loads, loads.missing, urgency)
+    tickets += [each.ticket for each in filled]
+    hold.rely_on(loads.rows, loads.needed, tickets)
+    _submit(core, call.model, filled, short_suffix=short_suffix)
+    return tickets
 
 
 def bring_part(core: Core, call: Call, sequence: Sequence, loads: Loads, *, short_suffix: bool = False) -> list[int]:
@@ -122,21 +136,79 @@ def bring_part(core: Core, call: Call, sequence: Sequence, loads: Loads, *, shor
     missing = [part] * len(loads.missing)
     for group in place.window_groups:  # they come with their blocks
         missing[group] = array_of(column(loads.missing[group])[among(column(loads.missing[group]), column(part))])
-    ticket, pairs = _begin(call, book, loads, missing, Urgency.AWAITED)
-    sequence.parts.append(ticket.id)
-    submit(core, call.model, ticket, pairs, layered=True, short_suffix=short_suffix)
+    filled = _begin(core, call, loads, missing, Urgency.AWAITED)
+    sequence.parts.extend(each.ticket.id for each in filled)
+    _submit(core, call.model, filled, short_suffix=short_suffix)
     return list(map(len, missing))
 
 
-def _begin(
-    call: Call, book: TicketBook, loads: Loads, missing: list[array[int]], urgency: Urgency
-) -> tuple[Ticket, tuple[PagePairs, ...]]:
-    """A load of ``missing`` from the host, below those that are joined, and the pages that it is to copy."""
+class _Filled(NamedTuple):
+    """A ticket that is to be submitted."""
+
+    ticket: Ticket
+    pairs: tuple[PagePairs, ...]
+
+
+def _begin(core: Core, call: Call, loads: Loads, missing: list[array[int]], urgency: Urgency) -> list[_Filled]:
+    """Loads of ``missing``, below those that are joined and each below the one before, and the pages to copy."""
     model, replica, party = call.model, call.replica, call.lease.party
-    ticket = book.open(model.id, replica.id, Direction.LOAD, urgency, after=loads.joined, party=party)
-    coming = model.blocks.start_fill(replica.place, missing, ticket.id)
-    ticket.rows = _moving(loads.rows, missing)
-    return ticket, load_pairs(model.blocks.host, coming)
+    filled: list[_Filled] = []
+    for source, part in _sources(core, model, replica, missing):
+        place, held = model.blocks.host, None
+        if source is not None:
+            place = source.place
+            held = source.id, Pin(model.blocks, place, part[place.lead][-1])
+        after = [*loads.joined, *(each.ticket.id for each in filled)]
+        ticket = core.ledger.tickets.open(
+            model.id, replica.id, Direction.LOAD, urgency, after=after, source=held, party=party
+        )
+        coming = model.blocks.start_fill(replica.place, part, ticket.id)
+        ticket.rows = _moving(loads.rows, part)
+        filled.append(_Filled(ticket, load_pairs(place, coming)))
+    return filled
+
+
+def _submit(core: Core, model: Model, filled: Iterable[_Filled], *, short_suffix: bool) -> None:
+    """Hand loads to the mover. Those from another device are not followed by layers."""
+    for ticket, pairs in filled:
+        if is_from_peer := ticket.source is not None:
+            core.count(Count.PEER_LOADS)
+        submit(core, model, ticket, pairs, layered=not is_from_peer, short_suffix=short_suffix)
+
+
+def _sources(
+    core: Core, model: Model, replica: Replica, missing: list[array[int]]
+) -> list[tuple[Replica | None, list[array[int]]]]:
+    """Sources of what is missing, root first: the nearest replica that has all of it, and the host (None)."""
+    source, rate = _nearest(core, model, replica, missing)
+    if source is None:
+        return [(None, missing)]
+    rows = missing[0]
+    count = int(len(rows) / (rate + 1))
+    is_whole = all(part is rows for part in missing)
+    if not is_whole or count < LEAST_FROM_HOST or core.mover.free_slots(model.id, replica.id) < 2:
+        return [(source, missing)]
+    parts = rows[:-count], rows[-count:]
+    return [(source, [parts[0]] * len(missing)), (None, [parts[1]] * len(missing))]
+
+
+def _nearest(core: Core, model: Model, replica: Replica, missing: list[array[int]]) -> tuple[Replica | None, float]:
+    """The replica from whose device what is missing comes in least time, and its rate in units of the host's; None
+    where the host's is higher, or windows alone are missing, which would hang below nothing that stays."""
+    nearest, best = None, 1.0
+    if not missing[replica.place.lead]:
+        return nearest, best
+    for other in model.replicas:
+        if other is replica or other.gone or not _has_all(other.place, missing):
+            continue
+        rate = core.mover.peer_rate(model.id, other.id, replica.id)
+        if rate > best:
+            nearest, best = other, rate
+    return nearest, best
+
+
+def _has_all(place: Place, missing: Seq[array[int]]) -> bool:
+    return all(bool((place.states_of(group, rows) == READY).all()) for group, rows in enumerate(missing) if rows)
 
 
 def load_from(core: Core, call: Call, loads: Loads, source: Replica, tip: int, urgency: Urgency) -> Ticket:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import chain, islice
+from operator import attrgetter
 
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
@@ -42,6 +44,8 @@ LOOKS_A_PAGE = 4
 """Candidates that ``free_some`` looks at, in all and for each page: most can go, and where they cannot it gives up."""
 DRAINS_AT_ONCE = 32
 """Write-backs under way for a call that evicts in turns: more would hold no link busier."""
+MOST_AWAITED = 256
+"""Transfers that a call waits for, the oldest of its replica: whichever ends, it looks again."""
 TRY_AGAIN_EVERY = 64
 """After repeated failures, retry a write-back once every this number of evictions."""
 
@@ -250,19 +254,21 @@ def _wait_or_refuse(
     the replica's only sequence cannot go on beside them. Raises PoolExhausted where nothing helps."""
     place, book = replica.place, core.ledger.tickets
     pool, wanted = place.pools[groups[0]], sum(wanted_of[group] for group in groups)
-    running = [t for direction in Direction for t in book.of_replica(model.id, replica.id, direction)]
+    # Of others' transfers there may be thousands: C code alone goes through them.
+    of_replica = (book.of_replica(model.id, replica.id, direction) for direction in Direction)
     readers = book.reading(model.id, replica.id)
-    running += readers
-    moves = sum(len(moved.own) for ticket in running for moved in ticket.moves if moved.group in groups)
+    running = [*chain.from_iterable(of_replica), *readers]
+    moving = chain.from_iterable(map(attrgetter("moves"), running))
+    moves = sum(len(moved.own) for moved in moving if moved.group in groups)
     unpinned = [ticket.source[1] for ticket in readers if ticket.source is not None]
     coming = moves + _evictable(model, place, groups, after_flights=True, unpinned=unpinned)
     promised = sum(
         other.wanted[group] - other.held[group] for other in place.reservations if other is not room for group in groups
     )
     if pool.unreserved + coming - promised >= wanted:  # what another replica sends to the host is in flight here, too
-        awaited = dict.fromkeys([ticket.id for ticket in running] + transfers_here(model.blocks, place))
+        awaited = dict.fromkeys([*map(attrgetter("id"), running), *transfers_here(model.blocks, place)])
         if awaited:
-            return wait_for(core, awaited)
+            return wait_for(core, islice(awaited, MOST_AWAITED))
     if any(chore.model == model.id and chore.gives_back for chore in core.chores):
         return TURN
     if wanted <= pool.capacity and _is_alone(core, model, replica) and (ended := model.pins.leave(place)):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import itemgetter
@@ -330,7 +330,7 @@ def evictable_pages(
     return place.residents - kept
 
 
-def _deepest(index: BlockIndex, place: Place) -> list[int]:
+def _deepest(index: BlockIndex, place: Place) -> Column:
     """Deepest row of each chain in flight that has a copy on the place."""
     flying = _flying_here(index, place)
     heads, depths = column(index.head)[flying], column(index.depth)[flying]
@@ -338,7 +338,7 @@ def _deepest(index: BlockIndex, place: Place) -> list[int]:
     flying, heads, depths = flying[ends], heads[ends], depths[ends]  # what takes off together is mostly in its order
     order = np.lexsort((depths, heads))
     last = np.append(np.diff(heads[order]) != 0, True) if len(order) else order
-    found: list[int] = flying[order[last]].tolist()
+    found: Column = flying[order[last]]
     return found
 
 
@@ -360,11 +360,18 @@ def transfers_here(ledger: BlockLedger, place: Place) -> list[int]:
     return list(found)
 
 
-def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Iterable[int]) -> int:
-    """Number of the rows and all their ancestors, without those down to the ``tips`` of chains."""
-    count = 0
-    reach: dict[int, int] = {}  # of each chain that was looked at, the depth down to which it is counted
-    for start in rows:
+def _blocks_beyond(index: BlockIndex, tips: Mapping[int, int], rows: Column) -> int:
+    """Number of the rows, one of a chain each, and all their ancestors, without those down to the ``tips`` of chains.
+    Chains that hang below none and have no tip are counted as a column: thousands of short prompts may be in flight."""
+    heads, depths = column(index.head)[rows], column(index.depth)[rows]
+    has_tip = np.fromiter(map(tips.__contains__, heads.tolist()), np.bool_, len(rows))
+    is_alone = (column(index.parent)[heads] == NO_ROW) & ~has_tip
+    count = int(depths[is_alone].sum()) + int(is_alone.sum())
+    if is_alone.all():
+        return count
+    # of each chain that was looked at, the depth down to which it is counted
+    reach = dict(zip(heads[is_alone].tolist(), depths[is_alone].tolist(), strict=True))
+    for start in rows[~is_alone].tolist():
         row = start
         while row != NO_ROW:
             head, depth = index.head[row], index.depth[row]

@@ -21,7 +21,7 @@ from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.index.windows import hit_window_blocks, window_needs, window_positions
 from cachesvc.ledger.order.ages import Ages
 from cachesvc.ledger.order.candidates import NO_LEAVES, LeafOrder
-from cachesvc.ledger.order.class_queues import NO_SEGMENT, Chooser, QueuedLeaves
+from cachesvc.ledger.order.class_queues import NO_SEGMENT, EvictionPolicy, QueuedLeaves
 from cachesvc.ledger.order.clock import Clock
 from cachesvc.ledger.order.copy_queues import PositionRule
 from cachesvc.ledger.pages.cached_tables import TablePieces
@@ -61,7 +61,7 @@ class BlockLedger(Lookup):
         ages: Ages | None = None,
         moment: Moment | None = None,
         keep_events: int = KEEP_EVENTS,
-        chooser: Chooser | None = None,
+        chooser: EvictionPolicy | None = None,
         new_positions: Callable[[], PositionRule] | None = None,
     ) -> None:
         self.layout = layout
@@ -118,7 +118,7 @@ class BlockLedger(Lookup):
         place.leaves = NO_LEAVES
         place.window_leaves = dict.fromkeys(place.window_leaves, NO_LEAVES)
 
-    def follow(self, chooser: Chooser) -> None:
+    def follow(self, chooser: EvictionPolicy) -> None:
         """A policy that follows requests chooses from now on, where one by the order of last access did."""
         self.chooser = chooser
         chooser.on_moved = self._requeue

@@ -146,7 +146,7 @@ class OperatorPins:
 
 def keepable(blocks: BlockLedger, row: int, device: Place) -> list[KeptCopies] | None:
     """Copies that make the prefix down to ``row`` a hit for a replica, in place or by a load; None where some are
-    missing. Its time grows with the prefix, some 10 ns a block."""
+    missing. Its time grows with the prefix, some 20 ns a block."""
     index, host = blocks.index, blocks.host
     rows = index.path(row)
     there = device.states_of(device.lead, rows) >= READY

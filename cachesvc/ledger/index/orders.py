@@ -7,7 +7,7 @@ from collections.abc import Callable
 from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.order.candidates import LeafOrder, Rank
-from cachesvc.ledger.order.class_queues import Chooser, QueuedLeaves
+from cachesvc.ledger.order.class_queues import EvictionPolicy, QueuedLeaves
 from cachesvc.model.words import FILLING, READY, STAMP_BITS
 
 DEPTH_BITS = 32
@@ -17,7 +17,7 @@ RankRule = Callable[[int, int, int], Rank]
 """``(stamp, hits, depth) -> rank``: the eviction policy; the lowest rank goes first."""
 
 
-def leaf_order(index: BlockIndex, place: Place, rule: RankRule, chooser: Chooser | None) -> LeafOrder:
+def leaf_order(index: BlockIndex, place: Place, rule: RankRule, chooser: EvictionPolicy | None) -> LeafOrder:
     """Leaves of a place that are unpinned and not in flight, in the order of the eviction policy."""
     states, pins, children = place.states[place.lead], place.pins, place.children
     flights, stamp, hits, depth = index.flights, index.stamp, index.hits, index.depth

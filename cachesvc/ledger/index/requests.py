@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cachesvc.ledger.index.block_index import BlockIndex, Taking
 from cachesvc.ledger.index.tier_copies import NO_ROW
-from cachesvc.ledger.order.class_queues import NO_SEGMENT, Chooser
+from cachesvc.ledger.order.class_queues import NO_SEGMENT, EvictionPolicy
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.requests import Ended
 
@@ -49,7 +49,7 @@ class Request:
 
     __slots__ = ("_chooser", "_index", "ended", "parts")
 
-    def __init__(self, chooser: Chooser, index: BlockIndex, path: PromptPath, now: float, waited: float) -> None:
+    def __init__(self, chooser: EvictionPolicy, index: BlockIndex, path: PromptPath, now: float, waited: float) -> None:
         self._chooser = chooser
         self._index = index
         self.ended = Ended()

@@ -67,7 +67,7 @@ class Place(PlacePools):
     the places that ``journal`` knows of, it asks whether a copy that comes is the first and one that goes is the last.
     ``protected``: how many blocks are kept by ``pins``. ``leaves``: blocks that may go, and ``window_leaves[g]``:
     windowed copies that may go by themselves, in their order; ``BlockLedger`` puts them here, and ``pieces`` too: what
-    is kept of block tables.
+    is kept of block tables. ``recent_load``: pages that a load here takes, as the last ones did.
     """
 
     leaves: LeafOrder
@@ -88,6 +88,7 @@ class Place(PlacePools):
         self.name = name
         self.number = number
         self.is_lost = False
+        self.recent_load = 0
         self._journal = journal
         self._places = places
         self._known = told

@@ -1,8 +1,9 @@
 """Candidates for eviction in queues, where a policy tells blocks apart by the requests that used them last.
 
-In each queue the oldest comes first. Which queue's head goes next is for the policy to say (``Chooser``); the ledger
-knows nothing of why. It keeps the segment of each row, the queue in which a row waits, and the heads in columns, so
-that one choice is a few operations on arrays of as many numbers as there are queues.
+In each queue the oldest comes first. Which queue's head goes next is for the ``EvictionPolicy`` to say; the ledger does
+not know why, and without such a policy nothing of this runs. It keeps the segment of each row, the queue in which a row
+waits, and the heads in columns, so that one choice is a few operations on arrays of as many numbers as there are
+queues.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Heads:
         return out
 
 
-class Chooser(Protocol):
+class EvictionPolicy(Protocol):
     """A policy that follows requests: what happens to their blocks, and whose go next."""
 
     on_moved: Callable[[int], None]
@@ -126,7 +127,7 @@ class QueuedLeaves(LeafOrder):
         self,
         may_go: Callable[[int], bool],
         rank: Callable[[int], Rank],
-        chooser: Chooser,
+        chooser: EvictionPolicy,
         segments: array[int],
         depth: array[int],
     ) -> None:

@@ -177,6 +177,8 @@ class PagePool:
         """Pages in their order; None where they are not distinct pages of the pool."""
         if int(pages.min()) < 0 or int(pages.max()) >= self.pages:
             return None
+        if (pages[1:] > pages[:-1]).all():  # as searches find them
+            return pages
         if len(pages) * PAGES_A_PAGE < self.pages:
             rising = np.sort(pages)
             return rising if np.diff(rising).all() else None

@@ -86,22 +86,17 @@ class CountedDigest:
 
 
 class PeerDigest:
-    """Another node's digest, as far as it has told. Any thread may read; one writes."""
+    """Another node's digest, as far as it has told: ``bits``, empty until it has. Any thread may read; one writes."""
 
     def __init__(self) -> None:
         self.epoch = 0
         self.version = 0
-        self._bits = b""
+        self.bits = b""
 
     @property
     def is_known(self) -> bool:
         """True once the node has told."""
-        return bool(self._bits)
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory of its bits."""
-        return len(self._bits)
+        return bool(self.bits)
 
     def learn(self, news: DigestNews) -> None:
         """Take in what the node told."""
@@ -110,24 +105,24 @@ class PeerDigest:
             if count & (count - 1) or not LEAST_BITS <= 8 * count <= MOST_BITS:
                 self.forget()
                 return
-            self._bits = news.bits
+            self.bits = news.bits
         elif news.flips:
-            if news.epoch != self.epoch or len(news.flips) % 4 or not self._bits:
+            if news.epoch != self.epoch or len(news.flips) % 4 or not self.bits:
                 self.forget()
                 return
-            bits = np.frombuffer(self._bits, np.uint8).copy()
+            bits = np.frombuffer(self.bits, np.uint8).copy()
             flips = np.frombuffer(news.flips, "<u4") % np.uint32(8 * len(bits))
             np.bitwise_xor.at(bits, flips >> 3, np.uint8(1) << (flips & 7).astype(np.uint8))
-            self._bits = bits.tobytes()
+            self.bits = bits.tobytes()
         self.epoch, self.version = news.epoch, news.version
 
     def forget(self) -> None:
         """Know nothing of the node any more."""
-        self.epoch, self.version, self._bits = 0, 0, b""
+        self.epoch, self.version, self.bits = 0, 0, b""
 
     def has(self, words: Sequence[int]) -> bool:
         """True where the node has the block of these words of a key, most likely."""
-        bits = self._bits
+        bits = self.bits
         mask = 8 * len(bits) - 1
         for word in words:
             number = word & mask

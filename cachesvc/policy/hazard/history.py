@@ -31,7 +31,7 @@ from cachesvc.policy.hazard.segments import (
     IS_SHARED,
     LANDMARKS,
     LAST_OPEN,
-    NOBODY,
+    NO_SEGMENT,
     WEIGHTS,
     Segments,
 )
@@ -125,7 +125,7 @@ class History:
             self._lines.end(key(blocks - 1), found.line, is_new=known < blocks)
         seen = features((blocks - known) * self._block_tokens, found.line_gap, found.hub_gap, known)
         begin, resident = self.segments.begin, path.resident
-        top = NOBODY
+        top = NO_SEGMENT
         if shared:
             queue = self.classes.row(WHILE_RUNNING, seen, None, is_shared=True)
             top = begin(number, now, queue, 0, shared, resident, IS_SHARED)
@@ -209,12 +209,12 @@ class History:
 
     def let_go(self, segment: int, blocks: int, now: float, *, is_host: bool) -> None:
         """Blocks of the segment leave the host, or a device."""
-        if segment != NOBODY:
+        if segment != NO_SEGMENT:
             self.uses.let_go(now - self.segments.arrived[segment], blocks, is_host=is_host)
 
     def is_worth_saving(self, segment: int, share: float) -> bool:
         """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""
-        return segment == NOBODY or self.uses.is_worth(self.queue_of(segment), share)
+        return segment == NO_SEGMENT or self.uses.is_worth(self.queue_of(segment), share)
 
     # -- what to choose ----------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class History:
 
     def worth(self, segment: int, now: float) -> Worth | None:
         """Known worth of blocks of the segment; None for slot 0."""
-        if segment == NOBODY:
+        if segment == NO_SEGMENT:
             return None
         queue, age = self.queue_of(segment), max(0.0, now - self.since(segment))
         return Worth(self.classes.in_words(queue), age, float(self.rates.density[queue, bin_of(age)]))
@@ -271,7 +271,7 @@ class History:
         children_of = lines.children_of
         for at in range(known - 1, max(resident, known - GHOSTS_LOOKED) - 1, -1):
             each = key(at)
-            slot = landmark_of(each, NOBODY)
+            slot = landmark_of(each, NO_SEGMENT)
             if slot:
                 self._touched(slot, now, is_first=segments.first[slot] == at, is_last=segments.last[slot] == at + 1)
                 since = max(since, segments.arrived[slot])
@@ -286,7 +286,7 @@ class History:
                 break
             slot = path.segment(at - 1)
             top = segments.top[slot]
-            if slot == NOBODY or at <= top:
+            if slot == NO_SEGMENT or at <= top:
                 at -= 1
                 continue
             since = max(since, segments.arrived[slot])
@@ -343,7 +343,7 @@ class History:
         while now - segments.arrived[unsettled[0].own] > self.uses.host_seconds or len(unsettled) > REMEMBERED:
             parts = unsettled.popleft()
             for slot in (parts.shared, parts.own):
-                if slot != NOBODY and segments.last[slot] > segments.top[slot]:
+                if slot != NO_SEGMENT and segments.last[slot] > segments.top[slot]:
                     rows = (segments.queue[slot], segments.queue_after[slot])
                     self.uses.unused(rows, segments.last[slot] - segments.top[slot])
 
@@ -351,7 +351,7 @@ class History:
         """Stop following a request."""
         segments = self.segments
         for slot in (parts.shared, parts.own):
-            if slot == NOBODY:
+            if slot == NO_SEGMENT:
                 continue
             flags = segments.flags[slot]
             weight = WEIGHTS[flags & LANDMARKS]
@@ -371,7 +371,7 @@ class History:
             self._lines.go_on(prompt_end)
             self._lines.end(key, line, is_new=True)
         for slot, is_shared in ((parts.shared, True), (parts.own, False)):
-            if slot == NOBODY:
+            if slot == NO_SEGMENT:
                 continue
             segments.flags[slot] &= ~IS_RUNNING
             if blocks < segments.last[slot]:  # what was not computed after all

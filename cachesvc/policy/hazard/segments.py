@@ -15,7 +15,7 @@ import numpy as np
 from cachesvc.model.requests import Parts
 from cachesvc.policy.hazard.rates import Floats, Ints, Open
 
-NOBODY = 0
+NO_SEGMENT = 0
 FIRST_OPEN, LAST_OPEN, IS_RUNNING, IS_REMEMBERED, IS_SHARED = 1, 2, 4, 8, 16
 LANDMARKS = FIRST_OPEN | LAST_OPEN
 WEIGHTS = (0.0, 0.5, 0.5, 1.0)
@@ -39,7 +39,7 @@ class Segments:
         self._free: list[int] = []
         self._grow()
         self._free.pop()  # slot 0
-        self.request[NOBODY] = -1
+        self.request[NO_SEGMENT] = -1
 
     def _grow(self) -> None:
         slots = len(self.flags)
@@ -80,7 +80,7 @@ class Segments:
 
     def release(self, slot: int) -> bool:
         """Make the slot free if nothing needs it any more; True when it is."""
-        if self.flags[slot] & (IS_RUNNING | IS_REMEMBERED) or self.top[slot] < self.bottom[slot] or slot == NOBODY:
+        if self.flags[slot] & (IS_RUNNING | IS_REMEMBERED) or self.top[slot] < self.bottom[slot] or slot == NO_SEGMENT:
             return False
         self._free.append(slot)
         return True
@@ -91,7 +91,7 @@ class Segments:
         starts = np.flatnonzero(np.diff(owners, prepend=-1))
         slots, ends = owners[starts], (bottom - starts).astype(np.int32)
         tops, flags = np.frombuffer(self.top, np.int32), np.frombuffer(self.flags, np.uint8)
-        is_new = (ends > tops[slots]) & (slots != NOBODY) & (slots != taker.shared) & (slots != taker.own)
+        is_new = (ends > tops[slots]) & (slots != NO_SEGMENT) & (slots != taker.shared) & (slots != taker.own)
         if not is_new.any():
             return
         slots, ends = slots[is_new], ends[is_new]

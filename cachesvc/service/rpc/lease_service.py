@@ -88,6 +88,7 @@ class LeaseService(lease_pb2_grpc.LeaseServiceServicer):
             first_id=first_id(number),
             instance_id=instance,
             blocks_per_sequence=lease.blocks_per_sequence,
+            stock_pages=node.core.limits.stock_pages_per_lease,
         )
 
     def _beat(self, ask: Ask, request: lease_pb2.KeepAliveRequest) -> lease_pb2.KeepAliveResponse:

@@ -320,7 +320,7 @@ class StepRun:
             call = call or self._ask.renewed()
             allowed = self._targets if quotas is None else quotas.cap_stock(call, self._targets)
             member = member_of(self._request.request_id)
-            return refill_stock(self._dispatcher.node.core, call, allowed, member)
+            return refill_stock(self._dispatcher.node.core, call, allowed, member, self._request.stock_due)
         except CacheError:
             return ()
         except Exception as broken:  # noqa: BLE001 - the root of the refill: the operations have their results

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from cachesvc_client.core.errors import (
 from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.steps import SentStep, StepBook
+from cachesvc_client.records.stock import stock_targets
 from cachesvc_client.wire.attempts import Attempts
 from cachesvc_client.wire.port import StepLine
 
@@ -33,8 +35,16 @@ log = logging.getLogger(__name__)
 class AsyncPendingStep:
     """A step that was sent."""
 
-    def __init__(self, collect: Callable[[float | None], Awaitable[list[Any]]]) -> None:
+    def __init__(
+        self, collect: Callable[[float | None], Awaitable[list[Any]]], poll: Callable[[], Awaitable[bool]]
+    ) -> None:
         self._collect = collect
+        self._poll = poll
+
+    async def poll(self) -> bool:
+        """Take in answers that have come, without waiting; True once this step's is among them, or none will come.
+        ``results`` then tells at once."""
+        return await self._poll()
 
     async def results(self, timeout_s: float | None = None) -> list[Any]:
         """Results of the batch's operations, one each, in order: a result, or a CacheClientError (not raised). Answers
@@ -71,6 +81,15 @@ class AsyncStepStream:
         """An empty batch."""
         return StepBatch(self._calls.record, lambda record: AsyncSequence(record, self._calls))
 
+    def resize(self, stock_pages: int | Seq[int], due_blocks: int = 0) -> None:
+        """Keep ``stock_pages`` in stock from the next step on, for every group or for each; it gives back what is above
+        that. ``due_blocks``: of these, blocks that are about to be taken: the daemon evicts others for them. Raises
+        InvalidRequest."""
+        record = self._calls.record
+        if record.stock is not None:
+            record.stock.aim(stock_targets(stock_pages, record.registration.layout))
+            record.stock.due = due_blocks
+
     async def submit(self, batch: StepBatch[Any] | None = None, timeout_s: float | None = None) -> list[Any]:
         """Send a batch (None: growth and stock alone) and wait for its results; see ``PendingStep.results``."""
         return await (await self.send(batch)).results(timeout_s)
@@ -82,7 +101,8 @@ class AsyncStepStream:
         """
         self._require_open()
         await self._prepare(batch)
-        return AsyncPendingStep(partial(self._collect, self._enter(batch)))
+        step = self._enter(batch)
+        return AsyncPendingStep(partial(self._collect, step), partial(self._poll, step))
 
     async def tell(self) -> None:
         """Send growth, and releases that waited for launches, in a step whose results are not collected. Raises as
@@ -117,6 +137,20 @@ class AsyncStepStream:
         """Take in answers until that of ``step`` has come; its results."""
         limit_s = self._calls.connection.timeouts.step_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + limit_s
+        if not await self._take_until(step, deadline_s, deadline_s):
+            raise DeadlineExceeded(f"no answer to the step within {limit_s:g} s; ask again for its results")
+        return step.outcome()
+
+    async def _poll(self, step: SentStep) -> bool:
+        """Take in what has come. A stream that broke is opened again, which takes its time."""
+        now_s = time.monotonic()
+        if self._line is None:
+            return step.is_answered
+        return await self._take_until(step, now_s, now_s + self._calls.connection.timeouts.step_s)
+
+    async def _take_until(self, step: SentStep, deadline_s: float, renewed_s: float) -> bool:
+        """Take in answers until that of ``step`` has come; False at the deadline. ``renewed_s``: the deadline for a
+        stream that has to be opened again."""
         attempts: Attempts | None = None
         while not step.is_answered:
             if self._line is None:
@@ -128,11 +162,11 @@ class AsyncStepStream:
                 else:
                     self._book.answer(answer)
             elif answer is None:
-                raise DeadlineExceeded(f"no answer to the step within {limit_s:g} s; ask again for its results")
+                return False
             else:
-                attempts = attempts or Attempts(self._calls.connection.retries, deadline_s)
+                attempts = attempts or Attempts(self._calls.connection.retries, renewed_s)
                 await self._renew(attempts, answer)
-        return step.outcome()
+        return True
 
     @property
     def _is_ready(self) -> bool:

@@ -34,7 +34,8 @@ class StepBatch(Generic[H]):
     """Operations of one step, in order. Each method returns where its result will stand in the step's results.
 
     Publishes, recycles and releases at the beginning travel in columns, many in a few bytes: ask for them before
-    anything else. ``sends_keys``: whether publishes in columns have keys; None without any.
+    anything else. ``sends_keys``: whether publishes in columns have keys; None without any. ``no_wait``: an operation
+    that has to wait for transfers is refused (DeadlineExceeded), and these go on: ask again later.
     """
 
     def __init__(self, lease: LeaseRecord, make_handle: Callable[[SequenceRecord], H]) -> None:
@@ -45,6 +46,7 @@ class StepBatch(Generic[H]):
         self._columns: dict[int, Column] = {}
         self._sealed: set[int] = set()
         self.sends_keys: bool | None = None
+        self.no_wait = False
 
     @explains_arguments
     def match(

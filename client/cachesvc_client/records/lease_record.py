@@ -65,7 +65,8 @@ class LeaseRecord:
     ``instance``: the name under which processes share it, empty where none do; ``joined``: another one had opened it.
     Ids begin behind ``first_id``, which each process of it has for itself. ``process_token``: by which it was opened.
 
-    ``blocks_per_sequence``: the most that a sequence may have; 0 where the daemon does not tell.
+    ``blocks_per_sequence``: the most that a sequence may have, ``most_stock_pages`` those of a stock, all groups
+    together; 0 where the daemon does not tell.
     ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
     ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
@@ -92,6 +93,7 @@ class LeaseRecord:
         self.epoch = opened.epoch
         self.has_columns = opened.step_columns
         self.blocks_per_sequence = opened.blocks_per_sequence
+        self.most_stock_pages = opened.stock_pages
         self.silence_limit_s = opened.silence_limit_ms / 1000
         self.registration = registration
         self.stock: Stock | None = None

@@ -24,7 +24,10 @@ from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.records.entries import Entry, Grow, Release, pack_entries
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.stock import Stock
+from cachesvc_client.wire.messages import build_recycle, parse_recycle
 from cachesvc_client.wire.methods import HELD, Operation
+from cachesvc_client.wire.methods import RECYCLE as RECYCLE_CALL
 
 STEPS_UNDER_WAY = 16
 """Steps that may be sent before the first is collected: an engine runs one or two ahead."""
@@ -115,8 +118,13 @@ class StepBook:
             elif isinstance(each.owner, SequenceRecord):
                 lease.ending.append(each.owner)
         request = cache_pb2.StepRequest(lease_id=lease.id, request_id=lease.next_request_id())
+        if batch is not None and batch.no_wait:
+            request.no_wait = True
         if lease.stock is not None:
             request.stock_pages.extend(lease.stock.targets)
+            request.stock_due = lease.stock.due
+            if lease.stock.has_surplus:
+                operations.append(_give_back_surplus(lease.stock))
         groups = len(lease.registration.layout.groups)
         if any(entries.values()):
             request.columns.CopyFrom(pack_entries(entries, groups))
@@ -236,6 +244,12 @@ def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[T
         if _ODD_BYTES in raw and any((column, at) not in odd for at in np.flatnonzero(told == ODD).tolist()):
             raise DaemonFault(f"{ANSWER_FIELDS[column]} has entries without an answer")
     return numbers, odd
+
+
+def _give_back_surplus(stock: Stock) -> Operation[Any]:
+    """Give back what the stock has above its targets. A refusal leaves it in the stock."""
+    pages = stock.take_surplus()
+    return Operation(RECYCLE_CALL, build_recycle(0, 0, pages), parse_recycle, lambda _: stock.add(pages))
 
 
 def _take(operation: Operation[Any], result: cache_pb2.OperationResult) -> Any:

@@ -17,13 +17,15 @@ class Stock:
     each group; those of groups that share a pool count together, and its pages serve any of them. ``pools``: the groups
     by pool; left out: each has one of its own.
 
-    Used from one thread, like the step stream that fills it.
+    ``due``: blocks that the daemon is to have there even where it must evict others for them. Used from one thread,
+    like the step stream that fills it.
     """
 
     def __init__(self, targets: Sequence[int], pools: Sequence[Sequence[int]] = ()) -> None:
         if any(target < 0 for target in targets):
             raise InvalidRequest(f"a stock's targets cannot be negative, got {list(targets)}")
         self.targets = tuple(targets)
+        self.due = 0
         self._pools = tuple(map(tuple, pools)) or tuple((group,) for group in range(len(targets)))
         self._at = {group: at for at, groups in enumerate(self._pools) for group in groups}
         self._pages = [array("i") for _ in self._pools]
@@ -41,6 +43,35 @@ class Stock:
     def pages(self) -> tuple[int, ...]:
         """Number of pages in the stock of each group's pool."""
         return tuple(len(self._pages[self._at[group]]) for group in range(len(self.targets)))
+
+    def aim(self, targets: Sequence[int]) -> None:
+        """Set other targets: steps fill up to them, and give back what is above. Raises InvalidRequest."""
+        if len(targets) != len(self.targets) or any(target < 0 for target in targets):
+            raise InvalidRequest(f"a stock of {len(self.targets)} groups cannot have the targets {list(targets)}")
+        self.targets = tuple(targets)
+
+    @property
+    def is_full(self) -> bool:
+        """True where no pool has less than its targets."""
+        return all(len(pages) >= self._target(groups) for groups, pages in zip(self._pools, self._pages, strict=True))
+
+    @property
+    def has_surplus(self) -> bool:
+        """True where a pool has more than its targets."""
+        return any(len(pages) > self._target(groups) for groups, pages in zip(self._pools, self._pages, strict=True))
+
+    def take_surplus(self) -> tuple[GroupCells, ...]:
+        """Take what is above the targets, newest first."""
+        surplus = []
+        for groups, pages, generations in zip(self._pools, self._pages, self._generations, strict=True):
+            target = self._target(groups)
+            if len(pages) > target:
+                surplus.append(GroupCells(groups[0], 0, tuple(pages[target:]), tuple(generations[target:])))
+                del pages[target:], generations[target:]
+        return tuple(surplus)
+
+    def _target(self, groups: Sequence[int]) -> int:
+        return sum(self.targets[group] for group in groups)
 
     def add(self, granted: Iterable[GroupCells]) -> None:
         """Take in pages that the daemon granted, or that came back unused."""

@@ -36,7 +36,7 @@ class Status(Question[admin_pb2.GetStatusResponse]):
             describe_daemon(answer) + f", epoch {answer.epoch}",
             f"host pool: {host_pool}",
             *map(describe_device, answer.devices),
-            *(f"! {one_line(line)}" for line in answer.attention),
+            *([f"! {one_line(line)}" for line in answer.attention] or ["nothing needs attention"]),
             describe_hits(answer.hits),
             describe_transfers(answer.transfers),
             describe_transports(answer.transports),
@@ -119,7 +119,7 @@ def describe_transfers(t: status_pb2.TransferStatus) -> str:
 
 def describe_transports(t: status_pb2.TransportStatus) -> str:
     """Describe in one line the transports of calls."""
-    return f"calls: {t.lane_calls:,} by {t.lanes} lanes that are open and earlier ones, {t.grpc_calls:,} by gRPC"
+    return f"calls: {t.lane_calls:,} by lanes ({t.lanes} open now), {t.grpc_calls:,} by gRPC"
 
 
 def describe_loop(loop: status_pb2.LoopStatus) -> str:

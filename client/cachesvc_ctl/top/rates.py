@@ -171,7 +171,7 @@ def hot_rows(look: Look) -> list[tuple[object, ...]]:
     """The ends of the prefixes that were hit most."""
     return [
         (
-            block.key_hex[:12],
+            block.key_hex[:10],
             block.position + 1,
             block.hits,
             ", ".join(dict.fromkeys(copy.place.replace("replica ", "r") for copy in block.copies)),

@@ -19,6 +19,7 @@ from cachesvc_client.layouts.parts import Parts
 from cachesvc.model.layout import Layout
 from cachesvc_vllm.daemon.errors import ConnectorRefused, News
 from cachesvc_vllm.daemon.keeper import Keeper
+from cachesvc_vllm.daemon.laps import Laps
 from cachesvc_vllm.daemon.page_check import PageCheck
 from cachesvc_vllm.daemon.weights_version import Announced
 
@@ -120,7 +121,8 @@ def new_instance(engine_id: str) -> str:
 class Node:
     """``instance``: of ``new_instance``: the name under which the engine's processes share a lease.
     ``attaches``: this process uses the slab of ``rank``. ``keeps``: it has a ``keeper`` for the lease, as the
-    scheduler's process has; left out: where it uses no slab. ``comes_back``: look for a lost daemon.
+    scheduler's process has; left out: where it uses no slab. ``comes_back``: look for a lost daemon. ``started_in``:
+    what ``start`` took.
     """
 
     def __init__(
@@ -190,14 +192,21 @@ class Node:
     def start(self) -> None:
         """Connect, register, open a lease, attach. Raises ConnectorRefused (sizes, the longest request), and what
         these calls raise."""
-        client = self._client
+        client, laps = self._client, Laps()
+        self.started_in = laps
         client.connect()
-        self._lease = self._watched(client.open_lease(self._register(), instance=self._instance))
+        laps.lap("connect")
+        registration = self._register()
+        laps.lap("register")
+        self._lease = self._watched(client.open_lease(registration, instance=self._instance))
         self._require_room(self._lease)
+        laps.lap("lease")
         if self._attaches:
             self._pool = self._lease.attach(self._rank)
+            laps.lap("attach")
         if self._keeps:
             self._keep(self._lease).wait_begun()
+            laps.lap("keeper")
         client.on_lost(self._wake.set)
         self._thread.start()
 

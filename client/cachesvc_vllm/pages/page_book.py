@@ -1,9 +1,13 @@
 """Page accounting of an engine: the daemon grants a request's pages, and one step an iteration reports their use.
 
-Used from vLLM's scheduler thread alone. While it schedules, requests are matched, and their pages are reserved before
-vLLM counts what is free, so that taking them cannot fail: for all that wait and may run next, in one message each. When
-a step's output has come, blocks that are computed are sealed and ended requests released, in a message that is not
-waited for. Knows nothing of vLLM.
+Used from vLLM's scheduler thread alone, which waits for the daemon only while nothing of this engine runs, or where a
+running request would be preempted otherwise (``steps/outbox.py``):
+
+    a request comes       its match is sent, with those of others that have come
+    it is scheduled       its match is there, and its pages are in stock or were asked for ahead; else vLLM asks again
+    an iteration is made  growth, computed blocks and ended requests are reported; the answer fills the stock
+
+Pages are reserved before vLLM counts what is free, so that taking them cannot fail. Knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -13,34 +17,27 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cachesvc_client import CacheClientError, Lease, LeaseLost, PendingStep, StepStream
+from cachesvc_client import Lease, LeaseLost
 
 from cachesvc_vllm.namespace.draft_keys import salted
-from cachesvc_vllm.pages.giving_way import Clock, GivingWay
+from cachesvc_vllm.pages.grants import Grants
 from cachesvc_vllm.pages.group_tables import NO_POSITIONS, AllParts, Positions, engine_groups
-from cachesvc_vllm.pages.matches import Matches, coming_again, refused
+from cachesvc_vllm.pages.matches import Matches
 from cachesvc_vllm.pages.private_pages import PrivatePages
-from cachesvc_vllm.pages.reports import put_reports
 from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 from cachesvc_vllm.pages.untold import Sealing, Untold
-
-SHORT_PAUSE_S = 0.002
-"""vLLM's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""
-
-STOCK_DIVISOR = 16
-"""A stock takes at most so small a part of the pool: others cannot use what lies in it."""
-
-ANSWER_S = 1.0
-"""vLLM's scheduler waits no longer for an answer: what it is about waits, and everything else goes on."""
+from cachesvc_vllm.steps.giving_way import Clock, GivingWay
+from cachesvc_vllm.steps.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
 
 class PageBook:
-    """``stock_blocks``: pages kept at hand, so that decode grows without a round trip. ``ahead_blocks``: limit of
-    blocks that are matched and reserved together for waiting requests. ``without_host``: requests that have what is in
-    place alone, because a load of theirs has failed and might fail each time. ``drops_last``: leave out the last block
-    of each hit, whose drafter's KV is right for another continuation."""
+    """``stock_blocks``: pages kept at hand while nothing runs. ``ahead_blocks``: limit of blocks that are matched and
+    reserved together for waiting requests. ``step_blocks``: the most that an iteration takes for prompts, with a block
+    for each of ``most_requests``. ``without_host``: requests that have what is in place alone, because a load of theirs
+    has failed and might fail each time. ``drops_last``: leave out the last block of each hit, whose drafter's KV is
+    right for another continuation."""
 
     def __init__(
         self,
@@ -48,24 +45,21 @@ class PageBook:
         stock_blocks: int,
         ahead_blocks: int = 0,
         clock: Clock = time.monotonic,
+        *,
         parts: AllParts = (),
+        step_blocks: int = 0,
+        most_requests: int = 0,
     ) -> None:
-        self._lease = lease
-        layout = lease.registration.layout
-        self.groups = engine_groups(layout, parts)
-        self._lead = self.groups.lead_parts.groups[0]
-        self._ahead_blocks = ahead_blocks
-        pages = lease.registration.device_pages[self._lead] // len(layout.groups)
-        self._stock_blocks = max(1, min(stock_blocks, pages // STOCK_DIVISOR))
-        self._stream: StepStream = lease.step(self._stock_blocks)
-        self._clock = clock
+        self._lease, self._clock = lease, clock
+        self.groups = engine_groups(lease.registration.layout, parts)
         self._requests: dict[str, RequestPages] = {}
-        self._matches = Matches(self._stream, self.keys, self.groups)
         self.untold = Untold()
-        self._pending: PendingStep | None = None
+        ready = self.untold.ready
+        most = stock_blocks, step_blocks, most_requests
+        self._grants = Grants(lease, self.groups, *most, part=ready, pack=self.keys, clock=clock)
+        self._matches = Matches(self.keys, self.groups, ready.ended.append, ahead_blocks)
         self._private = PrivatePages()
         self.salt = b""
-        self._short_until_s = 0.0
         self._way = GivingWay(clock)
         self.without_host: set[str] = set()
         self.held_blocks = 0
@@ -93,17 +87,25 @@ class PageBook:
             self._go_adrift()
         return not self.is_adrift
 
+    @property
+    def outbox(self) -> Outbox:
+        """The way of its steps."""
+        return self._grants.outbox
+
     def expect(self, request_id: str, wish: Wish) -> None:
-        """Note a request. A lone one is matched at once, many together when the first of them is scheduled."""
+        """Note a request. It is matched at once, or with those that come until the last match has its answer."""
         self._matches.expect(request_id, wish)
-        if not self._matches.are_under_way and self.is_with_daemon():
-            self._send_matches({request_id: wish})
+        if self.is_with_daemon():
+            self.outbox.poll()
+            self._send_matches()
 
     def begin(self, request_id: str, wish: Wish) -> RequestPages:
-        """A request's pages from its longest hit on; those that it had before and never used are given back."""
+        """A request's pages from its longest hit on; those that it had before and never used are given back. While
+        another node computes what is behind the hit, each ``flush`` looks whether to match it again."""
+        self.outbox.poll()
         known = self._requests.get(request_id)
-        if known is not None and known.is_matching:
-            self._take_matches()
+        if known is not None:
+            self.outbox.wait_if_idle(lambda: known.is_coming or not known.is_matching)
         is_usable = known is not None and (known.is_matching or self._is_fresh(known, wish))
         begun = known if known is not None and is_usable else self._match(request_id, wish)
         while begun.host_blocks and request_id in self.without_host:
@@ -121,51 +123,73 @@ class PageBook:
     def forget(self, request_id: str) -> None:
         """Give the request's pages back, at once or when vLLM has freed the last of them."""
         self._matches.forget(request_id)
-        request = self._requests.pop(request_id, None)
-        if request is None or request.held:
-            return
-        request.is_forgotten = request.is_matching
-        if not request.is_matching:
-            self.untold.ready.ended.append(request)
+        self._give_back(self._requests.pop(request_id, None))
 
     def has(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
         """True where a request that runs has these pages already, and may go on in them. A loss of the daemon is
         noticed elsewhere, in each iteration."""
         return request.taken > 0 and request.has_pages(blocks, states) and not self.is_adrift and not self.is_moving
 
+    def is_ready(self, request: RequestPages, blocks: int) -> bool:
+        """False where a request that waits would be scheduled with ``blocks`` blocks, and what the daemon has to say of
+        it is on its way: it is asked for here. vLLM may ask again in the next iteration."""
+        if not self.outbox.runs() or not self.is_with_daemon() or self.is_moving:
+            return True
+        if request.sequence is None:
+            return self._way.is_away
+        request.take_cells()
+        if request.has_pages(blocks, NO_POSITIONS) or self._grants.has_stock(request, blocks, NO_POSITIONS):
+            return True
+        if any(each.is_state for each in request.others) and not request.host_blocks:
+            return True  # how long its first chunk is, vLLM knows alone
+        self._ask_ahead(request, blocks, NO_POSITIONS)
+        return not request.is_growing
+
     def reserve(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
-        """Make the request's table ``blocks`` long, with pages for ``states``; False where there is no room now."""
+        """Make the request's table ``blocks`` long, with pages for ``states``; False where there is no room now, or the
+        daemon's answer is on its way."""
         if not self.is_with_daemon() and not self.is_moving:
             self.untold.settle()
             self._private.take_ended(self.untold.ready.ended)
             self.untold.clear()
             return self._private.lengthen(request, blocks, states)
-        if self.is_moving or request.sequence is None or request.is_growing:
+        if self.is_moving or request.sequence is None:
+            return False
+        is_urgent = request.taken > 0 or not self.outbox.runs()
+        if request.is_growing and is_urgent:
+            self.outbox.wait(lambda: not request.is_growing)
+        if request.is_growing:
             return False
         request.take_cells()
-        if request.has_pages(blocks, states) or self._grow(request, blocks, states):
+        if request.has_pages(blocks, states) or self._grants.grow(request, blocks, states):
             return True
+        if not is_urgent:
+            self._ask_ahead(request, blocks, states)
+            return False
         if self.untold.ready.ended or self.untold.ready.dead:  # vLLM has freed pages for this
-            self.flush()
-        elif self._clock() < self._short_until_s:
+            self._grants.report()
+        elif self._grants.is_short:
             return False
         if self._ask(request, blocks, states):
             return True
-        self._short_until_s = self._clock() + SHORT_PAUSE_S
+        self._grants.pause()
         return False
 
     def use_hits(self, request: RequestPages) -> None:
         """vLLM uses the blocks that were found in place."""
+        self._matches.ahead.pop(request.request_id, None)
         self.held_blocks += request.take_hits()
 
     def take(self, request: RequestPages, pages: int) -> list[int]:
         """The next pages of a request, reserved before."""
+        self._matches.ahead.pop(request.request_id, None)
         self.held_blocks += pages
         self._way.admit()
         return request.take(pages)
 
     def hold(self, request: RequestPages, cells: int) -> None:
         """vLLM uses cells of another group than the leading one."""
+        self._matches.ahead.pop(request.request_id, None)
         self.held_blocks += cells
         request.held += cells
 
@@ -209,40 +233,46 @@ class PageBook:
         if self.is_adrift:
             return len(self._private) + spare
         not_held = pool_blocks - self.held_blocks
-        free = self._stream.free_pages
-        if not free:
-            return not_held
-        to_be_had = free[self._lead] + self._stream.evictable_pages[self._lead] + self._stock_pages + spare
-        return min(not_held, to_be_had)
+        room = self._grants.room
+        return not_held if room is None else min(not_held, room + spare)
 
-    def flush(self) -> None:
-        """Send what has been computed and what has ended; the answer is taken in the next time."""
-        if not self.is_with_daemon() or not (self.untold or self._lease.record.growing):
+    def flush(self, *, is_last: bool = False) -> None:
+        """Send what has been computed and what has ended, and the next matches; answers are taken in later.
+        ``is_last``: no iteration may follow, unless requests wait: wait for what is on its way, and let the stock go
+        back to its base."""
+        if not self.is_with_daemon():
             return
-        try:
-            self._collect()
-            batch = self._stream.batch()
-            put_reports(batch, self.untold.ready, self.keys)
-            self.untold.ready.clear()
-            self._pending = self._stream.send(batch)
-        except CacheClientError as error:
-            refused("step", "", error)
+        self.outbox.poll()
+        if is_last and not self._requests and not self._matches.waiting_blocks:
+            self.outbox.wait()
+            self._grants.demand.rest()
+        else:
+            self._send_matches(self._matches.stale(self.outbox, self._clock()))
+            running = len(self._requests) - len(self._matches.ahead)
+            self._grants.demand.look(running, self._matches.waiting_blocks)
+        if self.outbox.has_room and (self.untold or self._lease.record.growing or self._grants.wants_stock):
+            self._grants.report()
+
+    def begin_step(self) -> None:
+        """An iteration is scheduled."""
+        self.untold.begin_step()
+        self._matches.step += 1
+
+    def top_up(self) -> None:
+        """Take in what has come, and have the stock filled where the last step found too little."""
+        if self.is_with_daemon():
+            self._grants.top_up()
 
     def ask_room(self) -> None:
         """Have the daemon say anew what is free: vLLM found it too little, and others may have ended since."""
-        if not self.is_with_daemon() or self._clock() < self._short_until_s:
-            return
-        self._short_until_s = self._clock() + SHORT_PAUSE_S
-        try:
-            self._collect()
-            self._pending = self._stream.send()
-        except CacheClientError as error:
-            refused("step", "", error)
+        if self.is_with_daemon():
+            self._grants.look_room()
 
     def give_way(self, request: RequestPages) -> None:
         """A request found no room. Where nothing of this engine runs, give back now and then what waiting requests got:
         another engine may wait for it. Without the daemon, keep ``request``'s own."""
         if self._way.is_due(is_idle=self.is_empty and not request.is_growing):
+            self._grants.demand.rest()
             self._drop_idle(request if self.is_adrift else None)
 
     def change_keys(self, salt: bytes) -> None:
@@ -254,60 +284,78 @@ class PageBook:
 
     def close(self) -> None:
         """Tell what is left to tell, and end the stream. Idempotent."""
-        self.flush()
-        self._stream.close()
+        self.flush(is_last=True)
+        self._grants.stream.close()
 
     def adopt(self, lease: Lease) -> None:
         """Go on under a new lease. No request has a page. Raises DaemonUnavailable and LeaseLost, where that is lost
         too: another one is to be adopted then."""
         assert self.is_empty
-        self._stream = lease.step(self._stock_blocks)
+        self._grants.adopt(lease)
         self._lease = lease
         self._requests.clear()
-        self._matches.move(self._stream)
+        self._matches.drop()
+        self._matches.ahead.clear()
         self.untold.clear()
         self._private = PrivatePages()
-        self._pending = None
         self.is_adrift = self.is_moving = False
-
-    # -- with the daemon ---------------------------------------------------------------------------------------------
 
     def keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
         """Pack the keys that the daemon knows blocks by: the hashes mixed with the engine's salt and the request's."""
         return salted(hashes, self.salt, salt)
 
     def _match(self, request_id: str, wish: Wish) -> RequestPages:
-        """Match a request, and those beside it that may run next."""
+        """Send a request's match, and those of others that may run next."""
         self.forget(request_id)
         if self.is_with_daemon():
-            self._take_matches()
-            ahead = sum(each.first_blocks for each in self._requests.values() if each.is_ahead)
-            again = coming_again(self._requests.values(), self._clock()) if wish.expected is not None else {}
-            for other in again:
-                self.forget(other)
-            self._send_matches({request_id: wish, **again, **self._matches.next_coming(self._ahead_blocks - ahead)})
-            self._take_matches()
-        return self._requests.setdefault(request_id, RequestPages.begin(self.groups, request_id, self._clock()))
+            self.outbox.wait_if_idle(lambda: not self._matches.are_under_way)
+            if not self._send_matches({request_id: wish}):
+                self._matches.expect(request_id, wish)
+        if request_id not in self._requests:
+            placeholder = RequestPages.begin(self.groups, request_id, self._clock())
+            self._requests[request_id] = self._matches.ahead[request_id] = placeholder
+        begun = self._requests[request_id]
+        self.outbox.wait_if_idle(lambda: begun.is_coming or not begun.is_matching)
+        return begun
 
     def _is_fresh(self, request: RequestPages, wish: Wish) -> bool:
         """True where a request that waits need not be matched again: what it has is recent, or has its pages, and is no
         more than it may have."""
-        if not request.answers(wish):
+        if not request.answers(wish) or (request.host_blocks and request.request_id in self.without_host):
             return False
-        if request.host_blocks and request.request_id in self.without_host:
-            return False
-        has_pages = request.rows > request.hit_blocks
-        return (has_pages and not request.is_coming) or request.is_recent(self._clock())
+        if request.is_coming:
+            return self.is_with_daemon()
+        return not request.wants_match or self._matches.is_recent(request, self.outbox, self._clock())
 
-    def _send_matches(self, wishes: dict[str, Wish]) -> None:
-        if self._way.is_away:
+    def _give_back(self, request: RequestPages | None) -> None:
+        """Give back what a request has got, unless vLLM has some of it."""
+        if request is None or request.held:
             return
-        for request in self._matches.send(wishes, self._clock()):
-            self._matches.forget(request.request_id)
-            self._requests[request.request_id] = request
+        request.is_forgotten = request.is_matching
+        if not request.is_matching:
+            self.untold.ready.ended.append(request)
 
-    def _take_matches(self) -> None:
-        self.untold.ready.ended += self._matches.take(ANSWER_S)
+    def _send_matches(self, first: dict[str, Wish] | None = None) -> bool:
+        """True where they were sent, in place of what such requests had; not while others are under way, or this engine
+        backs off."""
+        if self._way.is_away:
+            return False
+        sent = self._matches.send(self.outbox, self._clock(), first)
+        for request in sent:
+            self._give_back(self._requests.get(request.request_id))
+            self._requests[request.request_id] = request
+        return bool(sent)
+
+    def _ask_ahead(self, request: RequestPages, blocks: int, states: Positions) -> None:
+        """Ask the daemon for pages of a request that waits, and go on. Where it had none, take those of the stock, and
+        first give back what other requests hold that wait."""
+        if request.is_growing or self._grants.is_short or not self.outbox.has_room:
+            return
+        if request.was_refused:
+            request.was_refused = False
+            self._drop_idle(request)
+            self._grants.grow_some(request, blocks)
+        self._grants.ask(request, blocks, states, self._matches.wanting(request), no_wait=True)
 
     def _ask(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Ask the daemon for pages; where it has too few, with what this engine can spare: hits of requests that wait,
@@ -320,70 +368,21 @@ class PageBook:
         hit_blocks = request.sequence.hit_blocks
         if request.rows < hit_blocks and not self._allocate(request, hit_blocks, NO_POSITIONS):
             return False
-        rows = min(blocks - request.rows, self._stock_pages // request.row_pages)
-        if rows > 0:
-            self._grow(request, request.rows + rows, NO_POSITIONS)
+        self._grants.grow_some(request, blocks)
         return request.has_pages(blocks, states) or self._allocate(request, blocks, states)
 
-    def _grow(self, request: RequestPages, blocks: int, states: Positions) -> bool:
-        """Take pages of the stock; False where it has too few, or the hit's own pages must be asked for first."""
-        sequence = request.sequence
-        assert sequence is not None
-        if self._stock_pages < request.missing_pages(blocks, states) or sequence.blocks < sequence.hit_blocks:
-            return False
-        growth = request.growth(blocks, states)
-        try:
-            sequence.grow_from_stock(growth.blocks - request.rows, positions=growth.positions)
-        except CacheClientError as error:
-            refused("grow", request.request_id, error)
-            return False
-        request.take_cells()
-        return True
-
-    @property
-    def _stock_pages(self) -> int:
-        stock = self._lease.record.stock
-        assert stock is not None
-        return stock.pages[self._lead]
-
     def _allocate(self, request: RequestPages, blocks: int, states: Positions) -> bool:
-        """Have the daemon make the table ``blocks`` long, in a step that reports growth first; and, as far as they go,
-        those of others that were matched and may run next."""
-        try:
-            self._collect()
-            wanting = [(request, request.growth(blocks, states))]
-            if self._clock() >= self._short_until_s:
-                others = (other for other in self._requests.values() if other is not request and other.wants_pages)
-                wanting += [(other, other.growth(other.first_blocks, NO_POSITIONS)) for other in others]
-            batch = self._stream.batch()
-            for each, (wanted, positions) in wanting:
-                assert each.sequence is not None
-                batch.allocate(each.sequence, wanted, short_suffix=True, positions=positions)
-            self._pending = self._stream.send(batch)
-            self._collect()
-        except CacheClientError as error:
-            refused("allocate", request.request_id, error)
-        request.take_cells()
-        return request.has_pages(blocks, states)
+        others = [] if self._grants.is_short else self._matches.wanting(request)
+        return self._grants.allocate(request, blocks, states, others)
 
     def _drop_idle(self, but_for: RequestPages | None = None) -> bool:
         """Give back what requests pin that vLLM has not admitted; True where there was one."""
-        idle = [each.request_id for each in self._requests.values() if each.is_ahead and each is not but_for]
-        for request_id in idle:
-            self.forget(request_id)
-        if idle:
-            self.flush()
+        idle = [each for each in self._requests.values() if each.is_ahead and each is not but_for]
+        for request in idle:
+            self.forget(request.request_id)
+        if self.is_with_daemon() and (idle or self._grants.wants_stock):
+            self._grants.report()
         return bool(idle)
-
-    def _collect(self) -> None:
-        """Take in the answer to what was sent last. Raises DeadlineExceeded: it is asked for again the next time."""
-        if self._pending is None:
-            return
-        results = self._pending.results(ANSWER_S)
-        self._pending = None
-        for result in results:
-            if isinstance(result, CacheClientError):
-                refused("operation", "", result)
 
     # -- without it --------------------------------------------------------------------------------------------------
 
@@ -393,8 +392,8 @@ class PageBook:
         stop."""
         self.is_adrift = True
         self.is_moving = isinstance(self._lease.record.loss, LeaseLost) or not self._lease.is_sure
-        self._take_matches()
+        self.outbox.wait()
+        self._matches.drop()
         self.untold.forget_blocks()
-        self._pending = None
         self._private.take_stock(self._lease.record.stock)
         log.warning("daemon_gone private_pages=%s", len(self._private))

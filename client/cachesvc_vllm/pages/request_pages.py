@@ -36,7 +36,7 @@ def blocks_wanted(
     new_tokens: int,
     *,
     external_tokens: int,
-    lookahead_tokens: int,
+    lookahead_tokens: int = 0,
     longest_tokens: int,
     block_tokens: int,
     step_tokens: int | None = None,
@@ -90,8 +90,9 @@ class RequestPages:
     be once what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
     ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
     ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
-    ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``is_admitted``:
-    the engine takes its pages once others of its pass have theirs. ``wish``: that it was matched by; None: by none.
+    ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``was_refused``:
+    the pool had no pages for it. ``is_admitted``: the engine takes its pages once others of its pass have theirs.
+    ``wish``: that it was matched by, in the iteration ``step``; None: by none.
     """
 
     request_id: str
@@ -114,8 +115,10 @@ class RequestPages:
     is_foreign: bool = False
     is_matching: bool = False
     is_forgotten: bool = False
+    was_refused: bool = False
     is_admitted: bool = False
     wish: Wish | None = None
+    step: int = 0
 
     @property
     def salt(self) -> bytes:
@@ -124,8 +127,11 @@ class RequestPages:
 
     @property
     def is_coming(self) -> bool:
-        """True while blocks behind its hit are on their way from another node: it is matched again before it runs."""
-        return self.sequence is not None and self.is_ahead and self.sequence.coming_blocks > 0
+        """True while blocks behind its hit are on their way from another node, or may be: it is matched again before it
+        runs, and nothing waits for the answer."""
+        if self.sequence is None:
+            return self.is_matching and self.wish is not None and self.wish.expected is not None
+        return self.is_ahead and self.sequence.coming_blocks > 0
 
     def is_recent(self, now_s: float) -> bool:
         """True while a request that waits need not be matched again."""
@@ -141,6 +147,7 @@ class RequestPages:
         first_blocks: int = 0,
         is_matching: bool = False,
         wish: Wish | None = None,
+        step: int = 0,
     ) -> RequestPages:
         """A request without pages."""
         return cls(
@@ -152,6 +159,7 @@ class RequestPages:
             first_blocks=first_blocks,
             is_matching=is_matching,
             wish=wish,
+            step=step,
         )
 
     @property
@@ -187,11 +195,16 @@ class RequestPages:
     @property
     def wants_pages(self) -> bool:
         """True while it was matched, waits, and was given no pages yet."""
-        if not self.is_ahead or not self.is_usable or self.sequence is None:
+        if not self.is_ahead or not self.is_usable or self.sequence is None or self.is_coming:
             return False
         if any(each.is_state for each in self.others):
             return False  # how long its first chunk is, vLLM knows alone
         return self.rows <= self.hit_blocks < self.first_blocks and not self.is_growing
+
+    @property
+    def wants_match(self) -> bool:
+        """True while it waits with nothing but the answer to its match."""
+        return not (self.is_matching or self.is_growing) and self.rows <= self.hit_blocks
 
     @property
     def is_growing(self) -> bool:

@@ -348,7 +348,7 @@ def test_top_once_is_text_of_80_columns(node: Node) -> None:
         code, text = ctl("top", "--once", "--socket", node.socket)
         assert code == 0
         assert "18 blocks looked up, 66.7% in place" in text
-        assert engine.keys(prompt(1, 6)).hex()[320:332] in text
+        assert engine.keys(prompt(1, 6)).hex()[320:330] in text
         pools = [line for line in text.splitlines() if line.startswith(("host ", "replica "))]
         assert len(pools) > 1
         assert max(map(len, pools)) <= 80

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,12 +22,12 @@ LAYOUT = Layout(64, 1, (PlaneGroup("full"),), (Plane("kv", 0, "full", (64,), "ui
 
 
 @contextmanager
-def book_of(node: Node, ahead_blocks: int = 32) -> Iterator[PageBook]:
+def book_of(node: Node, ahead_blocks: int = 32, clock: Callable[[], float] = time.monotonic) -> Iterator[PageBook]:
     """A book of a lease; at its end nothing is held."""
     with CacheClient(node.socket, engine="book") as client:
         model = client.register("book", LAYOUT, device_pages=[PAGES], host_pages=[0], reserved_pages=1)
         with client.open_lease(model) as lease:
-            book = PageBook(lease, 4, ahead_blocks)
+            book = PageBook(lease, 4, ahead_blocks, clock)
             try:
                 yield book
             finally:
@@ -69,10 +72,11 @@ def test_all_that_may_run_next_are_matched_and_reserved_with_the_first(node: Nod
         for request_id, hashes in coming.items():
             book.expect(request_id, wish(hashes))
         first = book.begin("r0", wish(coming["r0"]))
-        assert book.find("r1") is None  # the first was sent alone, as it came
         book.begin("r1", wish(coming["r1"]))
-        others = [book.find(f"r{each}") for each in range(2, 5)]
-        assert [other is not None and not other.is_matching for other in others] == [True, True, False]
+        after = book.find("r2")
+        assert after is not None
+        assert not after.is_matching
+        assert book.find("r4") is None
         assert book.reserve(first, 10)
         for request_id in ("r1", "r2", "r3"):
             request = book.begin(request_id, wish(coming[request_id]))
@@ -83,6 +87,90 @@ def test_all_that_may_run_next_are_matched_and_reserved_with_the_first(node: Nod
         compute(book, first, coming["r0"])
         for request_id in ("r2", "r4"):
             book.forget(request_id)
+
+
+def test_nothing_is_waited_for_while_requests_run(node: Node) -> None:
+    """The match, pages beyond the stock, and the report of an iteration."""
+    with book_of(node) as book:
+        hashes = some_hashes(3)
+        compute(book, book.begin("a", wish(hashes)), hashes)
+        book.outbox.runs = lambda: True
+        book.outbox.take_waits()
+        matching = book.begin("b", wish(hashes))
+        assert not book.is_ready(matching, 40)
+        wait_until(lambda: book.begin("b", wish(hashes)).hit_blocks == 3, "the answer has come")
+        request = book.begin("b", wish(hashes))
+        assert not book.is_ready(request, 40), "the stock has no such number: they are asked for"
+        assert not book.reserve(request, 40)
+        wait_until(lambda: is_there(book, request), "they were granted")
+        assert book.reserve(request, 40)
+        book.use_hits(request)
+        book.take(request, 37)
+        book.finish(request, 1)
+        book.drop(request, 40)
+        book.flush()
+        assert book.outbox.take_waits() == (0, 0)
+
+
+def test_a_request_whose_match_is_old_gets_pages_that_another_has_freed(node: Node) -> None:
+    """Others are matched again meanwhile; its own sequence stays."""
+    ahead_s = 0.0
+    with book_of(node, clock=lambda: time.monotonic() + ahead_s) as book:
+        large, waiting = book.begin("a", wish(some_hashes(PAGES - 40))), book.begin("b", wish(some_hashes(3)))
+        assert book.reserve(large, PAGES - 40)
+        book.take(large, PAGES - 40)
+        for _ in range(2):
+            book.begin_step()
+        ahead_s = 1.0
+        book.finish(large, 1)
+        book.drop(large, PAGES - 40)
+        assert book.reserve(waiting, 100)
+        assert book.find("b") is waiting
+        book.forget("b")
+
+
+def is_there(book: PageBook, request: RequestPages) -> bool:
+    """Return whether the pages have come."""
+    book.top_up()
+    return not request.is_growing
+
+
+@contextmanager
+def stopped_until(node: Node, holds: Callable[[], bool]) -> Iterator[None]:
+    """Stop the daemon, and have it go on once the block has come to what ``holds``."""
+    process = node.daemon.process
+
+    def resume() -> None:
+        try:
+            wait_until(holds, "the daemon is waited for")
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    process.send_signal(signal.SIGSTOP)
+    thread = threading.Thread(target=resume)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def test_a_running_request_without_a_page_waits_and_that_is_counted(node: Node) -> None:
+    """Otherwise vLLM would preempt one."""
+    with book_of(node) as book:
+        request = book.begin("a", wish(some_hashes(3)))
+        assert book.reserve(request, 4)
+        book.take(request, 4)
+        book.outbox.runs = lambda: True
+        book.outbox.take_waits()
+        with stopped_until(node, lambda: book.outbox.waits.running > 0):
+            while not book.reserve(request, 60):  # a machine with much else to do answers late
+                book.outbox.wait()
+        running, idle = book.outbox.take_waits()
+        assert running >= 1
+        assert idle == 0
+        book.finish(request, 1)
+        book.drop(request, 4)
 
 
 def test_a_request_that_goes_before_its_match_has_come_holds_nothing(node: Node) -> None:
@@ -118,6 +206,7 @@ def test_a_request_waits_for_what_is_coming_though_its_last_block_will_be_left_o
         book.drops_last = True
         nowhere = Expected("127.0.0.1:1", patience=60.0, waits=False)
         begun = book.begin("b", replace(wish(hashes), expected=nowhere))
+        book.outbox.wait()  # as it is matched again later: nothing waits for what another node computes
         assert begun.is_coming
         assert begun.hit_blocks == 3
         book.forget("b")

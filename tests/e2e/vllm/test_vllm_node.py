@@ -37,6 +37,8 @@ def test_another_number_of_blocks_is_refused_with_both(node: Daemon) -> None:
     try:
         with pytest.raises(ConnectorRefused, match=r"has 64 blocks, and this engine has 32.*override 64"):
             second.start()
+        assert list(first.started_in.seconds) == ["connect", "register", "lease", "attach"]
+        assert list(second.started_in.seconds) == ["connect"], "what it was refused at is the next part"
     finally:
         second.close()
         first.close()

@@ -363,7 +363,7 @@ def test_only_the_keys_of_new_blocks_are_handed_over_to_be_published(engine: Eng
         engine.book.flush()
     assert handed == [2, 1, 1, 1, 1]
     engine.end(request)
-    engine.book.flush()
+    engine.book.flush(is_last=True)
     assert other.book.begin("b", Wish(keys, 6, 0)).hit_blocks == 6
 
 

@@ -12,7 +12,7 @@ from cachesvc_sglang.refusals import require_cache, require_options, require_poo
 
 def options(**given: object) -> Any:
     """Options of an engine that is served, but for those given."""
-    return SimpleNamespace(**{"page_size": 64, "tp_size": 1, "disaggregation_mode": "null", **given})
+    return SimpleNamespace(**{"page_size": 64, "max_total_tokens": 4096, "tp_size": 1, **given})
 
 
 def context(pool: object) -> Any:
@@ -30,6 +30,8 @@ def context(pool: object) -> Any:
     ("given", "reason"),
     [
         ({"page_size": 1}, "--page-size is 1"),
+        ({"max_total_tokens": None}, "--max-total-tokens is not set"),
+        ({"enable_memory_saver": True}, "stop the engine to free its weights: its blocks stay"),
         ({"tp_size": 2}, "--tp-size is 2, and only 1 is supported"),
         ({"enable_pdmux": True}, "--enable-pdmux is not supported"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported"),

@@ -30,8 +30,7 @@ from cachesvc.model.errors import CacheError, Conflict, LoadFailed, PoolExhauste
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, Rig, chain, one_group, rig_of, windowed
-
-PROMPTS = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map("".join)
+from tests.unit.rigs.pin_rules import PROMPTS, PinRules
 
 
 @dataclass
@@ -52,7 +51,7 @@ class Told:
     broken: bool = False
 
 
-class LedgerMachine(RuleBasedStateMachine):
+class LedgerMachine(PinRules, RuleBasedStateMachine):
     """Rules draw; the invariants compare."""
 
     @initialize(

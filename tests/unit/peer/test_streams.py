@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 import pytest
 
@@ -85,8 +86,10 @@ def test_a_stream_that_fails_leaves_what_the_others_bring(
 ) -> None:
     node.have(NAMES, STREAM_BYTES)
     assert all(pulling.reader.exists(NAMES))
-    with greet(node, control.loans[0].secret):  # takes a place of theirs
-        wait_for_stream(node)
+    with ExitStack() as taken:  # of as many places as leave them three
+        for _ in range(wire.STREAMS - 3):
+            taken.enter_context(greet(node, control.loans[0].secret))
+        wait_for_streams(node, wire.STREAMS - 3)
         gathered, _ = pulling.get(NAMES, size_bytes=STREAM_BYTES)
         assert sorted(outcome is LENT for outcome in gathered.wait()) == [False, True, True, True]
         node.wait_quiet(control.loans[0].lease)
@@ -111,7 +114,7 @@ def test_a_lender_of_an_older_release_is_read_by_one_stream(
     assert len(node.lent[0].streams) == 1
 
 
-def wait_for_stream(node: LendingNode) -> None:
-    """Until the lender has taken a secret."""
-    while not node.lent[0].streams:
+def wait_for_streams(node: LendingNode, count: int) -> None:
+    """Until the lender has taken a secret as often."""
+    while len(node.lent[0].streams) < count:
         threading.Event().wait(0.001)

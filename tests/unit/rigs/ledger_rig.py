@@ -87,6 +87,7 @@ class RecordingMover:
         self.refusing = False
         self.slots = 1 << 20
         self.reachable = True
+        self.rate = 7.0
         self.detached: set[int] = set()
 
     def submit(self, transfer: Transfer) -> TimelineSlot:
@@ -106,6 +107,9 @@ class RecordingMover:
 
     def can_reach(self, model: int, source_replica: int, target_replica: int) -> bool:
         return self.reachable
+
+    def peer_rate(self, model: int, source_replica: int, target_replica: int) -> float:
+        return self.rate if self.reachable else 0.0
 
     def pause_write_backs(self, devices: Sequence[str], seconds: float) -> None:
         self.pauses.append((tuple(devices), seconds))

@@ -1046,10 +1046,15 @@ class StepRequest(_message.Message):
     STOCK_PAGES_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     NO_WAIT_FIELD_NUMBER: _builtins.int
+    STOCK_DUE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     request_id: _builtins.int
     no_wait: _builtins.bool
     """Nothing waits: an operation that would have to is refused as DEADLINE, and the transfers that it needs go on."""
+    stock_due: _builtins.int
+    """Blocks that the stock is to have even where others must be evicted for them: the caller is about to take them. Else
+    evicted blocks replace only what it has grown by.
+    """
     @_builtins.property
     def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepOperation]: ...
     @_builtins.property
@@ -1067,10 +1072,11 @@ class StepRequest(_message.Message):
         stock_pages: _abc.Iterable[_builtins.int] | None = ...,
         columns: Global___StepColumns | None = ...,
         no_wait: _builtins.bool = ...,
+        stock_due: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "lease_id", b"lease_id", "no_wait", b"no_wait", "operations", b"operations", "request_id", b"request_id", "stock_pages", b"stock_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "lease_id", b"lease_id", "no_wait", b"no_wait", "operations", b"operations", "request_id", b"request_id", "stock_due", b"stock_due", "stock_pages", b"stock_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvcache/v1/lease.proto\x12\nkvcache.v1\"\x93\x01\n\x0bOpenRequest\x12\x10\n\x08model_id\x18\x01 \x01(\r\x12\x0f\n\x07replica\x18\x02 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x15\n\rprocess_token\x18\x04 \x01(\x0c\x12\x12\n\nrequest_id\x18\x05 \x01(\x04\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\x11\n\tnamespace\x18\x10 \x01(\x0c\"\xb3\x01\n\x0cOpenResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x18\n\x10silence_limit_ms\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0cstep_columns\x18\x04 \x01(\x08\x12\x0e\n\x06joined\x18\x05 \x01(\x08\x12\x10\n\x08\x66irst_id\x18\x06 \x01(\x04\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\x12\x1b\n\x13\x62locks_per_sequence\x18\x08 \x01(\r\"B\n\x10KeepAliveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x1c\n\x14pause_write_backs_ms\x18\x02 \x01(\r\"^\n\x11KeepAliveResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x16\n\x0etoken_grace_ms\x18\x04 \x01(\r\"I\n\x0c\x43loseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08quiesced\x18\x02 \x01(\x08\x12\x15\n\rprocess_token\x18\x03 \x01(\x0c\"\x0f\n\rCloseResponse2\xd5\x01\n\x0cLeaseService\x12\x39\n\x04Open\x12\x17.kvcache.v1.OpenRequest\x1a\x18.kvcache.v1.OpenResponse\x12L\n\tKeepAlive\x12\x1c.kvcache.v1.KeepAliveRequest\x1a\x1d.kvcache.v1.KeepAliveResponse(\x01\x30\x01\x12<\n\x05\x43lose\x12\x18.kvcache.v1.CloseRequest\x1a\x19.kvcache.v1.CloseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvcache/v1/lease.proto\x12\nkvcache.v1\"\x93\x01\n\x0bOpenRequest\x12\x10\n\x08model_id\x18\x01 \x01(\r\x12\x0f\n\x07replica\x18\x02 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x15\n\rprocess_token\x18\x04 \x01(\x0c\x12\x12\n\nrequest_id\x18\x05 \x01(\x04\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\x11\n\tnamespace\x18\x10 \x01(\x0c\"\xc8\x01\n\x0cOpenResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x18\n\x10silence_limit_ms\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0cstep_columns\x18\x04 \x01(\x08\x12\x0e\n\x06joined\x18\x05 \x01(\x08\x12\x10\n\x08\x66irst_id\x18\x06 \x01(\x04\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\x12\x1b\n\x13\x62locks_per_sequence\x18\x08 \x01(\r\x12\x13\n\x0bstock_pages\x18\t \x01(\r\"B\n\x10KeepAliveRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x1c\n\x14pause_write_backs_ms\x18\x02 \x01(\r\"^\n\x11KeepAliveResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x16\n\x0etoken_grace_ms\x18\x04 \x01(\r\"I\n\x0c\x43loseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x10\n\x08quiesced\x18\x02 \x01(\x08\x12\x15\n\rprocess_token\x18\x03 \x01(\x0c\"\x0f\n\rCloseResponse2\xd5\x01\n\x0cLeaseService\x12\x39\n\x04Open\x12\x17.kvcache.v1.OpenRequest\x1a\x18.kvcache.v1.OpenResponse\x12L\n\tKeepAlive\x12\x1c.kvcache.v1.KeepAliveRequest\x1a\x1d.kvcache.v1.KeepAliveResponse(\x01\x30\x01\x12<\n\x05\x43lose\x12\x18.kvcache.v1.CloseRequest\x1a\x19.kvcache.v1.CloseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENREQUEST']._serialized_start=39
   _globals['_OPENREQUEST']._serialized_end=186
   _globals['_OPENRESPONSE']._serialized_start=189
-  _globals['_OPENRESPONSE']._serialized_end=368
-  _globals['_KEEPALIVEREQUEST']._serialized_start=370
-  _globals['_KEEPALIVEREQUEST']._serialized_end=436
-  _globals['_KEEPALIVERESPONSE']._serialized_start=438
-  _globals['_KEEPALIVERESPONSE']._serialized_end=532
-  _globals['_CLOSEREQUEST']._serialized_start=534
-  _globals['_CLOSEREQUEST']._serialized_end=607
-  _globals['_CLOSERESPONSE']._serialized_start=609
-  _globals['_CLOSERESPONSE']._serialized_end=624
-  _globals['_LEASESERVICE']._serialized_start=627
-  _globals['_LEASESERVICE']._serialized_end=840
+  _globals['_OPENRESPONSE']._serialized_end=389
+  _globals['_KEEPALIVEREQUEST']._serialized_start=391
+  _globals['_KEEPALIVEREQUEST']._serialized_end=457
+  _globals['_KEEPALIVERESPONSE']._serialized_start=459
+  _globals['_KEEPALIVERESPONSE']._serialized_end=553
+  _globals['_CLOSEREQUEST']._serialized_start=555
+  _globals['_CLOSEREQUEST']._serialized_end=628
+  _globals['_CLOSERESPONSE']._serialized_start=630
+  _globals['_CLOSERESPONSE']._serialized_end=645
+  _globals['_LEASESERVICE']._serialized_start=648
+  _globals['_LEASESERVICE']._serialized_end=861
 # @@protoc_insertion_point(module_scope)

@@ -72,6 +72,7 @@ class OpenResponse(_message.Message):
     FIRST_ID_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     BLOCKS_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    STOCK_PAGES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     silence_limit_ms: _builtins.int
     """Silence after which the lease is lost."""
@@ -88,6 +89,8 @@ class OpenResponse(_message.Message):
     """As asked for: a daemon that knows of none answers nothing."""
     blocks_per_sequence: _builtins.int
     """The most blocks that a sequence of this lease may have, for as long as it lives. 0 of a daemon that does not tell."""
+    stock_pages: _builtins.int
+    """The most pages that a stock of this lease may have, all groups together. 0 of a daemon that does not tell."""
     def __init__(
         self,
         *,
@@ -99,10 +102,11 @@ class OpenResponse(_message.Message):
         first_id: _builtins.int = ...,
         instance_id: _builtins.str = ...,
         blocks_per_sequence: _builtins.int = ...,
+        stock_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_per_sequence", b"blocks_per_sequence", "epoch", b"epoch", "first_id", b"first_id", "instance_id", b"instance_id", "joined", b"joined", "lease_id", b"lease_id", "silence_limit_ms", b"silence_limit_ms", "step_columns", b"step_columns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_per_sequence", b"blocks_per_sequence", "epoch", b"epoch", "first_id", b"first_id", "instance_id", b"instance_id", "joined", b"joined", "lease_id", b"lease_id", "silence_limit_ms", b"silence_limit_ms", "step_columns", b"step_columns", "stock_pages", b"stock_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

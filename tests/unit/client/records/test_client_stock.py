@@ -43,6 +43,17 @@ def test_what_comes_back_is_taken_again_and_draining_leaves_nothing() -> None:
     assert stock.drain() == ()
 
 
+def test_a_lower_target_leaves_a_surplus_that_goes_back() -> None:
+    stock = filled()
+    assert not stock.has_surplus
+    stock.aim([1, 2])
+    assert (stock.has_surplus, stock.is_full) == (True, False)
+    assert stock.take_surplus() == (GroupCells(0, 0, (11, 12), (1, 2)),)
+    assert (stock.pages, stock.has_surplus) == ((1, 1), False)
+    with pytest.raises(InvalidRequest, match="2 groups"):
+        stock.aim([1])
+
+
 def test_targets_are_one_for_all_groups_or_one_for_each() -> None:
     assert stock_targets(3, BOTH) == [3, 3]
     assert stock_targets([1, 2], BOTH) == [1, 2]

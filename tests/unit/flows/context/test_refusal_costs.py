@@ -7,8 +7,14 @@ from functools import partial
 import pytest
 
 from cachesvc.flows.context.call import resolve
+from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.prefetch import prefetch
+from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.release import release
+from cachesvc.flows.models.admin import evict
+from cachesvc.flows.transfer.make_room import MOST_AWAITED
 from cachesvc.flows.transfer.pending_writes import MOST_WANTED, want
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import PoolExhausted
@@ -42,6 +48,57 @@ def test_a_refused_allocate_does_not_look_at_every_transfer_of_other_replicas() 
     (few, first), (many, last) = refused(8), refused(120)
     assert many - few < 8 * 10
     assert str(first) == str(last)
+
+
+def beside_loads(loads: int, blocks: int) -> tuple[int, Wait | PoolExhausted]:
+    """Steps of an Allocate of ``blocks`` on a full pool, beside ``loads`` prefetches of another lease of its replica;
+    and its answer."""
+    rig = rig_of(one_group(), device=(512,), host=(512,), policy=WritePolicy.WRITE_THROUGH)
+    a, b = rig.lease("a"), rig.lease("b")
+    call = partial(resolve, rig.core.ledger)
+    for number in range(loads):  # without the audit of each step
+        match(rig.core, call(a, 0.0), 1, chain(number), 0)
+        allocate(rig.core, call(a, 0.0), 1, 1)
+        publish(rig.core, call(a, 0.0), 1, 0, b"", 1)
+        release(rig.core, call(a, 0.0), 1)
+    for ticket in list(rig.mover.transfers):
+        del rig.mover.transfers[ticket]
+        rig.land_unchecked(ticket)
+    while rig.core.chores:
+        tidy(rig.core.chores)
+    evict(rig.core, rig.model.id, "device", 0)
+    for number in range(loads):
+        prefetch(rig.core, call(a, 0.0), chain(number))
+    assert len(rig.core.ledger.tickets.running) == loads
+    own(rig, b, 1, rig.place().pools[0].free)
+    rig.run(match, b, 2, b"", 0)
+    told: list[Wait | PoolExhausted] = []
+
+    def ask() -> None:
+        try:
+            answer = allocate(rig.core, call(b, 0.0), 2, blocks)
+            assert isinstance(answer, Wait)
+            told.append(answer)
+        except PoolExhausted as refusal:
+            told.append(refusal)
+
+    ask()
+    return steps_of(ask), told[0]
+
+
+def test_a_refused_allocate_does_not_look_at_each_load_of_its_replica() -> None:
+    """Each prefetch of another engine cost each refusal 140 steps: 5 ms of the loop beside 1,500 of them."""
+    (few, first), (many, last) = beside_loads(8, 1000), beside_loads(128, 1000)
+    assert isinstance(first, PoolExhausted)
+    assert isinstance(last, PoolExhausted)
+    assert many - few < 4 * 120
+
+
+def test_a_call_waits_for_some_of_the_transfers_that_may_help_it() -> None:
+    _, answer = beside_loads(MOST_AWAITED + 40, 4)
+    assert isinstance(answer, Wait)
+    assert len(answer.tickets) == MOST_AWAITED
+    assert answer.tickets == tuple(sorted(answer.tickets)), "the oldest"
 
 
 def test_what_others_compute_is_not_looked_at_block_by_block() -> None:

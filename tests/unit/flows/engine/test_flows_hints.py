@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import publish
 from cachesvc.flows.engine.release import release
+from cachesvc.flows.models.registration import RegisterRequest, register
+from cachesvc.flows.models.sizing import PoolRequest
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import WritePolicy
@@ -117,6 +123,26 @@ def test_blocks_that_will_not_return_are_no_measure_of_how_long_blocks_stay(apar
     assert (counts.left, counts.ages.count) == (3, 0), "they would say that blocks stay for weeks"
     serve(rig, lease, 4, "rstuv")
     assert counts.left - counts.ages.count == 3, "others are counted"
+
+
+def test_what_a_tenant_says_of_its_requests_changes_no_hit_of_another() -> None:
+    def served(hint_of: Callable[[int], RequestHint]) -> tuple[list[int], list[int]]:
+        ours = rig_of(one_group(), device=(BLOCKS,))
+        request = RegisterRequest("other", one_group(), b"", ("gpu-0",), PoolRequest((BLOCKS,)), PoolRequest((0,)))
+        register(ours.core, ours.vault, request, 0.0)
+        theirs = replace(ours, model=ours.core.ledger.models[2])
+        leases, dice = (ours.lease("a"), theirs.lease("b")), random.Random(3)
+        found: tuple[list[int], list[int]] = ([], [])
+        for number in range(1, 40):
+            prompt = f"{dice.randrange(4)}x{dice.randrange(6)}"
+            for at, (rig, lease, hint) in enumerate(zip((ours, theirs), leases, (KEEP, hint_of(number)), strict=True)):
+                found[at].append(serve(rig, lease, number, prompt, hint).device_blocks)
+        return found
+
+    plain, kept = served(lambda _: DEFAULT), served(lambda _: KEEP)
+    mixed = served(lambda number: ONCE if number % 2 else KEEP)
+    assert plain[0] == kept[0] == mixed[0]
+    assert plain[1] == kept[1] != mixed[1]
 
 
 def test_a_number_that_is_no_hint_is_refused() -> None:

@@ -78,6 +78,26 @@ def test_an_engine_that_grows_on_a_full_cache_gets_its_stock_from_what_is_coldes
     assert rig.device_keys() == {chain(str(number)) for number in range(gone, 32)}, "the coldest went"
 
 
+def test_what_an_engine_is_about_to_take_is_there_before_it_has_grown() -> None:
+    rig, a = full_of_cache(64)
+    rig.run(match, a, 99, b"", 0)
+    [cells] = rig.run(refill_stock, a, (3,), 0, 2)
+    assert (len(cells.pages), len(rig.device_keys())) == (2, 62), "what it takes next, and no more"
+    assert not rig.run(refill_stock, a, (2,), 0, 2)
+    assert len(rig.device_keys()) == 62
+
+
+def test_what_engines_are_about_to_take_is_a_16th_of_the_pool_together() -> None:
+    """Each engine had its own part of the pool in stock: of eight, nothing was left for cached blocks."""
+    rig, a = full_of_cache(256)
+    leases = [a, *(rig.lease() for _ in range(7))]
+    for lease in leases * 3:
+        rig.run(refill_stock, lease, (32,), 0, 32)
+        held = [sum(stock(rig, each)) for each in leases]
+        assert sum(held) <= 16 + len(leases), "one page at least is granted to each"
+    assert all(sum(stock(rig, each)) for each in leases), "one that comes later has its share too"
+
+
 def test_what_growth_used_is_replaced_once() -> None:
     rig, a = full_of_cache(16)
     rig.run(match, a, 99, b"", 0)

@@ -106,10 +106,10 @@ def test_each_piece_is_fetched_as_it_is_sealed() -> None:
     assert following.look() == (0, 8)
     assert following.lenders.asked == [(8, flow.POLL_SECONDS)]
     following.promise(3, 5)
+    assert following.lenders.asked[-1] == (5, flow.POLL_SECONDS), "the rest is asked for at once"
     assert following.look() == (0, 8), "the fetch is on its way"
     following.at.tell(range(3), LENT)
     assert following.look() == (3, 5)
-    assert following.lenders.asked[-1] == (5, flow.POLL_SECONDS), "the rest is asked for at once"
     following.promise(5)
     following.at.tell(range(5), LENT)
     assert following.look() == (8, 0)
@@ -118,6 +118,63 @@ def test_each_piece_is_fetched_as_it_is_sealed() -> None:
     assert following.rig.core.counters["match_requests"] == 1, "looks that found it coming are no requests"
     assert following.rig.model.hit_blocks == {"device": 0, "host": 0, "storage": 8}
     assert not following.rig.core.ledger.tickets.running
+
+
+def test_what_is_lent_while_a_fetch_runs_is_fetched_once_that_has_ended() -> None:
+    following = Following()
+    following.look()
+    following.promise(3, 5)
+    following.promise(2, 3)
+    assert [len(each.keys) // KEY_BYTES for each in following.storage.fetches] == [3]
+    assert len(following.lenders.asked) == 2, "one loan ahead is enough"
+    following.at.tell(range(3), LENT)
+    assert [len(each.keys) // KEY_BYTES for each in following.storage.fetches] == [3, 2]
+    assert following.lenders.asked[-1] == (3, flow.POLL_SECONDS)
+    following.promise(3)
+    following.at.tell(range(2), LENT)
+    following.at.tell(range(3), LENT)
+    assert following.look() == (8, 0)
+    assert following.rig.core.counters["expected_blocks"] == 8
+
+
+def test_a_fetch_that_brings_less_leaves_what_was_lent_behind_it() -> None:
+    following = Following()
+    following.look()
+    following.promise(3, 5)
+    following.promise(5)
+    following.at.tell([0], LENT)
+    following.at.tell([1, 2], GONE)
+    assert following.lenders.asked[-1] == (7, flow.POLL_SECONDS), "it is asked for again, from the gap on"
+    following.promise(7)
+    following.at.tell(range(7), LENT)
+    assert following.look() == (8, 0)
+
+
+def test_a_fetch_that_brings_nothing_is_tried_again_though_a_question_waits_behind_it() -> None:
+    following = Following()
+    following.look()
+    following.promise(3, 5)
+    following.at.tell(range(3), GONE)
+    late = following.lenders.told[-1]
+    following.pass_time(2 * flow.PAUSE_SECONDS)
+    assert [blocks for blocks, _ in following.lenders.asked] == [8, 5, 8]
+    late(Promise(5, 0, 1))
+    following.promise(8)
+    following.at.tell(range(8), LENT)
+    assert following.look() == (8, 0)
+
+
+def test_the_absence_of_the_rest_ends_no_fetch_that_runs() -> None:
+    following = Following()
+    following.look(is_computed=True)
+    following.promise(3)
+    following.promise(0)
+    assert following.look(is_computed=True) == (0, 8)
+    following.at.tell(range(3), LENT)
+    assert following.look(is_computed=True)[0] == 3
+    following.promise(0)
+    assert following.ended("absent") == 1
+    assert following.rig.core.counters["expected_blocks"] == 3
 
 
 def test_a_call_that_waits_is_run_again_until_all_is_here() -> None:

@@ -12,6 +12,7 @@ from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import publish
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.engine.stock import refill_stock
+from cachesvc.flows.transfer.low_watermark import note_load
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import IllegalMove, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
@@ -61,6 +62,46 @@ def test_pages_are_free_before_somebody_wants_them() -> None:
     rig.run(release, a, 1)
     rest(rig)
     assert rig.free() == [2 * AHEAD]
+
+
+def test_as_many_pages_as_the_last_loads_took_are_free_before_the_next() -> None:
+    """A long prompt's load would evict while its request waits."""
+    rig = rig_with_room(pages=256, host=600, ahead=4)
+    rig.core.limits = replace(rig.core.limits, ahead_part=32)
+    a = rig.lease()
+    prompts = ["".join(map(chr, range(first, first + 12))) for first in range(200, 200 + 12 * 24, 12)]
+    served(rig, a, *prompts)
+    assert rig.free()[0] <= 4
+    for number in (0, 1):
+        load(rig, a, prompts[number], 2000 + number)
+    assert rig.free()[0] >= 12
+    before = rig.model.blocks.evicted_blocks
+    load(rig, a, prompts[2], 2002, is_free=True)
+    assert rig.model.blocks.evicted_blocks > before, "and again"
+    assert rig.free()[0] >= 12
+
+
+def load(rig: Rig, lease: str, prompt: str, sequence: int, *, is_free: bool = False) -> None:
+    """Load a prompt of the host's; ``is_free``: its pages are there."""
+    rig.run(match, lease, sequence, chain(*prompt), 0)
+    before = rig.model.blocks.evicted_blocks
+    assert rig.run(allocate, lease, sequence, len(prompt)).tickets
+    assert rig.model.blocks.evicted_blocks == before or not is_free
+    rest(rig)
+    rig.run(release, lease, sequence)
+    rest(rig)
+
+
+def test_loads_that_have_become_rare_are_forgotten() -> None:
+    rig = rig_with_room(pages=256, host=600, ahead=4)
+    place = rig.place()
+    note_load(place, 12)
+    for _ in range(6):
+        note_load(place, 1)
+    assert place.recent_load < 12
+    for _ in range(12):
+        note_load(place, 0)
+    assert place.recent_load == 0
 
 
 def test_it_is_made_in_one_go_once_half_is_used_and_in_short_turns() -> None:

@@ -19,7 +19,7 @@ from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.transfer import Direction, Urgency
-from tests.unit.rigs.ledger_rig import chain, prefill, serve
+from tests.unit.rigs.ledger_rig import Rig, chain, prefill, serve
 from tests.unit.rigs.peers_rig import asking, hit, only_transfer, rows, shared, waits_for
 
 LOAD, STORE = Direction
@@ -79,6 +79,69 @@ def test_through_the_host_where_devices_do_not_reach_each_other() -> None:
     rig.run(publish, b, 1, 4, b"", 0)
     assert len(rig.device_keys(1)) == 4
     assert "p2p_bytes" not in rig.core.counters
+
+
+def on_both(prompt: str, host: int = 128) -> tuple[Rig, str]:
+    """Replica 0 and the host have ``prompt``; a lease on replica 1, to which devices copy."""
+    rig, _, b = shared(prompt, host=host, device=host, near=False)
+    ask = asking(rig, b, 1, prompt)
+    rig.land(waits_for(ask()))
+    assert hit(ask()) == (0, len(prompt))
+    rig.mover.reachable = True
+    return rig, b
+
+
+def test_what_the_host_has_too_comes_from_the_nearer_device() -> None:
+    """Bytes of a prefix that another GPU had all came over PCIe, for the host had them as well."""
+    rig, b = on_both("abcd")
+    rig.run(allocate, b, 1, 5)
+    transfer = only_transfer(rig)
+    assert (transfer.direction, transfer.source_replica, transfer.layered) == (LOAD, 0, False)
+    [pair] = transfer.pages
+    assert list(pair.host_pages) == [rig.place(0).pages[0][row] for row in rows(rig, "abcd")]
+    rig.settle()
+    counters = rig.core.counters
+    assert (counters["peer_loads"], counters["peer_blocks"]) == (1, 4)
+    assert "h2d_bytes" not in counters
+    rig.run(publish, b, 1, 4, b"", 0)
+    rig.run(release, b, 1)
+    admin.evict(rig.core, 1, "device", 0)
+    assert rig.free(0) == rig.free(1), "nothing is pinned any more"
+
+
+@pytest.mark.parametrize(("reachable", "rate"), [(False, 7.0), (True, 0.5)])
+def test_the_host_is_the_source_where_the_other_device_is_farther(reachable: bool, rate: float) -> None:
+    rig, b = on_both("abcd")
+    rig.mover.reachable, rig.mover.rate = reachable, rate
+    rig.run(allocate, b, 1, 4)
+    assert only_transfer(rig).source_replica is None
+    rig.settle()
+
+
+def test_of_many_blocks_the_last_ones_come_from_the_host_meanwhile() -> None:
+    prompt = "".join(map(chr, range(200, 240)))
+    rig, b = on_both(prompt)
+    rig.mover.rate = 3.0
+    tickets = rig.run(allocate, b, 1, 40).tickets
+    assert len(tickets) == 2
+    parts = [
+        (rig.mover.transfers[each.id].source_replica, len(rig.mover.transfers[each.id].pages[0].device_pages))
+        for each in tickets
+    ]
+    assert parts == [(0, 30), (None, 10)]
+    rig.land(tickets[1].id)
+    rig.land(tickets[0].id)
+    rig.run(publish, b, 1, 40, b"", 0)
+    assert len(rig.device_keys(1)) == 40
+
+
+def test_with_one_transfer_left_a_load_is_not_parted() -> None:
+    prompt = "".join(map(chr, range(200, 240)))
+    rig, b = on_both(prompt)
+    rig.mover.rate, rig.mover.slots = 3.0, 1
+    rig.run(allocate, b, 1, 40)
+    assert only_transfer(rig).source_replica == 0
+    rig.settle()
 
 
 @pytest.mark.parametrize(("host", "reach"), [(0, 0), (2, 2)])

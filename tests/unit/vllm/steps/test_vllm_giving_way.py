@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc_vllm.pages.giving_way import TRIES_S, GivingWay
+from cachesvc_vllm.steps.giving_way import TRIES_S, GivingWay
 
 
 class Clock:

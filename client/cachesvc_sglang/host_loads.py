@@ -1,0 +1,154 @@
+"""Loads from the host, as SGLang sees them: whole ones beside a running batch, and layer by layer where nothing runs.
+
+An engine that runs others lets a request wait until all of its load has come. One that runs nothing launches the
+request at once, and each layer waits for its own part: SGLang's KV pool asks ``wait_until`` before it shows a layer.
+The outcome is known before the next step is launched; a step whose load failed is void, and its requests begin anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+from cachesvc_client import CacheClientError, DeadlineExceeded
+from cachesvc_client.memory.pool import LoadOutcome
+from cachesvc_vllm.daemon.node import Node
+from cachesvc_vllm.pages.request_pages import RequestPages
+
+from cachesvc.model.answers import TicketView
+
+LOOK_S = 0.002
+"""Time that an engine which runs nothing waits for a load, between two looks."""
+
+LAYER_LOOK_S = 1.0
+"""Time of one wait for a layer on a processor; it is begun again until the layer has come, or the load has failed."""
+
+log = logging.getLogger("sglang.srt." + __name__)
+
+
+class _Load(NamedTuple):
+    """A load that is looked at: of which pages, and its tickets."""
+
+    pages: RequestPages
+    tickets: tuple[TicketView, ...]
+
+
+class HostLoads:
+    """SGLang's counter of layers. ``without_host``: requests whose load failed, which compute what did not come;
+    ``num_layers``: of the KV pool. Used from SGLang's scheduler thread."""
+
+    def __init__(self, node: Node, without_host: set[str], num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._node = node
+        self._without_host = without_host
+        self._running: dict[str, _Load] = {}
+        self._came: dict[str, RequestPages] = {}
+        self._early: dict[str, RequestPages] = {}
+        self._launched: list[_Load] = []
+        self._layer = -1
+
+    def is_running(self, pages: RequestPages) -> bool:
+        """True for pages whose load is looked at: those that the request had before may have been given back."""
+        load = self._running.get(pages.request_id)
+        return load is not None and load.pages is pages
+
+    def has_come(self, pages: RequestPages) -> bool:
+        """True for pages whose load has come."""
+        return self._came.get(pages.request_id) is pages
+
+    def is_used(self, pages: RequestPages) -> bool:
+        """True for pages that SGLang computes on: all has come, or each layer waits for its part."""
+        return self.has_come(pages) or self._early.get(pages.request_id) is pages
+
+    def begin(self, pages: RequestPages) -> None:
+        """Look at the load of a request that has its pages, from now on."""
+        if not self.is_running(pages):
+            assert pages.sequence is not None
+            self._running[pages.request_id] = _Load(pages, pages.sequence.tickets)
+
+    def use_early(self, pages: RequestPages) -> None:
+        """SGLang is to compute on pages whose load runs."""
+        self._early[pages.request_id] = pages
+
+    def look(self, pages: RequestPages, *, may_wait: bool = False) -> bool:
+        """Look at the load of a request's pages; True while it runs. What did not come is computed."""
+        rid, pool = pages.request_id, self._node.pool
+        tickets = self._running[rid].tickets
+        if may_wait and tickets:
+            with suppress(CacheClientError):  # what has become of it is looked at below
+                pool.wait_ticket(tickets[-1], LOOK_S)
+        outcomes = {pool.outcome(ticket) for ticket in tickets}
+        if LoadOutcome.RUNNING in outcomes:
+            return True
+        if LoadOutcome.LOST in outcomes and not pool.wait_quiet(LOOK_S if may_wait else 0.0):
+            return True
+        del self._running[rid]
+        if outcomes - {LoadOutcome.CAME}:
+            self._without_host.add(rid)
+        else:
+            self._came[rid] = pages
+        return False
+
+    def match(self, request_id: str) -> None:
+        """A request waits, and is matched again: it computes on nothing now."""
+        self._early.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request's loads."""
+        for known in (self._running, self._came, self._early):
+            known.pop(request_id, None)
+
+    def forget_all(self) -> None:
+        """Forget all loads: there is a new lease."""
+        for known in (self._running, self._came, self._early):
+            known.clear()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, requests: Iterable[RequestPages]) -> None:
+        """A step with these requests is launched: its layers wait for the loads that still run."""
+        self._launched = [self._running[each.request_id] for each in requests if self.is_running(each)]
+        self._layer = -1
+
+    def end_launch(self) -> bool:
+        """Wait for the loads of the step that was launched; True where one has failed: what it computes is void."""
+        launched, self._launched = self._launched, []
+        for load in launched:
+            while self.is_running(load.pages) and self.look(load.pages, may_wait=True):
+                pass
+        failed = [load.pages.request_id for load in launched if not self.has_come(load.pages)]
+        if failed:
+            log.warning("step_void failed_loads=%s", ", ".join(failed))
+        return bool(failed)
+
+    # -- SGLang's counter --------------------------------------------------------------------------------------------
+
+    @property
+    def consumer_index(self) -> int:
+        """Negative while no step waits."""
+        return 0 if self._launched else -1
+
+    def wait_until(self, layer: int) -> None:
+        """SGLang is about to use a layer of the step that it launches."""
+        if layer <= self._layer:
+            return
+        self._layer = layer if self._launched else -1
+        for load in self._launched:
+            for ticket in load.tickets:
+                self._wait(ticket, layer)
+
+    def _wait(self, ticket: TicketView, layer: int) -> None:
+        """Have what follows wait for a layer. ``end_launch`` sees a failed load: what follows is void then."""
+        pool = self._node.pool
+        with suppress(CacheClientError):
+            if pool.is_on_gpu:
+                import torch
+
+                pool.wait_layer_on(torch.cuda.current_stream(), ticket, layer)
+                return
+            while True:
+                with suppress(DeadlineExceeded):
+                    pool.wait_layer(ticket, layer, LAYER_LOOK_S)
+                    return

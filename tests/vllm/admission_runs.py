@@ -1,0 +1,71 @@
+"""Many admissions for ``scheduling``, in iterations that take longer than the daemon: python -m
+tests.vllm.admission_runs RUN SOCKET SEED."""
+
+from __future__ import annotations
+
+import random
+
+from cachesvc_vllm.metrics import CacheStats
+
+from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
+from tests.vllm.scheduling_runs import RUNS, main, run_out, serve
+from tests.vllm.shape import Shape
+
+BUSY = Shape(pages=6200, at_a_time=80, step_tokens=640, stock=8)
+"""Sixteen requests of eight blocks an iteration are a small part of the pool."""
+
+CROWDED = Shape(pages=400, at_a_time=16, step_tokens=128, stock=4)
+
+AT_ONCE = 16
+"""Iterations of ``admissions`` before it counts, and while it does."""
+
+
+def admissions(socket: str, seed: int) -> list[Engine]:
+    """Sixteen requests an iteration on a full pool, in iterations that end once the daemon has done what they asked:
+    each is admitted at once, and the scheduler waits for no answer while requests run."""
+    engine, rng = Engine("e0", socket, seed, BUSY), random.Random(seed)
+    for _ in range(BUSY.pages // 31):  # a full pool
+        engine.add([rng.randrange(VOCABULARY) for _ in range(LONGEST - 2)], 1)
+    run_out(engine)
+    for _ in range(AT_ONCE):  # as many requests as stay
+        _admit(engine, rng)
+    engine.take_stats()
+    before, engine.stats = len(engine.hits), CacheStats()
+    for _ in range(AT_ONCE):
+        _admit(engine, rng)
+    engine.take_stats()
+    assert engine.stats.data["waits"] == 0, "a running request waited for the daemon"
+    assert len(engine.hits) - before >= 16 * (AT_ONCE - 1), "requests came later than they could"
+    run_out(engine)
+    return [engine]
+
+
+def _admit(engine: Engine, rng: random.Random) -> None:
+    for _ in range(16):
+        engine.add([rng.randrange(VOCABULARY) for _ in range(30)], 4)
+    engine.step()
+    engine.catch_up()
+
+
+def four(socket: str, seed: int) -> list[Engine]:
+    """Four engines on a full pool, one of which has nothing more to do: its stock goes back, and the others' requests
+    end."""
+    engines, rng = [Engine(f"e{each}", socket, seed + each, CROWDED) for each in range(4)], random.Random(seed)
+    for engine in engines:
+        for _ in range(12):
+            engine.add([rng.randrange(VOCABULARY) for _ in range(30)], 8)
+        while engine.is_busy:
+            engine.step()
+            engine.settle()
+    idle = engines.pop()
+    assert max(each.most_stock for each in (idle, *engines)) > CROWDED.stock, "none had more than its base"
+    assert idle.stock == CROWDED.stock
+    serve(engines, rng, 150, aborts=0)
+    assert idle.stock == CROWDED.stock
+    return [*engines, idle]
+
+
+RUNS.update({"admissions": admissions, "four": four})
+
+if __name__ == "__main__":
+    main()
