@@ -160,8 +160,8 @@ def _read_me(values: Mapping[str, Any]) -> str:
     return f"""# Helm chart
 
 Made from the kustomize overlay `deploy/k8s/overlays/gpu`, which stays the source: with its own values the chart gives
-the same objects. No cluster has run it. It has no values for TLS, metrics, storage or other nodes: add their settings to
-`config`, and for their objects take the kustomize components `tls` and `monitoring`.
+the same objects. No cluster has run it. It has no values for TLS, metrics, storage or other nodes: add their settings
+to `config`, and for their objects take the kustomize components `tls` and `monitoring`.
 
     kubectl create namespace cachesvc
     kubectl label namespace cachesvc pod-security.kubernetes.io/enforce=privileged   # for the hostPath volume alone
