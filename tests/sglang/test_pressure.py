@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.rig import running_node
 from tests.sglang.rig import SglangFleet
+from tests.vllm.long_cases import long
 from tests.vllm.rig import BLOCK_TOKENS, Engine, engines, random_prompt, random_requests
 
 SMALL_BLOCKS = 48
@@ -56,7 +57,7 @@ def test_prefixes_of_several_requests_come_from_the_host(small: list[Engine], pl
         assert [answer.cached for answer in answers] == [12 * BLOCK_TOKENS] * len(EVICTED)
 
 
-@pytest.mark.parametrize("is_overlapping", [True, False])
+@pytest.mark.parametrize("is_overlapping", [True, long(False)])
 def test_a_step_whose_load_fails_says_nothing_and_its_request_is_computed(
     fleet: SglangFleet, plain: Engine, tmp_path: Path, is_overlapping: bool
 ) -> None:

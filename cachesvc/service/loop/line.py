@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from cachesvc.model.errors import DeadlineExceeded
 from cachesvc.service.access.admission import CallerKey
 
 BACKGROUND: CallerKey = "(background)"
@@ -20,6 +21,10 @@ OTHER_NODES: CallerKey = "(other nodes)"
 """Loans to other nodes."""
 
 Turn = Callable[[], None]
+
+
+class AsksAgain(DeadlineExceeded):
+    """Raised by a call that waits for no transfers. The pages that they free are kept for it: its caller asks again."""
 
 
 class Line:

@@ -26,7 +26,7 @@ from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.loop.latency import LoopWatch
-from cachesvc.service.loop.line import BACKGROUND, Line, Sleeper
+from cachesvc.service.loop.line import BACKGROUND, AsksAgain, Line, Sleeper
 from cachesvc.service.loop.long_calls import LongCall, LongCalls
 from cachesvc.service.loop.sweeper import Sweeper, tell_left
 from cachesvc.swap.vault import Vault
@@ -40,10 +40,6 @@ NEEDS = "the transfers that this call needs"
 TOO_LATE = "the turn of this call came after its deadline, and nothing was changed; send fewer calls at a time"
 Flow = Callable[[Core, Call], Answer | Wait]
 """Answers, or says what to wait for and is run again with a new Call."""
-
-
-class AsksAgain(DeadlineExceeded):
-    """Raised by a call that waits for no transfers. The pages that they free are kept for it: its caller asks again."""
 
 
 def end_wait(wait: Wait) -> None:

@@ -32,7 +32,8 @@ from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Una
 from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.calls.dispatcher import INTERNAL, Ask
 from cachesvc.service.calls.observe import OK
-from cachesvc.service.loop.node import AsksAgain, end_wait
+from cachesvc.service.loop.line import AsksAgain
+from cachesvc.service.loop.node import end_wait
 from cachesvc.service.rpc.columns import TURN_BLOCKS, ColumnRun, EntryRef
 from cachesvc.service.rpc.operations import OPERATIONS, FlowOperation
 from cachesvc.telemetry.tracing import current_span

@@ -186,7 +186,7 @@ def test_a_write_back_that_the_mover_refuses_is_tried_again_and_then_done_withou
 
 
 def test_a_prompt_that_can_never_fit_is_too_large_also_behind_a_hit_of_its_own() -> None:
-    """An engine that queues what is only ``full`` would wait without end."""
+    """An engine that queues what is only ``full`` would never go on."""
     rig = rig_of(one_group(), device=(8,), host=(0,))
     a = rig.lease()
     serve(rig, a, 1, "abc")
