@@ -99,6 +99,11 @@ class Sequence(BlockTables):
         return self.state is AWAY or self.state is RETURNING
 
     @property
+    def is_on_device(self) -> bool:
+        """True while it keeps pages of its device, its own or shared ones."""
+        return self.anchor != NO_ROW or any(self.own)
+
+    @property
     def awaited(self) -> Seq[int]:
         """Tickets that must end before its blocks can be published."""
         return (self.swap_ticket,) if self.swap_ticket else self.loads
