@@ -70,9 +70,10 @@ class LeaseRecord:
     ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
     ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
-    ``ending``: sequences that were released while launches used them: each goes once those are complete. ``pools``:
-    those that it attached in this process. ``has_columns``: the daemon takes steps by columns. ``daemon_lost`` is set
-    once the daemon has gone. ``tenure``: until when it surely lives.
+    ``ending``: sequences that were released while launches used them, each of which goes once those are complete; and
+    those whose release a step was refused. ``pools``: those that it attached in this process. ``has_columns``: the
+    daemon takes steps by columns. ``daemon_lost`` is set once the daemon has gone. ``tenure``: until when it surely
+    lives.
     """
 
     def __init__(
@@ -241,8 +242,9 @@ class LeaseRecord:
         with self._lock:
             self.ending.append(sequence)
 
-    def take_ended(self, but_for: Iterable[object] = ()) -> list[SequenceRecord]:
-        """Sequences whose release waits for no launch any more, but for some; they are forgotten here.
+    def take_ended(self, but_for: Iterable[object] = (), most: int | None = None) -> list[SequenceRecord]:
+        """Sequences whose release waits for no launch any more, ``most`` at most, but for some; they are forgotten
+        here.
 
         Those that owe an answer become orphans: it has to be asked for first.
         """
@@ -251,8 +253,9 @@ class LeaseRecord:
         kept = {id(each) for each in but_for}
         with self._lock:
             completed = self.launches.completed
-            ended = [each for each in self.ending if each.ends_after <= completed and id(each) not in kept]
-            self.ending = [each for each in self.ending if each not in ended]
+            ended = [each for each in self.ending if each.ends_after <= completed and id(each) not in kept][:most]
+            taken = set(map(id, ended))
+            self.ending = [each for each in self.ending if id(each) not in taken]
             self.orphans += [each for each in ended if each.unanswered is not None or each.is_released]
         return [each for each in ended if each.unanswered is None and not each.is_released]
 

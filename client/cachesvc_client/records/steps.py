@@ -28,15 +28,20 @@ from cachesvc_client.records.stock import Stock
 from cachesvc_client.wire.messages import build_recycle, parse_recycle
 from cachesvc_client.wire.methods import HELD, Operation
 from cachesvc_client.wire.methods import RECYCLE as RECYCLE_CALL
+from cachesvc_client.wire.methods import RELEASE as RELEASE_CALL
 
 STEPS_UNDER_WAY = 16
 """Steps that may be sent before the first is collected: an engine runs one or two ahead."""
+
+MOST_ENDED = 256
+"""Releases that a step carries unasked: what several refused steps leave must not make the next one too large."""
 
 
 @dataclass(slots=True, eq=False)
 class SentStep:
     """A step in flight. ``asked``: subjects of its results, in order; ``entries`` and ``operations`` are what was sent,
-    of which growth and some releases are the client's own. ``is_quiet``: the caller collects no results."""
+    of which growth and some releases are the client's own. ``ended``: sequences that it releases. ``is_quiet``: the
+    caller collects no results."""
 
     request: cache_pb2.StepRequest
     asked: list[Operation[Any] | Entry]
@@ -108,7 +113,7 @@ class StepBook:
             lease.growing.clear()
             entries[GROW] = [Grow(record, record.take_growth(), record.blocks) for record in grown]
         if lease.ending:
-            ended = lease.take_ended([each.owner for each in asked])
+            ended = lease.take_ended([each.owner for each in asked], MOST_ENDED)
             entries[RELEASE] = [Release(record, lease.stock) for record in ended]
         for each in asked:
             if not isinstance(each, Operation):
@@ -130,7 +135,9 @@ class StepBook:
             request.columns.CopyFrom(pack_entries(entries, groups))
         if operations:
             request.operations.extend(map(_as_message, operations))
-        step = SentStep(request, asked, entries, operations, ended)
+        released: list[Any] = [entry.owner for entry in entries[RELEASE]]
+        released += [each.owner for each in operations if each.method is RELEASE_CALL]
+        step = SentStep(request, asked, entries, operations, released)
         if asked or ended or operations or entries[GROW]:
             for sent_one in step.all():
                 if isinstance(sent_one.owner, SequenceRecord):
@@ -204,7 +211,7 @@ class StepBook:
                 self._lease.forget(owner)
 
     def _hold_again(self, step: SentStep) -> None:
-        """Move unanswered releases of the client's own that the daemon did not do to a later step."""
+        """Move releases that the daemon did not do to a later step: it holds the sequences' pages until then."""
         for record in step.ended:
             if not record.is_released:
                 self._lease.hold(record)

@@ -130,20 +130,31 @@ class Grants:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def report_if_due(self) -> None:
+        """Send a step where there is something to tell, to do again, or to fill."""
+        record = self._lease.record
+        if self.outbox.has_room and (self._part or record.growing or record.has_ended or self.wants_stock):
+            self.report()
+
     def report(self) -> None:
-        """Send a step with growth and all that is to be reported, which fills the stock."""
+        """Send a step with growth and all that is to be reported, which fills the stock; later, where too many steps
+        have no answer."""
+        if not self.outbox.has_room:
+            return
         try:
             batch = self.stream.batch()
             put_reports(batch, self._part, self._pack)
-            self._part.clear()
             self.stream.resize(self.demand.target, self.demand.due)
             self.outbox.send(batch, _take_report)
+            self._part.clear()
         except CacheClientError as error:
             refused("step", "", error)
 
     def allocate(self, request: RequestPages, blocks: int, states: Positions, others: Sequence[RequestPages]) -> bool:
         """Have the daemon make a request's table ``blocks`` long, in a step that reports growth first, and wait for it;
-        True once it has them."""
+        True once it has them. One that was asked for before and has no answer is not asked for again."""
+        if request.is_growing:
+            return False
         if not self.outbox.has_room:
             self.outbox.wait(lambda: self.outbox.has_room)
         self.ask(request, blocks, states, others, no_wait=False)
@@ -152,6 +163,10 @@ class Grants:
             return False
         request.take_cells()
         return request.has_pages(blocks, states)
+
+    def is_late(self, request: RequestPages) -> bool:
+        """True where an answer did not come in time: more steps would wait behind it."""
+        return request.is_growing or not self.outbox.has_room
 
     def look_room(self) -> None:
         """Have the daemon say anew what is free."""
@@ -177,8 +192,11 @@ class Grants:
         *,
         no_wait: bool,
     ) -> None:
-        """Ask for a request's pages, and those of ``others`` that were matched and may run next. ``no_wait``: the
-        answer comes at once, and pages whose blocks have to be saved first are to be asked for again."""
+        """Ask for a request's pages, and those of ``others`` that were matched and may run next; not while too many
+        steps have no answer. ``no_wait``: the answer comes at once, and pages whose blocks have to be saved first are
+        to be asked for again."""
+        if not self.outbox.has_room:
+            return
         wanting = [(request, request.growth(blocks, states))]
         wanting += [(other, other.growth(other.first_blocks, NO_POSITIONS)) for other in others]
         try:

@@ -250,8 +250,7 @@ class PageBook:
             self._send_matches(self._matches.stale(self.outbox, self._clock()))
             running = len(self._requests) - len(self._matches.ahead)
             self._grants.demand.look(running, self._matches.waiting_blocks)
-        if self.outbox.has_room and (self.untold or self._lease.record.growing or self._grants.wants_stock):
-            self._grants.report()
+        self._grants.report_if_due()
 
     def begin_step(self) -> None:
         """An iteration is scheduled."""
@@ -359,10 +358,12 @@ class PageBook:
 
     def _ask(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Ask the daemon for pages; where it has too few, with what this engine can spare: hits of requests that wait,
-        and its stock. True once the request has them."""
+        and its stock. True once the request has them; False at once where an answer does not come in time."""
         if self._allocate(request, blocks, states):
             return True
         assert request.sequence is not None
+        if self._grants.is_late(request):
+            return False
         if self._drop_idle(request) and self._allocate(request, blocks, states):
             return True
         hit_blocks = request.sequence.hit_blocks

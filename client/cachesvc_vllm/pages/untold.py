@@ -40,6 +40,10 @@ class Part:
     dead: dict[RequestPages, dict[int, int]] = field(default_factory=dict)
     ended: list[RequestPages] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        """True where there is a report to make."""
+        return bool(self.sealing or self.dead or self.ended)
+
     def add(self, other: Part) -> None:
         """Take all that ``other`` has, which is newer."""
         for request, sealing in other.sealing.items():
@@ -72,7 +76,7 @@ class Untold:
 
     def __bool__(self) -> bool:
         """True where a report may be sent."""
-        return bool(self.ready.sealing or self.ready.dead or self.ready.ended)
+        return bool(self.ready)
 
     @property
     def has_late_pages(self) -> bool:

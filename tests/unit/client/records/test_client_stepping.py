@@ -20,13 +20,14 @@ from cachesvc_client import (
     NotOwned,
     NotSupported,
     PoolExhausted,
+    QuotaExceeded,
     Retries,
     Sequence,
     StockEmpty,
     Timeouts,
 )
 from cachesvc_client.layouts.families import opaque
-from cachesvc_client.records.steps import STEPS_UNDER_WAY
+from cachesvc_client.records.steps import MOST_ENDED, STEPS_UNDER_WAY
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import Allocated, Published
@@ -238,6 +239,47 @@ def test_a_refused_step_fails_as_a_whole_and_a_lost_lease_is_noticed(daemon: Fak
     assert lease.is_lost
     with pytest.raises(LeaseLost):
         stream.submit()
+
+
+def test_releases_that_were_refused_go_with_the_next_steps(daemon: FakeDaemon, lease: Lease) -> None:
+    """With the whole step, as an entry of a column and as an operation; and by itself."""
+    first, second = lease.match(b""), lease.match(b"")
+    stream = lease.step()
+    batch = stream.batch()
+    batch.release(first)
+    batch.allocate(second, 1)
+    batch.release(second)
+    daemon.step_answers += [
+        Step(error=cache_pb2.OperationError(code=ErrorCode.QUOTA_EXCEEDED.value, message="no")),
+        Step(results=[refusal(ErrorCode.LIMIT), Result(release=cache_pb2.ReleaseResponse())]),
+        Step(results=[Result(release=cache_pb2.ReleaseResponse())]),
+        Step(),
+    ]
+    with pytest.raises(QuotaExceeded):
+        stream.submit(batch)
+    released = []
+    for _ in range(3):
+        stream.submit()
+        released.append([each.release.sequence_id for each in daemon.seen["Step"][-1].operations])
+    assert released == [[first.id, second.id], [first.id], []]
+    assert first.is_released
+    assert second.is_released
+
+
+def test_releases_of_many_refused_steps_do_not_make_one_too_large(daemon: FakeDaemon, lease: Lease) -> None:
+    sequences = [lease.match(b"") for _ in range(MOST_ENDED + 1)]
+    stream = lease.step()
+    batch = stream.batch()
+    for each in sequences:
+        batch.release(each)
+    daemon.step_answers.append(Step(error=cache_pb2.OperationError(code=ErrorCode.LIMIT.value, message="no")))
+    with pytest.raises(LimitExceeded):
+        stream.submit(batch)
+    released = Result(release=cache_pb2.ReleaseResponse())
+    daemon.step_answers += [Step(results=[released] * MOST_ENDED), Step(results=[released])]
+    for _ in range(2):
+        stream.submit()
+    assert all(each.is_released for each in sequences)
 
 
 def test_an_answer_of_the_wrong_kind_is_the_daemons_fault(daemon: FakeDaemon, lease: Lease) -> None:
