@@ -309,7 +309,8 @@ class PeerStorage:
         try:
             self._stream(held, left, deadline, each)
         except OSError as error:
-            self._note_failure(held.peer, str(error) or type(error).__name__)
+            if self._loans.failed(held):
+                self._note_failure(held.peer, str(error) or type(error).__name__)
         finally:
             self._telling.peer = None
             for index, _ in left:

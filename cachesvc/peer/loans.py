@@ -20,7 +20,7 @@ UNUSED_SECONDS = 10.0
 @dataclass(eq=False)
 class HeldLoan:
     """Loan of a peer: ``numbers`` by name. ``is_expected``: it was asked for ahead, by ``expect``. ``readers``: streams
-    that have not ended, of those that read it."""
+    that have not ended, of those that read it. ``has_failed``: one of them has."""
 
     peer: Peer
     loan: Loan
@@ -28,6 +28,7 @@ class HeldLoan:
     since: float
     is_expected: bool = False
     readers: int = 0
+    has_failed: bool = False
 
 
 @dataclass(slots=True)
@@ -101,6 +102,12 @@ class HeldLoans:
         with self._lock:
             held.readers -= 1
             return not held.readers
+
+    def failed(self, held: HeldLoan) -> bool:
+        """Note the failure of a stream of a loan; True for the first one: all have the same lender."""
+        with self._lock:
+            is_first, held.has_failed = not held.has_failed, True
+            return is_first
 
     def leave_unread(self, held: HeldLoan) -> None:
         """Note a loan that is not read after all: the next heartbeat gives it back."""

@@ -20,10 +20,14 @@ MOST_SECONDS = 7 * 24 * 3600.0
 def pin(core: Core, model: Model, key: bytes, seconds: float, now: float) -> OperatorPin:
     """Keep the prefix that ends at ``key`` for ``seconds`` where it is. The same prefix again: for that long from now.
 
-    Raises InvalidRequest (seconds), NotFound (the block), Conflict (the prefix is not resident as a whole),
-    LimitExceeded (pins of the model), QuotaExceeded (pages of a pool). Nothing has changed then.
+    Raises InvalidRequest (seconds), NotFound (the block; the model, evicted since it was looked up), Unavailable (it is
+    out of service), Conflict (the prefix is not resident as a whole), LimitExceeded (pins of the model), QuotaExceeded
+    (pages of a pool). Nothing has changed then.
     """
     require_time(seconds)
+    if core.ledger.models.get(model.id) is not model:
+        raise NotFound("model", model.id, "it was evicted for another one; see ListModels (cachesvc models)")
+    model.require_trusted()
     blocks, pins = model.blocks, model.pins
     row = blocks.index.rows.get(key)
     if row is None:

@@ -96,6 +96,17 @@ def test_a_stream_that_fails_leaves_what_the_others_bring(
     assert control.given_back == [control.loans[0].lease]
 
 
+def test_a_loan_that_ends_early_is_one_failure_of_its_peer(node: LendingNode, pulling: Pulling) -> None:
+    """Each of its streams doubled the pause: after one loan, half a minute without a question."""
+    node.have(NAMES, STREAM_BYTES)
+    assert all(pulling.reader.exists(NAMES))
+    node.desk.end_all()
+    gathered, _ = pulling.get(NAMES, size_bytes=STREAM_BYTES)
+    assert LENT not in gathered.wait()
+    (peer,) = pulling.peers.peers
+    assert peer.counts["failed"] == 1
+
+
 def test_a_lender_of_an_older_release_is_read_by_one_stream(
     node: LendingNode, control: NearControl, pulling: Pulling
 ) -> None:

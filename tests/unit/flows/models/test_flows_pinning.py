@@ -19,7 +19,15 @@ from cachesvc.flows.models import admin
 from cachesvc.flows.models.idle import idle_models
 from cachesvc.flows.models.pinning import MOST_SECONDS, expire_pins, pin, unpin
 from cachesvc.model.answers import Matched
-from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded, NotFound, PoolExhausted, QuotaExceeded
+from cachesvc.model.errors import (
+    Conflict,
+    InvalidRequest,
+    LimitExceeded,
+    NotFound,
+    PoolExhausted,
+    QuotaExceeded,
+    Unavailable,
+)
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import WritePolicy
@@ -167,6 +175,19 @@ def serve_beyond_window(rig: Rig) -> None:
     blocks, place = rig.model.blocks, rig.place()
     blocks.drop_window(place, 1, blocks.index.rows[last("a")])
     pinned(rig, "a")
+
+
+def test_nothing_is_pinned_of_a_model_that_is_gone_or_out_of_service() -> None:
+    """An operator was answered that a prefix stays, of a model that was evicted while its key was looked for."""
+    rig = with_prompt(one_group(), 16)
+    admin.distrust(rig.model, "row 7 is not pinned")
+    with pytest.raises(Unavailable, match="out of service"):
+        pinned(rig, "abcd")
+    admin.trust(rig.core, 1)
+    model = rig.core.ledger.models.pop(1)
+    with pytest.raises(NotFound, match="evicted for another one"):
+        pin(rig.core, model, last("abcd"), 60.0, rig.now)
+    assert not model.pins.by_key
 
 
 def test_a_pin_keeps_no_idle_model_from_giving_its_memory() -> None:
