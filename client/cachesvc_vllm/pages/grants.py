@@ -152,9 +152,7 @@ class Grants:
 
     def allocate(self, request: RequestPages, blocks: int, states: Positions, others: Sequence[RequestPages]) -> bool:
         """Have the daemon make a request's table ``blocks`` long, in a step that reports growth first, and wait for it;
-        True once it has them. One that was asked for before and has no answer is not asked for again."""
-        if request.is_growing:
-            return False
+        True once it has them."""
         if not self.outbox.has_room:
             self.outbox.wait(lambda: self.outbox.has_room)
         self.ask(request, blocks, states, others, no_wait=False)

@@ -54,7 +54,7 @@ class Engine(deque[cache_pb2.StepResponse]):
         first, self._lengths[number] = self._lengths.get(number, 0), blocks
         return Result(allocate=cache_pb2.AllocateResponse(tables=[cells(0, range(first, blocks), first_block=first)]))
 
-    def count(self, kind: str) -> int:
+    def asked(self, kind: str) -> int:
         """Operations of a kind that the daemon has carried out or refused."""
         return sum(each.HasField(kind) for step in self._steps for each in step.operations)
 
@@ -109,12 +109,12 @@ def frozen(daemon: FakeDaemon, engine: Engine) -> Iterator[None]:
 
 def test_a_request_whose_answer_is_late_is_asked_for_once_and_goes_on(daemon: FakeDaemon, engine: Engine) -> None:
     request = engine.run("a")
-    asked = engine.count("allocate")
+    asked = engine.asked("allocate")
     with frozen(daemon, engine):
         for _ in range(MANY):
             assert not engine.book.reserve(request, 3)
     assert engine.book.reserve(request, 3)
-    assert engine.count("allocate") == asked + 1
+    assert engine.asked("allocate") == asked + 1
 
 
 def test_no_request_waits_for_good_nor_is_one_kept_after_a_late_answer(daemon: FakeDaemon, engine: Engine) -> None:
@@ -125,7 +125,7 @@ def test_no_request_waits_for_good_nor_is_one_kept_after_a_late_answer(daemon: F
         for ends, grows in zip(requests, growing, strict=True):
             engine.end(ends)
             assert not engine.book.reserve(grows, 2)
-    assert engine.count("release") == MANY
+    assert engine.asked("release") == MANY
     assert all(engine.book.reserve(each, 2) for each in growing)
 
 
