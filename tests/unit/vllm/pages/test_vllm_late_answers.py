@@ -36,7 +36,7 @@ class Engine(deque[cache_pb2.StepResponse]):
         self.refused = 0
         self.now_s = 1.0
         daemon.step_answers = self
-        self.book = PageBook(lease, 1, clock=lambda: self.now_s)
+        self.book = PageBook(lease, 1, 4, clock=lambda: self.now_s)
 
     def popleft(self) -> cache_pb2.StepResponse:
         """The answer to the step that has come last."""
@@ -93,6 +93,12 @@ def engine(daemon: FakeDaemon) -> Iterator[Engine]:
         made.book.close()
 
 
+def id_of(request: RequestPages) -> int:
+    """The daemon's number of a request."""
+    assert request.sequence is not None
+    return request.sequence.id
+
+
 @contextmanager
 def frozen(daemon: FakeDaemon, engine: Engine) -> Iterator[None]:
     """Freeze the daemon while requests run, which wait for no time; then take in what it answers."""
@@ -145,3 +151,11 @@ def test_a_request_whose_release_was_refused_is_released_by_the_next_step(engine
     for each in (first, second):
         assert each.sequence is not None
         assert each.sequence.is_released
+
+
+def test_a_request_that_runs_does_not_wait_for_pages_of_those_that_wait(daemon: FakeDaemon, engine: Engine) -> None:
+    """Theirs may have to be saved first, and a step is answered as a whole."""
+    runs, waits = engine.run("runs"), engine.book.begin("waits", Wish((), 0, 2))
+    assert waits.wants_pages
+    assert engine.book.reserve(runs, 2)
+    assert [each.allocate.sequence_id for each in daemon.seen["Step"][-1].operations] == [id_of(runs)]
