@@ -1,5 +1,5 @@
-"""Requests that wait are matched ahead of their turn; of one that is aborted meanwhile nothing is left. None is admitted
-before its match has an answer."""
+"""Requests that wait are matched ahead of their turn; of one that is aborted meanwhile nothing is left. None is
+admitted before its match has an answer."""
 
 from __future__ import annotations
 
