@@ -159,3 +159,19 @@ def test_a_request_that_runs_does_not_wait_for_pages_of_those_that_wait(daemon: 
     assert waits.wants_pages
     assert engine.book.reserve(runs, 2)
     assert [each.allocate.sequence_id for each in daemon.seen["Step"][-1].operations] == [id_of(runs)]
+
+
+def test_pages_that_vllm_freed_are_given_back_before_others_are_asked_for(daemon: FakeDaemon, engine: Engine) -> None:
+    """Also where no step could be sent when they were freed."""
+    ends, grows = engine.run("ends"), engine.run("grows")
+    engine.settle()
+    engine.book.outbox.runs = lambda: True
+    goes_on = threading.Event()
+    daemon.faults["Step"].append(hang_until(goes_on))
+    while engine.book.outbox.has_room:
+        engine.book.outbox.send(engine.book.outbox.stream.batch(), lambda _: None)
+    engine.end(ends)
+    goes_on.set()
+    assert engine.book.reserve(grows, 2)
+    assert ends.sequence is not None
+    assert ends.sequence.is_released, "steps are answered in order"
