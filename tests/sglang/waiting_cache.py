@@ -64,8 +64,8 @@ def request(rid: str) -> Any:
 
 
 def admit_late(cache: Any, daemon: int) -> list[bool]:
-    """Have the daemon answer a match after SGLang waited for it; whether the request is admitted with what SGLang was
-    told, and with what it is told next."""
+    """Have the daemon answer a match after SGLang waited for it; whether the request is admitted with the match that
+    SGLang has, and with the next one."""
     from cachesvc_vllm.steps import outbox
 
     late, admitted = request("late"), []

@@ -63,7 +63,7 @@ class Outbox:
         return self.has_room_for(1)
 
     def has_room_for(self, steps: int) -> bool:
-        """Return whether so many steps may be sent."""
+        """Return whether this number of steps may be sent."""
         return len(self._under_way) + steps <= MOST_UNDER_WAY
 
     def take_waits(self) -> tuple[int, int]:
