@@ -43,7 +43,8 @@ class SwappedPages(NamedTuple):
 class Sequence(BlockTables):
     """While it is AWAY or RETURNING, ``swapped`` has its own pages by group, and ``host_anchor`` keeps its shared
     blocks. ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are kept for a call that waits, once
-    one has waited. ``recent``: its request among the model's last ones. ``parts``: loads that a waiting call has begun.
+    one has waited. ``recent``: its request among the model's last ones. ``parts``: loads that a call which
+    waits has begun, and the blocks of each.
     """
 
     __slots__ = (
@@ -62,7 +63,7 @@ class Sequence(BlockTables):
         self.recent: RecentRequest | None = None
         self.room: Reservation | None = None
         self.swap_ticket = 0
-        self.parts: list[int] = []
+        self.parts: dict[int, int] = {}
         self.swapped: list[SwappedPages] = []
         self.freed = 0
         self.charged: tuple[dict[Party, int], Party, int] | None = None
@@ -97,6 +98,11 @@ class Sequence(BlockTables):
     def swapped_out(self) -> bool:
         """True while the host alone has it whole."""
         return self.state is AWAY or self.state is RETURNING
+
+    @property
+    def is_on_device(self) -> bool:
+        """True while it keeps pages of its device, its own or shared ones."""
+        return self.anchor != NO_ROW or any(self.own)
 
     @property
     def awaited(self) -> Seq[int]:

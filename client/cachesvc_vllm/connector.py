@@ -20,6 +20,7 @@ from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.namespace.draft_keys import draft_lookahead, drafts_with_kv
 from cachesvc_vllm.scheduler_side import SchedulerSide
+from cachesvc_vllm.startup.logs import log_as_vllm
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
 from cachesvc_vllm.worker_side import WorkerSide
 
@@ -30,6 +31,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None

@@ -345,7 +345,7 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight-sizes": lambda socket, seed: tight(socket, seed, replace(TIGHT, **{**SIZES, "pages": 90})),
     "deaths-sizes": lambda socket, seed: deaths(socket, seed, Shape(stock=2, **SIZES_TOO)),
     "scratch": lambda socket, seed: two(socket, seed, Shape(**SCRATCH)),
-    "scratch-late": lambda socket, seed: two(socket, seed, Shape(is_async=True, **LATE, **SCRATCH)),
+    "scratch-late": lambda socket, seed: two(socket, seed, Shape(**LATE, **SCRATCH)),
     "tight-scratch": lambda socket, seed: tight(socket, seed, replace(TIGHT, **{**SCRATCH, "pages": 110})),
     "states-within": lambda socket, seed: two(socket, seed, Shape(groups=(SAVED_STATE, SAVED_STATE, FULL), pages=200)),
     "states-priorities": lambda socket, seed: two(

@@ -123,7 +123,8 @@ def test_a_prompt_that_left_the_device_is_loaded_in_all_groups(model: HybridMode
 @pytest.mark.parametrize("model", [pytest.param(GEMMA_3, id="gemma-3"), *MODELS[1:]])
 @pytest.mark.parametrize("count", [long(RANDOM_REQUESTS)])
 def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, count: int, tmp_path: Path) -> None:
-    """One after another each finds as many tokens as alone. At once, two engines and one alone have other batches, and
+    """One after another each finds at least as many tokens as alone: vLLM keeps blocks of windows at some positions
+    only, and whatever is in the daemon's pool is found. At once, two engines and one alone have other batches, and
     a request finds what an earlier batch computed."""
     fleet, requests, blocks = model.fleet(tmp_path), mixed_requests(model, 11, count), 4 * model.blocks
     requests = [replace(each, new=1 + each.new // 4) for each in requests]
@@ -132,7 +133,9 @@ def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, cou
         started = [engine_of(fleet, model, None, blocks)]
         started += [engine_of(fleet, model, node.socket, blocks, verify_steps=50) for _ in range(2)]
         with engines(*started) as (alone, *two):
-            assert ask_each(two[0], one_by_one) == ask_each(alone, one_by_one)
+            (said, found), (expected, hits) = (ask_each(each, one_by_one) for each in (two[0], alone))
+            assert said == expected
+            assert all(mine >= own for mine, own in zip(found, hits, strict=True)), (found, hits)
             cached, own = answer_alike(two, alone, at_once, BATCH)
             assert cached >= own * LEAST_SHARE
         check_daemon(node.socket)

@@ -9,7 +9,7 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.transfer.loads import bring, bring_part, loads_of
 from cachesvc.flows.transfer.low_watermark import look_ahead, note_load
 from cachesvc.flows.transfer.make_room import keep_room, make_room
-from cachesvc.flows.transfer.transfers import require_transfer, ticket_view, wait_for
+from cachesvc.flows.transfer.transfers import may_submit, require_transfer, ticket_view, wait_for
 from cachesvc.ledger.block_tables import Fresh
 from cachesvc.model.answers import Allocated, GroupCells, Wait
 from cachesvc.model.columns import NO_POSITIONS, Positions
@@ -47,7 +47,10 @@ def allocate(
     loads = loads_of(core, call.model, call.replica, sequence.rest(), first, sequence.hit_blocks)
     if loads.blocked:
         return wait_for(core, loads.blocked)
-    if loads.is_transfer:
+    if loads.is_transfer and not may_submit(core, call.model, call.replica, call.lease.party):
+        begun = list(filter(core.ledger.tickets.is_running, sequence.parts))
+        if begun:  # its own parts have its share
+            return wait_for(core, begun)
         require_transfer(core, call.model, call.replica, call.lease.party)
     fresh = _fresh(call, first + len(loads.rows), blocks, positions)
     counts = fresh.counts(len(sequence.tables))
@@ -60,7 +63,7 @@ def allocate(
         left = [most - taken for most, taken in zip(loads.pages_wanted(), part, strict=True)]
         return keep_room(core, call, left, sequence)
     tickets = bring(core, call, sequence, loads, Urgency.AWAITED, short_suffix=short_suffix) if loads.rows else []
-    in_parts = len(sequence.parts) * core.turns.loaded
+    in_parts = sum(sequence.parts.values())
     sequence.parts.clear()
     sequence.grow(sequence.fresh_pages(counts), fresh)
     call.lease.grown += fresh.blocks

@@ -29,7 +29,7 @@ from cachesvc.ledger.growing import grow_by
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.pages.page_pool import PagePool
-from cachesvc.ledger.pages.reservations import Reservation
+from cachesvc.ledger.pages.reservations import Reservation, expire
 from cachesvc.ledger.pages.shared_pool import change_group
 from cachesvc.ledger.sequence_state import ON_DEVICE
 from cachesvc.ledger.sequences import Sequence as OpenSequence
@@ -166,6 +166,7 @@ def refill_stock(
     """
     lease, place = call.lease, call.replica.place
     check_stock(core, lease, targets)
+    expire(place.reservations, call.now)
     targets, widths = _by_pool(place, targets)
     if due:
         targets = _in_share(core, call, targets)

@@ -137,7 +137,7 @@ def bring_part(core: Core, call: Call, sequence: Sequence, loads: Loads, *, shor
     for group in place.window_groups:  # they come with their blocks
         missing[group] = array_of(column(loads.missing[group])[among(column(loads.missing[group]), column(part))])
     filled = _begin(core, call, loads, missing, Urgency.AWAITED)
-    sequence.parts.extend(each.ticket.id for each in filled)
+    sequence.parts.update((each.ticket.id, each.ticket.blocks) for each in filled)
     _submit(core, call.model, filled, short_suffix=short_suffix)
     return list(map(len, missing))
 

@@ -251,7 +251,8 @@ def _wait_or_refuse(
     waiter: OpenSequence | None,
 ) -> Wait:
     """Wait where the end of running transfers can meet the demand of the pool of ``groups``. Operators' pins end where
-    the replica's only sequence cannot go on beside them. Raises PoolExhausted where nothing helps."""
+    the only sequence with pages of the replica cannot go on beside them, and can without. Raises PoolExhausted where
+    nothing helps."""
     place, book = replica.place, core.ledger.tickets
     pool, wanted = place.pools[groups[0]], sum(wanted_of[group] for group in groups)
     room, own = (None, 0) if waiter is None else (waiter.room, waiter.device_pages(groups))
@@ -272,17 +273,20 @@ def _wait_or_refuse(
             return wait_for(core, islice(awaited, MOST_AWAITED))
     if any(chore.model == model.id and chore.gives_back for chore in core.chores):
         return TURN
-    if wanted + own <= pool.capacity and _is_alone(core, model, replica) and (ended := model.pins.leave(place)):
-        core.count(Count.PINS_ENDED_EARLY, len(ended))
-        return TURN
+    if waiter is not None and wanted + own <= pool.capacity and _is_alone(core, model, replica, waiter):
+        kept = model.pins.pages(model.blocks, place).by_pool()[place.shares.index(groups)]
+        if kept and pool.unreserved + coming + kept - promised >= wanted:
+            core.count(Count.PINS_ENDED_EARLY, len(model.pins.leave(place)))
+            return TURN
     raise exhausted(pool, wanted, _evictable(model, place, groups, after_flights=False), own)
 
 
-def _is_alone(core: Core, model: Model, replica: Replica) -> bool:
-    """True where a replica has one sequence at most: no release of another one can help it."""
+def _is_alone(core: Core, model: Model, replica: Replica, waiter: OpenSequence) -> bool:
+    """True where no other sequence has pages of the replica: no release of one can help ``waiter``."""
     leases = core.ledger.leases.values()
     mine = [lease for lease in leases if (lease.model, lease.replica) == (model.id, replica.id)]
-    return sum(len(lease.sequences) for lease in mine) <= 1
+    others = chain.from_iterable(lease.sequences.values() for lease in mine)
+    return not any(each.is_on_device for each in others if each is not waiter)
 
 
 def room_left(place: Place) -> tuple[list[int], list[int]]:

@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from cachesvc.model.answers import Reserved
 from cachesvc.model.errors import DeadlineExceeded
 from cachesvc.service.access.admission import CallerKey
 
@@ -23,8 +24,18 @@ OTHER_NODES: CallerKey = "(other nodes)"
 Turn = Callable[[], None]
 
 
+KEPT_S = 0.25
+"""Time for which freed pages are kept for a call that does not wait, seconds: several iterations of an engine."""
+
+
 class AsksAgain(DeadlineExceeded):
     """Raised by a call that waits for no transfers. The pages that they free are kept for it: its caller asks again."""
+
+
+def keep_a_moment(reserved: Reserved | None, now: float) -> None:
+    """Keep what is reserved for a call that asks again, as long as its caller may take for that."""
+    if reserved is not None:
+        reserved.shorten(now + KEPT_S)
 
 
 class Line:

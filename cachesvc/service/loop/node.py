@@ -26,7 +26,7 @@ from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.loop.latency import LoopWatch
-from cachesvc.service.loop.line import BACKGROUND, AsksAgain, Line, Sleeper
+from cachesvc.service.loop.line import BACKGROUND, AsksAgain, Line, Sleeper, keep_a_moment
 from cachesvc.service.loop.long_calls import LongCall, LongCalls
 from cachesvc.service.loop.sweeper import Sweeper, tell_left
 from cachesvc.swap.vault import Vault
@@ -230,6 +230,7 @@ class Node:
                     raise DeadlineExceeded(f"{NEEDS} did not help in time; try again or recompute")
                 wait = answer
         except AsksAgain:
+            keep_a_moment(reserved, self.now())
             reserved = None
             raise
         finally:

@@ -32,7 +32,7 @@ from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Una
 from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.calls.dispatcher import INTERNAL, Ask
 from cachesvc.service.calls.observe import OK
-from cachesvc.service.loop.line import AsksAgain
+from cachesvc.service.loop.line import AsksAgain, keep_a_moment
 from cachesvc.service.loop.node import end_wait
 from cachesvc.service.rpc.columns import TURN_BLOCKS, ColumnRun, EntryRef
 from cachesvc.service.rpc.operations import OPERATIONS, FlowOperation
@@ -46,8 +46,6 @@ OPERATION_BLOCKS, FEWEST_BLOCKS = 16, 8
 go together: they take 25 us and 15 us, for any number."""
 NONE = "none"
 """Name of an empty operation."""
-KEPT_S = 0.25
-"""Time for which freed pages are kept for an operation that does not wait, seconds: several iterations of an engine."""
 NO_COLUMN = cache_pb2.STEP_COLUMN_UNSPECIFIED
 
 
@@ -231,8 +229,7 @@ class StepRun:
         """Have an outcome that waits for no transfers. What these free is kept for it a moment: it is asked again."""
         while isinstance(outcome, Wait) and outcome.tickets:
             if outcome.seconds is None:
-                if outcome.reserved is not None:
-                    outcome.reserved.shorten(self._dispatcher.node.now() + KEPT_S)
+                keep_a_moment(outcome.reserved, self._dispatcher.node.now())
                 raise AsksAgain("the operation has to wait for transfers, and its step does not; they go on: ask again")
             end_wait(outcome)
             outcome = run()

@@ -10,8 +10,11 @@ import pytest
 from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.prefetch import prefetch
+from cachesvc.flows.engine.swap import swap_out
 from cachesvc.flows.leases.device_loss import lose_device
 from cachesvc.flows.leases.leases import close_lease
+from cachesvc.flows.leases.teardown import lose
 from cachesvc.flows.models import admin
 from cachesvc.flows.models.idle import idle_models
 from cachesvc.flows.models.pinning import MOST_SECONDS, expire_pins, pin, unpin
@@ -202,6 +205,51 @@ def test_a_pin_ends_where_the_only_request_could_not_go_on_beside_it() -> None:
     rig.run(allocate, lease, 1, 13)
     assert rig.model.pins.by_key == {}
     assert rig.core.counters["pins_ended_early"] == 1
+
+
+def test_a_prefetch_ends_no_pin() -> None:
+    rig = with_prompt(one_group(), 16, host=32, policy=WritePolicy.WRITE_THROUGH)
+    lease = next(iter(rig.core.ledger.leases))
+    serve(rig, lease, 2, "mnopqrstuvwxy")
+    rig.settle()
+    admin.evict(rig.core, 1, "device", 0)
+    rig.run(match, lease, 9, b"", 0)
+    rig.run(allocate, lease, 9, 4)
+    serve(rig, lease, 3, "1234")
+    pinned(rig, "1234")
+    with pytest.raises(PoolExhausted):
+        rig.run(prefetch, lease, chain(*"mnopqrstuvwxy"))
+    assert rig.model.pins.by_key
+
+
+def test_a_swapped_out_request_keeps_no_pin_in_the_way_of_the_only_other() -> None:
+    rig = with_prompt(one_group(), 16, host=32, policy=WritePolicy.WRITE_THROUGH)
+    lease = next(iter(rig.core.ledger.leases))
+    prefill(rig, lease, 2, "mn")
+    rig.run(swap_out, lease, 2)
+    rig.settle()
+    pinned(rig, "abcd")
+    rig.run(match, lease, 3, chain(*range(13)), 0)
+    rig.run(allocate, lease, 3, 13)
+    assert rig.model.pins.by_key == {}
+    rig.check()
+
+
+def test_a_pin_stays_where_its_end_would_not_help() -> None:
+    """Pages in quarantine, as of an engine that was lost, keep a request from going on with and without the pin."""
+    rig = with_prompt(one_group(), 16)
+    other = rig.lease("other")
+    rig.run(match, other, 1, b"", 0)
+    rig.run(allocate, other, 1, 5)
+    lose(rig.core, rig.core.ledger.leases[other], "by order")
+    while rig.core.chores:
+        tidy(rig.core.chores)
+    pinned(rig, "abcd")
+    lease = next(iter(rig.core.ledger.leases))
+    rig.run(match, lease, 3, chain(*range(14)), 0)
+    with pytest.raises(PoolExhausted, match="quarantined 5"):
+        rig.run(allocate, lease, 3, 14)
+    assert rig.model.pins.by_key
 
 
 def test_status_lists_pins_and_why_names_them() -> None:

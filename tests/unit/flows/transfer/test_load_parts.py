@@ -153,3 +153,33 @@ def test_another_call_between_the_turns_joins_the_parts_and_takes_no_page_of_the
     begun, _ = turns_of(rig, a)
     assert begun == [3, 2]
     assert settled(rig, a) == (len(PROMPT), len(PROMPT))
+
+
+def test_a_call_whose_parts_have_all_that_its_process_may_have_waits_for_them() -> None:
+    """A long load was refused in its midst, where as one transfer it had begun."""
+    rig, a = loading()
+    rig.mover.slots = 2
+    assert isinstance(rig.once(allocate, a, 1, len(PROMPT)), Wait)
+    waits = rig.once(allocate, a, 1, len(PROMPT))
+    assert isinstance(waits, Wait)
+    assert list(waits.tickets) == list(rig.mover.transfers)
+    answer = rig.run(allocate, a, 1, len(PROMPT))
+    assert len(answer.tables[0].pages) == len(PROMPT)
+    assert settled(rig, a) == (len(PROMPT), len(PROMPT))
+
+
+def test_a_load_in_parts_is_remembered_as_long_as_it_was() -> None:
+    """Parts that came from two places at once counted twice, and twice the pages were kept free for the next load."""
+    prompt = [str(at) for at in range(48)]
+    rig = rig_of(one_group(), device=(64,), host=(64,), policy=WritePolicy.WRITE_THROUGH, replicas=2)
+    serve(rig, rig.lease("first"), 1, prompt)
+    rig.settle()
+    rig.core.turns = rig.core.turns._replace(loaded=24)
+    rig.mover.rate = 1.5
+    b = rig.lease("b", 1)
+    rig.run(match, b, 1, chain(*prompt), 0)
+    before = len(rig.mover.all)
+    begun, _ = turns_of(rig, b, len(prompt))
+    assert begun == [24, 24]
+    assert len(rig.mover.all) - before == 4, "each from the other device and from the host"
+    assert rig.place(1).recent_load == len(prompt)

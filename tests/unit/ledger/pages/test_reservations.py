@@ -58,6 +58,18 @@ def test_pages_that_drain_for_a_call_are_not_taken_by_who_comes_between() -> Non
     assert (rig.free(), reserved(rig)) == ([0], 0)
 
 
+def test_what_was_kept_for_a_call_that_never_came_back_goes_to_the_next_stock() -> None:
+    """Engines that take their pages from their stock alone found none: only an Allocate looked whose time was over."""
+    rig, _, b, waits = waiting()
+    assert waits.reserved is not None
+    waits.reserved.shorten(0.25)
+    rig.settle()
+    assert (rig.free(), reserved(rig)) == ([8], 8)
+    rig.now = 0.5
+    (granted,) = rig.run(refill_stock, b, (4,))
+    assert (len(granted.pages), reserved(rig)) == (4, 0)
+
+
 def test_who_comes_between_evicts_for_itself_and_waits_for_its_own() -> None:
     rig, a, b, waits = waiting(pages=12, wanted=8)
     rig.run(match, b, 99, b"", 0)

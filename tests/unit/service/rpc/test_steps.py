@@ -8,8 +8,11 @@ import asyncio
 import pytest
 from kvcache.v1 import cache_pb2, lease_pb2
 
+from cachesvc.flows.models import admin
 from cachesvc.model.transfer import Direction
+from cachesvc.model.words import WritePolicy
 from cachesvc.service.calls.dispatcher import INTERNAL
+from cachesvc.service.loop.line import KEPT_S
 from tests.unit.flows.transfer.test_flows_load import hosted
 from tests.unit.rigs.dispatch_rig import (
     Desk,
@@ -173,6 +176,24 @@ async def test_pages_that_are_freed_for_an_operation_that_did_not_wait_are_kept_
         greedy = desk.steps(b, match(1, ""), allocate(1, 2), stock_pages=[2], stock_due=2, no_wait=True)
         assert (kinds(greedy), len(greedy.stock)) == (["match", "EXHAUSTED"], 0)
         assert kinds(desk.steps(a, allocate(1, 4), no_wait=True)) == ["allocate"]
+
+
+async def test_what_an_operation_kept_before_it_had_to_wait_is_kept_no_longer_either() -> None:
+    """Its first turn kept pages for a minute, and a caller that never asked again left them to none."""
+    rig = rig_of(one_group(), device=(8,), host=(32,), policy=WritePolicy.WRITE_THROUGH)
+    async with Desk(rig) as desk:
+        a = desk.lease("a")
+        serve(rig, a, 90, "abcdefgh")
+        rig.settle()
+        admin.evict(rig.core, 1, "device", 0)
+        rig.core.turns, rig.mover.slots = rig.core.turns._replace(loaded=3), 2
+        desk.steps(a, match(1, "abcdefgh"))
+        answer = await desk.steps(a, allocate(1, 8), no_wait=True)
+        assert kinds(answer) == ["DEADLINE"]
+        (room,) = rig.place().reservations
+        assert room.until <= desk.node.now() + KEPT_S
+        rig.mover.slots = 8
+        desk.steps(a, release(1))
 
 
 async def test_a_defect_ends_its_step_and_a_retry_applies_nothing_twice() -> None:
