@@ -35,7 +35,7 @@ from cachesvc_sglang.host_loads import HostLoads
 from cachesvc_sglang.prompts import PromptKeys, may_share
 
 ROOT = "root"
-"""Node of a match that found nothing and is no request's."""
+"""Node of a match that is no request's, or has no answer yet: none is admitted with it."""
 
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""
@@ -102,6 +102,8 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         if pages is not None and self._loads.is_running(pages) and self._loads.look(pages):
             return self._found(pages, pages.hit_blocks, pages.host_blocks)
         pages = self._book.begin(request.rid, wish)
+        if pages.is_matching:  # its hit would come after SGLang was told of none, and be computed over
+            return self._found(ROOT, 0, 0)
         if self._loads.has_come(pages):
             return self._found(pages, pages.loaded_blocks, 0)
         return self._found(pages, pages.hit_blocks, pages.host_blocks)

@@ -1,13 +1,17 @@
-"""Requests that SGLang aborts while they wait, told to its cache on a daemon: what the cache keeps of them.
+"""Requests that SGLang aborts while they wait, told to its cache on a daemon: what the cache keeps of them. And one
+whose match has its answer after SGLang was told of no hit.
 
-    python -m tests.sglang.waiting_cache SOCKET
+    python -m tests.sglang.waiting_cache SOCKET PID
 
+PID is the daemon's.
 Prints a JSON object. Run by the Python that has SGLang, which need not have pytest.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +63,28 @@ def request(rid: str) -> Any:
     )
 
 
+def admit_late(cache: Any, daemon: int) -> list[bool]:
+    """Have the daemon answer a match after SGLang waited for it; whether the request is admitted with the match that
+    SGLang has, and with the next one."""
+    from cachesvc_vllm.steps import outbox
+
+    late, admitted = request("late"), []
+    params = SimpleNamespace(req=late, key=SimpleNamespace(token_ids=late.origin_input_ids, limit=None))
+    answer_s = outbox.ANSWER_S
+    outbox.ANSWER_S = 0.0
+    os.kill(daemon, signal.SIGSTOP)
+    found = cache.match_prefix(params)
+    os.kill(daemon, signal.SIGCONT)
+    outbox.ANSWER_S = 10 * answer_s
+    for _ in range(2):
+        cache.inc_lock_ref(found.last_device_node)
+        cache.ask_room()
+        admitted.append(cache.reserve_prompt(len(late.origin_input_ids), fits=True))
+        found = cache.match_prefix(params)
+    outbox.ANSWER_S = answer_s
+    return admitted
+
+
 def main() -> None:
     """Entry point."""
     install()
@@ -73,8 +99,9 @@ def main() -> None:
     last = request("last")
     cache.expect(last)
     cache.match_prefix(SimpleNamespace(req=last, key=SimpleNamespace(token_ids=last.origin_input_ids, limit=None)))
+    admitted = admit_late(cache, int(sys.argv[2]))
     left = [each.rid for each in waiting if cache._book.find(each.rid) is not None or each.rid in cache._keys]  # noqa: SLF001
-    print(json.dumps({"left": left}))
+    print(json.dumps({"left": left, "admitted": admitted}))
     cache.release_host_resources()
 
 

@@ -152,11 +152,12 @@ class Grants:
 
     def allocate(self, request: RequestPages, blocks: int, states: Positions, others: Sequence[RequestPages]) -> bool:
         """Have the daemon make a request's table ``blocks`` long, in a step that reports growth first, and wait for it;
-        True once it has them. One that was asked for before and has no answer is not asked for again."""
-        if request.is_growing:
-            return False
-        if not self.outbox.has_room:
-            self.outbox.wait(lambda: self.outbox.has_room)
+        True once it has them."""
+        steps = 2 if self._part else 1  # what is reported first may be what frees the pages
+        if not self.outbox.has_room_for(steps):
+            self.outbox.wait(lambda: self.outbox.has_room_for(steps))
+            if self._part:
+                self.report()
         self.ask(request, blocks, states, others, no_wait=False)
         self.outbox.wait(lambda: not request.is_growing)
         if request.is_growing:

@@ -373,8 +373,8 @@ class PageBook:
         return request.has_pages(blocks, states) or self._allocate(request, blocks, states)
 
     def _allocate(self, request: RequestPages, blocks: int, states: Positions) -> bool:
-        others = [] if self._grants.is_short else self._matches.wanting(request)
-        return self._grants.allocate(request, blocks, states, others)
+        others = [] if request.taken or self._grants.is_short else self._matches.wanting(request)
+        return not request.is_growing and self._grants.allocate(request, blocks, states, others)
 
     def _drop_idle(self, but_for: RequestPages | None = None) -> bool:
         """Give back what requests pin that vLLM has not admitted; True where there was one."""

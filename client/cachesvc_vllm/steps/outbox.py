@@ -60,7 +60,11 @@ class Outbox:
     @property
     def has_room(self) -> bool:
         """True where a step may be sent."""
-        return len(self._under_way) < MOST_UNDER_WAY
+        return self.has_room_for(1)
+
+    def has_room_for(self, steps: int) -> bool:
+        """Return whether this number of steps may be sent."""
+        return len(self._under_way) + steps <= MOST_UNDER_WAY
 
     def take_waits(self) -> tuple[int, int]:
         """Waits since the last call, while requests were running and while none was."""

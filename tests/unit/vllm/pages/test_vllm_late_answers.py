@@ -36,7 +36,7 @@ class Engine(deque[cache_pb2.StepResponse]):
         self.refused = 0
         self.now_s = 1.0
         daemon.step_answers = self
-        self.book = PageBook(lease, 1, clock=lambda: self.now_s)
+        self.book = PageBook(lease, 1, 4, clock=lambda: self.now_s)
 
     def popleft(self) -> cache_pb2.StepResponse:
         """The answer to the step that has come last."""
@@ -54,7 +54,7 @@ class Engine(deque[cache_pb2.StepResponse]):
         first, self._lengths[number] = self._lengths.get(number, 0), blocks
         return Result(allocate=cache_pb2.AllocateResponse(tables=[cells(0, range(first, blocks), first_block=first)]))
 
-    def count(self, kind: str) -> int:
+    def asked(self, kind: str) -> int:
         """Operations of a kind that the daemon has carried out or refused."""
         return sum(each.HasField(kind) for step in self._steps for each in step.operations)
 
@@ -93,6 +93,12 @@ def engine(daemon: FakeDaemon) -> Iterator[Engine]:
         made.book.close()
 
 
+def id_of(request: RequestPages) -> int:
+    """The daemon's number of a request."""
+    assert request.sequence is not None
+    return request.sequence.id
+
+
 @contextmanager
 def frozen(daemon: FakeDaemon, engine: Engine) -> Iterator[None]:
     """Freeze the daemon while requests run, which wait for no time; then take in what it answers."""
@@ -109,12 +115,12 @@ def frozen(daemon: FakeDaemon, engine: Engine) -> Iterator[None]:
 
 def test_a_request_whose_answer_is_late_is_asked_for_once_and_goes_on(daemon: FakeDaemon, engine: Engine) -> None:
     request = engine.run("a")
-    asked = engine.count("allocate")
+    asked = engine.asked("allocate")
     with frozen(daemon, engine):
         for _ in range(MANY):
             assert not engine.book.reserve(request, 3)
     assert engine.book.reserve(request, 3)
-    assert engine.count("allocate") == asked + 1
+    assert engine.asked("allocate") == asked + 1
 
 
 def test_no_request_waits_for_good_nor_is_one_kept_after_a_late_answer(daemon: FakeDaemon, engine: Engine) -> None:
@@ -125,7 +131,7 @@ def test_no_request_waits_for_good_nor_is_one_kept_after_a_late_answer(daemon: F
         for ends, grows in zip(requests, growing, strict=True):
             engine.end(ends)
             assert not engine.book.reserve(grows, 2)
-    assert engine.count("release") == MANY
+    assert engine.asked("release") == MANY
     assert all(engine.book.reserve(each, 2) for each in growing)
 
 
@@ -145,3 +151,27 @@ def test_a_request_whose_release_was_refused_is_released_by_the_next_step(engine
     for each in (first, second):
         assert each.sequence is not None
         assert each.sequence.is_released
+
+
+def test_a_request_that_runs_does_not_wait_for_pages_of_those_that_wait(daemon: FakeDaemon, engine: Engine) -> None:
+    """Theirs may have to be saved first, and a step is answered as a whole."""
+    runs, waits = engine.run("runs"), engine.book.begin("waits", Wish((), 0, 2))
+    assert waits.wants_pages
+    assert engine.book.reserve(runs, 2)
+    assert [each.allocate.sequence_id for each in daemon.seen["Step"][-1].operations] == [id_of(runs)]
+
+
+def test_pages_that_vllm_freed_are_given_back_before_others_are_asked_for(daemon: FakeDaemon, engine: Engine) -> None:
+    """Also where no step could be sent when they were freed."""
+    ends, grows = engine.run("ends"), engine.run("grows")
+    engine.settle()
+    engine.book.outbox.runs = lambda: True
+    goes_on = threading.Event()
+    daemon.faults["Step"].append(hang_until(goes_on))
+    while engine.book.outbox.has_room:
+        engine.book.outbox.send(engine.book.outbox.stream.batch(), lambda _: None)
+    engine.end(ends)
+    goes_on.set()
+    assert engine.book.reserve(grows, 2)
+    assert ends.sequence is not None
+    assert ends.sequence.is_released, "steps are answered in order"
