@@ -106,6 +106,8 @@ LIMITS: dict[str, Bound] = {
     "ListBlocksRequest.key_hex": Bound(4096, each=64),
     "GetTreeRequest.key": Bound(32),
     "GetTreeRequest.key_hex": Bound(64),
+    "PinRequest.key_hex": Bound(64),
+    "UnpinRequest.key_hex": Bound(64),
     "ExplainRequest.key_prefix": Bound(32, Where.FLOW),
     "SubscribeRequest.namespace": Bound(32, Where.FLOW),
     "EvictRequest.tier": Bound(16),

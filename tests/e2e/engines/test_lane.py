@@ -103,7 +103,7 @@ def test_calls_go_by_the_lane_and_everybody_is_told_which_way() -> None:
             capture_output=True,
             text=True,
         )
-        assert f"calls: {after[1]} by 1 lanes" in status.stdout
+        assert f"calls: {after[1]} by lanes (1 open now)" in status.stdout
         assert '"event": "lane_opened"' in node.log()
 
 
