@@ -231,7 +231,7 @@ WORKING = [
     Case("a sequence that is open", lambda s: s.engine.lease.match(s.keys, sequence_id=s.sequence.id), Conflict,
          StatusCode.FAILED_PRECONDITION, "is open already"),
     Case("allocate more than the pool", lambda s: s.sequence.allocate(17), PoolExhausted,
-         StatusCode.RESOURCE_EXHAUSTED, "wanted 13 pages beside 4 of its own, free 12, evictable 0.*capacity 16; too large"),
+         StatusCode.RESOURCE_EXHAUSTED, "wanted 13 pages beside 4 of its own, free 12, .*capacity 16; too large"),
     Case("allocate without end", lambda s: s.allocate((1 << 32) - 1), LimitExceeded, StatusCode.OUT_OF_RANGE,
          "blocks of a sequence: 4294967295 is more than the limit of 65536"),
     Case("allocate less than there is", lambda s: s.sequence.allocate(3), InvalidRequest, StatusCode.INVALID_ARGUMENT,
