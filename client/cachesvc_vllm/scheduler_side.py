@@ -196,7 +196,7 @@ class SchedulerSide:
             pages = self._book.find(request.request_id)
             if pages is None or pages.is_coming:
                 return None
-            loaded = pages.host_blocks if local_tokens == pages.hit_blocks * self._block_tokens else 0
+            loaded = pages.offer(local_tokens, self._block_tokens)
             tokens = loaded * self._block_tokens
             if request.request_id not in self._put_off:
                 first = 0 if loaded else min(request.num_tokens - local_tokens, self._step_tokens)
@@ -212,7 +212,7 @@ class SchedulerSide:
         if pages is None or not pages.host_blocks or pages.is_loading:
             return
         pages.is_loading = True
-        if external_tokens != pages.host_blocks * self._block_tokens:
+        if external_tokens != pages.outside_blocks * self._block_tokens:
             raise ConnectorRefused(NOT_FIRST)
         assert pages.sequence is not None
         self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
@@ -344,7 +344,7 @@ class SchedulerSide:
         if pages is None:
             return None
         self._pool.schedule(pages)
-        pages.is_foreign |= external_tokens > pages.host_blocks * self._block_tokens
+        pages.is_foreign |= external_tokens > pages.outside_blocks * self._block_tokens
         is_admitted = bool(pages.taken)
         blocks = allocate()
         if blocks is None:

@@ -117,6 +117,7 @@ def test_a_prompt_that_left_the_device_is_loaded_in_all_groups(model: HybridMode
         whole = (len(prompts[0].tokens) - 1) // model.block_tokens * model.block_tokens
         assert cached == [whole] * len(prompts)
         assert node.counters()["hit_blocks_host"] > 0
+        assert ask_each(mine, prompts) == (expected, cached), "also where a part of a hit is in place still"
         assert [answer.said for answer in mine.ask(*prompts)] == expected
 
 

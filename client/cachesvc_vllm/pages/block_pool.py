@@ -114,7 +114,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """vLLM takes the current request's hit: in the leading group all of it, for the daemon has it in the request's
-        table; in others what the tokens behind the hit need."""
+        table, or nothing where it is a part of what is loaded; in others what the tokens behind the hit need."""
         request = self.now.current
         assert request is not None
         used = [block for block in blocks if isinstance(block, RequestBlock)]
@@ -124,6 +124,8 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             if used:
                 request.table_of(self.group).hold(used[0].position, len(used))
                 self.book.hold(request, len(used))
+            return
+        if request.is_whole_load and not used:
             return
         if len(used) != request.hit_pages:
             raise RuntimeError(f"vLLM uses {len(used)} blocks of a hit of {request.hit_pages}")

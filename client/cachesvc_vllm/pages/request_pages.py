@@ -88,6 +88,7 @@ class RequestPages:
     to be loaded. vLLM has taken the first ``taken`` pages; of all groups' it has not freed ``held``. ``wanted``: up to
     where blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will
     be once what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
+    ``is_whole_load``: vLLM has the hit in place as a part of what is loaded.
     ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
     ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
     ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``was_refused``:
@@ -111,6 +112,7 @@ class RequestPages:
     output_tokens: int = 0
     first_blocks: int = 0
     is_shortened: bool = False
+    is_whole_load: bool = False
     is_loading: bool = False
     is_foreign: bool = False
     is_matching: bool = False
@@ -253,6 +255,20 @@ class RequestPages:
         """Number of leading blocks that are not this request's own."""
         return self.hit_blocks + self.host_blocks
 
+    @property
+    def outside_blocks(self) -> int:
+        """Number of blocks that vLLM is told to be loaded."""
+        return self.loaded_blocks if self.is_whole_load else self.host_blocks
+
+    def offer(self, local_tokens: int, block_tokens: int) -> int:
+        """Number of blocks to load behind those that vLLM has found in place; 0 where it leaves out a part of them.
+
+        It finds none where a window or state at the end of them is elsewhere, and needs none there: what is loaded
+        begins with the first block then, and the daemon has its first pages in place already."""
+        self.is_whole_load = not local_tokens and min(self.hit_blocks, self.host_blocks) > 0
+        is_whole = self.is_whole_load or local_tokens == self.hit_blocks * block_tokens
+        return self.outside_blocks if is_whole else 0
+
     def has_pages(self, blocks: int, states: Positions) -> bool:
         """True where vLLM can take ``blocks`` blocks, and ``states``."""
         return self.rows >= blocks and not any(self._lacking(states).values())
@@ -304,8 +320,9 @@ class RequestPages:
         return self.hit_pages
 
     def take(self, pages: int) -> list[int]:
-        """The next pages, which were reserved. Never a page of the hit: others read it."""
-        assert self.taken >= self.hit_pages
+        """The next pages, which were reserved. Never a page of the hit, which others read, but as one that is loaded:
+        vLLM writes into none of these."""
+        assert self.taken >= self.hit_pages or self.is_whole_load
         assert self.taken + pages <= len(self.pages)
         first = self.taken
         self.taken += pages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from cachesvc_client.layouts.parts import Parts
 from cachesvc_vllm.pages.group_tables import GroupTable, engine_groups
 from cachesvc_vllm.pages.private_pages import PrivatePages
@@ -12,6 +13,8 @@ from cachesvc_vllm.pages.request_pages import RequestPages, blocks_wanted
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
+
+BLOCK = 16
 
 LAYOUT = Layout(
     4,
@@ -209,3 +212,27 @@ def test_without_the_daemon_a_request_grows_by_the_pages_of_a_whole_block() -> N
     assert request.pages == [5, 7, 10, 11]
     assert request.table_of(0).pages == [1, 3, 12, 13]
     assert not private.lengthen(request, 3, {}), "three pages are left, and four are needed"
+
+
+def test_a_hit_whose_window_is_on_the_host_is_loaded_with_what_is_in_place() -> None:
+    """vLLM finds nothing in place where the window before the end of it is not, and must not lose the hit by that."""
+
+    def made(hit_blocks: int, host_blocks: int) -> RequestPages:
+        return RequestPages(
+            "r",
+            0,
+            lead=1,
+            others=engine_groups(LAYOUT).other_tables(),
+            pages=[7, 8, 9, 10, 11, 12],
+            hit_blocks=hit_blocks,
+            host_blocks=host_blocks,
+        )
+
+    request = made(2, 3)
+    assert (request.offer(2 * BLOCK, BLOCK), request.outside_blocks, request.is_whole_load) == (3, 3, False)
+    assert (request.offer(BLOCK, BLOCK), request.is_whole_load) == (0, False), "it leaves out a part of the hit"
+    assert (request.offer(0, BLOCK), request.outside_blocks, request.is_whole_load) == (5, 5, True)
+    assert (request.take(5), request.held) == ([7, 8, 9, 10, 11], 5)
+    assert [made(0, 3).offer(0, BLOCK), made(2, 0).offer(0, BLOCK)] == [3, 0]
+    with pytest.raises(AssertionError):
+        made(2, 0).take(1)
