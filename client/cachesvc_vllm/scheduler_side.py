@@ -74,7 +74,7 @@ class SchedulerSide:
         self._loading = Loading()
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
-        self._states = StateCells(None, {})
+        self._states = StateCells(None, {}, step_tokens)
         self._find_hits: Any = None
         self._allocate: Any = None
         first_tokens = step_tokens if registration.layout.window_groups else None
@@ -94,8 +94,8 @@ class SchedulerSide:
         take_place(manager, pool)
         self._manager = manager
         self._wanted = partial(self._wanted, longest_tokens=manager.max_model_len)
-        groups = self._book.groups
-        self._states = StateCells(manager, {group: groups.state_of(group) for group in groups.states})
+        states = {group: self._book.groups.state_of(group) for group in self._book.groups.states}
+        self._states = StateCells(manager, states, self._step_tokens)
         self._keys.hashes_a_block = self._block_tokens // pool.hash_block_size
         if self._lookahead_tokens:
             keep_last_blocks(manager.coordinator)
