@@ -257,7 +257,7 @@ class RequestPages:
 
     @property
     def outside_blocks(self) -> int:
-        """Number of blocks that vLLM is told to be loaded."""
+        """Number of blocks that the connector offers vLLM as a load."""
         return self.loaded_blocks if self.is_whole_load else self.host_blocks
 
     def offer(self, local_tokens: int, block_tokens: int) -> int:
