@@ -9,16 +9,13 @@ own, which runs this file's last lines first.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
 import time
 import zlib
-from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any, TextIO
+from typing import Any
 
-from benchmarks.vllm.engine import Flight, tokens_of
+from benchmarks.vllm.engine import Flight, serve, tokens_of
 
 STREAM_TOKENS = 64
 """Tokens between two messages about a request, after its first one."""
@@ -124,33 +121,14 @@ class Server:
         }
 
 
-def _answers(lines: TextIO) -> Iterator[Any]:
-    begun_s = time.perf_counter()
+def _load() -> dict[str, str]:
     prepare()
     import sglang
 
-    yield {"imported_s": time.perf_counter() - begun_s, "sglang": sglang.__version__}
-    begun_s, server = time.perf_counter(), Server(json.loads(lines.readline()))
-    yield {"started_s": time.perf_counter() - begun_s, **server.facts}
-    for line in lines:
-        asked = json.loads(line)
-        what = asked.pop("do")
-        yield server.run(asked) if what == "run" else getattr(server, what)()
-    server.close()
-
-
-def main() -> None:
-    """Serve until there is nothing more to read."""
-    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
-        try:
-            for answer in _answers(sys.stdin):
-                print(json.dumps(answer), file=out, flush=True)
-        except Exception as error:
-            print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=out, flush=True)
-            raise
+    return {"sglang": sglang.__version__}
 
 
 if __name__ == "__main__":
-    main()
+    serve(_load, Server)
 elif __name__ == "__mp_main__":
     prepare()  # SGLang's scheduler, in a process of its own

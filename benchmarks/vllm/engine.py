@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -162,6 +162,7 @@ class Server:
         """Facts of the running engine."""
         config = self._engine.vllm_config
         return {
+            "gpu_bytes": _gpu_bytes(),
             "async": bool(config.scheduler_config.async_scheduling),
             "v2": bool(config.use_v2_model_runner),
             "graphs": str(config.compilation_config.cudagraph_mode),
@@ -265,14 +266,11 @@ def _gpu_bytes() -> int:
     return int(total - free)
 
 
-def _answers(lines: TextIO) -> Iterator[Any]:
-    begun_s = time.perf_counter()
-    import vllm
-
-    enliven_weights()
-    yield {"imported_s": time.perf_counter() - begun_s, "vllm": vllm.__version__}
-    begun_s, server = time.perf_counter(), Server(json.loads(lines.readline()))
-    yield {"started_s": time.perf_counter() - begun_s, "gpu_bytes": _gpu_bytes(), **server.facts}
+def _answers(load: Callable[[], dict[str, str]], make: Callable[[dict[str, Any]], Any], lines: TextIO) -> Iterator[Any]:
+    begun_s, versions = time.perf_counter(), load()
+    yield {"imported_s": time.perf_counter() - begun_s, **versions}
+    begun_s, server = time.perf_counter(), make(json.loads(lines.readline()))
+    yield {"started_s": time.perf_counter() - begun_s, **server.facts}
     for line in lines:
         asked = json.loads(line)
         what = asked.pop("do")
@@ -280,18 +278,26 @@ def _answers(lines: TextIO) -> Iterator[Any]:
     server.close()
 
 
-def main() -> None:
-    """Serve until there is nothing more to read."""
+def serve(load: Callable[[], dict[str, str]], make: Callable[[dict[str, Any]], Any]) -> None:
+    """Answer the parent until there is nothing more to read. ``load``: imports the engine; its version by name.
+    ``make``: an engine of the parent's wish."""
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as out:
         try:
-            for answer in _answers(sys.stdin):
+            for answer in _answers(load, make, sys.stdin):
                 print(json.dumps(answer), file=out, flush=True)
         except Exception as error:
             print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=out, flush=True)
             raise
 
 
+def _load() -> dict[str, str]:
+    import vllm
+
+    enliven_weights()
+    return {"vllm": vllm.__version__}
+
+
 if __name__ == "__main__":
-    main()
+    serve(_load, Server)
 elif __name__ == "__mp_main__":
     enliven_weights()  # vLLM's core, in a process of its own

@@ -8,9 +8,6 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from cachesvc.peer import wire
 from cachesvc.peer.borrower import PeerStorage
@@ -22,25 +19,6 @@ from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, Reader, 
 
 LENT, MISS, WRONG, BUSY, FAILED = Outcome.LENT, Outcome.MISS, Outcome.WRONG, Outcome.BUSY, Outcome.FAILED
 NAMES = [name_of(key) for key in "abcd"]
-
-
-@pytest.fixture
-def node() -> Iterator[LendingNode]:
-    made = LendingNode()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def control(node: LendingNode) -> NearControl:
-    return NearControl(node)
-
-
-@pytest.fixture
-def pulling(control: NearControl) -> Iterator[Pulling]:
-    made = Pulling(control)
-    yield made
-    made.close()
 
 
 def test_what_is_lent_comes_and_is_given_back(node: LendingNode, control: NearControl, pulling: Pulling) -> None:

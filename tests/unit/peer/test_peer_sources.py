@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from cachesvc.peer.desk import LentObject, LoanDesk
 from cachesvc.peer.fleet.health import ABSENT_SECONDS, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Peer
@@ -19,18 +16,6 @@ from tests.unit.peer.peer_rig import Gathered, LendingNode, NearControl, Pulling
 
 OK, LENT, WRONG, BUSY = Outcome.OK, Outcome.LENT, Outcome.WRONG, Outcome.BUSY
 NAMES = [name_of(key) for key in "abcd"]
-
-
-@pytest.fixture
-def node() -> Iterator[LendingNode]:
-    made = LendingNode()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def control(node: LendingNode) -> NearControl:
-    return NearControl(node)
 
 
 def test_what_a_peer_fails_to_send_comes_from_the_store(node: LendingNode, control: NearControl) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-
-import pytest
 
 from cachesvc.peer import wire
 from cachesvc.peer.fleet.control import Borrowed, Loan
@@ -19,25 +17,6 @@ from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, answers,
 
 LENT = Outcome.LENT
 NAMES = [name_of(key) for key in "abcd"]
-
-
-@pytest.fixture
-def node() -> Iterator[LendingNode]:
-    made = LendingNode()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def control(node: LendingNode) -> NearControl:
-    return NearControl(node)
-
-
-@pytest.fixture
-def pulling(control: NearControl) -> Iterator[Pulling]:
-    made = Pulling(control)
-    yield made
-    made.close()
 
 
 def test_a_secret_is_good_for_a_few_streams(node: LendingNode) -> None:
