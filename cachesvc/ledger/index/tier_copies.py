@@ -156,10 +156,7 @@ class Place(PlacePools):
     def fillers(self, rows: array[int]) -> list[int]:
         """The tickets that bring copies of any of ``rows`` here, in their order."""
         filling = np.frombuffer(self.filling, np.int64)[column(rows)]
-        filling = filling[filling != 0]
-        if len(filling) > 1:  # a ticket mostly brings rows side by side: few are left to sort
-            filling = filling[np.append(True, filling[1:] != filling[:-1])]
-        found: list[int] = distinct(filling).tolist()
+        found: list[int] = distinct(filling[filling != 0]).tolist()
         return found
 
     def states_of(self, group: int, rows: array[int]) -> npt.NDArray[np.uint8]:
