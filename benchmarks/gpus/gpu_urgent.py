@@ -86,7 +86,7 @@ def timed_load(fleet: Fleet, blocks: int) -> float:
 
 
 def store_until(fleet: Fleet, blocks: int, over: Event) -> tuple[int, float]:
-    """Store in the background from all but the first device without a pause; the tickets that ended, and the seconds."""
+    """Store in the background from all but the first device without a pause; the tickets that ended, and seconds."""
     ready = fleet.transfers(fleet.replicas[1:], STORE_WAY, blocks, Urgency.BACKGROUND)
     tickets, seconds = 0, 0.0
     while not over.is_set():
