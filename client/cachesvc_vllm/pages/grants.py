@@ -205,7 +205,8 @@ class Grants:
             batch.no_wait = no_wait
             for each, (wanted, positions) in wanting:
                 assert each.sequence is not None
-                batch.allocate(each.sequence, wanted, short_suffix=True, positions=positions)
+                is_whole = not each.follows_layers
+                batch.allocate(each.sequence, wanted, short_suffix=is_whole, positions=positions)
             self.outbox.send(batch, partial(self._take_allocations, [each for each, _ in wanting], self._clock()))
         except CacheClientError as error:
             refused("allocate", request.request_id, error)

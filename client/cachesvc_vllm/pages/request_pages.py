@@ -57,7 +57,8 @@ def blocks_wanted(
 class Wish:
     """Match of a request: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM takes first,
     hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``). ``expected``: what another node
-    computes of it. ``retention``: the client's hint on its blocks."""
+    computes of it. ``retention``: the client's hint on its blocks. ``follows_layers``: the engine computes while a load
+    runs, layer by layer; else the daemon copies in the way that ends soonest."""
 
     hashes: Sequence[bytes]
     most_blocks: int
@@ -65,6 +66,7 @@ class Wish:
     salt: bytes = b""
     expected: Expected | None = None
     retention: Retention = Retention.DEFAULT
+    follows_layers: bool = False
 
 
 LONE = Parts((0,))
@@ -126,6 +128,11 @@ class RequestPages:
     def salt(self) -> bytes:
         """Salt of its keys."""
         return b"" if self.wish is None else self.wish.salt
+
+    @property
+    def follows_layers(self) -> bool:
+        """True where its layers wait for their own parts of its load."""
+        return self.wish is not None and self.wish.follows_layers
 
     @property
     def is_coming(self) -> bool:
