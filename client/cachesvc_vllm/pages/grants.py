@@ -211,18 +211,11 @@ class Grants:
         try:
             batch = self.stream.batch()
             batch.no_wait = no_wait
-<<<<<<< HEAD
-            for each, (wanted, positions) in wanting:
-                assert each.sequence is not None
-                is_whole = not each.follows_layers
-                batch.allocate(each.sequence, wanted, short_suffix=is_whole, positions=positions)
-            self.outbox.send(batch, partial(self._take_allocations, [each for each, _ in wanting], self._clock()))
-=======
-            for _, grown, (wanted, positions) in wanting:
+            for each, grown, (wanted, positions) in wanting:
                 assert grown.sequence is not None
-                batch.allocate(grown.sequence, wanted, short_suffix=True, positions=positions)
+                is_whole = not (each.wish and each.wish.follows_layers)
+                batch.allocate(grown.sequence, wanted, short_suffix=is_whole, positions=positions)
             self.outbox.send(batch, partial(self._take_allocations, [each for each, _, _ in wanting], self._clock()))
->>>>>>> main
         except CacheClientError as error:
             refused("allocate", request.request_id, error)
 
