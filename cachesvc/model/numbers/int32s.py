@@ -34,8 +34,8 @@ def union_of(arrays: Sequence[array[int]]) -> Column:
 
 
 def distinct(numbers: npt.NDArray[Number]) -> npt.NDArray[Number]:
-    """The distinct numbers, rising. NumPy's own ``unique`` takes ten times as long, and loads half of NumPy first. Equal
-    ones mostly stand side by side: few are left to sort."""
+    """The distinct numbers, rising. NumPy's own ``unique`` takes ten times as long, and loads half of NumPy first.
+    Equal ones mostly stand side by side: few are left to sort."""
     return _without_repeats(np.sort(_without_repeats(numbers)))
 
 
