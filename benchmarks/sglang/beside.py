@@ -102,8 +102,8 @@ def serve(connection: Connection, socket: str, kind: str) -> None:
     """Be an engine: seconds come in, and milliseconds of each iteration's step go out."""
     layout = layout_of(kind)
     with CacheClient(socket, engine=kind) as client:
-        share = {"device_pages": [POOL_BLOCKS], "host_pages": [POOL_BLOCKS]}
-        lease = client.open_lease(client.register(kind, layout, **share))
+        registration = client.register(kind, layout, device_pages=[POOL_BLOCKS], host_pages=[POOL_BLOCKS])
+        lease = client.open_lease(registration)
         engine = Engine(PageBook(lease, 64, RUNNING * PROMPT_BLOCKS), seed=len(kind))
         connection.send("ready")
         while seconds := connection.recv():
