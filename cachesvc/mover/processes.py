@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from cachesvc.memory.copy.host_budget import HostBudget, budget_of
 from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
 from cachesvc.model.transfer import Direction
@@ -31,6 +34,8 @@ log = logging.getLogger(__name__)
 
 PROBE_ANSWER_SECONDS = 10.0
 """A mover answers on a thread that does nothing else: one that takes longer to say how its device is hangs."""
+AT_ONCE_AHEAD_S, AT_ONCE_S = 0.25, 0.1
+"""Seconds until movers measure what they store at once, in which each pins its memory, and for which they do."""
 
 
 class _Chunk(NamedTuple):
@@ -68,15 +73,18 @@ class MoverProcesses:
                 one.device,
                 one.device_bytes,
                 one.timeline_words,
-                partial(Life, begin, version, one, self._held),
+                partial(Life, begin, version, replace(one, place=place), self._held),
                 partial(self._equip, one.device),
                 self._lost,
                 probe_seconds,
             )
-            for one, begin in zip(settings, begins or [partial(child, one.device) for one in settings], strict=True)
+            for place, (one, begin) in enumerate(
+                zip(settings, begins or [partial(child, one.device) for one in settings], strict=True)
+            )
         }
         self._asked: set[str] = set()  # devices whose probe is not answered yet
         self._running = False
+        self._budget: HostBudget | None = None
 
     def share_claim(self, claim: Claim) -> None:
         """Have movers that start from now on hold the daemon's lock: the next daemon waits for them."""
@@ -104,6 +112,10 @@ class MoverProcesses:
     def start(self) -> None:
         """Start all movers, at once. Where some start, devices of others are broken until theirs can. Raises the
         CacheError of the first where none can, and any that says more than Unavailable."""
+        try:
+            self._budget = HostBudget.make(len(self._at))
+        except OSError as error:
+            raise Unavailable(f"no memory file for the node's budget: {error}; see ulimit -n") from error
         with ThreadPoolExecutor(len(self._at)) as threads:
             results = list(threads.map(_outcome_of, [mover.start for mover in self._at.values()]))
         self._running = True
@@ -211,7 +223,21 @@ class MoverProcesses:
         with ThreadPoolExecutor(len(self._at)) as threads:
             figures = threads.map(lambda life: life.ask("measure").head, lives.values())
             self._figures = dict(zip(lives, figures, strict=True))
+            if len(lives) > 1:
+                begin = time.monotonic() + AT_ONCE_AHEAD_S
+                ask = partial(Life.ask, name="stores_at_once", begin=begin, measured_s=AT_ONCE_S)
+                heads = [answer.head for answer in threads.map(ask, lives.values())]
+                if all(heads):
+                    alone = [figures["store_bytes_per_us"] * 1e6 for figures in self._figures.values()]
+                    self.budget.set(budget_of(alone, [head["bytes_per_second"] for head in heads]))
         return self._figures
+
+    @property
+    def budget(self) -> HostBudget:
+        """Budget of all devices' background copies together. Raises Unavailable."""
+        self._check_running()
+        assert self._budget is not None
+        return self._budget
 
     def facts(self, device: str) -> dict[str, Any]:
         """Known facts of a device, as its mover reported them. Raises Unavailable."""
@@ -237,6 +263,8 @@ class MoverProcesses:
             self._lives.clear()
         for slab in self._peers.close():
             slab.close()
+        if self._budget is not None:
+            self._budget.close()
 
     # -- movers --------------------------------------------------------------------------------------------------------
 
@@ -275,7 +303,8 @@ class MoverProcesses:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _held(self) -> tuple[int, ...]:
-        return self._claim()
+        assert self._budget is not None
+        return (self._budget.fd, *self._claim())
 
     def _equip(self, device: str, life: Life) -> None:
         """Equip a new life: what comes meanwhile reaches it too, and all of it once."""

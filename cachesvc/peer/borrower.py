@@ -44,7 +44,8 @@ from cachesvc.telemetry import events
 THREADS = 3 * STREAMS
 """Three large loans are read at once."""
 MOST_WAITING = 1024
-CONNECT_SECONDS = 1.0
+CONNECT_SECONDS = 3.5
+"""Time limit for a connection, seconds: its first packet, where it is lost, is sent again after 1 and after 3 s."""
 BEAT_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """Interval at which peers that tell nothing are asked for their digests, seconds."""

@@ -49,6 +49,12 @@ VOCABULARY: dict[str, Event] = {
         "A GPU with its link's measured figures, by the names of DeviceStatus.",
         ("device", "device_name", "pci", "free_bytes", "pool_bytes", "context_bytes", "..."),
     ),
+    "background_copies_budgeted": Event(
+        "info",
+        "All devices at once store less than their links carry: while an awaited copy runs on one, background copies "
+        "of the others keep to this rate together.",
+        ("gb_per_second",),
+    ),
     "gpu_broken": Event(
         "error",
         "A GPU answers no call any more: its transfers fail from now on. Restart the daemon.",

@@ -70,10 +70,11 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.begin_step(kv_connector_metadata.next_lease)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """The daemon loads by itself."""
+        """The daemon loads by itself. Comes before the kernels of a step with copies."""
         assert self._worker is not None
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepTransfers):
+            self._worker.copy_pages(metadata.copies)
             self._worker.start_loads(metadata.loads, may_wait=metadata.is_empty)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -145,9 +146,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.expect(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens to load from the host; None: ask again later."""
-        tokens = 0 if self._scheduler is None else self._scheduler.host_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        """Tokens to load from the host, or to copy within the device (not asynchronous); None: ask again later."""
+        return (0, False) if self._scheduler is None else self._scheduler.host_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has its pages."""
@@ -172,7 +172,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return StepTransfers()
         is_empty = not scheduler_output.total_num_scheduled_tokens
         self._scheduler.begin_step(computes=not is_empty)
-        return StepTransfers(self._scheduler.take_loads(), self._scheduler.next_lease, is_empty)
+        loads, copies = self._scheduler.take_transfers()
+        if copies:
+            scheduler_output.has_sync_kv_loads = True  # workers call start_load_kv before they compute
+        return StepTransfers(loads, self._scheduler.next_lease, is_empty, copies)
 
     def has_pending_block_frees(self) -> bool:
         """Pages of requests that have ended come back without preempting others."""

@@ -10,7 +10,7 @@ from typing import Any
 from cachesvc_client import DaemonUnavailable, LeaseLost
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.daemon.errors import NOT_FIRST, STUCK, ConnectorRefused
+from cachesvc_vllm.daemon.errors import STUCK, ConnectorRefused
 from cachesvc_vllm.daemon.node import Node, announced_in
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.weights_version import WeightsVersion
@@ -20,8 +20,9 @@ from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, Cache
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.group_tables import Positions
+from cachesvc_vllm.pages.lengths import blocks_wanted, computed_blocks
 from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish, blocks_wanted, computed_blocks
+from cachesvc_vllm.pages.request_pages import PageCopy, RequestPages, Wish
 from cachesvc_vllm.pages.state_cells import StateCells
 from cachesvc_vllm.steps.first_token import FirstToken
 from cachesvc_vllm.vouching import Dropped, Vouching
@@ -68,7 +69,8 @@ class SchedulerSide:
         self._book.salt = self._weights.salt
         keys = self._book.keys
         self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)
-        self._wishes = Wishes(self._keys, settings, self._announcer, step_tokens, block_tokens)
+        has_tails = len(self._book.groups.parts) == 1 and block_tokens > 1 and not lookahead_tokens
+        self._wishes = Wishes(self._keys, settings, self._announcer, step_tokens, block_tokens, has_tails=has_tails)
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._dropped = Dropped.NOT
@@ -142,7 +144,7 @@ class SchedulerSide:
         pool, pages = self._pool, self._book.find(request.request_id)
         assert pool is not None
         if pages is not None and not pages.taken:
-            taken_blocks = (local + external) // self._block_tokens
+            taken_blocks = pages.blocks_of(local + external, self._block_tokens)
             if taken_blocks < pages.hit_blocks + pages.host_blocks:
                 pages = self._take_less(request, local // self._block_tokens, taken_blocks)
                 if pages is None:
@@ -153,7 +155,11 @@ class SchedulerSide:
             self._manager.remove_skipped_blocks(request.request_id, max(0, read), request.num_prompt_tokens)
         states = self._states.wanted(request, num_new_tokens, local, external, new_computed_blocks)
         wanted = self._wanted(
-            request, local + num_new_tokens, external_tokens=external, lookahead_tokens=num_lookahead_tokens
+            request,
+            local + num_new_tokens,
+            external_tokens=external,
+            lookahead_tokens=num_lookahead_tokens,
+            is_awaited=not num_new_tokens,
         )
         asked = (request, num_new_tokens, local, new_computed_blocks, num_lookahead_tokens, external, *args)
         if pages is not None and self._book.has(pages, wanted, states):
@@ -189,35 +195,29 @@ class SchedulerSide:
             if self._announcer is not None:
                 self._announcer.restart()
 
-    def host_tokens(self, request: Any, local_tokens: int) -> int | None:
-        """Tokens to load from the host behind ``local_tokens`` that vLLM has in place. 0 where vLLM leaves out a part
-        of the hit: what lies behind that is no use. None where vLLM is to ask again: its adapter is read, another node
-        computes more of it, or, once for each request, the daemon's answer is on its way while others run."""
+    def host_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens to bring behind ``local_tokens`` in place, and whether they come from the host: then the request runs
+        later. 0 where vLLM leaves out a part of the hit: what lies behind that is no use. None: ask again, for its
+        adapter is read, another node computes more, or, once a request, the daemon's answer is due and others run."""
         with self._watch:
             pages = self._book.find(request.request_id)
             if pages is None or pages.is_coming:
-                return None
-            loaded = pages.offer(local_tokens, self._block_tokens)
-            tokens = loaded * self._block_tokens
+                return None, False
+            tokens, is_awaited = pages.offer(local_tokens, self._block_tokens), pages.host_blocks > 0
             if request.request_id not in self._put_off:
-                first = 0 if loaded else min(request.num_tokens - local_tokens, self._step_tokens)
-                if not self._book.is_ready(pages, self._wanted(request, local_tokens + first, external_tokens=tokens)):
+                first = 0 if tokens else min(request.num_tokens - local_tokens, self._step_tokens)
+                wanted = self._wanted(request, local_tokens + first, external_tokens=tokens, is_awaited=is_awaited)
+                if not self._book.is_ready(pages, wanted):
                     self._put_off.add(request.request_id)
-                    return None
-            return tokens
+                    return None, False
+            return tokens, tokens > 0 and is_awaited
 
     def note_load(self, request: Any, external_tokens: int) -> None:
-        """vLLM has the request's pages, ``external_tokens`` of which this connector loads. Raises ConnectorRefused
-        where another connector loads into the pages that the daemon fills."""
+        """vLLM has the request's pages, ``external_tokens`` of which this connector brings, or their load has ended.
+        Raises as ``Loading.begin``."""
         pages = self._book.find(request.request_id)
-        if pages is None or not pages.host_blocks or pages.is_loading:
-            return
-        pages.is_loading = True
-        if external_tokens != pages.outside_blocks * self._block_tokens:
-            raise ConnectorRefused(NOT_FIRST)
-        assert pages.sequence is not None
-        self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
-        self._loading.begin(request.request_id, pages.sequence.tickets)
+        if pages is not None and self._loading.begin(pages, external_tokens, self._block_tokens):
+            self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
 
     def note_ends(self, ended: Collection[str], failed: Collection[str]) -> None:
         """Loads of these requests have ended, ours or a sibling's. vLLM schedules those that ``failed`` again."""
@@ -233,13 +233,13 @@ class SchedulerSide:
         vLLM was told too, and computes it again."""
         self._dropped = Dropped.REPEATED if repeats else Dropped.LOST
 
-    def take_loads(self) -> dict[str, tuple[TicketView, ...]]:
-        """Loads that the workers are to watch, called once an iteration is scheduled: report the last one to the
-        daemon. Where a lone request needs its first token, a later iteration reports."""
+    def take_transfers(self) -> tuple[dict[str, tuple[TicketView, ...]], list[PageCopy]]:
+        """Loads that the workers are to watch, and copies that they make first, once an iteration is scheduled: report
+        the last one to the daemon. Where a lone request needs its first token, a later iteration reports."""
         with self._watch:
             if self._first_token.may_report():
                 self._book.flush()
-        return self._loading.take_new()
+        return self._loading.take_new(), self._loading.take_copies()
 
     def finish(self, request: Any) -> None:
         """A request has ended: what it has computed is sealed before its pages go."""
@@ -344,7 +344,7 @@ class SchedulerSide:
         if pages is None:
             return None
         self._pool.schedule(pages)
-        pages.is_foreign |= external_tokens > pages.outside_blocks * self._block_tokens
+        pages.is_foreign |= external_tokens > pages.outside_tokens(self._block_tokens)
         is_admitted = bool(pages.taken)
         blocks = allocate()
         if blocks is None:

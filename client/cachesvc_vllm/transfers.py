@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.daemon.node import Share
+from cachesvc_vllm.pages.request_pages import PageCopy
 
 
 @dataclass
@@ -29,11 +30,12 @@ class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
     """Message to the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
     ``next_lease``: after a loss, the lease that they are to move to, while nothing uses any page; else empty.
-    ``is_empty``: the step computes nothing."""
+    ``is_empty``: the step computes nothing. ``copies``: pages to copy before it computes."""
 
     loads: dict[str, tuple[TicketView, ...]] = field(default_factory=dict)
     next_lease: str = ""
     is_empty: bool = False
+    copies: list[PageCopy] = field(default_factory=list)
 
 
 @dataclass

@@ -27,7 +27,7 @@ def blocks_ahead(step_tokens: int, registration: Registration) -> int:
 
 class Wishes:
     """``step_tokens``: the most that vLLM schedules in an iteration. ``announcer``: notes the keys of each wish; None:
-    there are no KV events."""
+    there are no KV events. ``has_tails``: a hit may have all blocks of a request (``RequestPages.tail``)."""
 
     def __init__(
         self,
@@ -36,12 +36,15 @@ class Wishes:
         announcer: Announcer | None,
         step_tokens: int,
         block_tokens: int,
+        *,
+        has_tails: bool = False,
     ) -> None:
         self._keys = keys
         self._media = Media(is_shared=settings.share_media)
         self._announcer = announcer
         self._step_tokens = step_tokens
         self._block_tokens = block_tokens
+        self._has_tails = has_tails
         self._patience_s = settings.remote_patience_ms / 1000
         self._adapters = Adapters(get_adapter_absolute_path)
 
@@ -54,11 +57,17 @@ class Wishes:
         keys = self._keys.of(request)
         if self._announcer is not None:
             self._announcer.note(request, keys, salt)
-        tokens = request.num_tokens - 1 if most_tokens is None else most_tokens
+        whole = self._whole_blocks(request) if may_hit and most_tokens is None else 0
+        tokens = request.num_tokens - (not whole) if most_tokens is None else most_tokens
         most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
         first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
         expected = expected_of(request, self._patience_s, self._block_tokens) if most else None
-        return Wish(keys, most, first, salt, expected, retention_of(request))
+        return Wish(keys, most, first, salt, expected, retention_of(request), whole)
+
+    def _whole_blocks(self, request: Request) -> int:
+        """Number of blocks of a request that ends with one, where a hit may have all of them."""
+        is_whole = self._has_tails and not request.num_tokens % self._block_tokens
+        return request.num_tokens // self._block_tokens if is_whole else 0
 
     def close(self) -> None:
         """Read no more adapters. Idempotent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -26,11 +26,13 @@ from cachesvc.model.answers import TicketView
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.laps import Laps
 from cachesvc_vllm.daemon.node import Node, Share, new_instance
+from cachesvc_vllm.daemon.page_copier import PageCopier
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.slab_layout import group_parts, place_wider_first, slab_layout
 from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
 from cachesvc_vllm.namespace.identity import config_details
 from cachesvc_vllm.namespace.naming import Runtime, display_name, model_facts, model_name
+from cachesvc_vllm.pages.request_pages import PageCopy
 from cachesvc_vllm.startup.memory import SlabMode, require_on_slab
 from cachesvc_vllm.startup.ranks import Start, agreed_model
 from cachesvc_vllm.startup.refusals import require_supported, require_version
@@ -68,6 +70,7 @@ class WorkerSide:
         self.instance = ""
         self._node: Node | None = None
         self._mode: SlabMode | None = None
+        self._copier: PageCopier | None = None
         self._warm_up = WarmUp()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._may_wait = False
@@ -97,6 +100,7 @@ class WorkerSide:
         slab, size = node.share.slab, self._kv_cache_config.kv_cache_tensors[0].size
         self.comes_back = node.comes_back = node.pool.memory(slab).can_map_over
         self._mode = SlabMode(node.pool.slab_to_torch(slab).view(torch.int8)[:size])
+        self._copier = PageCopier(self._mode.slab, node.share.layout, node.share.pages)
         return self._mode
 
     def check_memory(self, kv_caches: Mapping[str, Any]) -> None:
@@ -127,6 +131,12 @@ class WorkerSide:
         void, where block ids cannot say it."""
         told, self._told = self._told, None
         return told
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages, before the kernels of this step and on their stream."""
+        if copies:
+            assert self._copier is not None
+            self._copier.copy(copies)
 
     def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]], *, may_wait: bool) -> None:
         """Watch these loads. ``may_wait``: this step computes nothing, so it may stay until the next of them ends."""

@@ -14,7 +14,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from cachesvc_vllm.daemon.node import Node, Share, new_instance
+from cachesvc_vllm.daemon.page_copier import PageCopier
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.transfers import WorkerShare
@@ -46,10 +48,11 @@ class Worker(WorkerSide):
         slab, pages = node.share.slab, node.share.pages
         self.comes_back = node.comes_back = node.pool.memory(slab).can_map_over
         self.slots = node.pool.slab(slab)[: pages * page_bytes].view(np.uint64).reshape(pages, -1)
+        self._copier = PageCopier(torch.from_numpy(self.slots.reshape(-1).view(np.int8)), node.share.layout, pages)
 
     def close(self) -> None:
         """Close like the product's, which has no array of ours."""
-        del self.slots
+        del self.slots, self._copier
         self._node.close()
 
 
@@ -82,7 +85,7 @@ class Model:
 class Engine:
     """``answers``: by request, as far as they have come. ``told``: by request, its last words for
     a router. ``hits``: tokens that were there when it was first scheduled.
-    ``loads``, and the ``failed_loads`` of these, have ended.
+    ``loads``, and the ``failed_loads`` of these, have ended; ``copies``: pages that were copied within the device.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
     that are not what they should be are read all the same, as kernels would, and are ``misread``.
     ``sibling_errors``: blocks that another connector of a MultiConnector reports, with the next output."""
@@ -113,7 +116,7 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.hits: dict[str, int] = {}
         self.told: dict[str, Any] = {}
-        self.loads = self.failed_loads = self.misread = self.most_stock = 0
+        self.loads = self.failed_loads = self.misread = self.most_stock = self.copies = 0
         self.interrupt: Callable[[], None] | None = None
         self.sibling_errors: set[int] = set()
         self._was_interrupted = False
@@ -277,6 +280,9 @@ class Engine:
         self._finish_drafts()
         self.worker.begin_step(told.next_lease)
         self.worker.slots[step.said.new_block_ids_to_zero or []] = 0
+        assert step.said.has_sync_kv_loads or not told.copies, "vLLM's workers would copy after they have computed"
+        self.worker.copy_pages(told.copies)
+        self.copies += len(told.copies)
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
             for name, count in step.said.num_scheduled_tokens.items()

@@ -64,6 +64,7 @@ def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> Non
         told = run(name, node, 1)
         assert min(told["loads"], told["preempted"], told["again"]) >= 10, "what is admitted again is counted apart"
         assert told["failed_loads"] == 0
+        assert (told["copies"] > 0) == (name not in ("lookahead", "late", "drop")), "of last blocks"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,11 @@ def test_requests_end_well_however_often_the_daemon_dies(name: str) -> None:
 def test_blocks_that_a_sibling_could_not_load_do_not_end_the_engine_and_no_report_delays_a_first_token() -> None:
     with running_node() as node:
         assert run("sibling", node, 1)["whole"] == 3
+
+
+def test_one_token_is_computed_of_a_prompt_that_is_a_hit_and_no_other_request_gets_its_copy() -> None:
+    with running_node() as node:
+        assert run("whole", node, 1, "whole_hits")["copies"] >= 4
 
 
 def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:

@@ -11,7 +11,7 @@ from cachesvc.model.answers import Allocated
 from cachesvc_vllm.pages.group_tables import NO_POSITIONS, EngineGroups, Positions
 from cachesvc_vllm.pages.matches import refused
 from cachesvc_vllm.pages.reports import Pack, put_reports
-from cachesvc_vllm.pages.request_pages import RequestPages
+from cachesvc_vllm.pages.request_pages import Growth, RequestPages
 from cachesvc_vllm.pages.untold import Part
 from cachesvc_vllm.steps.outbox import Answer, Outbox, Waits, never
 from cachesvc_vllm.steps.stock_demand import StockDemand, most_in_stock
@@ -92,12 +92,18 @@ class Grants:
             return False
         assert request.sequence is not None
         growth = request.growth(blocks, states)
+        new = growth.blocks - request.rows
         try:
-            request.sequence.grow_from_stock(growth.blocks - request.rows, positions=growth.positions)
+            if request.tail is not None and request.lacks_tail:
+                assert request.tail.sequence is not None
+                request.tail.sequence.grow_from_stock()
+                self.demand.take(1)
+            if new:
+                request.sequence.grow_from_stock(new, positions=growth.positions)
         except CacheClientError as error:
             refused("grow", request.request_id, error)
             return False
-        self.demand.take(growth.blocks - request.rows)
+        self.demand.take(new)
         request.take_cells()
         return True
 
@@ -198,15 +204,17 @@ class Grants:
         to be asked for again."""
         if not self.outbox.has_room:
             return
-        wanting = [(request, request.growth(blocks, states))]
-        wanting += [(other, other.growth(other.first_blocks, NO_POSITIONS)) for other in others]
+        wanting = [(request, request, request.growth(blocks, states))]
+        wanting += [(other, other, other.growth(other.first_blocks, NO_POSITIONS)) for other in others]
+        tails = [(each, each.tail) for each, _, _ in wanting if each.tail is not None and each.lacks_tail]
+        wanting += [(each, tail, Growth(1, {})) for each, tail in tails]
         try:
             batch = self.stream.batch()
             batch.no_wait = no_wait
-            for each, (wanted, positions) in wanting:
-                assert each.sequence is not None
-                batch.allocate(each.sequence, wanted, short_suffix=True, positions=positions)
-            self.outbox.send(batch, partial(self._take_allocations, [each for each, _ in wanting], self._clock()))
+            for _, grown, (wanted, positions) in wanting:
+                assert grown.sequence is not None
+                batch.allocate(grown.sequence, wanted, short_suffix=True, positions=positions)
+            self.outbox.send(batch, partial(self._take_allocations, [each for each, _, _ in wanting], self._clock()))
         except CacheClientError as error:
             refused("allocate", request.request_id, error)
 

@@ -99,6 +99,9 @@ class Matches:
             keys = self._pack(wish.hashes, wish.salt) if wish.most_blocks else b""
             expected = wish.expected if wish.most_blocks else None
             batch.match(keys, max_blocks=wish.most_blocks, expected=expected, retention=wish.retention)
+        tails = {each: RequestPages.begin(self._groups, each, now_s) for each in wishes if wishes[each].may_be_whole}
+        for _ in tails:
+            batch.match(b"", max_blocks=0)
         requests = [
             RequestPages.begin(
                 self._groups,
@@ -112,7 +115,7 @@ class Matches:
             for request_id, wish in wishes.items()
         ]
         try:
-            outbox.send(batch, partial(self._take, requests))
+            outbox.send(batch, partial(self._take, requests, tails))
         except CacheClientError as error:
             refused("match", next(iter(wishes)), error)
             return []
@@ -141,18 +144,23 @@ class Matches:
             request.is_matching = False
         self._sent = []
 
-    def _take(self, requests: list[RequestPages], answer: Answer) -> None:
+    def _take(self, requests: list[RequestPages], tails: dict[str, RequestPages], answer: Answer) -> None:
         if self._sent is requests:
             self._sent = []
-        results = [answer] * len(requests) if isinstance(answer, CacheClientError) else answer
-        for request, result in zip(requests, results, strict=True):
+        begun = [*requests, *tails.values()]
+        results = [answer] * len(begun) if isinstance(answer, CacheClientError) else answer
+        for request, result in zip(begun, results, strict=True):
             request.is_matching = False
             if isinstance(result, CacheClientError):
                 refused("match", request.request_id, result)
             else:
                 request.match(result)
-                if request.is_forgotten:
-                    self._abandon(request)
+        for request in requests:
+            tail = tails.get(request.request_id)
+            if tail is not None and tail.sequence is not None and not request.take_tail(tail):
+                self._abandon(tail)
+            if request.is_forgotten and request.sequence is not None:
+                self._abandon(request)
 
 
 def coming_again(requests: Iterable[RequestPages], now_s: float) -> dict[str, Wish]:

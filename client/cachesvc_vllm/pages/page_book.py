@@ -54,10 +54,9 @@ class PageBook:
         self.groups = engine_groups(lease.registration.layout, parts)
         self._requests: dict[str, RequestPages] = {}
         self.untold = Untold()
-        ready = self.untold.ready
         most = stock_blocks, step_blocks, most_requests
-        self._grants = Grants(lease, self.groups, *most, part=ready, pack=self.keys, clock=clock)
-        self._matches = Matches(self.keys, self.groups, ready.ended.append, ahead_blocks)
+        self._grants = Grants(lease, self.groups, *most, part=self.untold.ready, pack=self.keys, clock=clock)
+        self._matches = Matches(self.keys, self.groups, self.untold.ready.ended.append, ahead_blocks)
         self._private = PrivatePages()
         self.salt = b""
         self._way = GivingWay(clock)
@@ -110,7 +109,8 @@ class PageBook:
         begun = known if known is not None and is_usable else self._match(request_id, wish)
         while begun.host_blocks and request_id in self.without_host:
             begun = self.shorten(request_id, wish, begun.hit_blocks)
-        if self.drops_last and not (begun.is_shortened or begun.is_coming) and (found := begun.loaded_blocks):
+        drops = self.drops_last and not (begun.is_shortened or begun.is_coming)
+        if (drops or begun.is_without_tail) and (found := begun.loaded_blocks):
             begun = self.shorten(request_id, wish, found - 1)
             begun.is_shortened = True
         return begun

@@ -41,6 +41,9 @@ class PrivatePages:
             return False
         if request.missing_pages(blocks, states) > len(self._pages):
             return False
+        if request.lacks_tail:
+            assert request.tail is not None
+            request.tail.pages += self._take(1)
         end, positions = request.growth(blocks, states)
         new = range(request.rows, end)
         request.pages += self._take(len(new) * request.lead_parts.count)

@@ -53,6 +53,8 @@ def _recycle(batch: Any, request: RequestPages, dead: Mapping[int, int]) -> None
 
 
 def _release(batch: Any, request: RequestPages) -> None:
+    if request.tail is not None:
+        _release(batch, request.tail)
     if request.sequence is None:
         return
     try:

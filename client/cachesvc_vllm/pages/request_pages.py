@@ -1,4 +1,14 @@
-"""The pages of one request, from its match to the last of them that vLLM frees."""
+"""The pages of one request, from its match to the last of them that vLLM frees.
+
+vLLM computes the last token of every request, for its logits, and writes that token's KV. Where a hit has all of a
+request, the last block would be written, and it is sealed. So such a request has a ``tail``: a page of its own, which
+its table names in that place. A worker copies the sealed page there before the step that computes the token:
+
+    the daemon's table   | sealed | sealed | sealed |   ...     the hit; nothing publishes the tail
+    the kernels' table   | sealed | sealed |  tail  |   ...
+
+The tail's page is that of a sequence beside the request's, without keys, and goes back with it.
+"""
 
 from __future__ import annotations
 
@@ -20,44 +30,12 @@ COMING_HOLDS_S = 0.02
 """A request whose blocks another node computes is matched again after so long, all such requests in one message."""
 
 
-def computed_blocks(
-    *, computed_tokens: int, in_flight_tokens: int, block_tokens: int, keys: int, redrafted_tokens: int = 0
-) -> int:
-    """Return how many leading blocks of a request may be sealed, at most one for each of its ``keys``.
-
-    vLLM counts tokens as computed that steps under way still write, and a drafter of several modules writes its KV of
-    the last ``redrafted_tokens`` of them again.
-    """
-    return min(max(0, computed_tokens - in_flight_tokens - redrafted_tokens) // block_tokens, keys)
-
-
-def blocks_wanted(
-    request: Any,
-    new_tokens: int,
-    *,
-    external_tokens: int,
-    lookahead_tokens: int = 0,
-    longest_tokens: int,
-    block_tokens: int,
-    step_tokens: int | None = None,
-) -> int:
-    """Return how long a request's table has to be for ``new_tokens`` behind what is computed, ``external_tokens`` that
-    are loaded and ``lookahead_tokens`` of a drafter; no longer than ``longest_tokens``. ``step_tokens``: the most that
-    is computed in a step, where pages come back between two of them; None where none does."""
-    tokens = new_tokens + external_tokens + lookahead_tokens
-    if external_tokens:  # it holds them while it waits, so it gets all that it needs to run
-        rest = request.num_tokens - tokens
-        rest = rest if step_tokens is None else min(rest, step_tokens)
-        tokens += max(0, rest + max(block_tokens, lookahead_tokens))
-    tokens = min(int(request.num_computed_tokens) + tokens, longest_tokens)
-    return -(-tokens // block_tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class Wish:
     """Match of a request: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM takes first,
     hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``). ``expected``: what another node
-    computes of it. ``retention``: the client's hint on its blocks."""
+    computes of it. ``retention``: the client's hint on its blocks. ``whole_blocks``: length of a request that ends with
+    a block, of which a hit may have all; 0: the last block is computed in any case."""
 
     hashes: Sequence[bytes]
     most_blocks: int
@@ -65,6 +43,12 @@ class Wish:
     salt: bytes = b""
     expected: Expected | None = None
     retention: Retention = Retention.DEFAULT
+    whole_blocks: int = 0
+
+    @property
+    def may_be_whole(self) -> bool:
+        """True where the hit may be all of the request."""
+        return 0 < self.whole_blocks == self.most_blocks
 
 
 LONE = Parts((0,))
@@ -76,6 +60,13 @@ class Growth(NamedTuple):
 
     blocks: int
     positions: dict[int, list[int]]
+
+
+class PageCopy(NamedTuple):
+    """A page to copy before a step computes: ``source`` is sealed, ``target`` is its request's own."""
+
+    source: int
+    target: int
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +84,8 @@ class RequestPages:
     ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
     ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``was_refused``:
     the pool had no pages for it. ``is_admitted``: the engine takes its pages once others of its pass have theirs.
-    ``wish``: that it was matched by, in the iteration ``step``; None: by none.
+    ``wish``: that it was matched by, in the iteration ``step``; None: by none. ``tail``: of a whole hit, what has
+    the page that is its last block's here; ``copy``: where that page's content comes from, until a step has it.
     """
 
     request_id: str
@@ -121,6 +113,8 @@ class RequestPages:
     is_admitted: bool = False
     wish: Wish | None = None
     step: int = 0
+    tail: RequestPages | None = None
+    copy: PageCopy | None = None
 
     @property
     def salt(self) -> bytes:
@@ -175,9 +169,14 @@ class RequestPages:
         return self.taken // self.lead_parts.count
 
     @property
+    def shown_blocks(self) -> int:
+        """Number of blocks in place that the engine only reads: of a whole hit all but the last one."""
+        return self.hit_blocks - (self.tail is not None and not self.host_blocks)
+
+    @property
     def hit_pages(self) -> int:
-        """Number of pages of the hit in the leading group."""
-        return self.hit_blocks * self.lead_parts.count
+        """Number of pages of these in the leading group."""
+        return self.shown_blocks * self.lead_parts.count
 
     @property
     def lost_blocks(self) -> int:
@@ -206,17 +205,20 @@ class RequestPages:
     @property
     def wants_match(self) -> bool:
         """True while it waits with nothing but the answer to its match."""
-        return not (self.is_matching or self.is_growing) and self.rows <= self.hit_blocks
+        has_pages = self.rows > self.hit_blocks or (self.tail is not None and bool(self.tail.pages))
+        return not (self.is_matching or self.is_growing or has_pages)
 
     @property
     def is_growing(self) -> bool:
         """True while it was asked for pages, and there is no answer."""
+        if self.tail is not None and self.tail.is_growing:
+            return True
         return self.sequence is not None and self.sequence.record.allocations > 0
 
     @property
     def is_usable(self) -> bool:
         """True while the daemon has the sequence and can load its blocks."""
-        if self.sequence is None:
+        if self.sequence is None or not (self.tail is None or self.tail.is_usable):
             return False
         return self.sequence.record.failure is None and not self.sequence.record.has_failed_load
 
@@ -245,6 +247,18 @@ class RequestPages:
         self.hit_blocks, self.host_blocks = sequence.device_blocks, sequence.host_blocks
         self.take_cells()
 
+    def take_tail(self, tail: RequestPages) -> bool:
+        """Have ``tail`` for the last block; False where the hit does not reach it."""
+        is_whole = self.wish is not None and self.loaded_blocks == self.wish.whole_blocks
+        self.tail = tail if is_whole else None
+        return is_whole
+
+    @property
+    def is_without_tail(self) -> bool:
+        """True of a whole hit whose last block finds no page of its own: a shorter hit needs none."""
+        is_whole = self.wish is not None and 0 < self.wish.whole_blocks == self.loaded_blocks
+        return is_whole and (self.tail is None or (self.lacks_tail and self.was_refused))
+
     @property
     def spare_pages(self) -> int:
         """Number of pages that vLLM has not taken, of all groups."""
@@ -257,21 +271,35 @@ class RequestPages:
 
     @property
     def outside_blocks(self) -> int:
-        """Number of blocks that the connector offers vLLM as a load."""
-        return self.loaded_blocks if self.is_whole_load else self.host_blocks
+        """Number of blocks that the connector offers vLLM as a load, or as a copy."""
+        return self.loaded_blocks if self.is_whole_load else max(self.host_blocks, self.tail is not None)
+
+    def outside_tokens(self, block_tokens: int) -> int:
+        """Number of tokens of these that vLLM does not compute: the last one of a request is computed always."""
+        return self.outside_blocks * block_tokens - (self.tail is not None)
+
+    def blocks_of(self, tokens: int, block_tokens: int) -> int:
+        """Number of blocks of the hit that vLLM takes with ``tokens`` tokens."""
+        is_whole = self.tail is not None and tokens == self.loaded_blocks * block_tokens - 1
+        return self.loaded_blocks if is_whole else tokens // block_tokens
 
     def offer(self, local_tokens: int, block_tokens: int) -> int:
-        """Number of blocks to load behind those that vLLM has found in place; 0 where it leaves out a part of them.
+        """Number of tokens to load behind those that vLLM has found in place; 0 where it leaves out a part of them.
 
         It finds none where a window or state at the end of them is elsewhere, and needs none there: what is loaded
         begins with the first block then, and the daemon has its first pages in place already."""
         self.is_whole_load = not local_tokens and min(self.hit_blocks, self.host_blocks) > 0
-        is_whole = self.is_whole_load or local_tokens == self.hit_blocks * block_tokens
-        return self.outside_blocks if is_whole else 0
+        is_whole = self.is_whole_load or local_tokens == self.shown_blocks * block_tokens
+        return self.outside_tokens(block_tokens) if is_whole else 0
+
+    @property
+    def lacks_tail(self) -> bool:
+        """True where its last block has no page of its own yet."""
+        return self.tail is not None and not self.tail.pages
 
     def has_pages(self, blocks: int, states: Positions) -> bool:
         """True where vLLM can take ``blocks`` blocks, and ``states``."""
-        return self.rows >= blocks and not any(self._lacking(states).values())
+        return self.rows >= blocks and not self.lacks_tail and not any(self._lacking(states).values())
 
     def growth(self, blocks: int, states: Positions) -> Growth:
         """Length and new cells with which the table has these. Pages come with new blocks alone, so a state in a hole
@@ -289,7 +317,8 @@ class RequestPages:
     def missing_pages(self, blocks: int, states: Positions) -> int:
         """Number of pages that it takes to have these."""
         growth = self.growth(blocks, states)
-        return max(0, growth.blocks - self.rows) * self.row_pages + sum(map(len, growth.positions.values()))
+        rows = max(0, growth.blocks - self.rows) + self.lacks_tail
+        return rows * self.row_pages + sum(map(len, growth.positions.values()))
 
     def _lacking(self, states: Positions) -> dict[int, list[int]]:
         loaded = self.loaded_blocks
@@ -304,6 +333,8 @@ class RequestPages:
     def take_cells(self) -> None:
         """Add the pages that came since."""
         assert self.sequence is not None
+        if self.tail is not None and self.lacks_tail:
+            self.tail.take_cells()
         if self.sequence.blocks <= self.rows:
             return
         tables = self.sequence.tables
@@ -314,7 +345,7 @@ class RequestPages:
     def take_hits(self) -> int:
         """vLLM uses all of the hit that is in place. Return its pages in the leading group."""
         assert self.taken == 0
-        self.full_blocks = self.hit_blocks
+        self.full_blocks = self.shown_blocks
         self.taken = self.hit_pages
         self.held += self.hit_pages
         return self.hit_pages
@@ -327,6 +358,9 @@ class RequestPages:
         first = self.taken
         self.taken += pages
         self.held += pages
+        if self.tail is not None and first < self.loaded_blocks <= self.taken:
+            last, (page,) = self.loaded_blocks - 1, self.tail.pages
+            self.copy, self.pages[last] = PageCopy(self.pages[last], page), page
         return self.pages[first : self.taken]
 
     def take_states(self, blocks: int) -> dict[int, dict[int, int]]:
@@ -353,6 +387,7 @@ class RequestPages:
         """Pages that only this request ever wrote, and that were neither published nor given back."""
         tables = ((each.pages, max(self.first_private_of(each), each.told)) for each in self.others)
         rest = [page for pages, at in tables for page in pages[at:] if page != NO_PAGE]
+        rest += [] if self.tail is None else self.tail.pages
         return self.pages[self.first_private * self.lead_parts.count :] + rest
 
     def first_private_of(self, table: GroupTable) -> int:

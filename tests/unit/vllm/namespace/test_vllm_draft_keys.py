@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, draft_lookahead
-from cachesvc_vllm.pages.request_pages import computed_blocks
+from cachesvc_vllm.pages.lengths import computed_blocks
 
 BLOCK = 4
 

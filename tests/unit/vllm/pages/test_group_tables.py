@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from cachesvc_client.layouts.parts import Parts
 from cachesvc_vllm.pages.group_tables import GroupTable, engine_groups
+from cachesvc_vllm.pages.lengths import blocks_wanted
 from cachesvc_vllm.pages.private_pages import PrivatePages
-from cachesvc_vllm.pages.request_pages import RequestPages, blocks_wanted
+from cachesvc_vllm.pages.request_pages import RequestPages
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
@@ -133,7 +134,7 @@ def test_a_loaded_request_waits_with_the_pages_of_a_step_where_windows_give_back
     class Request:
         num_tokens, num_computed_tokens = 1000, 0
 
-    common = {"external_tokens": 100, "lookahead_tokens": 0, "longest_tokens": 2000, "block_tokens": 4}
+    common: dict[str, Any] = {"external_tokens": 100, "lookahead_tokens": 0, "longest_tokens": 2000, "block_tokens": 4}
     assert blocks_wanted(Request(), 0, **common) == (1000 + 4) // 4
     assert blocks_wanted(Request(), 0, **common, step_tokens=64) == (100 + 64 + 4) // 4
     assert blocks_wanted(Request(), 8, **common, step_tokens=64) == (108 + 64 + 4) // 4
@@ -229,10 +230,10 @@ def test_a_hit_whose_window_is_on_the_host_is_loaded_with_what_is_in_place() -> 
         )
 
     request = made(2, 3)
-    assert (request.offer(2 * BLOCK, BLOCK), request.outside_blocks, request.is_whole_load) == (3, 3, False)
+    assert (request.offer(2 * BLOCK, BLOCK), request.outside_blocks, request.is_whole_load) == (3 * BLOCK, 3, False)
     assert (request.offer(BLOCK, BLOCK), request.is_whole_load) == (0, False), "it leaves out a part of the hit"
-    assert (request.offer(0, BLOCK), request.outside_blocks, request.is_whole_load) == (5, 5, True)
+    assert (request.offer(0, BLOCK), request.outside_blocks, request.is_whole_load) == (5 * BLOCK, 5, True)
     assert (request.take(5), request.held) == ([7, 8, 9, 10, 11], 5)
-    assert [made(0, 3).offer(0, BLOCK), made(2, 0).offer(0, BLOCK)] == [3, 0]
+    assert [made(0, 3).offer(0, BLOCK), made(2, 0).offer(0, BLOCK)] == [3 * BLOCK, 0]
     with pytest.raises(AssertionError):
         made(2, 0).take(1)

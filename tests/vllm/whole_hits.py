@@ -1,0 +1,68 @@
+"""Hits of whole prompts for ``scheduling``: python -m tests.vllm.whole_hits RUN SOCKET SEED."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from cachesvc_vllm.daemon.page_copier import PageCopier
+
+from cachesvc.model.geometry import device_geometry
+from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
+from tests.vllm.scheduling_runs import RUNS, cached, main, run_out
+from tests.vllm.shape import Shape
+
+PROMPT_TOKENS = 40
+"""Ten blocks."""
+
+
+PAGES = 5
+
+
+def copies() -> None:
+    """A page is copied in all planes, and no byte of another changes."""
+    for widths in ((64,) * 4, (64, 64, 24), (24,), (6, 6), (64, 7)):
+        planes = tuple(Plane("kv", layer, "full", (width,), "uint8") for layer, width in enumerate(widths))
+        layout = Layout(16, 1, (PlaneGroup("full"),), planes)
+        geometry = device_geometry(layout, 0, PAGES)
+        slab = torch.randint(-128, 128, (geometry.total_bytes,), dtype=torch.int8)
+        wanted = slab.clone()
+        for source, target in ((1, 3), (3, 4)):
+            for span in geometry.spans:
+                first, to = (span.offset + page * span.page_stride for page in (source, target))
+                wanted[to : to + span.width] = wanted[first : first + span.width].clone()
+        PageCopier(slab, layout, PAGES).copy([(1, 3), (3, 4)])
+        assert torch.equal(slab, wanted), widths
+
+
+def whole(socket: str, seed: int) -> list[Engine]:
+    """All of a prompt that ends with a block is a hit, in place and from the host: one token of it is computed. What
+    the engine writes into its own copy of the last block comes to no other request."""
+    copies()
+    engines, rng = [Engine(f"e{each}", socket, seed + each, Shape()) for each in range(2)], random.Random(seed)
+    one, two = engines
+    prompt = [rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)]
+    assert cached(one, prompt) == 0
+    for where in ("in place", "on the host"):
+        loads = two.loads
+        name = two.add(prompt, LONGEST)
+        while not two.answers[name]:
+            two.step()
+        (table,) = two.scheduler.kv_cache_manager.get_block_ids(name)
+        two.worker.slots[table[PROMPT_TOKENS // two.shape.block_tokens - 1]] = 0
+        two.abort(name)
+        run_out(two)
+        assert two.hits[name] == PROMPT_TOKENS - 1, where
+        assert (two.loads > loads) == (where == "on the host")
+        assert [cached(each, prompt) for each in engines] == [PROMPT_TOKENS - 1] * 2, where
+        for _ in range(12):  # to the host
+            cached(one, [rng.randrange(VOCABULARY) for _ in range(LONGEST - 4)])
+    assert one.copies >= 2
+    return engines
+
+
+RUNS["whole"] = whole
+
+if __name__ == "__main__":
+    main()
