@@ -200,22 +200,6 @@ def stopped_for_good(socket: str, seed: int, shape: Shape) -> list[Engine]:
     return []
 
 
-def first_token(socket: str, seed: int) -> list[Engine]:
-    """Requests that come alone, of which the second has a hit: until the first token, the daemon gets the match."""
-    engine, rng = Engine("e0", socket, seed, Shape(is_async=True)), random.Random(seed)
-    prompt = [rng.randrange(VOCABULARY) for _ in range(40)]
-    cached(engine, prompt)
-    record = engine.connector._scheduler._book._lease.record  # noqa: SLF001 - vLLM need not know
-    before = record.next_request_id()
-    name = engine.add(prompt, 20)
-    while not engine.answers[name]:
-        engine.step()
-    assert record.next_request_id() == before + 2, "the match is a message, and the second of these numbers is ours"
-    assert engine.hits[name] == 36
-    run_out(engine)
-    return [engine]
-
-
 def sibling(socket: str, seed: int) -> list[Engine]:
     """Another connector of a MultiConnector could not load a block of a request that runs: vLLM computes it again. What
     it says at the start is not taken for a worker's word, and its loads are not counted as ours."""
@@ -380,7 +364,7 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "die-while-loading": die_while_loading,
-    "sibling": lambda socket, seed: sibling(socket, seed) + first_token(socket, seed),
+    "sibling": sibling,
     "adapters": adapters,
     "weights": weights,
     "stopped": stopped,
