@@ -211,9 +211,10 @@ class Grants:
         try:
             batch = self.stream.batch()
             batch.no_wait = no_wait
-            for _, grown, (wanted, positions) in wanting:
+            for each, grown, (wanted, positions) in wanting:
                 assert grown.sequence is not None
-                batch.allocate(grown.sequence, wanted, short_suffix=True, positions=positions)
+                is_whole = not (each.wish and each.wish.follows_layers)
+                batch.allocate(grown.sequence, wanted, short_suffix=is_whole, positions=positions)
             self.outbox.send(batch, partial(self._take_allocations, [each for each, _, _ in wanting], self._clock()))
         except CacheClientError as error:
             refused("allocate", request.request_id, error)
