@@ -78,8 +78,9 @@ def read_metrics(folder: Path) -> Counter[tuple[str, str]]:
     own = ("cache_source", "pool", "outcome")
     found: Counter[tuple[str, str]] = Counter()
     for sample in (sample for metric in registry.collect() for sample in metric.samples):
-        label = next((sample.labels[name] for name in own if name in sample.labels), "")
-        found[sample.name, label] += int(sample.value)
+        if sample.name.startswith(("sglang:cache", "sglang:load_back")):
+            label = next((sample.labels[name] for name in own if name in sample.labels), "")
+            found[sample.name, label] += int(sample.value)
     return found
 
 

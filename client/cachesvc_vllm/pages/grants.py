@@ -9,9 +9,10 @@ from cachesvc_client import CacheClientError, Lease, PoolExhausted, StepStream
 
 from cachesvc.model.answers import Allocated
 from cachesvc_vllm.pages.group_tables import NO_POSITIONS, EngineGroups, Positions
+from cachesvc_vllm.pages.lengths import Growth
 from cachesvc_vllm.pages.matches import refused
 from cachesvc_vllm.pages.reports import Pack, put_reports
-from cachesvc_vllm.pages.request_pages import Growth, RequestPages
+from cachesvc_vllm.pages.request_pages import RequestPages
 from cachesvc_vllm.pages.untold import Part
 from cachesvc_vllm.steps.outbox import Answer, Outbox, Waits, never
 from cachesvc_vllm.steps.stock_demand import StockDemand, most_in_stock

@@ -22,6 +22,7 @@ from cachesvc_client.layouts.parts import Parts
 
 from cachesvc.model.words import NO_PAGE
 from cachesvc_vllm.pages.group_tables import EngineGroups, GroupTable, Positions
+from cachesvc_vllm.pages.lengths import Growth
 
 MATCH_HOLDS_S = 0.05
 """A request that waits for room is matched again after so long: others may have computed more of it by then."""
@@ -35,7 +36,8 @@ class Wish:
     """Match of a request: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM takes first,
     hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``). ``expected``: what another node
     computes of it. ``retention``: the client's hint on its blocks. ``whole_blocks``: length of a request that ends with
-    a block, of which a hit may have all; 0: the last block is computed anyway. ``follows_layers``: of its load."""
+    a block, of which a hit may have all; 0: the last block is computed anyway. ``follows_layers``: each layer of the
+    engine waits for its part of a load."""
 
     hashes: Sequence[bytes]
     most_blocks: int
@@ -54,13 +56,6 @@ class Wish:
 
 LONE = Parts((0,))
 """The leading group of a layout that has no other."""
-
-
-class Growth(NamedTuple):
-    """Length of a request's tables, and by state group the new blocks that get a page."""
-
-    blocks: int
-    positions: dict[int, list[int]]
 
 
 class PageCopy(NamedTuple):
