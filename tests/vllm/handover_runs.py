@@ -41,6 +41,11 @@ def prefill(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
     return dict(engine.told[name])
 
 
+def full_tokens(prompt: Sequence[int]) -> int:
+    """Tokens of a prompt's full blocks, but for its last token."""
+    return min(len(prompt) - 1, len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS)
+
+
 def one_after_another(one: Engine, other: Engine) -> int:
     """All prompts are prefilled first, and then decoded together: the decoder computes none of their full blocks."""
     asked = prompts(1, PROMPTS)
@@ -48,8 +53,7 @@ def one_after_another(one: Engine, other: Engine) -> int:
     names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
     finish(other)
     for name, prompt in zip(names, asked, strict=True):
-        full = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        assert other.hits[name] == full, (name, other.hits[name], full)
+        assert other.hits[name] == full_tokens(prompt), (name, other.hits[name], prompt)
     return PROMPTS
 
 
@@ -66,7 +70,7 @@ def at_once(one: Engine, other: Engine) -> int:
         waited += not other.answers[name]
         one.add(prompt, 1, handover=ROUTED)
         finish(one, other)
-        assert other.hits[name] == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, (name, other.hits[name], prompt)
+        assert other.hits[name] == full_tokens(prompt), (name, other.hits[name], prompt)
     assert waited >= 3, "it does not wait with its hands in its lap"
     return waited
 
