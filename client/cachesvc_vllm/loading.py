@@ -45,7 +45,7 @@ class Loading:
         self._alone = request.request_id if is_alone and self._can_be_early else ""
         return request.host_blocks > 0 and not self._alone
 
-    def begin(self, request: RequestPages, external_tokens: int, block_tokens: int) -> bool:
+    def begin(self, request: RequestPages, external_tokens: int, block_tokens: int, stats: CacheStats) -> bool:
         """vLLM has the pages of a request, ``external_tokens`` of which come with a load or a copy, or it is scheduled
         behind its load. True where a load begins. Raises ConnectorRefused where another connector loads into the pages
         that the daemon fills."""
@@ -66,6 +66,7 @@ class Loading:
             loaded = tuple(request.pages[request.hit_blocks : request.loaded_blocks])
             self._new_early[name] = EarlyLoad(request.sequence.tickets, loaded)
             self._early[name] = request
+            stats.data["loads"] += 1
         else:
             self._new[name] = request.sequence.tickets
             self._since_s[name] = time.perf_counter()

@@ -214,7 +214,7 @@ class SchedulerSide:
         """vLLM has the request's pages, ``external_tokens`` of which this connector brings, or their load has ended.
         Raises as ``Loading.begin``."""
         pages = self._book.find(request.request_id)
-        if pages is not None and self._loading.begin(pages, external_tokens, self._block_tokens):
+        if pages is not None and self._loading.begin(pages, external_tokens, self._block_tokens, self._stats):
             self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
 
     def note_ends(self, ended: Collection[str], failed: Collection[str], invalid_pages: Collection[int]) -> None:
