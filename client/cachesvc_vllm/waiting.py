@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from cachesvc_vllm.loading import Loading
 from cachesvc_vllm.pages.page_book import PageBook
 
 WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 """States of a request that waits for its turn; with the last one it may be that it need not know yet."""
 
 
-def free_waiting(manager: Any, book: PageBook, requests: Mapping[str, Any], loading: Container[str]) -> None:
+def free_waiting(manager: Any, book: PageBook, requests: Mapping[str, Any], loading: Loading) -> None:
     """Free those of the ``requests`` that wait, but for what is ``loading``, when all pages are held by requests that
     came from the host and wait: else none finds room. vLLM preempts none that has not run, and looks no further than
     the first: they start over."""
