@@ -200,6 +200,8 @@ def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceLine
     if movers.name != "cuda":
         return
     measured = movers.measure() if config.calibration == "start" else {}
+    if budget := movers.budget.bytes_per_second:
+        events.event("background_copies_budgeted", gb_per_second=round(budget / 1e9, 2))
     for device in movers.devices():
         if movers.fault(device):
             tell(DeviceLine(device, "", config.device_pool, 0, None))

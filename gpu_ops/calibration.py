@@ -27,6 +27,8 @@ from gpu_ops.streams import PITCHED_FIELDS, CopyQueue, PitchedCopies
 BUFFER_BYTES = 1 << 30
 LEAST_BYTES = 64 << 20
 """Least bytes, where the device has no more, or the host not in time."""
+RATE_BYTES = 4 * LEAST_BYTES
+"""Host memory that is stored to in turns beside other GPUs: more than a processor's caches hold."""
 TOUCH_S = 0.5
 """1 GiB takes 0.3 s in huge pages, and 2 s where there are none."""
 MOVED_BYTES = 64 << 20
@@ -113,6 +115,32 @@ def calibrate(
         ground = _Ground(address, device.address, size_bytes)
         every = sorted({ROW_BYTES, *widths})
         return _figures(gpu, queues[0], _least_us(queues, _works(queues, ground, every), clock), every)
+
+
+def store_rate(gpu: Gpu, begin: float, seconds: float, clock: Callable[[], float] = time.monotonic) -> float:
+    """Bytes a second that a started GPU stores from ``begin`` on, while other GPUs of the host do so. Raises
+    CudaError, MemoryError."""
+    host = mmap.mmap(-1, RATE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        host.madvise(mmap.MADV_HUGEPAGE)
+    view = np.frombuffer(host, np.uint8)
+    ground = _Ground(int(view.ctypes.data), 0, _touch(view))
+    with ExitStack() as undo:
+        device = gpu.allocate(LEAST_BYTES, vmm=False)
+        undo.callback(device.close)
+        gpu.register_host(ground.host, RATE_BYTES)
+        undo.callback(gpu.unregister_host, ground.host)
+        queue = gpu.queue()
+        undo.callback(queue.close)
+        queue.start()
+        time.sleep(max(0.0, begin - clock()))
+        began, moved = clock(), 0
+        while not moved or clock() < begin + seconds:
+            at = ground.host + moved % ground.size_bytes
+            queue.copy(np.array([(device.address, at, LEAST_BYTES, 1, LEAST_BYTES, LEAST_BYTES)], np.int64))
+            queue.synchronize()
+            moved += LEAST_BYTES
+        return moved / (clock() - began)
 
 
 def _touch(view: npt.NDArray[np.uint8]) -> int:

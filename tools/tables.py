@@ -1,7 +1,7 @@
 """Writes the tables of figures from the files in benchmarks/results: ``python -m tools.tables [--check]``.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` in README, docs/figures.md,
-docs/simulating.md, docs/vllm.md or docs/deploying.md.
+docs/simulating.md, docs/vllm.md, docs/sglang.md or docs/deploying.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tools import tables_compatibility, tables_eviction, tables_running, tables_storage, tables_vllm
+from tools import tables_compatibility, tables_eviction, tables_running, tables_sglang, tables_storage, tables_vllm
 from tools.results import RESULTS, ROOT
 from tools.results import load as _load
 from tools.results import rows as _rows
@@ -20,6 +20,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "figures.md",
     tables_vllm.PAGE,
+    tables_sglang.PAGE,
     tables_compatibility.PAGE,
     tables_eviction.PAGE,
 )
@@ -383,6 +384,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpus-4": lambda: tables_running.gpus("gpus-4.json"),
     "gpus-8": lambda: tables_running.gpus("gpus-8.json"),
     "gpus-8-beside": lambda: tables_running.gpus_beside("gpus-8.json"),
+    "sglang-first-tokens": tables_sglang.first_tokens,
+    "sglang-throughput": tables_sglang.throughput,
     "vllm-ranks": tables_vllm.ranks,
     "vllm-models": tables_vllm.models,
     "vllm-features": tables_vllm.features,

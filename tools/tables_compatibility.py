@@ -24,7 +24,7 @@ def compatibility() -> str:
         ["Linux", f"{_dotted(KERNEL_OF_PIDFDS)} or later", "an engine's end in another pod is seen later"],
         ["", f"{_dotted(KERNEL_OF_HUGE_PAGES)} or later", "the host pool has small pages, and fills slower"],
         ["vLLM", ", ".join(_tested("vllm")), "refused, unless `allow_untested_vllm`"],
-        ["SGLang, on CPU", ", ".join(_tested("sglang")), "refused, unless `allow_untested_sglang`"],
+        ["SGLang", ", ".join(_tested("sglang")), "refused, unless `allow_untested_sglang`"],
         ["Kubernetes", f"schemas of {', '.join(_kubernetes())}", "not applied to a cluster"],
     ]
     return rows(["part", "tested", "otherwise"], body)

@@ -19,12 +19,13 @@ from cachesvc_client.memory.pool import POLL_S
 
 from benchmarks.support.mover import WAIT_SECONDS, Mover
 from benchmarks.swap.swaps import Way, scattered
+from cachesvc.memory.copy.host_budget import HostBudget
 from cachesvc.memory.host.slab import HostSlab
 from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.futex import Words, wait_reached, words_of
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import Direction, PagePairs, Transfer
+from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
 from cachesvc.mover.processes import MoverProcesses
 
 LOAD, STORE = Direction
@@ -108,7 +109,9 @@ class Fleet:
         for host in self._hosts:
             self.mover.host.release(host)
 
-    def transfers(self, models: Sequence[int], way: Way, blocks: int) -> list[Transfer]:
+    def transfers(
+        self, models: Sequence[int], way: Way, blocks: int, urgency: Urgency = Urgency.AWAITED
+    ) -> list[Transfer]:
         """For each model one transfer for each direction, of single pages that do not meet."""
         ready = []
         for model in models:
@@ -116,7 +119,8 @@ class Fleet:
             device, host = (scattered(self._rng, self.pages, blocks, 1, parts) for _ in range(2))
             for direction, mine, theirs in zip(way.directions, device, host, strict=True):
                 layered = direction is LOAD and way.steps != "whole"
-                ready.append(self._transfer(model, direction, mine, theirs, layered=layered))
+                one = self._transfer(model, direction, mine, theirs, layered=layered)
+                ready.append(replace(one, urgency=urgency))
         return ready
 
     def shared(self, loaded: Transfer) -> Transfer:
@@ -171,11 +175,20 @@ class Fleet:
         pairs = zip(self._movers_s(), movers_s, strict=True)
         return Moved(spent, daemon_s, tuple(after - before for after, before in pairs))
 
-    def pid(self, at: int) -> int:
-        """The process of a device's mover, 0 while there is none."""
+    @property
+    def budget(self) -> HostBudget:
+        """The budget of background copies, which may be set."""
+        return self._processes.budget
+
+    @property
+    def _processes(self) -> MoverProcesses:
         movers = self.mover.hardware.movers
         assert isinstance(movers, MoverProcesses)
-        return movers.mover_pids()[self.devices[at]]
+        return movers
+
+    def pid(self, at: int) -> int:
+        """The process of a device's mover, 0 while there is none."""
+        return self._processes.mover_pids()[self.devices[at]]
 
     def renew(self, at: int) -> None:
         """Wait for the next mover of a device whose mover died, and give the device's model a new replica there, as an

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.gpus.fleet import Fleet
 from benchmarks.swap.swaps import WAYS
+from cachesvc.model.transfer import Urgency
 
 MIB = 1 << 20
 LOAD_WAY, STORE_WAY = WAYS[:2]
@@ -17,27 +18,33 @@ LOAD_WAY, STORE_WAY = WAYS[:2]
 
 @dataclass(frozen=True)
 class UrgentRow:
-    """One line: GB/s of the loads, alone and beside the others' stores; ``stores``: of the others together."""
+    """One line: GB/s of the loads, alone and beside the others' background stores; ``stores``: of the others together.
+    ``budget``: of background copies, 0 where there was none."""
 
     plane_bytes: int
     mib: int
+    budget_gb_per_s: float
     gb_per_s: float
     beside_gb_per_s: float
     stores_gb_per_s: float
 
 
-def measure_urgent(fleet: Fleet, mibs: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """Every size. Raises AssertionError for wrong bytes."""
-    rows = []
-    print(f"{'plane':>9} {'MiB':>5} {'GB/s':>7} {'beside':>7} {'others store':>12}", flush=True)
+def measure_urgent(fleet: Fleet, mibs: tuple[int, ...], repeats: int, budget: int | None) -> list[dict[str, Any]]:
+    """Every size without a budget, and with ``budget`` bytes a second, or with what calibration found. Raises
+    AssertionError for wrong bytes."""
+    rows, measured = [], fleet.budget.bytes_per_second
+    print(f"{'plane':>9} {'MiB':>5} {'budget':>7} {'GB/s':>7} {'beside':>7} {'others store':>12}", flush=True)
     for mib in mibs:
-        row = measure(fleet, mib * MIB // fleet.page_bytes, repeats)
-        rows.append(asdict(row))
-        print(
-            f"{row.plane_bytes:>7} B {row.mib:>5} {row.gb_per_s:>7.1f} {row.beside_gb_per_s:>7.1f} "
-            f"{row.stores_gb_per_s:>12.1f}",
-            flush=True,
-        )
+        for each in sorted({0, measured if budget is None else budget}):
+            fleet.budget.set(each)
+            row = measure(fleet, mib * MIB // fleet.page_bytes, repeats)
+            rows.append(asdict(row))
+            print(
+                f"{row.plane_bytes:>7} B {row.mib:>5} {row.budget_gb_per_s:>7.1f} {row.gb_per_s:>7.1f} "
+                f"{row.beside_gb_per_s:>7.1f} {row.stores_gb_per_s:>12.1f}",
+                flush=True,
+            )
+    fleet.budget.set(measured)
     return rows
 
 
@@ -62,6 +69,7 @@ def measure(fleet: Fleet, blocks: int, repeats: int) -> UrgentRow:
     return UrgentRow(
         fleet.layout.planes[0].page_bytes,
         size_bytes // MIB,
+        fleet.budget.bytes_per_second / 1e9,
         size_bytes / statistics.median(alone) / 1e9,
         size_bytes / statistics.median(beside) / 1e9,
         stored_bytes / stored_s / 1e9,
@@ -78,8 +86,8 @@ def timed_load(fleet: Fleet, blocks: int) -> float:
 
 
 def store_until(fleet: Fleet, blocks: int, over: Event) -> tuple[int, float]:
-    """Store from all but the first device without a pause; how many tickets ended, and the seconds."""
-    ready = fleet.transfers(fleet.replicas[1:], STORE_WAY, blocks)
+    """Store in the background from all but the first device without a pause; the tickets that ended, and seconds."""
+    ready = fleet.transfers(fleet.replicas[1:], STORE_WAY, blocks, Urgency.BACKGROUND)
     tickets, seconds = 0, 0.0
     while not over.is_set():
         seconds += fleet.move(fleet.again(ready)).seconds

@@ -18,8 +18,9 @@ has, because some kernels count it in steps of 10 ms. Pages on every rank are ch
 many bytes (1 GiB at most); ``host``: a load of as many bytes from the host to the second GPU; ``beside`` and ``host
 beside``: both at once.
 
-``urgent``: loads to the first GPU, alone and beside stores from all the others without a pause: how far backups
-slow a load that an engine waits for, where the host's memory and no link is the limit.
+``urgent``: loads to the first GPU, alone and beside background stores from all the others without a pause: how far
+backups slow a load that an engine waits for. First without a budget of background copies, then with the one that
+calibration found (none where links are the limit) or ``--budget`` GB/s.
 
 ``calls``: p50 and p99, over the lane to a real daemon, of a Step in which 32 sequences grow and publish and of Match of
 2,048 blocks, in turns while nothing is copied (``idle``) and while two engines on each GPU swap as much as the smallest
@@ -123,6 +124,7 @@ class Ground(NamedTuple):
     sizes: Sizes
     repeats: int
     memory: str
+    budget: int | None = None
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def peers(ground: Ground, found: dict[str, Any]) -> None:
 
 def urgent(ground: Ground, found: dict[str, Any]) -> None:
     """Loads beside others' stores. Raises CacheError, AssertionError for wrong bytes."""
-    on_fleets(ground, found, lambda fleet: measure_urgent(fleet, ground.sizes.mib, ground.repeats))
+    on_fleets(ground, found, lambda fleet: measure_urgent(fleet, ground.sizes.mib, ground.repeats, ground.budget))
 
 
 def on_fleets(ground: Ground, found: dict[str, Any], measured: Callable[[Fleet], list[dict[str, Any]]]) -> None:
@@ -299,6 +301,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--mib", type=int, nargs="+", help="what each GPU moves each way (default: cuda 512 2048)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--budget", type=float, help="of background copies in urgent, GB/s (default: as calibrated)")
     parser.add_argument("--device-memory", default="", choices=DEVICE_MEMORY, help="of copies and peers")
     parser.add_argument(
         "--quick", action="store_true", help="planes of 128 KiB, the first size, a quarter of the calls"
@@ -311,7 +314,8 @@ def main() -> None:
         sizes = sizes._replace(widths=sizes.widths[-1:], mib=sizes.mib[:1], calls=sizes.calls // 4)
     devices = devices_of(arguments.backend, arguments.gpus)
     sys.setswitchinterval(SWITCH_SECONDS)  # as the daemon does
-    ground = Ground(arguments.backend, devices, sizes, arguments.repeats, arguments.device_memory)
+    budget = None if arguments.budget is None else round(arguments.budget * 1e9)
+    ground = Ground(arguments.backend, devices, sizes, arguments.repeats, arguments.device_memory, budget)
     found: dict[str, Any] = {
         "benchmark": "gpus",
         "backend": ground.backend,

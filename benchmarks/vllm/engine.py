@@ -64,6 +64,8 @@ class Flight:
     number: int
     begun_s: float
     first_s: float = 0.0
+    steps: int = 0
+    """Iterations of the engine until the first token, this one included."""
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -131,6 +133,14 @@ def enliven_weights() -> None:
     dummy_loader.initialize_single_dummy_weight = fill
 
 
+def compile_log() -> dict[str, bool]:
+    """Return the option with which vLLM, where it has it, logs each kernel that is compiled while requests run."""
+    from vllm.config import ObservabilityConfig
+
+    option = "jit_monitor_verbose"
+    return {option: True} if hasattr(ObservabilityConfig, option) else {}
+
+
 class Server:
     """One engine, and what is asked of it."""
 
@@ -147,6 +157,7 @@ class Server:
             max_num_seqs=wish["sequences"],
             enforce_eager=wish["eager"],
             enable_prefix_caching=True,
+            **compile_log(),
             **wish["options"],
             **transfer_config(wish),
         )
@@ -187,7 +198,10 @@ class Server:
                 flights[name] = Flight(number, time.perf_counter() - begun_s)
             if not flights:
                 break
-            for out in self._engine.step():
+            outputs = self._engine.step()
+            for flight in flights.values():
+                flight.steps += not flight.first_s
+            for out in outputs:
                 flight, now_s = flights[out.request_id], time.perf_counter() - begun_s
                 said = out.outputs[0]
                 if said.token_ids and not flight.first_s:
@@ -251,6 +265,7 @@ def _told(flight: Flight, said: Any, now_s: float) -> dict[str, Any]:
         "number": flight.number,
         "first_s": flight.first_s - flight.begun_s,
         "seconds": now_s - flight.begun_s,
+        "steps": flight.steps,
         "cached": flight.cached,
         "tokens": list(said.token_ids),
         "logprobs": logprobs,

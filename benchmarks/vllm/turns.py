@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.vllm.fleet import Engine, progress
-from benchmarks.vllm.parts import apart, first_ms, own_hits, prompt, ratios
+from benchmarks.vllm.parts import Prompt, apart, first_ms, own_hits, prompt, ratios
 
 
 def in_turns(mine: Engine, other: Engine, sizes: Sequence[int], turns: int, salt: int) -> list[dict[str, Any]]:
@@ -18,25 +18,34 @@ def in_turns(mine: Engine, other: Engine, sizes: Sequence[int], turns: int, salt
     for size in sizes:
         asked = prompt((salt + size, size), new=2)
         first = {engine.name: first_ms(engine, asked)[1] for engine in (other, mine)}
-        seen: dict[str, list[tuple[float, int]]] = {mine.name: [], other.name: []}
+        seen: dict[str, list[tuple[float, int, int]]] = {mine.name: [], other.name: []}
         for turn in range(turns):
             for engine in (mine, other) if turn % 2 else (other, mine):
-                seen[engine.name].append(first_ms(engine, asked))
-        ms = {name: [each for each, _ in told] for name, told in seen.items()}
+                seen[engine.name].append(_turn(engine, asked))
+        ms = {name: [each for each, _, _ in told] for name, told in seen.items()}
         medians = {name: statistics.median(each) for name, each in ms.items()}
         pairs = ratios(ms[mine.name], ms[other.name])
         row = {
             "tokens": size,
             **{f"{name} ms": each for name, each in medians.items()},
-            **{f"{name} cached": min(cached for _, cached in told) for name, told in seen.items()},
+            **{f"{name} cached": min(cached for _, cached, _ in told) for name, told in seen.items()},
             **{f"{name} cached at first": cached for name, cached in first.items()},
             "ratio of medians": medians[mine.name] / medians[other.name],
             "ratio": pairs["mean"],
             "error": pairs["error"],
+            "ms and steps of each turn": {
+                name: [(round(each, 1), steps) for each, _, steps in told] for name, told in seen.items()
+            },
         }
         progress(f"in turns {row}")
         rows.append(row)
     return rows
+
+
+def _turn(engine: Engine, asked: Prompt) -> tuple[float, int, int]:
+    """Milliseconds to the first token, tokens not computed, and iterations of the engine; 0 where it does not tell."""
+    answer = engine.ask(asked)["requests"][0]
+    return answer["first_s"] * 1e3, answer["cached"], answer.get("steps", 0)
 
 
 def alike(one: Engine, other: Engine, sizes: Sequence[int], repeats: int, salt: int) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cachesvc import __version__
+from cachesvc.memory.copy.host_budget import Neighbours
 from cachesvc.memory.shm.backend import ShmBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
 from cachesvc.model.text.command_line import Parser
@@ -66,23 +67,23 @@ def main() -> None:
         sys.exit(2)
 
 
-def equip(settings: Settings) -> Equipment:
+def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
     """Equipment of a mover with these settings. Raises Unavailable, InvalidRequest."""
     if settings.kind == "shm":
-        return _shm(settings)
+        return _shm(settings, neighbours)
     if settings.kind == "cuda":
-        return _cuda(settings)
+        return _cuda(settings, neighbours)
     raise InvalidRequest(f"there are no movers of kind {settings.kind!r}")
 
 
-def _equip_only(device: str, settings: Settings) -> Equipment:
+def _equip_only(device: str, settings: Settings, neighbours: Neighbours) -> Equipment:
     """Equip for one device alone, where it has a name. Raises as ``equip``."""
     if device and settings.device != device:
         raise InvalidRequest(f"this mover is for {device}, not for {settings.device}")
-    return equip(settings)
+    return equip(settings, neighbours)
 
 
-def _shm(settings: Settings) -> Equipment:
+def _shm(settings: Settings, neighbours: Neighbours) -> Equipment:
     backend = ShmBackend(
         1,
         settings.device_bytes,
@@ -90,11 +91,12 @@ def _shm(settings: Settings) -> Equipment:
         rules=settings.rules,
         fault_copies=settings.fault_copies,
         names=(settings.device,),
+        neighbours={settings.device: neighbours},
     )
     return Equipment(backend, dict)
 
 
-def _cuda(settings: Settings) -> Equipment:
+def _cuda(settings: Settings, neighbours: Neighbours) -> Equipment:
     from cachesvc.memory.cuda.backend import CudaBackend
     from gpu_ops.gpu import gpu_by_uuid
 
@@ -103,7 +105,12 @@ def _cuda(settings: Settings) -> Equipment:
     except RuntimeError as missing:
         raise Unavailable(f"{missing}; see nvidia-smi, or use --backend shm") from missing
     backend = CudaBackend(
-        (gpu,), settings.device_bytes, vmm=settings.vmm, timeline_words=settings.timeline_words, rules=settings.rules
+        (gpu,),
+        settings.device_bytes,
+        vmm=settings.vmm,
+        timeline_words=settings.timeline_words,
+        rules=settings.rules,
+        neighbours={gpu.uuid: neighbours},
     )
 
     def facts() -> dict[str, Any]:
@@ -127,7 +134,15 @@ def _cuda(settings: Settings) -> Equipment:
             ) from error
         return asdict(figures), costs_of(figures)
 
-    return Equipment(backend, facts, measure, H100_COSTS)
+    def stores_at_once(begin: float, seconds: float) -> float:
+        from gpu_ops.calibration import store_rate
+
+        try:
+            return store_rate(gpu, begin, seconds)
+        except (RuntimeError, MemoryError) as error:
+            raise Unavailable(f"GPU {gpu.uuid} cannot be measured beside others: {error}; see nvidia-smi") from error
+
+    return Equipment(backend, facts, measure, H100_COSTS, stores_at_once)
 
 
 def _gpus() -> dict[str, Any]:

@@ -36,7 +36,7 @@ UNKILLABLE_SECONDS = 30.0
 
 
 Claim = Callable[[], tuple[int, ...]]
-"""Gives the descriptor of the daemon's lock, once it has one."""
+"""Gives the descriptor of the page of the node's budget, and that of the daemon's lock, once it has one."""
 
 
 class HostChunk(NamedTuple):
@@ -66,9 +66,10 @@ class StampOfLife(NamedTuple):
 
 
 class Life:
-    """``start`` opens it. ``version``: what it has to be of. ``claim``: what it keeps until its end."""
+    """``start`` opens it. ``version``: what it has to be of. ``claim``: descriptors that it gets too, of which it keeps
+    the lock's until its end."""
 
-    def __init__(self, begin: Begin, version: str, settings: Settings, claim: Claim = tuple) -> None:
+    def __init__(self, begin: Begin, version: str, settings: Settings, claim: Claim) -> None:
         self._begin = begin
         self._version = version
         self._settings = settings

@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from cachesvc.memory.copy.host_budget import HostBudget, budget_of
 from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
 from cachesvc.model.transfer import Direction
@@ -31,6 +34,11 @@ log = logging.getLogger(__name__)
 
 PROBE_ANSWER_SECONDS = 10.0
 """A mover answers on a thread that does nothing else: one that takes longer to say how its device is hangs."""
+START_SECONDS = 15.0
+"""Time for other movers to start once one has, seconds: contexts of all GPUs are made at once, and a GPU that hangs
+must not keep the others from serving."""
+AT_ONCE_AHEAD_S, AT_ONCE_S = 0.25, 0.1
+"""Seconds until movers measure what they store at once, in which each pins its memory, and for which they do."""
 
 
 class _Chunk(NamedTuple):
@@ -43,7 +51,7 @@ class _Chunk(NamedTuple):
 class MoverProcesses:
     """``settings``: one mover's each. ``begins``: how each is started or found; as children unless given.
     ``reaches``: (source, target) devices between which copies go, beside each one and itself; None: all.
-    ``probe_seconds``: how long one may take to say how its device is."""
+    ``probe_seconds``: how long one may take to say how its device is. ``start_seconds``: see ``start``."""
 
     def __init__(
         self,
@@ -53,6 +61,7 @@ class MoverProcesses:
         begins: Sequence[Begin] = (),
         reaches: frozenset[tuple[str, str]] | None = None,
         probe_seconds: float = PROBE_ANSWER_SECONDS,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         self.name = settings[0].kind
         self._claim: Claim = tuple
@@ -68,15 +77,19 @@ class MoverProcesses:
                 one.device,
                 one.device_bytes,
                 one.timeline_words,
-                partial(Life, begin, version, one, self._held),
+                partial(Life, begin, version, replace(one, place=place), self._held),
                 partial(self._equip, one.device),
                 self._lost,
                 probe_seconds,
             )
-            for one, begin in zip(settings, begins or [partial(child, one.device) for one in settings], strict=True)
+            for place, (one, begin) in enumerate(
+                zip(settings, begins or [partial(child, one.device) for one in settings], strict=True)
+            )
         }
         self._asked: set[str] = set()  # devices whose probe is not answered yet
+        self._start_seconds = start_seconds
         self._running = False
+        self._budget: HostBudget | None = None
 
     def share_claim(self, claim: Claim) -> None:
         """Have movers that start from now on hold the daemon's lock: the next daemon waits for them."""
@@ -102,19 +115,30 @@ class MoverProcesses:
         return self._mover(device).capacity_bytes
 
     def start(self) -> None:
-        """Start all movers, at once. Where some start, devices of others are broken until theirs can. Raises the
-        CacheError of the first where none can, and any that says more than Unavailable."""
-        with ThreadPoolExecutor(len(self._at)) as threads:
-            results = list(threads.map(_outcome_of, [mover.start for mover in self._at.values()]))
+        """Start all movers, at once. Where some start, devices of others are broken until theirs can; one that hangs
+        is waited for no longer than ``start_seconds`` behind the first that has started. Raises the CacheError of the
+        first where none can, and any that says more than Unavailable."""
+        try:
+            self._budget = HostBudget.make(len(self._at))
+        except OSError as error:
+            raise Unavailable(f"no memory file for the node's budget: {error}; see ulimit -n") from error
+        for mover in self._at.values():
+            mover.begin()
+        starts = [mover.started for mover in self._at.values()]
+        pending = set(starts)
+        while pending and all(not start.done() or start.exception() for start in starts):
+            pending = wait(pending, return_when=FIRST_COMPLETED).not_done
+        wait(pending, self._start_seconds)
+        refused = [failed for start in starts if start.done() and (failed := start.exception()) is not None]
         self._running = True
-        refused = [failed for failed in results if failed is not None]
         asked_wrongly = [failed for failed in refused if not isinstance(failed, Unavailable)]
-        if asked_wrongly or len(refused) == len(results):
+        if asked_wrongly or len(refused) == len(self._at):
             self.close()
             raise [*asked_wrongly, *refused][0]
-        for mover, failed in zip(self._at.values(), results, strict=True):
-            if failed is not None:
-                mover.start_later(str(failed))
+        for mover in self._at.values():
+            if not mover.started.done():
+                log.warning("mover_start_not_waited_for device=%s", mover.device)
+            mover.go_on()
 
     def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
         """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered.
@@ -211,7 +235,21 @@ class MoverProcesses:
         with ThreadPoolExecutor(len(self._at)) as threads:
             figures = threads.map(lambda life: life.ask("measure").head, lives.values())
             self._figures = dict(zip(lives, figures, strict=True))
+            if len(lives) > 1:
+                begin = time.monotonic() + AT_ONCE_AHEAD_S
+                ask = partial(Life.ask, name="stores_at_once", begin=begin, measured_s=AT_ONCE_S)
+                heads = [answer.head for answer in threads.map(ask, lives.values())]
+                if all(heads):
+                    alone = [figures["store_bytes_per_us"] * 1e6 for figures in self._figures.values()]
+                    self.budget.set(budget_of(alone, [head["bytes_per_second"] for head in heads]))
         return self._figures
+
+    @property
+    def budget(self) -> HostBudget:
+        """Budget of all devices' background copies together. Raises Unavailable."""
+        self._check_running()
+        assert self._budget is not None
+        return self._budget
 
     def facts(self, device: str) -> dict[str, Any]:
         """Known facts of a device, as its mover reported them. Raises Unavailable."""
@@ -237,6 +275,8 @@ class MoverProcesses:
             self._lives.clear()
         for slab in self._peers.close():
             slab.close()
+        if self._budget is not None:
+            self._budget.close()
 
     # -- movers --------------------------------------------------------------------------------------------------------
 
@@ -275,7 +315,8 @@ class MoverProcesses:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _held(self) -> tuple[int, ...]:
-        return self._claim()
+        assert self._budget is not None
+        return (self._budget.fd, *self._claim())
 
     def _equip(self, device: str, life: Life) -> None:
         """Equip a new life: what comes meanwhile reaches it too, and all of it once."""
@@ -312,14 +353,6 @@ class MoverProcesses:
     def _check_running(self) -> None:
         if not self._running:
             raise Unavailable("the movers are not running: start them first, and nothing works after close")
-
-
-def _outcome_of(call: Callable[[], object]) -> CacheError | None:
-    try:
-        call()
-    except CacheError as refused:
-        return refused
-    return None
 
 
 def _nobody_told(device: str, why: str) -> None:

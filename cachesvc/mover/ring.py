@@ -60,7 +60,7 @@ class Ring:
         fence()
         return come
 
-    def put_bytes(self, at: int, content: bytes) -> None:
+    def put_bytes(self, at: int, content: bytes | memoryview) -> None:
         """Copy into the circle, around its end."""
         at %= self.size_bytes
         first = min(len(content), self.size_bytes - at)
@@ -92,14 +92,14 @@ class Writer:
         self._ring = ring
         self._at = ring.mark(WRITTEN)
         self._most = ring.size_bytes // 4
-        self._waiting: deque[tuple[bytes, bool]] = deque()
+        self._waiting: deque[tuple[memoryview, bool]] = deque()
         self._lock = threading.Lock()
         self._is_closed = False
         self._is_pumped = False
 
     def put(self, parts: Sequence[Part]) -> None:
         """Write one record of these parts, one after another; returns at once. Nothing after ``close``."""
-        content = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)
+        content = memoryview(b"".join(part if isinstance(part, bytes) else part.data for part in parts))
         with self._lock:
             if self._is_closed:
                 return
@@ -137,7 +137,8 @@ class Writer:
             units = -(-(_FRAME.size + len(piece)) // UNIT)
             if ((self._at + units - ring.mark(READ)) & CYCLE) * UNIT > ring.size_bytes:
                 break
-            ring.put_bytes(self._at * UNIT, _FRAME.pack(len(piece), _MORE * has_more) + piece)
+            ring.put_bytes(self._at * UNIT, _FRAME.pack(len(piece), _MORE * has_more))
+            ring.put_bytes(self._at * UNIT + _FRAME.size, piece)
             self._at = (self._at + units) & CYCLE
             self._waiting.popleft()
         if self._at != written:

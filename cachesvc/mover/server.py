@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from cachesvc.memory.copy.host_budget import HostBudget, Neighbours
 from cachesvc.memory.copy.peer_check import CheckedBackend, PeerCheck, PullHangs
 from cachesvc.memory.interface import Handle, Slab
 from cachesvc.memory.mapped import map_memfd
@@ -60,18 +61,22 @@ class MoverBackend(CheckedBackend, Protocol):
 
 class Equipment(NamedTuple):
     """Equipment of a mover. ``facts``: known facts of its device, by the names of DeviceStatus. ``measure``: its link's
-    figures by name, and the costs of plans on it; None: nothing can be measured. ``costs``: until then."""
+    figures by name, and the costs of plans on it; None: nothing can be measured. ``costs``: until then.
+    ``stores_at_once(begin, seconds)``: bytes a second that it stores meanwhile, as others do."""
 
     backend: MoverBackend
     facts: Callable[[], dict[str, Any]]
     measure: Callable[[], tuple[dict[str, Any], LinkCosts]] | None = None
     costs: LinkCosts | None = None
+    stores_at_once: Callable[[float, float], float] | None = None
 
 
 class MoverServer:
     """Serves one daemon. ``equip`` makes what is asked for, not started yet; it raises a CacheError."""
 
-    def __init__(self, connection: socket.socket, version: str, equip: Callable[[Settings], Equipment]) -> None:
+    def __init__(
+        self, connection: socket.socket, version: str, equip: Callable[[Settings, Neighbours], Equipment]
+    ) -> None:
         self._connection = connection
         self._version = version
         self._equip = equip
@@ -111,10 +116,12 @@ class MoverServer:
         if name == "open":
             settings = Settings(**{field: told for field, told in asked.head.items() if field != "ask"})
             logging.getLogger().setLevel(settings.log_level.upper())
-            jobs, ends, *claim = asked.descriptors
+            jobs, ends, budget, *claim = asked.descriptors
             for descriptor in claim:
                 os.dup2(descriptor, self._claim, inheritable=False)
-            self._work = _Work(settings.device, self._equip(settings), jobs, ends)
+            page = HostBudget(os.dup(budget))
+            page.close()  # the mapping stays
+            self._work = _Work(settings.device, self._equip(settings, page.of(settings.place)), jobs, ends)
             return self._work.start()
         if self._work is None:
             raise Unavailable("this mover was not opened")
@@ -150,6 +157,7 @@ class _Work:
             "check_peer": self._check_peer,
             "read": self._read,
             "measure": self._measure,
+            "stores_at_once": self._stores_at_once,
             "plan_by": self._plan_by,
             "probe": self._probe,
             "close": self._close,
@@ -326,6 +334,12 @@ class _Work:
         figures, costs = self._equipment.measure()
         self._inside.plan_by(costs)
         return Message(figures)
+
+    def _stores_at_once(self, asked: Message) -> Message:
+        measure = self._equipment.stores_at_once
+        if measure is None:
+            return Message({})
+        return Message({"bytes_per_second": measure(asked.head["begin"], asked.head["measured_s"])})
 
     def _plan_by(self, asked: Message) -> Message:
         """Plan by another mover's measurements of this device."""

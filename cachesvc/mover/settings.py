@@ -18,8 +18,8 @@ bytes."""
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``kind``: ``shm`` or ``cuda``. ``device``: the name of a pretended device, or a GPU's UUID. The rest is as in the
-    configuration of the same name."""
+    """``kind``: ``shm`` or ``cuda``. ``device``: the name of a pretended device, or a GPU's UUID. ``place``: of
+    the device among the node's. The rest is as in the configuration of the same name."""
 
     kind: str
     device: str
@@ -31,6 +31,7 @@ class Settings:
     store_limit: int = 0
     fault_copies: float = 0.0
     log_level: str = "info"
+    place: int = 0
 
     def told(self) -> dict[str, Any]:
         """The settings as numbers and words, for ``Settings(**told)``."""

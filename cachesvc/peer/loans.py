@@ -11,7 +11,7 @@ from cachesvc.peer.fleet.health import Peer
 from cachesvc.peer.wire import STREAMS
 from cachesvc.storage.seam import Item, ObjectName, Part, Scope
 
-STREAM_BYTES = 8 << 20
+STREAM_BYTES = 4 << 20
 """Least bytes of a stream: opening one for fewer costs more than it saves."""
 UNUSED_SECONDS = 10.0
 """Time after which unread loans are given back, seconds."""

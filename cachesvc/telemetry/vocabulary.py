@@ -49,6 +49,12 @@ VOCABULARY: dict[str, Event] = {
         "A GPU with its link's measured figures, by the names of DeviceStatus.",
         ("device", "device_name", "pci", "free_bytes", "pool_bytes", "context_bytes", "..."),
     ),
+    "background_copies_budgeted": Event(
+        "info",
+        "All devices at once store less than their links carry: while an awaited copy runs on one, background copies "
+        "of the others keep to this rate together.",
+        ("gb_per_second",),
+    ),
     "gpu_broken": Event(
         "error",
         "A GPU answers no call any more: its transfers fail from now on. Restart the daemon.",
@@ -87,6 +93,12 @@ VOCABULARY: dict[str, Event] = {
         "error", "A device's mover has ended: `jobs` of its jobs fail.", ("device", "pid", "reason", "jobs")
     ),
     "mover_started": Event("warning", "A device has a mover again.", ("device", "pid", "lives")),
+    "mover_start_not_waited_for": Event(
+        "warning",
+        "A mover had not started 15 s after the first one. The daemon serves other devices; this one is broken until "
+        "its mover has started.",
+        ("device",),
+    ),
     "mover_not_started": Event(
         "warning",
         "A mover could not be restarted yet, with the reason and the time of the next attempt.",

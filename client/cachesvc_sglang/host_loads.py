@@ -8,6 +8,7 @@ The outcome is known before the next step is launched; a step whose load failed 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from cachesvc_vllm.daemon.node import Node
 from cachesvc_vllm.pages.request_pages import RequestPages
 
 from cachesvc.model.answers import TicketView
+from cachesvc_sglang.metrics import CacheMetrics
 
 LOOK_S = 0.002
 """Time that an engine which runs nothing waits for a load, between two looks."""
@@ -27,18 +29,22 @@ log = logging.getLogger("sglang.srt." + __name__)
 
 
 class _Load(NamedTuple):
-    """A load that is looked at: of which pages, and its tickets."""
+    """A load that is looked at: of which pages, its tickets, and since when."""
 
     pages: RequestPages
     tickets: tuple[TicketView, ...]
+    begun_s: float
 
 
 class HostLoads:
     """SGLang's counter of layers. ``without_host``: requests whose load failed, which compute what did not come;
-    ``num_layers``: of the KV pool. Used from SGLang's scheduler thread."""
+    ``num_layers``: of the KV pool. ``metrics``: None without SGLang's. Used from SGLang's scheduler thread."""
 
-    def __init__(self, node: Node, without_host: set[str], num_layers: int) -> None:
+    def __init__(
+        self, node: Node, without_host: set[str], num_layers: int, metrics: CacheMetrics | None = None
+    ) -> None:
         self.num_layers = num_layers
+        self._metrics = metrics
         self._node = node
         self._without_host = without_host
         self._running: dict[str, _Load] = {}
@@ -62,9 +68,9 @@ class HostLoads:
 
     def begin(self, pages: RequestPages) -> None:
         """Look at the load of a request that has its pages, from now on."""
-        if not self.is_running(pages):
+        if not (self.is_running(pages) or self.has_come(pages)):
             assert pages.sequence is not None
-            self._running[pages.request_id] = _Load(pages, pages.sequence.tickets)
+            self._running[pages.request_id] = _Load(pages, pages.sequence.tickets, time.perf_counter())
 
     def use_early(self, pages: RequestPages) -> None:
         """SGLang is to compute on pages whose load runs."""
@@ -73,6 +79,8 @@ class HostLoads:
     def look(self, pages: RequestPages, *, may_wait: bool = False) -> bool:
         """Look at the load of a request's pages; True while it runs. What did not come is computed."""
         rid, pool = pages.request_id, self._node.pool
+        if not self.is_running(pages):
+            return False
         tickets = self._running[rid].tickets
         if may_wait and tickets:
             with suppress(CacheClientError):  # what has become of it is looked at below
@@ -82,11 +90,13 @@ class HostLoads:
             return True
         if LoadOutcome.LOST in outcomes and not pool.wait_quiet(LOOK_S if may_wait else 0.0):
             return True
-        del self._running[rid]
-        if outcomes - {LoadOutcome.CAME}:
-            self._without_host.add(rid)
-        else:
+        begun_s, has_come = self._running.pop(rid).begun_s, outcomes <= {LoadOutcome.CAME}
+        if has_come:
             self._came[rid] = pages
+        else:
+            self._without_host.add(rid)
+        if self._metrics is not None:
+            self._metrics.end_load(pages.host_blocks, time.perf_counter() - begun_s, has_come=has_come)
         return False
 
     def match(self, request_id: str) -> None:
@@ -114,7 +124,7 @@ class HostLoads:
         """Wait for the loads of the step that was launched; True where one has failed: what it computes is void."""
         launched, self._launched = self._launched, []
         for load in launched:
-            while self.is_running(load.pages) and self.look(load.pages, may_wait=True):
+            while self.look(load.pages, may_wait=True):
                 pass
         failed = [load.pages.request_id for load in launched if not self.has_come(load.pages)]
         self._waits.begin(())

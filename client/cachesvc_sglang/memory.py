@@ -1,6 +1,7 @@
 """KV memory of an engine: SGLang's buffers are planes of the daemon's slab, and its page ids are the daemon's.
 
     layer l    k  [ page 0 | page 1 | ... ]    v  [ page 0 | page 1 | ... ]     a page: (tokens, heads, head_dim)
+    latents    kv [ page 0 | page 1 | ... ]                                     a page: (tokens, 1, latent_dim)
 
 Page 0 is SGLang's: padding is written there. The daemon never grants it.
 """
@@ -19,7 +20,7 @@ from cachesvc_vllm.namespace.naming import display_name, named
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc_sglang.errors import EngineRefused
 from cachesvc_sglang.identity import engine_facts
-from cachesvc_sglang.refusals import require_pool, require_supported
+from cachesvc_sglang.refusals import LATENT_POOL, require_pool, require_supported
 from cachesvc_sglang.settings import EngineSettings, read_settings
 
 GROUP = "full"
@@ -62,8 +63,8 @@ def lay_over_slab(pool: Any) -> None:
         node.comes_back = slab.can_map_over
         node.keep_address()
         rows = pool.size + pool.page_size
-        planes = {name: [_rows(node, layer, name)[:rows] for layer in range(pool.layer_num)] for name in ("k", "v")}
-        pool.k_buffer, pool.v_buffer = planes["k"], planes["v"]
+        for name in _shapes(pool):
+            setattr(pool, f"{name}_buffer", [_rows(node, layer, name)[:rows] for layer in range(pool.layer_num)])
         pool.cachesvc = PoolMemory(node, settings)
     except DaemonUnavailable as gone:
         node.close()
@@ -74,15 +75,21 @@ def lay_over_slab(pool: Any) -> None:
 
 
 def pool_layout(pool: Any) -> Layout:
-    """Layout of SGLang's pool: K and V of each layer, token by token."""
+    """Layout of SGLang's pool: K and V of each layer, or its latents, token by token."""
     dtype = str(pool.store_dtype).removeprefix("torch.")
-    shapes = {"k": (pool.head_num, pool.head_dim), "v": (pool.head_num, pool.v_head_dim)}
     planes = [
         Plane(name, layer, GROUP, (pool.page_size, *shape), dtype)
         for layer in range(pool.layer_num)
-        for name, shape in shapes.items()
+        for name, shape in _shapes(pool).items()
     ]
     return Layout(pool.page_size, 1, (PlaneGroup(GROUP),), tuple(planes))
+
+
+def _shapes(pool: Any) -> dict[str, tuple[int, int]]:
+    """Shape of a token in each plane of a layer. SGLang's pool keeps plane ``k`` in ``k_buffer``."""
+    if type(pool).__name__ == LATENT_POOL:
+        return {"kv": (1, pool.kv_cache_dim)}
+    return {"k": (pool.head_num, pool.head_dim), "v": (pool.head_num, pool.v_head_dim)}
 
 
 def _rows(node: Node, layer: int, name: str) -> Any:

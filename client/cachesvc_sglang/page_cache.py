@@ -30,8 +30,10 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
+from cachesvc.model.layout import Layout
 from cachesvc_sglang.errors import EngineRefused
 from cachesvc_sglang.host_loads import HostLoads
+from cachesvc_sglang.metrics import CacheMetrics
 from cachesvc_sglang.prompts import PromptKeys, may_share
 
 ROOT = "root"
@@ -72,7 +74,8 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         self._vouching = Vouching(lambda: self.node.lease)
         self._check = self.node.page_check()
         self._keys: dict[str, PromptKeys] = {}
-        self._loads = HostLoads(self.node, self._book.without_host, pool.layer_num)
+        self._metrics = self._make_metrics(registration.layout) if params.enable_metrics else None
+        self._loads = HostLoads(self.node, self._book.without_host, pool.layer_num, self._metrics)
         pool.register_layer_transfer_counter(self._loads)
         self._void: object = None
         self._has_void_step = False
@@ -81,8 +84,6 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         self._rows: dict[str, Any] = {}
         self._in_flight = 0
         allocator.bind(self)
-        if params.enable_metrics:
-            self.init_metrics_collector()
 
     # -- matches -----------------------------------------------------------------------------------------------------
 
@@ -99,13 +100,10 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         wish = self._wish(request, params.key.token_ids, params.key.limit)
         self._loads.match(request.rid)
         pages = self._book.find(request.rid)
-        if pages is not None and self._loads.is_running(pages) and self._loads.look(pages):
-            return self._found(pages, pages.hit_blocks, pages.host_blocks)
-        pages = self._book.begin(request.rid, wish)
+        if pages is None or not self._loads.look(pages):
+            pages = self._book.begin(request.rid, wish)
         if pages.is_matching:  # its hit would come after SGLang was told of none, and be computed over
             return self._found(ROOT, 0, 0)
-        if self._loads.has_come(pages):
-            return self._found(pages, pages.loaded_blocks, 0)
         return self._found(pages, pages.hit_blocks, pages.host_blocks)
 
     def inc_lock_ref(self, node: Any) -> Any:
@@ -122,13 +120,14 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         if not isinstance(node, RequestPages):
             return torch.empty(0, dtype=torch.int64)
         blocks = node.loaded_blocks if self._loads.is_used(node) else node.hit_blocks
-        pages = torch.tensor(node.pages[:blocks], dtype=torch.int64).view(-1, 1)
-        slots = (pages * self.page_size + torch.arange(self.page_size)).reshape(-1)
-        return slots.to(self.token_to_kv_pool_allocator.device, non_blocking=True)
+        device = self.token_to_kv_pool_allocator.device
+        pages = torch.tensor(node.pages[:blocks], dtype=torch.int64).to(device, non_blocking=True).view(-1, 1)
+        return (pages * self.page_size + torch.arange(self.page_size, device=device)).reshape(-1)
 
     def init_load_back(self, params: Any) -> Any:
         """Load what the host has of a request that has its pages. None where others run: SGLang asks again, until all
-        has come. Where nothing runs, SGLang computes at once, and each layer waits for its part."""
+        has come. Where nothing runs, SGLang computes at once, and each layer waits for its part. None after a failure,
+        too: the request is matched again, and computes what did not come."""
         pages = params.best_match_node
         self._loads.begin(pages)
         if self._loads.look(pages):
@@ -136,7 +135,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
                 return None
             self._loads.use_early(pages)
         elif not self._loads.has_come(pages):
-            return 0, self._book.begin(pages.request_id, self._shorter(pages))
+            return None
         return pages.host_blocks * self.page_size, pages
 
     # -- pages -------------------------------------------------------------------------------------------------------
@@ -327,8 +326,15 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
             self._book.flush(is_last=True)
         if not self._book.is_adrift:
             self._check.step()
+        if self._metrics is not None:
+            is_shared = self._weights.is_shared and not (self._is_off or self._book.is_adrift)
+            self._metrics.end_step(sum(self._book.outbox.take_waits()), is_shared=is_shared)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _make_metrics(self, layout: Layout) -> CacheMetrics:
+        self.init_metrics_collector()
+        return CacheMetrics(self.metrics_collector, self.page_size, layout.page_bytes(0))
 
     def _found(self, node: Any, device_blocks: int, host_blocks: int) -> Any:
         return MatchResult(
@@ -353,11 +359,8 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
             return Wish((), 0, first)
         hashes = self._keys_of(request).extend(tokens)
         most = max(0, len(tokens) - 1) if most_tokens is None else min(most_tokens, len(tokens))
-        return Wish(hashes, min(most // self.page_size, len(hashes)), first)
-
-    def _shorter(self, pages: RequestPages) -> Wish:
-        keys = self._keys[pages.request_id]
-        return Wish(keys.hashes, pages.hit_blocks, pages.first_blocks)
+        blocks = min(most // self.page_size, len(hashes))
+        return Wish(hashes, blocks, first, follows_layers=self._book.is_empty)
 
     def _end_pass(self) -> None:
         """A pass of admissions is over: what it took is held, and the rest may be given back."""

@@ -24,9 +24,8 @@ def activate() -> None:
     from cachesvc_sglang.allocator import PageAllocator
 
     register_radix_cache_backend(NAME, make_cache)
-    HookRegistry.register(
-        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", create_buffers, HookType.AROUND
-    )
+    for method in ("MHATokenToKVPool._create_buffers_normal", "MLATokenToKVPool._create_buffers"):
+        HookRegistry.register(f"sglang.srt.mem_cache.memory_pool.{method}", create_buffers, HookType.AROUND)
     configurator = "sglang.srt.mem_cache.kv_cache_configurator"
     HookRegistry.register(f"{configurator}.PagedTokenToKVPoolAllocator", PageAllocator, HookType.REPLACE)
     HookRegistry.register(

@@ -32,6 +32,10 @@ OFF = (
 """Options that change what the cache's pages mean, or who owns them."""
 
 
+FULL_POOL, LATENT_POOL = "MHATokenToKVPool", "MLATokenToKVPool"
+"""SGLang's KV pools that are served: K and V of full attention, and latents."""
+
+
 def require_supported(arguments: Any, settings: EngineSettings) -> None:
     """Raises EngineRefused for a release, and for the first of its options, that cannot be served."""
     from sglang.version import __version__
@@ -69,13 +73,15 @@ def require_options(arguments: Any) -> None:
 
 
 def require_pool(pool: Any) -> None:
-    """Raises EngineRefused for a KV pool whose pages are not K and V, token by token."""
+    """Raises EngineRefused for a KV pool whose pages are neither K and V nor latents, token by token."""
     kind = type(pool).__name__
-    if kind != "MHATokenToKVPool" or pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
-        raise EngineRefused(
-            f"the KV pool is a {kind} of layout {pool.kv_cache_layout}: full attention over whole pages of K and V is "
-            "supported, unquantized or in fp8; leave out --radix-cache-backend cachesvc for this model"
-        )
+    layout = getattr(pool, "kv_cache_layout", "nhd")
+    if kind in (FULL_POOL, LATENT_POOL) and layout == "nhd" and not getattr(pool, "is_quantized_kv_cache", False):
+        return
+    raise EngineRefused(
+        f"the KV pool is a {kind} of layout {layout}: full attention over whole pages of K and V or of latents is "
+        "supported, unquantized or in fp8; leave out --radix-cache-backend cachesvc for this model"
+    )
 
 
 def require_cache(context: Any) -> None:
@@ -94,8 +100,8 @@ def require_cache(context: Any) -> None:
         )
     if not hasattr(pool, "cachesvc"):
         raise EngineRefused(
-            "this model's KV pool keeps latents, and K and V alone are supported: leave out --radix-cache-backend "
-            "cachesvc for this one"
+            f"this model's KV pool is a {type(pool).__name__}, and {FULL_POOL} and {LATENT_POOL} are supported: leave "
+            "out --radix-cache-backend cachesvc for this one"
         )
 
 

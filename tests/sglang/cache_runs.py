@@ -1,9 +1,9 @@
 """SGLang's cache on a daemon without an engine: what SGLang's scheduler asks of it, call by call.
 
-    python -m tests.sglang.cache_runs SOCKET
+    python -m tests.sglang.cache_runs SOCKET FAULTY_SOCKET
 
-Run by the Python that has SGLang, which need not have pytest. Prints what
-each run found, as JSON: an import takes ten seconds.
+FAULTY_SOCKET: of a daemon a part of whose copies fails. Run by the Python that has SGLang, which need not have pytest.
+Prints what each run found, as JSON: an import takes ten seconds.
 """
 
 from __future__ import annotations
@@ -163,16 +163,49 @@ def loaded_and_given_back(at: Scheduling) -> dict[str, Any]:
     return {"from_host": from_host, "in_place": found.device_prefix_len, "on_host": found.host_hit_length}
 
 
+def load_failed(at: Scheduling) -> dict[str, Any]:
+    """The load of a request fails before SGLang computes on it: it is asked for again, and computes what it lacks."""
+    for seed in range(100, 300):
+        first, waits = Request(f"first {seed}", seed, 12), Request(f"waits {seed}", seed, 12)
+        at.serve(first)
+        at.serve(Request(f"large {seed}", seed + 1000, PAGES - 1))
+        if not at.reserve(waits) or not waits.last_node.host_blocks:
+            at.abort(waits)
+            continue
+        params = SimpleNamespace(best_match_node=waits.last_node)
+        loads = at.cache._loads  # noqa: SLF001 - the load is to have ended before SGLang asks for it
+        loads.begin(waits.last_node)
+        while loads.look(waits.last_node, may_wait=True):
+            pass
+        if loads.has_come(waits.last_node):
+            at.abort(waits)
+            continue
+        said = at.cache.init_load_back(params)
+        at.cache.begin_iteration()
+        is_admitted = at.reserve(waits)
+        tokens = len(waits.origin_input_ids)
+        has_slots = bool(at.cache.take([waits], [tokens]))
+        found = {
+            "is_asked_for_again": said is None,
+            "is_admitted": is_admitted,
+            "from_host": waits.last_node.host_blocks,
+        }
+        at.cache.on_release(waits, checkpointed=True)
+        return {**found, "has_slots": has_slots}
+    return {}
+
+
 RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
     each.__name__: each for each in (aborted_before_its_match, admitted_beside_one_without_room, loaded_and_given_back)
 }
 
 
-def main(socket: str) -> None:
+def main(socket: str, faulty_socket: str) -> None:
     """Make all runs."""
     found = {}
-    for name, run in RUNS.items():
-        at = Scheduling(socket, name)
+    runs = [(socket, name, run) for name, run in RUNS.items()]
+    for at_socket, name, run in [*runs, (faulty_socket, load_failed.__name__, load_failed)]:
+        at = Scheduling(at_socket, name)
         try:
             found[name] = run(at)
         finally:
@@ -181,4 +214,4 @@ def main(socket: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -92,9 +92,16 @@ class SglangFleet:
     load_format: str = "dummy"
 
     def engine(
-        self, socket_path: str | None, blocks: int = 256, *, extra: Mapping[str, Any] | None = None, **wish: Any
+        self,
+        socket_path: str | None,
+        blocks: int = 256,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        variables: Mapping[str, str] | None = None,
+        **wish: Any,
     ) -> SglangEngine:
-        """An engine that starts. ``socket_path``: of its daemon, None: plain SGLang."""
+        """An engine that starts. ``socket_path``: of its daemon, None: plain SGLang. ``variables``: of its
+        environment."""
         return SglangEngine(
             self.forker,
             {
@@ -103,7 +110,11 @@ class SglangFleet:
                 "blocks": blocks,
                 "cachesvc": socket_path is not None,
                 "log": "",
-                "environment": {"CACHESVC_SOCKET": socket_path or "", "CACHESVC_SGLANG": json.dumps(extra or {})},
+                "environment": {
+                    "CACHESVC_SOCKET": socket_path or "",
+                    "CACHESVC_SGLANG": json.dumps(extra or {}),
+                    **(variables or {}),
+                },
                 **wish,
             },
         )

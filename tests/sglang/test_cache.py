@@ -18,10 +18,10 @@ Found = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    """Findings of each run of ``cache_runs``. At its end the daemon holds nothing for it."""
+    """Findings of each run of ``cache_runs``. At its end the daemons hold nothing for it."""
     paths = os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen"))
-    with running_node() as node:
-        command = [os.environ[PYTHON_VARIABLE], "-m", "tests.sglang.cache_runs", node.socket]
+    with running_node() as node, running_node(["--fault-copies", "0.3"]) as faulty:
+        command = [os.environ[PYTHON_VARIABLE], "-m", "tests.sglang.cache_runs", node.socket, faulty.socket]
         environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
         ran = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         said: Found = json.loads(ran.stdout.splitlines()[-1])
@@ -38,3 +38,8 @@ def test_a_request_that_a_pass_has_admitted_keeps_its_pages(found: Found) -> Non
 
 def test_what_came_from_the_host_and_was_given_back_is_loaded_again(found: Found) -> None:
     assert found["loaded_and_given_back"] == {"from_host": 12, "in_place": 0, "on_host": 12 * 16}
+
+
+def test_a_request_whose_load_failed_is_asked_for_again_and_computes_what_it_lacks(found: Found) -> None:
+    failed = found["load_failed"]
+    assert failed == {"is_asked_for_again": True, "is_admitted": True, "from_host": 0, "has_slots": True}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, multiprocess
 
 from tests.e2e.rig import running_node
 from tests.sglang.rig import SglangFleet
@@ -26,12 +28,19 @@ EVICTED = [random_prompt(200 + each, 12.5) for each in range(6)]
 
 
 @pytest.fixture(scope="module")
-def small(fleet: SglangFleet) -> Iterator[list[Engine]]:
+def values(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the values of an engine's metrics."""
+    return tmp_path_factory.mktemp("values")
+
+
+@pytest.fixture(scope="module")
+def small(fleet: SglangFleet, values: Path) -> Iterator[list[Engine]]:
     """Two engines on one small pool: one that overlaps scheduling and computing, and one that does not."""
+    folder = {"PROMETHEUS_MULTIPROC_DIR": str(values)}
     with (
         running_node(SLOW_LOADS) as node,
         engines(
-            fleet.engine(node.socket, SMALL_BLOCKS, options=HASTY),
+            fleet.engine(node.socket, SMALL_BLOCKS, options={**HASTY, "enable_metrics": True}, variables=folder),
             fleet.engine(node.socket, SMALL_BLOCKS, options={**HASTY, "disable_overlap_schedule": True}),
         ) as running,
     ):
@@ -46,6 +55,33 @@ def test_a_prefix_that_was_evicted_comes_from_the_host(small: list[Engine], plai
         answers = [engine.ask(prompt)[0] for prompt in EVICTED]
         assert [answer.said for answer in answers] == expected
         assert [answer.cached for answer in answers] == [12 * BLOCK_TOKENS] * len(EVICTED)
+
+
+def test_metrics_have_hits_by_tier_and_loads(small: list[Engine], plain: Engine, values: Path) -> None:
+    expected = [plain.ask(prompt)[0].said for prompt in EVICTED]
+    before = read_metrics(values)
+    assert [small[0].ask(prompt)[0].said for prompt in EVICTED] == expected
+    more = read_metrics(values) - before
+    tokens = 12 * BLOCK_TOKENS * len(EVICTED)
+    assert more["sglang:cached_tokens_total", "device"] + more["sglang:cached_tokens_total", "host"] == tokens
+    assert more["sglang:load_back_tokens_total", "kv"] == more["sglang:cached_tokens_total", "host"] > 0
+    assert more["sglang:cachesvc_loads_total", "came"] == more["sglang:load_back_duration_seconds_count", ""] > 0
+    assert more["sglang:load_back_bytes_total", ""] > 0
+    assert not more["sglang:cachesvc_loads_total", "failed"]
+    assert read_metrics(values)["sglang:cachesvc_shares", ""] == 1
+
+
+def read_metrics(folder: Path) -> Counter[tuple[str, str]]:
+    """Samples by name, and by the label that is theirs alone."""
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]
+    own = ("cache_source", "pool", "outcome")
+    found: Counter[tuple[str, str]] = Counter()
+    for sample in (sample for metric in registry.collect() for sample in metric.samples):
+        if sample.name.startswith(("sglang:cache", "sglang:load_back")):
+            label = next((sample.labels[name] for name in own if name in sample.labels), "")
+            found[sample.name, label] += int(sample.value)
+    return found
 
 
 def test_prefixes_of_several_requests_come_from_the_host(small: list[Engine], plain: Engine) -> None:

@@ -75,6 +75,44 @@ def at_once(one: Engine, other: Engine) -> int:
     return waited
 
 
+def sent_twice(one: Engine, other: Engine) -> int:
+    """A router passes on the same request twice, and to the prefiller too: all of them hit."""
+    asked = prompts(7, 5)
+    told = [prefill(one, prompt) for prompt in asked]
+    names = [
+        (engine, engine.add(prompt, NEW, handover=each))
+        for engine in (other, other, one)
+        for prompt, each in zip(asked, told, strict=True)
+    ]
+    finish(one, other)
+    for (engine, name), prompt in zip(names, 3 * asked, strict=True):
+        assert engine.hits[name] == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, (name, prompt)
+    return len(names)
+
+
+def never_computed(one: Engine, other: Engine) -> int:
+    """A router says that a node has what it never had, to another one and to that node itself: none is waited for."""
+    where = prefill(one, prompts(8, 1)[0])
+    words = {"do_remote_prefill": True, **{key: where[key] for key in ("remote_host", "remote_port")}}
+    names = [(engine, engine.add(prompt, NEW, handover=words)) for engine in (other, one) for prompt in prompts(9, 5)]
+    finish(one, other)
+    assert [len(engine.answers[name]) for engine, name in names] == [NEW] * len(names)
+    return len(names)
+
+
+def prefiller_restarts(one: Engine, other: Engine) -> int:
+    """The prefiller's daemon lives again before the router has passed on anything: it has nothing, and says so."""
+    asked = prompts(10, 10)
+    told = [prefill(one, prompt) for prompt in asked]
+    for fault in ("@kill", "@start"):
+        print(fault, flush=True)
+        sys.stdin.readline()
+    names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
+    finish(one, other)
+    assert [len(other.answers[name]) for name in names] == [NEW] * len(names)
+    return len(names)
+
+
 def prefiller_dies(one: Engine, other: Engine) -> int:
     """Every request ends, and rightly, with its prefiller's daemon killed before the router has passed on anything."""
     asked = prompts(4, 10)
@@ -97,6 +135,14 @@ def bad_words(one: Engine, other: Engine) -> int:
         {"do_remote_prefill": True, "remote_host": "a b", "remote_port": 1},
         {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1 << 40},
         {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 7100, "remote_num_tokens": "many"},
+        {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": 10**19},
+        {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": -(10**18)},
+        {"do_remote_prefill": {"yes": [1]}, "remote_host": ["127.0.0.1"], "remote_port": {}},
+        {"do_remote_prefill": True, "remote_host": "127.0.0.1\n", "remote_port": "1\x00"},
+        {"do_remote_prefill": True, "remote_host": "fe80::1%\ud800", "remote_port": 1},
+        {"do_remote_prefill": True, "remote_host": "fe80::1%\x1b[2J", "remote_port": 1},
+        {"remote_prefiller": {"remote_host": "h" * 100_000, "remote_port": 10**19}},
+        {"remote_prefiller": {"remote_host": "nowhere.invalid", "remote_port": 7100, "kv_request_id": ["x"] * 1000}},
         {"remote_prefiller": ["10.0.0.1"]},
         {"remote_kv_source": {"remote_host": "::1", "remote_port": 1}},
         {"do_remote_decode": True, "do_remote_prefill": True},
@@ -110,6 +156,9 @@ def bad_words(one: Engine, other: Engine) -> int:
 RUNS: dict[str, Callable[[Engine, Engine], int]] = {
     "one-after-another": one_after_another,
     "at-once": at_once,
+    "sent-twice": sent_twice,
+    "never-computed": never_computed,
+    "prefiller-restarts": prefiller_restarts,
     "prefiller-dies": prefiller_dies,
     "bad-words": bad_words,
 }

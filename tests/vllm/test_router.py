@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.rig import Node, running_node, short_folder
-from tests.e2e.storage.relay import BORROWED_AT, LENDER, running_relay
+from tests.e2e.storage.network import PORT, Network
 from tests.routers.rig import PACKAGES_VARIABLE, free_ports, running_router
 from tests.vllm.long_cases import long
 from tests.vllm.rig import BLOCK_TOKENS, Answer, Engine, Fleet, Prompt, engines, random_prompt
@@ -23,14 +23,14 @@ from tests.vllm.rig import BLOCK_TOKENS, Answer, Engine, Fleet, Prompt, engines,
 pytestmark = pytest.mark.skipif(PACKAGES_VARIABLE not in os.environ, reason="make vllm-test installs the routers")
 REQUESTS = 200 if "CACHESVC_LONG" in os.environ else 8
 WAIT_S = 120.0
+LENDS = ("--peer-data-port", "0", "--write-policy", "write_through")
+LOSS = 0.01
 
 
 class Front:
-    """The HTTP server of an engine: completions of token ids, with a router's words in and out. ``seen_at``: address at
-    which the prefilling node is seen from here, where that is another one than its own."""
+    """The HTTP server of an engine: completions of token ids, with a router's words in and out."""
 
-    def __init__(self, engine: Engine, seen_at: str) -> None:
-        self._seen_at = seen_at
+    def __init__(self, engine: Engine) -> None:
         self.answers: list[Answer] = []
         self.asked: list[Any] = []
         self._engine = engine
@@ -62,8 +62,6 @@ class Front:
     def complete(self, body: Any) -> dict[str, Any]:
         """Answer a completion."""
         words = body.get("kv_transfer_params")
-        if self._seen_at and words.get("do_remote_prefill"):
-            words = {**words, "remote_host": self._seen_at}
         sampling = {} if words is None else {"extra_args": {"kv_transfer_params": words}}
         with self._lock:
             [answer] = self._engine.ask(Prompt(tuple(body["prompt"]), body["max_tokens"], sampling=sampling))
@@ -78,11 +76,11 @@ class Front:
 
 
 @contextmanager
-def fronts(served: Sequence[Engine], seen_at: str) -> Iterator[list[Front]]:
+def fronts(served: Sequence[Engine]) -> Iterator[list[Front]]:
     with ExitStack() as stack:
         made = []
         for engine in served:
-            front = Front(engine, seen_at)
+            front = Front(engine)
             threading.Thread(target=front.server.serve_forever, daemon=True).start()
             stack.callback(front.server.shutdown)
             made.append(front)
@@ -108,26 +106,35 @@ def complete(url: str, prompt: Prompt) -> tuple[int, ...]:
 
 
 @contextmanager
-def two_nodes(delay_ms: int) -> Iterator[tuple[Node, Node]]:
-    """A prefilling and a decoding node; each byte between them comes ``delay_ms`` later."""
-    port, data_port = free_ports(2)
-    lends = ["--peer-listen", f"{LENDER}:{port}", "--peer-data-port", str(data_port), "--write-policy", "write_through"]
-    with ExitStack() as stack:
-        if delay_ms:
-            stack.enter_context(running_relay(delay_ms / 1000)).open(port, data_port)
-        prefiller = stack.enter_context(running_node(lends))
-        yield prefiller, stack.enter_context(running_node(["--peer-allow", "127.0.0.0/8"]))
+def near_nodes() -> Iterator[tuple[Node, Node]]:
+    """A prefilling and a decoding node on loopback."""
+    lends, borrows = [*LENDS, "--peer-listen", "127.0.0.1:0"], ["--peer-allow", "127.0.0.0/8"]
+    with running_node(lends) as prefiller, running_node(borrows) as decoder:
+        yield prefiller, decoder
 
 
-@pytest.mark.parametrize("delay_ms", [0, long(1), long(20)])
+@contextmanager
+def far_nodes(delay_ms: int) -> Iterator[tuple[Node, Node]]:
+    """The same, each in a network namespace: packets come ``delay_ms`` later, and one of a hundred never does."""
+    with short_folder() as folder, Network(folder) as network:
+        lends = [*LENDS, "--peer-listen", f"{network.address(0)}:{PORT}", *network.trust(0)]
+        borrows = ["--peer-allow", f"{network.address(0)}/32", *network.trust(1)]
+        far = network.delay(delay_ms / 1000, LOSS)
+        with network.daemon(0, lends) as prefiller, network.daemon(1, borrows) as decoder:
+            yield prefiller, decoder
+        assert far.lost, "packets of this test were lost"
+
+
+@pytest.mark.parametrize("delay_ms", [long(0), long(1), 20])
 def test_what_the_router_has_prefilled_is_decoded_elsewhere_with_equal_tokens(
     fleet: Fleet, plain: Engine, delay_ms: int
 ) -> None:
     prompts = [random_prompt(seed, 2 + 5.3 * (seed % 4)) for seed in range(REQUESTS)]
     expected = [answer.tokens[0] for answer in plain.ask(*prompts)]
     extra = {"remote_patience_ms": 60_000}
-    with two_nodes(delay_ms) as nodes, engines(*(fleet.engine(node.socket, extra=extra) for node in nodes)) as both:
-        with fronts(both, BORROWED_AT if delay_ms else "") as (prefill, decode), router(prefill, decode) as url:
+    apart = far_nodes(delay_ms) if delay_ms else near_nodes()
+    with apart as nodes, engines(*(fleet.engine(node.socket, extra=extra) for node in nodes)) as both:
+        with fronts(both) as (prefill, decode), router(prefill, decode) as url:
             assert [complete(url, prompt) for prompt in prompts] == expected
         assert [words["do_remote_decode"] for words in prefill.asked] == [True] * REQUESTS
         assert [len(answer.tokens[0]) for answer in prefill.answers] == [1] * REQUESTS

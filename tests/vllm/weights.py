@@ -16,7 +16,8 @@ SCALE = 0.05
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """A Llama's weights beside its ``config.json``, or those of a Gemma 3, which has more norms."""
+    """A Llama's weights beside its ``config.json``, those of a Gemma 3, which has more norms, or of a DeepSeek-V2
+    without experts."""
     hidden, between, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocabulary, hidden),
@@ -33,6 +34,8 @@ def write_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> None
             f"{stem}.input_layernorm.weight": (hidden,),
             f"{stem}.post_attention_layernorm.weight": (hidden,),
         }
+        if "kv_lora_rank" in config:
+            shapes[f"{stem}.self_attn.kv_a_layernorm.weight"] = (config["kv_lora_rank"],)
         if config["model_type"] == "gemma3_text":
             shapes |= {
                 f"{stem}.pre_feedforward_layernorm.weight": (hidden,),
@@ -65,10 +68,24 @@ def write_adapter(folder: Path, config: Mapping[str, Any], seed: int, rank: int 
 
 
 def projection_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    if "kv_lora_rank" in config:
+        return _latent_shapes(config)
     hidden, width = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
     shapes = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden)}
     return {f"self_attn.{name}": shape for name, shape in {**shapes, "o_proj": (hidden, heads)}.items()}
+
+
+def _latent_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    plain, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    shapes = {
+        "q_proj": (heads * (plain + rotated), hidden),
+        "kv_a_proj_with_mqa": (rank + rotated, hidden),
+        "kv_b_proj": (heads * (plain + value), rank),
+        "o_proj": (hidden, heads * value),
+    }
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _write(path: Path, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:

@@ -43,8 +43,9 @@ POLL_SECONDS = 2.0
 PAUSE_SECONDS = 0.1
 """Pause after a question without use, seconds."""
 FAILED_PAUSE_SECONDS = 0.3
-"""Pause after a question without an answer, seconds: longer than a peer is left alone after one failure, which may have
-been another request's. So a peer that answers again is asked before it is done without."""
+"""Pause after a question without an answer or a fetch that brought nothing, seconds: longer than a peer is left alone
+after one failure, which may have been another request's. A peer that answers again is asked before it is done without.
+"""
 CALL_SECONDS = 10.0
 """Time that a call waits for what is coming, seconds. It says then what still is."""
 LOOK_SECONDS = 1.0
@@ -190,6 +191,8 @@ def _ask(core: Core, model: Model, known: Expectation) -> None:
         return
     if core.lenders.is_here(known.peer):
         known.retry_at = now + PAUSE_SECONDS
+        if known.is_computed and key_at(known.keys, first) not in model.blocks.computing:  # evicted, or never sealed
+            _end(core, model, known, ExpectationEnd.ABSENT)
         return
     keys = known.keys[first * KEY_BYTES : (first + ASKED_BLOCKS) * KEY_BYTES]
     known.asked_at = now
@@ -277,7 +280,7 @@ def _came(core: Core, model: Model, known: Expectation) -> None:
     if hit is not None and hit.blocks <= before:  # nothing of it came, or a window ends the hit
         known.failures += 1
         known.lent, known.asked_at = (0, 0), None  # what lies behind a gap is of no use
-        known.retry_at = core.ledger.moment.seconds + PAUSE_SECONDS
+        known.retry_at = core.ledger.moment.seconds + FAILED_PAUSE_SECONDS
         if known.failures >= MOST_FAILURES:
             _end(core, model, known, ExpectationEnd.INCOMPLETE)
         return

@@ -1,4 +1,7 @@
-"""Lend: another node wants to read host blocks. What lies on a device alone is saved first, for a bounded while."""
+"""Lend: another node wants to read host blocks. What lies on a device alone is saved first, for a bounded while.
+
+A borrower that follows a prefill asks again for the rest: it gets at once what is on the host, while the rest is saved.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ MOST_WAITS = 2
 
 @dataclass(slots=True)
 class Lending:
-    """Progress of one call; handed to each of its runs."""
+    """Progress of one call; handed to each of its runs. ``asks_again``: its caller wants what is there now,
+    and asks for the rest later."""
 
+    asks_again: bool = False
     waits: int = 0
     has_begun: bool = False
 
@@ -38,11 +43,13 @@ def lend(core: Core, model: Model, keys: bytes, lending: Lending) -> LentBlocks 
     rows = _known(core, model, keys)
     if not rows:
         return None
-    if lending.waits < MOST_WAITS and (wait := _save(core, model, rows, lending)) is not None:
-        return wait
+    wait = _save(core, model, rows, lending) if lending.waits < MOST_WAITS else None
     host = model.blocks.host
     lacking = np.flatnonzero(host.states_of(host.lead, rows) != READY)
-    rows = rows[: int(lacking[0])] if len(lacking) else rows
+    ready = rows[: int(lacking[0])] if len(lacking) else rows
+    if wait is not None and not (ready and lending.asks_again):
+        return wait
+    rows = ready
     if not rows:
         return None
     pages = [_pages(model, group, rows) for group in range(len(host.pools))]

@@ -15,6 +15,8 @@ waits, stand behind seconds of others' long ones, and behind backups without a w
    without a limit.
 4. A pause: an engine has reported that its decode suffers. Background stores get nothing until it is over, overdue or
   not; the caller keeps it short. Expedited jobs go on.
+5. The node's budget (``host_budget.py``): while another device has awaited jobs, background jobs of both directions
+   keep to this device's part of it. Without a budget, and without such jobs, they are not held back.
 
 Pure: no thread and no clock. ``now`` comes in, and the owner holds a lock around every call.
 """
@@ -24,6 +26,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from cachesvc.memory.copy.host_budget import BACKGROUND_PARTS, LOOK_S, Neighbours, no_neighbours
 from cachesvc.memory.copy.job_queue import Queued, Rivals
 from cachesvc.memory.copy.slices import cut
 from cachesvc.memory.interface import CopyJob, Slice
@@ -102,9 +105,9 @@ class _Lane:
 
 
 class Arbiter:
-    """The queued jobs of one device. ``device`` is for messages."""
+    """The queued jobs of one device. ``device`` is for messages. ``neighbours``: the node's other devices."""
 
-    def __init__(self, device: str, rules: CopyRules) -> None:
+    def __init__(self, device: str, rules: CopyRules, neighbours: Neighbours | None = None) -> None:
         assert rules.slice_bytes > 0
         self._device = device
         self._rules = rules
@@ -112,16 +115,23 @@ class Arbiter:
         rates = {Direction.LOAD: rules.load_bytes_per_second, Direction.STORE: rules.store_bytes_per_second}
         self._lanes = {direction: _Lane(_Bucket(rate, burst, burst)) for direction, rate in rates.items()}
         self._numbers = itertools.count()
+        self._neighbours = neighbours or no_neighbours()
+        self._budgeted_until = 0.0  # the last background slice has used up this device's part until then
 
     def push(self, direction: Direction, job: CopyJob, now: float) -> None:
         """Queue a job. Raises LimitExceeded."""
         waiting = sum(lane.jobs for lane in self._lanes.values())
         if waiting >= self._rules.queued_jobs:
             raise LimitExceeded(f"copy jobs waiting on {self._device}", waiting + 1, self._rules.queued_jobs)
-        lane = self._lanes[direction]
-        size_bytes, rest = cut(job, self._rules.slice_bytes)
-        if job.urgency is Urgency.BACKGROUND and not lane.rivals[Urgency.BACKGROUND]:
-            lane.background_since = now
+        lane, slice_bytes = self._lanes[direction], self._rules.slice_bytes
+        if job.urgency is Urgency.BACKGROUND:
+            if not lane.rivals[Urgency.BACKGROUND]:
+                lane.background_since = now
+            if self._neighbours.has_budget:
+                slice_bytes = max(1, slice_bytes // BACKGROUND_PARTS)
+        elif not self._has_awaited:  # later only slices that start renew it: a device that hangs starts none
+            self._neighbours.begin_awaited(now)
+        size_bytes, rest = cut(job, slice_bytes)
         queued = Queued(job, job.urgency, size_bytes, size_bytes, rest, number=next(self._numbers))
         lane.rivals[job.urgency].add(queued)
 
@@ -145,6 +155,9 @@ class Arbiter:
         self._account(lane, queued, piece)
         if queued.urgency is Urgency.BACKGROUND:
             lane.background_since = now
+            self._budgeted_until = now + self._neighbours.seconds_of(piece.size_bytes, now)
+        else:
+            self._neighbours.begin_awaited(now)
         lane.on_way.append((piece, queued.urgency))
         queued.head = None
         if piece.is_last:
@@ -164,12 +177,14 @@ class Arbiter:
             lane.bucket.fill(now)
             return now + (0.0 if queued.head is None else lane.bucket.wait_s(queued.head.size_bytes))
         overdue_at = lane.background_since + self._rules.background_delay_s
-        return max(lane.paused_until, overdue_at if self._yields(direction) else now)
+        held_until = min(self._budgeted_until, now + LOOK_S) if self._is_held(now) else now
+        return max(lane.paused_until, overdue_at if self._yields(direction) else now, held_until)
 
     def landed(self, direction: Direction, piece: Slice) -> bool:
         """A slice is no longer on its way. True when the other direction may have waited for just that."""
         lane = self._lanes[direction]
         lane.on_way = [(other, urgency) for other, urgency in lane.on_way if other is not piece]
+        self._tell_end()
         return direction is Direction.LOAD and bool(self._lanes[Direction.STORE].jobs) and not lane.has_awaited
 
     def fail(self, job: CopyJob) -> None:
@@ -178,6 +193,7 @@ class Arbiter:
             for queued in lane.queued:
                 if queued.job is job:
                     lane.rivals[queued.urgency].remove(queued)
+        self._tell_end()
 
     def drain(self, direction: Direction) -> list[CopyJob]:
         """Take out all jobs of which something is left, in the order in which they came."""
@@ -185,6 +201,7 @@ class Arbiter:
         left = sorted(lane.queued, key=lambda queued: queued.number)
         for queued in left:
             lane.rivals[queued.urgency].remove(queued)
+        self._tell_end()
         return [queued.job for queued in left]
 
     def queued(self, direction: Direction) -> int:
@@ -217,7 +234,7 @@ class Arbiter:
         may_background = bool(lane.rivals[Urgency.BACKGROUND])
         if may_background:
             is_overdue = now >= lane.background_since + self._rules.background_delay_s
-            if now < lane.paused_until:
+            if now < lane.paused_until or self._is_held(now):
                 may_background = False
             elif is_overdue:
                 may_awaited = False
@@ -226,6 +243,19 @@ class Arbiter:
         if may_awaited:
             return self._share(lane, Urgency.AWAITED)
         return self._share(lane, Urgency.BACKGROUND) if may_background else None
+
+    @property
+    def _has_awaited(self) -> bool:
+        return any(lane.has_awaited for lane in self._lanes.values())
+
+    def _tell_end(self) -> None:
+        """Let the other devices go on once no awaited job is left here."""
+        if not self._has_awaited:
+            self._neighbours.end_awaited()
+
+    def _is_held(self, now: float) -> bool:
+        """True where background jobs wait for another device's awaited ones, as of the node's budget."""
+        return now < self._budgeted_until and self._neighbours.have_awaited(now)
 
     def _yields(self, direction: Direction) -> bool:
         """True where background jobs wait for the other direction."""

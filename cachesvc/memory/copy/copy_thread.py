@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from cachesvc.memory.copy.arbiter import Arbiter, CopyRules
+from cachesvc.memory.copy.host_budget import Neighbours
 from cachesvc.memory.copy.job_end import WriteWord, end_job
 from cachesvc.memory.copy.job_queue import Queued
 from cachesvc.memory.copy.watchdog import CopyTask, CopyWatch
@@ -308,7 +309,7 @@ class CopyThread:
 class CopyThreads:
     """The streams of one device: two of its link to the host, under one arbiter; and one for what comes from other
     devices, by links of their own, with an arbiter to itself. ``runners``: one for each direction; ``peers``: of those
-    copies, where there can be any."""
+    copies, where there can be any. ``neighbours``: devices that share the host's memory."""
 
     def __init__(
         self,
@@ -319,8 +320,9 @@ class CopyThreads:
         clock: Clock = time.monotonic,
         *,
         peers: SliceRunner | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
-        self._arbiter = Arbiter(device, rules)
+        self._arbiter = Arbiter(device, rules, neighbours)
         self._lock = threading.RLock()
         changes = {direction: threading.Condition(self._lock) for direction in runners}
         self._wake_all = partial(_wake, tuple(changes.values()))  # no way back from the streams to here

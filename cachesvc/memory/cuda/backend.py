@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from cachesvc.memory.copy.arbiter import CopyRules
 from cachesvc.memory.copy.copy_thread import Clock, CopyThread, CopyThreads
+from cachesvc.memory.copy.host_budget import Neighbours
 from cachesvc.memory.copy.peer_check import refused_of
 from cachesvc.memory.cuda.health import GpuHealth
 from cachesvc.memory.cuda.interface import GpuDevice, GpuMemory, GpuQueue
@@ -50,7 +51,8 @@ class Device:
 
 
 class CudaBackend:
-    """``gpus`` are not started yet; slabs take up to ``device_bytes`` of each. ``vmm``: slabs travel as descriptors."""
+    """``gpus`` are not started yet; slabs take up to ``device_bytes`` of each. ``vmm``: slabs travel as descriptors.
+    ``neighbours``: views of the node's other GPUs, by GPU."""
 
     name = "cuda"
 
@@ -63,8 +65,10 @@ class CudaBackend:
         timeline_words: int = TIMELINE_WORDS,
         rules: CopyRules | None = None,
         clock: Clock = time.monotonic,
+        neighbours: Mapping[str, Neighbours] | None = None,
     ) -> None:
         self._clock = clock
+        self._neighbours = neighbours or {}
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._device_bytes = device_bytes
         self._vmm = vmm
@@ -345,7 +349,8 @@ class CudaBackend:
 
             runners, peers = {way: runner() for way in Direction}, runner()
             undo.pop_all()
-        copying = CopyThreads(uuid, self._rules, runners, timeline.write, self._clock, peers=peers)
+        near = self._neighbours.get(uuid)
+        copying = CopyThreads(uuid, self._rules, runners, timeline.write, self._clock, peers=peers, neighbours=near)
         return Device(gpu, timeline, queues, copying, health)
 
     def _open_peers(self) -> None:

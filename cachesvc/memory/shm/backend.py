@@ -10,12 +10,13 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from cachesvc.memory.copy.arbiter import CopyRules
 from cachesvc.memory.copy.copy_thread import CopyThread, CopyThreads
 from cachesvc.memory.copy.fault_injection import FaultyRunner
+from cachesvc.memory.copy.host_budget import Neighbours
 from cachesvc.memory.copy.job_end import WriteWord
 from cachesvc.memory.copy.memcpy import check_bounds, run_copies
 from cachesvc.memory.holds import Holds
@@ -75,6 +76,7 @@ class ShmBackend:
     """``devices`` pretended devices ``shm-0``, ``shm-1``, ... of ``device_bytes`` each.
 
     ``fault_copies``: the share of copy slices that are made to fail. ``names``: of the devices, where they are others.
+    ``neighbours``: views of the node's other devices, by device.
     """
 
     name = "shm"
@@ -88,12 +90,14 @@ class ShmBackend:
         rules: CopyRules | None = None,
         fault_copies: float = 0.0,
         names: Sequence[str] = (),
+        neighbours: Mapping[str, Neighbours] | None = None,
     ) -> None:
         self._fault_copies = fault_copies
         self._devices = tuple(names) or tuple(f"shm-{i}" for i in range(devices))
         self._device_bytes = device_bytes
         self._timeline_words = timeline_words
         self._rules = rules or CopyRules()
+        self._neighbours = neighbours or {}
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._used = dict.fromkeys(self._devices, 0)
@@ -121,7 +125,9 @@ class ShmBackend:
             timeline = self._timelines[device] = HostTimeline(self._timeline_words)
             runners = {direction: self._runner(timeline) for direction in Direction}
             peers = self._runner(timeline)
-            self._copying[device] = CopyThreads(device, self._rules, runners, timeline.write, peers=peers)
+            self._copying[device] = CopyThreads(
+                device, self._rules, runners, timeline.write, peers=peers, neighbours=self._neighbours.get(device)
+            )
             self._copying[device].start()
 
     def create_slab(self, device: str, size_bytes: int) -> ShmSlab:

@@ -38,9 +38,12 @@ def parse_address(what: str, text: str, *, least_port: int = 0) -> Address:
         raise InvalidRequest(f"{what}: {text!r} is not HOST:PORT with a port from {least_port} to {MOST_PORT}")
     if host.startswith("[") and host.endswith("]"):
         try:
-            return Address(str(ipaddress.IPv6Address(host[1:-1])), int(port))
+            address = ipaddress.IPv6Address(host[1:-1])
         except ValueError:
             raise InvalidRequest(f"{what}: {text!r} has no IPv6 address between its brackets") from None
+        if address.scope_id is not None and _NAME.fullmatch(address.scope_id) is None:
+            raise InvalidRequest(f"{what}: {text!r} has no name of a network interface behind its %")
+        return Address(str(address), int(port))
     if ":" in host:
         raise InvalidRequest(f"{what}: {text!r} is ambiguous: write an IPv6 address in brackets, such as [::1]:9464")
     if _NAME.fullmatch(host) is None:

@@ -68,7 +68,7 @@ class LendingDesk:
         model, shapes = found
         wanted = self._wanted(shapes, parts)
         model.require_trusted()
-        lending = Lending()
+        lending = Lending(asks_again=patience > 0)
 
         def run() -> LentBlocks | Wait | None:
             return self._node.run_of(model.id, lend, self._node.core, model, keys, lending)

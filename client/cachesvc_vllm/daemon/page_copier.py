@@ -10,7 +10,7 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout
 
 ITEM_BYTES = 8
-"""Size of the items that planes are copied in, where all planes begin and end with one: an eighth of the work."""
+"""Bytes of an item that planes are copied in, where all planes begin and end with one: an eighth of the work."""
 
 
 class PageCopier:

@@ -9,9 +9,10 @@ from cachesvc_client import CacheClientError, Lease, PoolExhausted, StepStream
 
 from cachesvc.model.answers import Allocated
 from cachesvc_vllm.pages.group_tables import NO_POSITIONS, EngineGroups, Positions
+from cachesvc_vllm.pages.lengths import Growth
 from cachesvc_vllm.pages.matches import refused
 from cachesvc_vllm.pages.reports import Pack, put_reports
-from cachesvc_vllm.pages.request_pages import Growth, RequestPages
+from cachesvc_vllm.pages.request_pages import RequestPages
 from cachesvc_vllm.pages.untold import Part
 from cachesvc_vllm.steps.outbox import Answer, Outbox, Waits, never
 from cachesvc_vllm.steps.stock_demand import StockDemand, most_in_stock
@@ -211,9 +212,10 @@ class Grants:
         try:
             batch = self.stream.batch()
             batch.no_wait = no_wait
-            for _, grown, (wanted, positions) in wanting:
+            for each, grown, (wanted, positions) in wanting:
                 assert grown.sequence is not None
-                batch.allocate(grown.sequence, wanted, short_suffix=True, positions=positions)
+                is_whole = not (each.wish and each.wish.follows_layers)
+                batch.allocate(grown.sequence, wanted, short_suffix=is_whole, positions=positions)
             self.outbox.send(batch, partial(self._take_allocations, [each for each, _, _ in wanting], self._clock()))
         except CacheClientError as error:
             refused("allocate", request.request_id, error)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Growth(NamedTuple):
+    """Length of a request's tables, and by state group the new blocks that get a page."""
+
+    blocks: int
+    positions: dict[int, list[int]]
 
 
 def computed_blocks(

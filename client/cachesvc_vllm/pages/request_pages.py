@@ -22,6 +22,7 @@ from cachesvc_client.layouts.parts import Parts
 
 from cachesvc.model.words import NO_PAGE
 from cachesvc_vllm.pages.group_tables import EngineGroups, GroupTable, Positions
+from cachesvc_vllm.pages.lengths import Growth
 
 MATCH_HOLDS_S = 0.05
 """A request that waits for room is matched again after so long: others may have computed more of it by then."""
@@ -35,7 +36,8 @@ class Wish:
     """Match of a request: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as vLLM takes first,
     hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``). ``expected``: what another node
     computes of it. ``retention``: the client's hint on its blocks. ``whole_blocks``: length of a request that ends with
-    a block, of which a hit may have all; 0: the last block is computed in any case."""
+    a block, of which a hit may have all; 0: the last block is computed anyway. ``follows_layers``: each layer of the
+    engine waits for its part of a load."""
 
     hashes: Sequence[bytes]
     most_blocks: int
@@ -44,6 +46,7 @@ class Wish:
     expected: Expected | None = None
     retention: Retention = Retention.DEFAULT
     whole_blocks: int = 0
+    follows_layers: bool = False
 
     @property
     def may_be_whole(self) -> bool:
@@ -53,13 +56,6 @@ class Wish:
 
 LONE = Parts((0,))
 """The leading group of a layout that has no other."""
-
-
-class Growth(NamedTuple):
-    """Length of a request's tables, and by state group the new blocks that get a page."""
-
-    blocks: int
-    positions: dict[int, list[int]]
 
 
 class PageCopy(NamedTuple):
@@ -79,14 +75,13 @@ class RequestPages:
     to be loaded. vLLM has taken the first ``taken`` pages; of all groups' it has not freed ``held``. ``wanted``: up to
     where blocks are computed and to be sealed; vLLM has said of the first ``full_blocks`` that they are full, or will
     be once what is scheduled is computed. ``first_blocks``: as many as vLLM takes first, if it has room.
-    ``is_whole_load``: vLLM has the hit in place as a part of what is loaded.
-    ``is_shortened``: the last block of its hit was left out already. ``is_loading``: its loads were handed to workers.
-    ``is_foreign``: another connector loads a part of it, which the daemon cannot vouch for: it is not shared.
-    ``is_matching``: its match has no answer yet; ``is_forgotten``: and the request ended meanwhile. ``was_refused``:
-    the pool had no pages for it. ``is_admitted``: the engine takes its pages once others of its pass have theirs.
-    ``wish``: that it was matched by, in the iteration ``step``; None: by none. ``tail``: of a whole hit, what has
-    the page that is its last block's here; ``copy``: where that page's content comes from, until a step has it.
-    """
+    ``is_whole_load``: vLLM has the hit in place as a part of what is loaded. ``is_shortened``: the last block of its
+    hit was left out already. ``is_loading``: its loads were handed to workers. ``is_foreign``: another connector loads
+    a part of it, which the daemon cannot vouch for: it is not shared. ``is_matching``: its match has no answer yet;
+    ``is_forgotten``: and the request ended meanwhile. ``was_refused``: the pool had no pages for it. ``is_admitted``:
+    the engine takes its pages once others of its pass have theirs. ``wish``: that it was matched by, in the iteration
+    ``step``; None: by none. ``tail``: of a whole hit, what has the page that is its last block's here; ``copy``: where
+    that page's content comes from, until a step has it."""
 
     request_id: str
     begun_s: float

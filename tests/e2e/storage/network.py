@@ -20,6 +20,7 @@ from kvcache.v1 import admin_pb2_grpc
 from tests.e2e.access.test_access import Authority
 from tests.e2e.engine import Engine, Served, prompt
 from tests.e2e.rig import FLAGS, Node, wait_until
+from tests.e2e.storage.far_link import FarLink, open_device
 
 PORT = 7100
 BLOCKS, LONG = 8, 64
@@ -44,11 +45,14 @@ def why_not() -> str:
 
 
 class Network:
-    """Sides 0 and 1, at ``address(side)``. Skips the test, in words, where it cannot be made."""
+    """Sides 0 and 1, at ``address(side)``. Skips the test, in words, where it cannot be made.
+
+    ``far``: the link after a ``delay``, in place of the cable."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.names = [f"cs{os.getpid()}-{side}" for side in range(2)]
+        self.far: FarLink | None = None
         self._files: list[tuple[str, str]] = []
 
     def __enter__(self) -> Network:
@@ -57,10 +61,7 @@ class Network:
         for name in self.names:
             _run("ip", "netns", "add", name)
         _run("ip", "link", "add", "v0", "netns", self.names[0], "type", "veth", "peer", "v1", "netns", self.names[1])
-        for side, name in enumerate(self.names):
-            _run("ip", "-n", name, "addr", "add", f"{self.address(side)}/24", "dev", f"v{side}")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "-n", name, "link", "set", f"v{side}", "up")
+        self._plug()
         authority = Authority(self.folder)
         self._files = [authority.sign(f"n{side}", side + 2, f"IP:{self.address(side)}") for side in range(2)]
         (self.folder / "tokens").write_text(f"{TOKEN}\n", encoding="utf-8")
@@ -69,6 +70,8 @@ class Network:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.far is not None:
+            self.far.close()
         for name in self.names:
             _run("ip", "netns", "del", name)
 
@@ -78,10 +81,16 @@ class Network:
 
     def flags(self, side: int, wait: str) -> list[str]:
         """Flags of a daemon that lends to the other side and borrows from it."""
-        certificate, key = self._files[side]
         return [
             *("--peer-listen", f"{self.address(side)}:{PORT}", "--peer-data-port", str(PORT + 1)),
             *("--peers", f"{self.address(1 - side)}:{PORT}{wait}", "--peer-lease-seconds", "2"),
+            *self.trust(side),
+        ]
+
+    def trust(self, side: int) -> list[str]:
+        """Flags of a daemon by which it and the other one know each other."""
+        certificate, key = self._files[side]
+        return [
             *("--peer-tokens", str(self.folder / "tokens")),
             *("--peer-tls-certificate", certificate, "--peer-tls-key", key),
             *("--peer-tls-ca", str(self.folder / "root.pem")),
@@ -99,13 +108,29 @@ class Network:
         shape = ("root", "tbf", "rate", rate, "burst", "16kbit", "latency", "200ms")
         _run("tc", "-n", self.names[0], "qdisc", "replace", "dev", "v0", *shape)
 
-    def delay(self, by: str, loss: str) -> None:
-        """Delay what either side sends, and lose some of it. A kernel without netem has a slow link instead."""
+    def delay(self, seconds: float, loss: float) -> FarLink:
+        """Delay what either side sends from now on, and lose that share of the packets: a link in user space takes the
+        cable's place, at the same addresses. Skips the test where the kernel has no tun devices."""
+        devices: list[int] = []
+        _run("ip", "-n", self.names[0], "link", "del", "v0")  # the other end goes with it
+        try:
+            for side in range(2):
+                with self.inside(side):
+                    devices.append(open_device(f"v{side}"))
+        except OSError as error:
+            for each in devices:
+                os.close(each)
+            pytest.skip(f"tun devices are not permitted here: {error}")
+        self.far = FarLink(devices, seconds, loss)
+        self._plug()
+        return self.far
+
+    def _plug(self) -> None:
+        """Give both ends their addresses, and begin."""
         for side, name in enumerate(self.names):
-            shape = ("root", "netem", "delay", by, "loss", loss)
-            command = ("tc", "-n", name, "qdisc", "replace", "dev", f"v{side}", *shape)
-            if subprocess.run(command, check=False, capture_output=True).returncode:
-                self.slow_down("20mbit")
+            _run("ip", "-n", name, "addr", "add", f"{self.address(side)}/24", "dev", f"v{side}")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", f"v{side}", "up")
 
     def speed_up(self) -> None:
         _run("tc", "-n", self.names[0], "qdisc", "del", "dev", "v0", "root")

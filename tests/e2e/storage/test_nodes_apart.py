@@ -193,7 +193,8 @@ def test_a_prefill_is_followed_over_a_slow_and_lossy_link_and_a_cut_one_is_given
     """The decoder's daemon has only the permitted network; a request names the prefiller."""
     named = ("--peers", "", "--peer-allow", "10.77.0.0/24")
     with network.node(0) as one, network.node(1, extra=named) as two, engine_on(one) as first, engine_on(two) as second:
-        network.delay("20ms", "1%")
+        far = network.delay(0.02, 0.01)
+        far.lose_opening.add(PORT + 1)
         at = f"{network.address(0)}:{PORT}"
         keys = second.keys(prompt(1, LONG))
 
@@ -207,6 +208,8 @@ def test_a_prefill_is_followed_over_a_slow_and_lossy_link_and_a_cut_one_is_given
                 first.fill(prefill, keys, range(prefill.sealed_blocks, upto))
                 prefill.publish(upto)
                 wait_until(lambda upto=upto: look()[0] >= upto, "the chunk has come")  # type: ignore[misc]
+            assert not far.lose_opening, "the first stream's first packet was lost, and sent again"
+            assert "peer_failed" not in two.log()
             network.cut()
             wait_until(lambda: look()[1] == 0, "the rest is not expected any more")
         assert serve(second, 1, LONG).computed == BLOCKS

@@ -13,6 +13,7 @@ from cachesvc.model.errors import Unavailable
 from gpu_ops.calibration import (
     LEAST_BYTES,
     MOVED_BYTES,
+    RATE_BYTES,
     REPEATS,
     ROW_BYTES,
     SINGLE_WIDTHS,
@@ -20,6 +21,7 @@ from gpu_ops.calibration import (
     STEPS,
     TALL_ROWS,
     calibrate,
+    store_rate,
 )
 from gpu_ops.gpu import Gpu, GpuFacts
 from gpu_ops.streams import PitchedCopies
@@ -52,7 +54,7 @@ class CountingGpu:
         return CountingMemory(self)
 
     def register_host(self, address: int, size_bytes: int) -> None:
-        assert size_bytes == self.size_bytes
+        assert size_bytes in (self.size_bytes, RATE_BYTES)
         self.host = address
         self.call("register_host")
         self.held["pin"] += 1
@@ -198,3 +200,24 @@ def test_what_keeps_the_machine_busy_for_a_while_is_in_no_figure(busy_ms: int) -
     assert figures.per_step_us == pytest.approx(STEP_US, rel=0.02)
     for width, taken_us in figures.singles_us:
         assert taken_us == pytest.approx(width / BYTES_PER_US, rel=1e-3)
+
+
+def test_stores_beside_other_gpus_are_counted_from_the_common_beginning_on_and_go_to_memory_in_turns() -> None:
+    gpu = CountingGpu()
+    times = iter([5.0, 5.0, 5.2, 5.4, 5.6, 5.8, 6.0, 6.0])
+    rate = store_rate(cast("Gpu", gpu), 5.0, 1.0, lambda: next(times))
+    assert rate == len(gpu.copies) * LEAST_BYTES / 1.0
+    places = [int(copies[0, 1]) - gpu.host for copies in gpu.copies]
+    touched_bytes = len(set(places)) * LEAST_BYTES  # all of it, unless the machine is slow
+    assert places == [turn * LEAST_BYTES % touched_bytes for turn in range(len(places))]
+    assert len(places) > RATE_BYTES // LEAST_BYTES >= len(set(places))
+    assert {int(copies[0, 0]) for copies in gpu.copies} == {CountingMemory.address}
+    assert not any(gpu.held.values())
+
+
+@pytest.mark.parametrize("call", ["register_host", "queue", "copy"])
+def test_what_breaks_beside_other_gpus_gives_back_what_was_taken(call: str) -> None:
+    gpu = CountingGpu(call)
+    with pytest.raises(RuntimeError, match=call):
+        store_rate(cast("Gpu", gpu), 0.0, 0.0)
+    assert not any(gpu.held.values())

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cachesvc.memory.copy.arbiter import Arbiter, CopyRules
+from cachesvc.memory.copy.host_budget import Neighbours
 from cachesvc.memory.interface import COPY_FIELDS, CopyJob, CopyStep, Slice
 from cachesvc.model.transfer import Direction, Urgency
 
@@ -52,13 +53,14 @@ class Link:
     depth: int = 1
     now: float = 0.0
     on_end: Callable[[int], object] = bool
+    neighbours: Neighbours | None = None
     moved: Counter[int] = field(default_factory=Counter)
     begun: dict[int, float] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.arbiter = Arbiter("gpu", self.rules)
+        self.arbiter = Arbiter("gpu", self.rules, self.neighbours)
         self._on_way: dict[Direction, deque[tuple[float, Slice]]] = {way: deque() for way in Direction}
 
     def push(self, job: CopyJob, way: Direction = LOAD) -> None:

@@ -19,6 +19,7 @@ from cachesvc.model.text.addresses import Address, parse_address, parse_addresse
         ("127.0.0.1:65535", Address("127.0.0.1", 65535)),
         ("[::1]:9464", Address("::1", 9464)),
         ("[0:0::1]:9464", Address("::1", 9464)),
+        ("[fe80::1%eth0]:9464", Address("fe80::1%eth0", 9464)),
         ("kv-0.kv.svc.cluster.local.:7100", Address("kv-0.kv.svc.cluster.local.", 7100)),
     ],
 )
@@ -38,6 +39,8 @@ def test_an_address_is_parsed(text: str, expected: Address) -> None:
         (":9464", "is not HOST:PORT"),
         ("::1:7100", "write an IPv6 address in brackets"),
         (":::9464", "write an IPv6 address in brackets"),
+        ("[fe80::1%a\nb]:1", "no name of a network interface"),
+        ("[fe80::1%\ud800]:1", "no name of a network interface"),
         ("[::g]:1", "no IPv6 address between its brackets"),
         (" localhost:1", "no name or address of a host"),
         ("local host:1", "no name or address of a host"),

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from cachesvc import __version__
+from cachesvc.memory.copy.host_budget import Neighbours
+from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.mover.process import MoverProcess
+from cachesvc.mover.processes import MoverProcesses
+from cachesvc.mover.server import Equipment, MoverServer
+from cachesvc.mover.settings import Settings
+from cachesvc.swap.costs import LinkCosts
 
 
 class Heard(logging.Handler):
@@ -33,3 +45,27 @@ def heard_from(name: str) -> Iterator[Heard]:
     log.addHandler(handler)
     yield handler
     log.removeHandler(handler)
+
+
+def measured_movers(figures: dict[str, Any], rates: Sequence[float], begins: list[float]) -> MoverProcesses:
+    """Movers in threads, a device each, that measure these figures, and one of the rates when all store at once;
+    ``begins``: the times at which they were to begin."""
+
+    def begin(rate: float) -> tuple[socket.socket, MoverProcess | None]:
+        ours, theirs = socket.socketpair()
+
+        def store(at: float, seconds: float) -> float:
+            assert seconds > 0
+            begins.append(at)
+            return rate
+
+        def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
+            views = {settings.device: neighbours}
+            backend = ShmBackend(1, settings.device_bytes, names=(settings.device,), neighbours=views)
+            return Equipment(backend, dict, lambda: (figures, LinkCosts()), stores_at_once=store)
+
+        threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
+        return ours, None
+
+    settings = [Settings("shm", f"shm-{place}", 1 << 20) for place in range(len(rates))]
+    return MoverProcesses(settings, __version__, begins=[partial(begin, rate) for rate in rates])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from cachesvc import __version__
+from cachesvc.memory.copy.host_budget import HostBudget
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
 from cachesvc.mover import records
 from cachesvc.mover.channel import Message, answer_all
@@ -69,7 +70,7 @@ def test_the_beginning_of_a_job_that_has_ended_is_forgotten() -> None:
 
 
 def test_a_budget_that_comes_while_a_life_is_told_of_another_is_told_too() -> None:
-    told: list[bytes] = []
+    told, page = list[bytes](), HostBudget.make(1)
 
     class Listening(Life):
         """Mover whose budget comes with its first message."""
@@ -80,17 +81,19 @@ def test_a_budget_that_comes_while_a_life_is_told_of_another_is_told_too() -> No
             told.append(flat(record))
             super().put(record)
 
-    live = partial(Listening, partial(child, "shm-0"), __version__, SETTINGS)
+    live = partial(Listening, partial(child, "shm-0"), __version__, SETTINGS, lambda: (page.fd,))
     mover = DeviceMover("shm-0", 1 << 20, 64, live, lambda _: None, lambda *_: None, 10.0)
     mover.limit_copies(Direction.LOAD, 1)
-    mover.start()
+    mover.begin()
+    mover.started.result()
+    mover.go_on()
     mover.close()
     assert told[:2] == [flat(records.limit_record(*limit)) for limit in ((Direction.STORE, 2), (Direction.LOAD, 1))]
 
 
 def test_a_mover_comes_after_one_whose_jobs_could_not_be_ended() -> None:
     """A listener that broke took the thread with it, and the device had no mover any more."""
-    begun, lost = threading.Semaphore(0), threading.Semaphore(0)
+    begun, lost, page = threading.Semaphore(0), threading.Semaphore(0), HostBudget.make(1)
 
     class Deaf(Life):
         """Nothing reaches its mover, so that its jobs are under way when it dies."""
@@ -102,9 +105,11 @@ def test_a_mover_comes_after_one_whose_jobs_could_not_be_ended() -> None:
     def breaks(end: RankEnd) -> None:
         raise ValueError(end.ticket)
 
-    live = partial(Deaf, partial(child, "shm-0"), __version__, SETTINGS)
+    live = partial(Deaf, partial(child, "shm-0"), __version__, SETTINGS, lambda: (page.fd,))
     mover = DeviceMover("shm-0", 1 << 20, 64, live, lambda _: begun.release(), lambda *_: lost.release(), 10.0)
-    mover.start()
+    mover.begin()
+    mover.started.result()
+    mover.go_on()
     mover.listen(breaks)
     begun.acquire()
     for ticket in range(2):

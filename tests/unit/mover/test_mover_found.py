@@ -19,6 +19,7 @@ import pytest
 
 from cachesvc import __version__
 from cachesvc.config import Config
+from cachesvc.memory.copy.host_budget import HostBudget
 from cachesvc.memory.cuda.backend import CudaBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.mover.channel import Channel, MoverGone
@@ -50,7 +51,7 @@ def test_a_mover_that_was_started_by_hand_is_found_by_its_socket(tmp_path: Path)
 
     def serve() -> None:
         connection, _ = listening.accept()
-        MoverServer(connection, __version__, lambda _: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict)).serve()
+        MoverServer(connection, __version__, lambda *_: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict)).serve()
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -137,7 +138,7 @@ def test_a_mover_takes_no_path_that_is_not_its_own(tmp_path: Path) -> None:
 def serve_in_a_thread() -> tuple[socket.socket, threading.Thread]:
     """A mover in a thread, and a daemon's end of its connection."""
     ours, theirs = socket.socketpair()
-    server = MoverServer(theirs, __version__, lambda _: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict))
+    server = MoverServer(theirs, __version__, lambda *_: Equipment(CudaBackend((HostGpu(),), 1 << 20), dict))
     thread = threading.Thread(target=server.serve)
     thread.start()
     return ours, thread
@@ -150,7 +151,8 @@ def test_a_mover_outlives_no_daemon_that_died_in_the_middle_of_a_record() -> Non
     jobs, ends = Ring.make("jobs", JOBS_BYTES), Ring.make("ends", ENDS_BYTES)
     channel = Channel(ours, ours.close)
     channel.ask("hello", 60.0)
-    channel.ask("open", 60.0, descriptors=(jobs.fd, ends.fd), **Settings("cuda", "GPU-host-0", 1 << 20).told())
+    page = HostBudget.make(1)
+    channel.ask("open", 60.0, descriptors=(jobs.fd, ends.fd, page.fd), **Settings("cuda", "GPU-host-0", 1 << 20).told())
     writer = Writer(jobs)
     writer.put([bytes(2 * JOBS_BYTES)])
     ours.close()
@@ -159,9 +161,9 @@ def test_a_mover_outlives_no_daemon_that_died_in_the_middle_of_a_record() -> Non
     for pump in set(threading.enumerate()) - others:
         if pump.name == "ring-pump":
             pump.join()
-    jobs.close()
-    ends.close()
-    del jobs, ends, writer, channel
+    for held in (jobs, ends, page):
+        held.close()
+    del jobs, ends, page, held, writer, channel
     gc.collect()
     assert descriptors() == before, "one that serves daemon after daemon keeps nothing of them"
 

@@ -14,6 +14,7 @@ from dataclasses import asdict
 import pytest
 
 from cachesvc import __version__
+from cachesvc.memory.copy.host_budget import Neighbours
 from cachesvc.memory.cuda.backend import CudaBackend
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
 from cachesvc.model.errors import Unavailable
@@ -70,7 +71,8 @@ class InThreads:
         ours, theirs = socket.socketpair()
         gpu = next(self._gpus)
 
-        def equip(settings: Settings) -> Equipment:
+        def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
+            del neighbours
             backend = CudaBackend((gpu,), settings.device_bytes, timeline_words=settings.timeline_words)
             return Equipment(backend, dict, lambda: (asdict(FIGURES), costs_of(FIGURES)))
 

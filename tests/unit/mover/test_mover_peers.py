@@ -14,6 +14,7 @@ import pytest
 
 from cachesvc import __version__
 from cachesvc.memory.copy.copy_thread import CopyThread
+from cachesvc.memory.copy.host_budget import Neighbours
 from cachesvc.memory.copy.peer_check import STAMP_BYTES
 from cachesvc.memory.interface import CopyJob, CopyStep, Handle
 from cachesvc.memory.mapped import map_memfd
@@ -123,7 +124,8 @@ class InThreads:
         ours, theirs = socket.socketpair()
         kind = next(self._kinds)
 
-        def equip(settings: Settings) -> Equipment:
+        def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
+            del neighbours
             target = kind(settings)
             target.end = partial(theirs.shutdown, socket.SHUT_RDWR)
             if isinstance(target, HungTarget | SlowTarget):

@@ -42,6 +42,8 @@ def request(params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
         ("words", None),
         ({"do_remote_prefill": True}, None),
         ({"do_remote_prefill": True, "remote_host": "a b", "remote_port": 1}, None),
+        ({"do_remote_prefill": True, "remote_host": "fe80::1%\ud800", "remote_port": 1}, None),
+        ({"do_remote_prefill": True, "remote_host": "fe80::1%a\n", "remote_port": 1}, None),
         ({"do_remote_prefill": True, "remote_host": 5, "remote_port": 1}, None),
         ({"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1 << 40}, None),
         ({"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 0}, None),

@@ -97,7 +97,9 @@ class Decoder:
         return reached | {t // bs for t in range(min(group.sink_tokens, end))}
 
     def grow(self, tokens: int) -> None:
-        self.rig.run(allocate, self.lease, self.id, max(self.record.blocks, -(-tokens // self.layout.block_tokens)))
+        blocks = -(-tokens // self.layout.block_tokens)
+        if blocks > self.record.blocks:  # an engine asks for none that it has, and each call recounts the pool
+            self.rig.run(allocate, self.lease, self.id, blocks)
 
     def write(self, count: int) -> None:
         """The KV of ``count`` more tokens, accepted or not. Only a page of its own is written to."""

@@ -2,103 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from cachesvc.flows.context.core import Promise
+from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.leases import process_arrived
 from cachesvc.flows.storage import expected as flow
-from cachesvc.flows.transfer.replicas import Sharing
-from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.numbers.sharing import Party, share_of
+from cachesvc.model.numbers.sharing import share_of
 from cachesvc.model.words import PageState
 from cachesvc.peer.fleet.health import Peer
 from cachesvc.questions.explanation import EXPECTATIONS
+from tests.unit.flows.storage.following import PEER, PROMPT, Following
 from tests.unit.peer.peer_rig import NearControl
-from tests.unit.rigs.ledger_rig import TOKEN, chain
-from tests.unit.rigs.storage_flows_rig import GONE, LENT, StorageRig, storing
-
-PEER = "10.0.0.1:7100"
-PROMPT = "abcdefgh"
-
-
-class RecordingLenders:
-    """Keeps questions, which the test answers. ``refuses``: why a peer is not asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, float]] = []
-        self.told: list[Callable[[Promise], None]] = []
-        self.refuses = ""
-        self.here: set[str] = set()
-
-    def is_here(self, peer: str) -> bool:
-        return peer in self.here
-
-    def ask(
-        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
-    ) -> str:
-        if not self.refuses:
-            self.asked.append((len(keys) // KEY_BYTES, seconds))
-            self.told.append(told)
-        return self.refuses
-
-
-class Following:
-    """A decoder's daemon whose peer is the test."""
-
-    def __init__(self, host: int = 16) -> None:
-        self.at: StorageRig = storing(host=host)
-        self.at.storage.knows = False
-        self.rig, self.storage = self.at.rig, self.at.storage
-        self.lenders = RecordingLenders()
-        self.rig.core.lenders = self.lenders
-        self.number = 0
-        self.lease = self.at.lease
-
-    def be_other_process(self) -> None:
-        """The Matches that follow are another process's."""
-        process_arrived(self.rig.core, TOKEN + b"other", 2, 1)
-        self.lease = self.rig.lease("other")
-
-    def look(self, *, is_computed: bool = False, patience: float = 5.0, peer: str = PEER) -> tuple[int, int]:
-        """Blocks that are here, and that are coming, by a Match that does not wait."""
-        answer = self.ask(Expected(peer, 0, patience, is_computed, waits=False))()
-        while isinstance(answer, Wait) and not answer.tickets:
-            answer = self.ask(Expected(peer, 0, patience, is_computed, waits=False))()
-        if isinstance(answer, Wait):  # of the usual fetch, once nothing is expected any more
-            return -1, 0
-        self.rig.run(release, self.lease, self.number)
-        return answer.device_blocks + answer.host_blocks, answer.coming_blocks
-
-    def ask(self, expected: Expected) -> Callable[[], Matched | Wait]:
-        """One Match call, to be run again and again."""
-        self.number += 1
-        self.rig.core.ledger.moment.seconds = self.rig.now
-        sharing = Sharing(expected=expected)
-        return partial(self.rig.once, partial(match, sharing=sharing), self.lease, self.number, chain(*PROMPT), 0)
-
-    def promise(self, lent: int = 0, computing: int = 0, epoch: int = 1, problem: str = "") -> None:
-        """The peer answers the last question."""
-        self.rig.core.ledger.moment.seconds = self.rig.now
-        self.lenders.told[-1](Promise(lent, computing, epoch, problem))
-        self.at.settle()
-
-    def pass_time(self, seconds: float) -> None:
-        self.rig.now += seconds
-        self.rig.core.ledger.moment.seconds = self.rig.now
-        flow.tick_expected(self.rig.core)
-        self.at.settle()
-
-    def ended(self, how: str) -> int:
-        return self.rig.core.counters.get(f"expectations_ended_{how}", 0)
+from tests.unit.rigs.ledger_rig import chain
+from tests.unit.rigs.storage_flows_rig import GONE, LENT
 
 
 def test_each_piece_is_fetched_as_it_is_sealed() -> None:
@@ -156,7 +79,7 @@ def test_a_fetch_that_brings_nothing_is_tried_again_though_a_question_waits_behi
     following.promise(3, 5)
     following.at.tell(range(3), GONE)
     late = following.lenders.told[-1]
-    following.pass_time(2 * flow.PAUSE_SECONDS)
+    following.pass_time(flow.FAILED_PAUSE_SECONDS)
     assert [blocks for blocks, _ in following.lenders.asked] == [8, 5, 8]
     late(Promise(5, 0, 1))
     following.promise(8)
@@ -275,6 +198,21 @@ def test_a_peer_that_failed_another_request_is_asked_once_its_pause_is_over() ->
     assert following.look(is_computed=True) == (8, 0)
 
 
+def test_a_peer_whose_stream_broke_is_asked_once_its_pause_is_over() -> None:
+    following = Following()
+    peer = Peer(NearControl.__new__(NearControl), lambda: following.rig.now)
+    following.look(is_computed=True)
+    following.promise(8)
+    peer.failed("a connection took too long")
+    following.at.tell(range(8), GONE)
+    while len(following.lenders.asked) < 2:
+        following.pass_time(flow.PAUSE_SECONDS)
+    assert peer.is_usable
+    following.promise(8)
+    following.at.tell(range(8), LENT)
+    assert following.look(is_computed=True) == (8, 0)
+
+
 def test_a_refused_peer_is_not_expected_and_no_address_is_an_error() -> None:
     following = Following()
     following.lenders.refuses = "no network of peer_allow"
@@ -312,7 +250,7 @@ def test_what_was_lent_and_does_not_come_is_asked_for_once_more() -> None:
     for _ in range(flow.MOST_FAILURES):
         following.promise(8)
         following.at.tell(range(8), GONE)
-        following.pass_time(0.2)
+        following.pass_time(flow.FAILED_PAUSE_SECONDS)
     assert following.ended("other") == 1
     assert following.at.pages(PageState.IN_FLIGHT) == 0
     assert following.look()[1] == 0
@@ -335,6 +273,25 @@ def test_what_this_node_computes_itself_is_waited_for_here() -> None:
     following.lenders.here = {PEER}
     assert following.look() == (0, 8)
     assert not following.lenders.asked
+
+
+def test_what_this_node_has_computed_and_evicted_is_not_waited_for() -> None:
+    following = Following()
+    following.lenders.here = {PEER}
+    assert following.look(is_computed=True)[1] == 0
+    assert following.ended("absent") == 1
+
+
+def test_what_an_engine_of_this_node_is_about_to_seal_is_waited_for() -> None:
+    following = Following()
+    following.lenders.here = {PEER}
+    following.rig.run(match, following.lease, 99, chain(*PROMPT), 0)
+    following.rig.run(allocate, following.lease, 99, len(PROMPT))
+    assert following.look(is_computed=True) == (0, 8)
+    following.rig.run(release, following.lease, 99)
+    following.pass_time(flow.PAUSE_SECONDS)
+    assert following.look(is_computed=True)[1] == 0, "it was released without having sealed them"
+    assert following.ended("absent") == 1
 
 
 def test_a_process_has_its_share_of_them_and_its_neighbour_still_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:

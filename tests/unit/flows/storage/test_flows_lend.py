@@ -101,6 +101,25 @@ def test_what_does_not_come_to_the_host_in_time_is_done_without() -> None:
     rig.settle()
 
 
+def test_a_follower_gets_what_is_on_the_host_while_the_rest_is_saved() -> None:
+    rig = stored("ab", rig=rig_of(one_group(), device=[16], host=[16], policy=WritePolicy.WRITE_THROUGH))
+    rig.core.writing = rig_of(one_group(), device=[16], host=[16]).core.writing
+    serve(rig, rig.lease(), 1, "abcd")
+    keys = chain(*"abcd")
+    first = rig.once(lend, rig.model, keys, Lending(asks_again=True))
+    assert isinstance(first, LentBlocks)
+    assert len(first.rows) == 2
+    assert [each.urgency for each in rig.mover.transfers.values()] == [Urgency.AWAITED], "the rest is on its way"
+    rest = Lending(asks_again=True)
+    assert isinstance(rig.once(lend, rig.model, keys[2 * KEY_BYTES :], rest), Wait), "nothing of it is on the host yet"
+    rig.settle()
+    second = rig.once(lend, rig.model, keys[2 * KEY_BYTES :], rest)
+    assert isinstance(second, LentBlocks)
+    assert len(second.rows) == 2
+    for lent in (first, second):
+        end(rig, lent)
+
+
 def test_windows_are_lent_where_they_are() -> None:
     rig = stored("abcd", rig=rig_of(windowed(8), device=[16, 16], host=[16, 16], policy=WritePolicy.WRITE_THROUGH))
     lent = borrow(rig, chain(*"abcd"))

@@ -175,3 +175,13 @@ def test_pages_that_vllm_freed_are_given_back_before_others_are_asked_for(daemon
     assert engine.book.reserve(grows, 2)
     assert ends.sequence is not None
     assert ends.sequence.is_released, "steps are answered in order"
+
+
+@pytest.mark.parametrize("follows_layers", [False, True])
+def test_a_load_comes_layer_by_layer_where_the_engine_follows_it(
+    daemon: FakeDaemon, engine: Engine, follows_layers: bool
+) -> None:
+    request = engine.book.begin("a", Wish((), 0, 40, follows_layers=follows_layers))
+    assert engine.book.reserve(request, 40)
+    (asked,) = (each.allocate for step in daemon.seen["Step"] for each in step.operations if each.HasField("allocate"))
+    assert asked.short_suffix is not follows_layers

@@ -1,0 +1,77 @@
+"""The node's budget between real movers: who is held, who passes, and how it is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cachesvc import __version__
+from cachesvc.model.geometry import device_geometry
+from cachesvc.model.transfer import PagePairs, Transfer, Urgency
+from cachesvc.mover.processes import MoverProcesses
+from cachesvc.mover.settings import Settings
+from cachesvc.swap.engine import SwapEngine
+from tests.unit.mover.mover_rig import measured_movers
+from tests.unit.rigs.swap_rig import DEVICE_PAGES, MODEL, REPLICA, STORE, Rig, mixed_layout
+
+DEVICES = ("shm-0", "shm-1")
+AHEAD_S = 9.0
+"""Longer than this test takes, and within the times that count."""
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """Two movers, and a replica on the second one's device."""
+    movers = MoverProcesses([Settings("shm", name, 1 << 20, timeline_words=64) for name in DEVICES], __version__)
+    movers.start()
+    made = Rig(mixed_layout(1), movers)
+    made.engine = SwapEngine(movers, made.done)
+    made.engine.start()
+    made.add_hosts()
+    sizes = [device_geometry(made.layout, group, DEVICE_PAGES).total_bytes for group in range(2)]
+    slabs = [[movers.create_slab(DEVICES[1], size) for size in sizes]]
+    made.engine.attach_replica(MODEL, REPLICA, DEVICES[1:], slabs, [DEVICE_PAGES] * 2)
+    yield made
+    made.close()
+
+
+def store(rig: Rig, ticket: int, urgency: Urgency) -> None:
+    pairs = (PagePairs(0, [ticket], [ticket]),)
+    rig.engine.submit(Transfer(ticket, MODEL, REPLICA, STORE, pairs, layered=False, urgency=urgency))
+
+
+def test_a_mover_holds_its_background_copies_while_another_ones_awaited_run_and_goes_on_after_them(rig: Rig) -> None:
+    assert isinstance(rig.backend, MoverProcesses)
+    budget = rig.backend.budget
+    budget.set(1)  # byte a second: after the first slice none has room
+    other = budget.of(0)
+    other.begin_awaited(time.monotonic() + AHEAD_S)
+    for ticket in (1, 2):
+        store(rig, ticket, Urgency.BACKGROUND)
+    store(rig, 3, Urgency.AWAITED)
+    rig.settle(2)
+    other.begin_awaited(time.monotonic() + AHEAD_S)
+    store(rig, 4, Urgency.AWAITED)
+    rig.settle()
+    assert {ticket for ticket, _ in rig.ended} == {1, 3, 4}
+    other.end_awaited()
+    rig.settle()
+    assert rig.ended[-1] == (2, None)
+    assert not other.have_awaited(time.monotonic()), "a mover without awaited copies says so"
+
+
+@pytest.mark.parametrize(("rates", "budget"), [((1e9, 1e9), 500e6), ((20e9, 20e9), 0)])
+def test_all_movers_are_measured_at_once_and_the_budget_is_a_share_of_that(
+    rates: tuple[float, ...], budget: float
+) -> None:
+    begins: list[float] = []
+    movers = measured_movers({"store_bytes_per_us": 20e3}, rates, begins)
+    movers.start()
+    assert movers.budget.bytes_per_second == 0
+    assert len(movers.measure()) == len(rates)
+    assert movers.budget.bytes_per_second == budget
+    assert len(begins) == len(rates)
+    assert len(set(begins)) == 1
+    movers.close()
