@@ -78,12 +78,13 @@ class Loading:
         copies = [each.copy for each in self._copying if each.copy is not None and each.held]
         for each in self._copying:
             each.copy = None
+        void = list(self._void)
         for name, pages in list(self._void.items()):
             if (request := requests.get(name)) is not None and request.status.name == "PREEMPTED":
                 request.drop_stale_output = True  # of steps that were scheduled before it was known
             if not pages.held:
                 del self._void[name]
-        step = StepTransfers(self._new, next_lease, is_empty, copies, self._new_early, list(self._void))
+        step = StepTransfers(self._new, next_lease, is_empty, copies, self._new_early, void)
         self._copying, self._new, self._new_early = [], {}, {}
         return step
 
