@@ -126,7 +126,8 @@ class HostLoads:
         for load in launched:
             while self.look(load.pages, may_wait=True):
                 pass
-        failed = [load.pages.request_id for load in launched if not self.has_come(load.pages)]
+        is_sound = self._waits.is_sound
+        failed = [load.pages.request_id for load in launched if not (is_sound and self.has_come(load.pages))]
         self._waits.begin(())
         if failed:
             log.warning("step_void failed_loads=%s", ", ".join(failed))

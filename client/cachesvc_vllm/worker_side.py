@@ -77,6 +77,7 @@ class WorkerSide:
         self._early: dict[str, EarlyLoad] = {}
         self._lacking: dict[str, tuple[int, ...]] = {}
         self._layers: dict[str, int] = {}
+        self._has_layer_calls = True
         self._waits = LayerWaits(lambda: self._pool, torch.cuda.current_stream)
         self._drafts = drafts_with_kv(vllm_config)
         self._told: WorkerLease | None = None
@@ -149,7 +150,7 @@ class WorkerSide:
             self._lacking.pop(name, None)
         self._early = step.early
         self._waits.begin(ticket for load in step.early.values() for ticket in load.tickets)
-        if step.copies or self._drafts or not calls_layers:
+        if step.copies or self._drafts or not (calls_layers and self._has_layer_calls):
             self._waits.wait_all()
         if step.copies:
             assert self._copier is not None
@@ -204,7 +205,9 @@ class WorkerSide:
         early, self._early = self._early, {}
         if not early:
             return
-        was_whole = not self._waits.is_waiting or self._waits.layer == self._last_layer
+        was_asked = not self._waits.is_waiting or self._waits.layer == self._last_layer
+        was_whole = was_asked and self._waits.is_sound
+        self._has_layer_calls &= was_asked
         self._waits.begin(())
         for name, load in early.items():
             outcomes = {self._waits.end(ticket) for ticket in load.tickets}

@@ -6,6 +6,7 @@ waits, so the engine has to look at its outcome before it uses what was computed
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -17,8 +18,12 @@ LOOK_S = 1.0
 """Time of one wait on a processor, seconds; it is begun again until the part has come, or the load has failed."""
 
 
+log = logging.getLogger(__name__)
+
+
 class LayerWaits:
     """``pool``: of this rank; ``stream``: the stream that the step's kernels are put into, asked for on a GPU alone.
+    ``is_sound``: no wait of the step was refused; else it may have read what had not come, however the load ends.
     Used from the thread that launches steps."""
 
     def __init__(self, pool: Callable[[], AttachedPool], stream: Callable[[], object]) -> None:
@@ -26,6 +31,7 @@ class LayerWaits:
         self._stream = stream
         self._tickets: tuple[TicketView, ...] = ()
         self.layer = -1
+        self.is_sound = True
 
     @property
     def is_waiting(self) -> bool:
@@ -36,6 +42,7 @@ class LayerWaits:
         """Begin a step that uses what these loads bring."""
         self._tickets = tuple(tickets)
         self.layer = -1
+        self.is_sound = True
 
     def wait(self, layer: int) -> None:
         """Have what follows wait for ``layer``, counted from 0, and for those before it."""
@@ -63,7 +70,7 @@ class LayerWaits:
 
     def _wait(self, ticket: TicketView, layer: int | None) -> None:
         pool = self._pool()
-        with suppress(CacheClientError):  # the outcome of the load tells it
+        try:
             if pool.is_on_gpu:
                 if layer is None:
                     pool.wait_ticket_on(self._stream(), ticket)
@@ -77,3 +84,6 @@ class LayerWaits:
                     else:
                         pool.wait_layer(ticket, layer, LOOK_S)
                     return
+        except CacheClientError as error:
+            log.debug("layer_not_awaited load=%s why=%s", ticket.id, error)
+            self.is_sound = False

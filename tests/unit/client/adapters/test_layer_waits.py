@@ -87,3 +87,17 @@ def test_a_failed_load_ends_the_waits_and_is_known(daemon: FakeDaemon, pool: Att
     for layer in range(LAYERS):
         step.wait(layer)
     assert step.end(LOAD) is LoadOutcome.FAILED
+    assert not step.is_sound
+
+
+def test_a_wait_that_is_refused_makes_the_step_unsound_though_the_load_comes(
+    daemon: FakeDaemon, pool: AttachedPool
+) -> None:
+    step = waits(pool)
+    daemon.timeline.write(WORD, BASE + LAYERS)
+    step.wait(LAYERS)  # there is no such layer
+    assert step.end(LOAD) is LoadOutcome.CAME
+    assert not step.is_sound
+    step.begin([LOAD])
+    step.wait(LAYERS - 1)
+    assert step.is_sound
