@@ -203,7 +203,7 @@ def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceLine
     if budget := movers.budget.bytes_per_second:
         events.event("background_copies_budgeted", gb_per_second=round(budget / 1e9, 2))
     for device in movers.devices():
-        if movers.fault(device):
+        if movers.fault(device) or (measured and device not in measured):
             tell(DeviceLine(device, "", config.device_pool, 0, None))
             continue
         facts = movers.facts(device)

@@ -51,7 +51,8 @@ class _Chunk(NamedTuple):
 class MoverProcesses:
     """``settings``: one mover's each. ``begins``: how each is started or found; as children unless given.
     ``reaches``: (source, target) devices between which copies go, beside each one and itself; None: all.
-    ``probe_seconds``: how long one may take to say how its device is. ``start_seconds``: see ``start``."""
+    ``probe_seconds``: how long one may take to say how its device is. ``start_seconds``: see ``start``; so
+    long may measuring one take, too."""
 
     def __init__(
         self,
@@ -230,19 +231,31 @@ class MoverProcesses:
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Facts and link figures of each device that works, by name, measured on all at once; movers that come later
-        plan by them too. Raises Unavailable."""
+        plan by them too. One that hangs is left out: its mover is started again. Raises Unavailable."""
         lives = {device: mover.life() for device, mover in self._at.items() if not mover.fault}
-        with ThreadPoolExecutor(len(self._at)) as threads:
-            figures = threads.map(lambda life: life.ask("measure").head, lives.values())
-            self._figures = dict(zip(lives, figures, strict=True))
-            if len(lives) > 1:
-                begin = time.monotonic() + AT_ONCE_AHEAD_S
-                ask = partial(Life.ask, name="stores_at_once", begin=begin, measured_s=AT_ONCE_S)
-                heads = [answer.head for answer in threads.map(ask, lives.values())]
-                if all(heads):
-                    alone = [figures["store_bytes_per_us"] * 1e6 for figures in self._figures.values()]
-                    self.budget.set(budget_of(alone, [head["bytes_per_second"] for head in heads]))
+        self._figures = self._ask_all(lives, "measure")
+        if len(self._figures) > 1:
+            begin = time.monotonic() + AT_ONCE_AHEAD_S
+            measured = {device: lives[device] for device in self._figures}
+            rates = self._ask_all(measured, "stores_at_once", begin=begin, measured_s=AT_ONCE_S)
+            if all(rates.values()):
+                alone = [self._figures[device]["store_bytes_per_us"] * 1e6 for device in rates]
+                self.budget.set(budget_of(alone, [head["bytes_per_second"] for head in rates.values()]))
         return self._figures
+
+    def _ask_all(self, lives: dict[str, Life], name: str, **fields: Any) -> dict[str, dict[str, Any]]:
+        """Answers of all at once, but for those that hang. Raises what any of the others refuses with."""
+
+        def ask(device: str) -> dict[str, Any] | None:
+            try:
+                return lives[device].ask(name, seconds=self._start_seconds, **fields).head
+            except MoverGone as silent:
+                log.warning("mover_not_measured device=%s reason=%s", device, silent)
+                return None
+
+        with ThreadPoolExecutor(len(self._at)) as threads:
+            answers = dict(zip(lives, threads.map(ask, lives), strict=True))
+        return {device: head for device, head in answers.items() if head is not None}
 
     @property
     def budget(self) -> HostBudget:

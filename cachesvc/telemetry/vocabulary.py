@@ -106,6 +106,11 @@ VOCABULARY: dict[str, Event] = {
     ),
     "mover_not_closed": Event("warning", "A mover did not end in order.", ("device", "reason")),
     "mover_not_probed": Event("warning", "A mover did not report its device's state.", ("device", "reason")),
+    "mover_not_measured": Event(
+        "warning",
+        "A mover hung while links were measured, and is started again. Its device is planned for by defaults.",
+        ("device", "reason"),
+    ),
     "mover_slab_gone": Event("info", "A slab to free had already ended with its mover.", ("device", "reason")),
     "mover_sheet_gone": Event("info", "Words to close had already ended with their mover.", ("device", "reason")),
     "mover_chunk_not_told": Event("info", "A mover died before it had mapped a chunk of host memory.", ("reason",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -47,9 +47,16 @@ def heard_from(name: str) -> Iterator[Heard]:
     log.removeHandler(handler)
 
 
-def measured_movers(figures: dict[str, Any], rates: Sequence[float], begins: list[float]) -> MoverProcesses:
+def measured_movers(
+    figures: dict[str, Any],
+    rates: Sequence[float],
+    begins: list[float],
+    hangs: Mapping[str, threading.Event] | None = None,
+    **limits: Any,
+) -> MoverProcesses:
     """Movers in threads, a device each, that measure these figures, and one of the rates when all store at once;
-    ``begins``: the times at which they were to begin."""
+    ``begins``: the times at which they were to begin. ``hangs``: devices whose measuring does not end before an
+    event."""
 
     def begin(rate: float) -> tuple[socket.socket, MoverProcess | None]:
         ours, theirs = socket.socketpair()
@@ -62,10 +69,16 @@ def measured_movers(figures: dict[str, Any], rates: Sequence[float], begins: lis
         def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
             views = {settings.device: neighbours}
             backend = ShmBackend(1, settings.device_bytes, names=(settings.device,), neighbours=views)
-            return Equipment(backend, dict, lambda: (figures, LinkCosts()), stores_at_once=store)
+
+            def measure() -> tuple[dict[str, Any], LinkCosts]:
+                if hangs and settings.device in hangs:
+                    hangs[settings.device].wait()
+                return figures, LinkCosts()
+
+            return Equipment(backend, dict, measure, stores_at_once=store)
 
         threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
         return ours, None
 
     settings = [Settings("shm", f"shm-{place}", 1 << 20) for place in range(len(rates))]
-    return MoverProcesses(settings, __version__, begins=[partial(begin, rate) for rate in rates])
+    return MoverProcesses(settings, __version__, begins=[partial(begin, rate) for rate in rates], **limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -74,4 +75,15 @@ def test_all_movers_are_measured_at_once_and_the_budget_is_a_share_of_that(
     assert movers.budget.bytes_per_second == budget
     assert len(begins) == len(rates)
     assert len(set(begins)) == 1
+    movers.close()
+
+
+def test_a_device_whose_measuring_hangs_is_left_out_and_the_others_have_figures_and_a_budget() -> None:
+    figures, begins, goes_on = {"store_bytes_per_us": 20e3}, list[float](), threading.Event()
+    movers = measured_movers(figures, (1e9, 1e9, 1e9), begins, {"shm-1": goes_on}, start_seconds=0.2)
+    movers.start()
+    assert movers.measure() == {"shm-0": figures, "shm-2": figures}
+    assert movers.budget.bytes_per_second == 500e6
+    assert len(begins) == 2
+    goes_on.set()
     movers.close()
