@@ -165,7 +165,8 @@ class Dispatcher:
         """
         began, watch, name = self.node.loop_watch.begin(), self._watch, operation.name
         span = None if watch is None or parent is None else watch.begin(name, parent)
-        came = request.SerializeToString() if contents is None else contents
+        is_ours = contents is None
+        came = contents if contents is not None else request.SerializeToString(deterministic=True)
         # One ``try`` around admission and operation: both refuse by raising, and a call without a task has no other
         # root. An answer is kept once it is known, a defect's too: what was done before it is not known, so a retry
         # must not carry it out again. A refusal in ``_admit`` leaves ``ask`` unset, and nothing is kept.
@@ -173,13 +174,16 @@ class Dispatcher:
         ask: Ask | None = None
         try:
             ask = self._admit(who, operation, request, len(came), process, seconds)
-            served = self._again(ask, request, came) if ask.is_retry else operation.carry(ask, request)
+            if ask.is_retry:
+                served = self._again(ask, mark_of(name, request, came, is_ours=is_ours))
+            else:
+                served = operation.carry(ask, request)
         except CacheError as error:
             served = refusal(error)
         except Exception:  # noqa: BLE001 - the root of a call
             served = self.broke(name, None if ask is None else ask.lease)
         if ask is not None and ask.repeats is not None and not ask.is_retry:
-            mark = mark_of(name, request, came)
+            mark = mark_of(name, request, came, is_ours=is_ours)
             if isinstance(served, asyncio.Future):
                 ask.repeats.begin(ask.request_id, mark, served)
                 served.add_done_callback(partial(_end_first, ask.repeats, ask.request_id, mark))
@@ -276,11 +280,11 @@ class Dispatcher:
             ask.call = call_of(node.core.ledger, lease, now)
         return ask
 
-    def _again(self, ask: Ask, request: Message, came: bytes) -> Served[Any]:
+    def _again(self, ask: Ask, mark: Mark) -> Served[Any]:
         """Answer of the operation under this id. Raises KeyReused, LimitExceeded."""
         repeats, request_id = ask.repeats, ask.request_id
         assert repeats is not None
-        known = repeats.find(request_id, mark_of(ask.method, request, came))
+        known = repeats.find(request_id, mark)
         if isinstance(known, asyncio.Future):
             repeats.retry(request_id)
             return self.later(ask, CallKind.WAITS, lambda _: _first_answer(known), is_admitted=True)

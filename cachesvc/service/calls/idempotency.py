@@ -32,9 +32,10 @@ Mark = tuple[str, type[Message], bytes | int]
 them."""
 
 
-def mark_of(name: str, request: Message, came: bytes) -> Mark:
-    """The mark of a request. ``came``: its bytes, as its caller has written them."""
-    if len(came) > KEEP_CONTENTS_BYTES:
+def mark_of(name: str, request: Message, came: bytes, *, is_ours: bool = False) -> Mark:
+    """The mark of a request. ``came``: its bytes, as its caller has written them, or (``is_ours``) the daemon,
+    deterministically."""
+    if len(came) > KEEP_CONTENTS_BYTES and not is_ours:
         came = _as_we_write(request)  # which is no longer
     return name, type(request), came if len(came) <= KEEP_CONTENTS_BYTES else hash(came)
 

@@ -78,6 +78,12 @@ def test_an_equal_request_may_be_written_otherwise(key_bytes: int) -> None:
     assert repeats.find(1, mark_of("Match", request, ours)).device_blocks == 2
     repeats.keep(2, mark_of("Match", request, ours), cache_pb2.MatchResponse(device_blocks=3))
     assert repeats.find(2, mark_of("Match", request, theirs)).device_blocks == 3
+    assert (
+        repeats.find(
+            1, mark_of("Match", request, request.SerializeToString(deterministic=True), is_ours=True)
+        ).device_blocks
+        == 2
+    )
 
 
 async def test_a_call_under_way_is_found_and_never_pushed_out() -> None:
