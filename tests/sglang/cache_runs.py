@@ -40,7 +40,8 @@ class Request:
         self.origin_input_ids = array("q", [1000 * seed + at for at in range(blocks * PAGE_TOKENS + 1)])
         self.output_ids = array("q")
         self.full_untruncated_fill_ids = self.origin_input_ids
-        self.extra_key = self.cache_salt = self.multimodal_inputs = self.input_embeds = None
+        self.cache_salt: str | None = None
+        self.extra_key = self.multimodal_inputs = self.input_embeds = None
         self.positional_embed_overrides = None
         self.skip_radix_cache_insert = False
         self.kv = SimpleNamespace(kv_allocated_len=0, cache_protected_len=0)
