@@ -83,6 +83,8 @@ class Engine:
             for each in [*self._running]:
                 self._retract(each)
         self._receive()
+        if self._running and self._rng.random() < 0.05:
+            self._retract(self._rng.choice(self._running))
         while not self._cache.reserve_decode([each for each in self._running if each.is_prefilled]):
             self._retract(self._rng.choice(self._running))
         admitted = self._admit()

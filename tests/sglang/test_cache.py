@@ -50,6 +50,10 @@ def test_a_request_whose_load_failed_is_asked_for_again_and_computes_what_it_lac
     assert failed == {"is_asked_for_again": True, "is_admitted": True, "from_host": 0, "has_slots": True}
 
 
+def test_with_its_radix_cache_off_an_engine_finds_nothing_and_seals_nothing(found: Found) -> None:
+    assert found["switched_off"] == {"others_find": 0, "it_finds": 0}
+
+
 def test_random_calls_of_two_engines_find_what_was_computed_and_leave_nothing() -> None:
     """Small pools, chunks, aborts, retractions, flushes, and loads of which some fail."""
     with running_node(["--fault-copies", "0.05", "--load-limit", "8MiB"]) as node:
