@@ -45,9 +45,10 @@ LEAST_FILES = 128
 """Least number of descriptors: a daemon without engines opens half of it, and gRPC ends the process where it cannot
 open one more."""
 
-HEAP = {-8: 2, -3: 128 << 10, -1: 128 << 10}
+HEAP = {-8: 2, -3: 1 << 20, -1: 4 << 20}
 """The C library's M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD (mallopt(3)). Left alone it gives every thread a
-heap and puts ever larger messages into it, between what lives for long, so that their memory never comes back."""
+heap and puts ever larger messages into it, between what lives for long, so that their memory never comes back. Columns
+of NumPy of 65,536 pages stay below the threshold: to map each anew takes as long as the work on it, or longer."""
 
 Add = Callable[..., None]
 log = logging.getLogger("cachesvc")

@@ -36,6 +36,7 @@ SIZES = (1024, 8192, 32768)
 SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5_000_000, 6_000_000, 7_000_000
 DRAFTED, DRAFTED_TOKENS, DRAFTED_NEW, DRAFTED_REQUESTS = 8_000_000, 1000, 128, 8
 NEAR, TURNS, LEAST_TURNS = 9_000_000, 10_000_000, 12
+BATCHES = 1 << 32
 """First seed of each part: no two parts have prompts in common."""
 LOADS = {"1k in, 256 out": (1024, 256), "128 in, 512 out": (128, 512)}
 """Tokens of a prompt and of its answer, for the loads of (c)."""
@@ -159,9 +160,12 @@ def control(run: Run) -> None:
 def _throughput(run: Run, engines: Sequence[Engine]) -> None:
     """Loads of (c), peer and ours in turns, each first in every other round; then the ratio of output tokens/s.
 
-    One round before the first is left out: kernels are made and tuned in it.
+    One round before the first is left out, and batches of other sizes before that: kernels are made and tuned there.
     """
     options = run.options
+    for number, engine in enumerate(engines):
+        lengths = [tokens for tokens, _ in LOADS.values()]
+        parts.warm_batches(engine, lengths, options.at_a_time, BATCHES + number * 1_000_000_000)
     rates: dict[str, dict[str, list[float]]] = {label: {each.name: [] for each in engines} for label in LOADS}
     for turn in range(options.rounds + 1):
         for engine in engines if turn % 2 else reversed(engines):

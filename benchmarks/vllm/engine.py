@@ -133,6 +133,14 @@ def enliven_weights() -> None:
     dummy_loader.initialize_single_dummy_weight = fill
 
 
+def compile_log() -> dict[str, bool]:
+    """Return the option with which vLLM, where it has it, logs each kernel that is compiled while requests run."""
+    from vllm.config import ObservabilityConfig
+
+    option = "jit_monitor_verbose"
+    return {option: True} if hasattr(ObservabilityConfig, option) else {}
+
+
 class Server:
     """One engine, and what is asked of it."""
 
@@ -149,6 +157,7 @@ class Server:
             max_num_seqs=wish["sequences"],
             enforce_eager=wish["eager"],
             enable_prefix_caching=True,
+            **compile_log(),
             **wish["options"],
             **transfer_config(wish),
         )

@@ -69,6 +69,15 @@ def warm(engines: Sequence[Engine], sizes: Sequence[int], salt: int) -> None:
             engine.ask(asked, asked, asked)
 
 
+def warm_batches(engine: Engine, lengths: Sequence[int], at_a_time: int, salt: int) -> None:
+    """Run prompts of each length in batches of several sizes, whose answers end one by one: kernels are compiled for
+    batches of prompts beside tokens, and engines that admit a batch in other parts meet other sizes."""
+    for tokens in lengths:
+        for count in (1 << power for power in range(at_a_time.bit_length())):
+            first = salt + (tokens * 100 + count) * 1_000
+            engine.ask(*(prompt((first + each, tokens), new=2 + each) for each in range(count)), at_a_time=count)
+
+
 def own_hits(engine: Engine, sizes: Sequence[int], repeats: int, salt: int) -> dict[int, dict[str, Any]]:
     """An engine computes prompts, and has them again: by size in tokens."""
     found = {}

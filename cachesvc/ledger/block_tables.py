@@ -181,6 +181,16 @@ class BlockTables(Hold):
                 at += 1
         return until >= last
 
+    def withdraw_beyond(self, last: int, most: int) -> bool:
+        """The request does not compute blocks from ``last`` on, though it has declared them; up to ``most`` of them are
+        withdrawn now. True when all are."""
+        last = max(last, self.sealed, self.hit_blocks)
+        until = max(last, self.declared - most)
+        if self.declared > until:
+            self._withdraw(until, self.declared)
+            self.declared = until
+        return until <= last
+
     def _withdraw(self, first: int, last: int) -> None:
         """The request no longer computes blocks ``[first, last)``, as far as it had declared them."""
         computing = self.ledger.computing

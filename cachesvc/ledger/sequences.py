@@ -139,8 +139,9 @@ class Sequence(BlockTables):
 
     def prepare(self, blocks: int, fresh: Seq[int], most: int) -> bool:
         """Take ``fresh[g]`` pages, and declare keys, of blocks with which it will have ``blocks``: some of them now,
-        where they are more than ``most``. True when ``fresh_pages`` is due. There are as many pages."""
-        is_declared = self.declare(blocks, most)
+        where they are more than ``most``. What a larger call before that was given up has left goes. True when
+        ``fresh_pages`` is due. There are as many pages."""
+        is_declared = self.withdraw_beyond(blocks, most) and self.declare(blocks, most)
         if max(fresh) <= most and not self.pages_ahead:
             return is_declared
         return self.reserve().take_ahead(fresh, most) and is_declared

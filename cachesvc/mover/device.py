@@ -10,6 +10,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
 and calls of the driver beside GPUs that serve, and where the memory is held by engines it takes until they let go."""
 JITTER = 0.5
 """A pause is shorter by up to this part of it, so that not all devices try at the same time."""
+STARTING_SECONDS = 5.0
+"""Time that a close waits for a mover that is being started; that one is killed once it has come."""
 LINGERING_PAUSE_S = 600.0
 """Pause after an attempt whose process could not be killed, seconds: each leaves one behind, with its memory."""
 
@@ -74,7 +77,9 @@ class DeviceMover:
         self._equip = equip
         self._on_lost = on_lost
         self._on_end: OnEnd | None = None
-        self._now = _State()
+        self._now = _State(fault="its mover has not started yet")
+        self.started: Future[None] = Future()
+        self._goes_on = threading.Event()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._is_stopped = False
@@ -86,19 +91,15 @@ class DeviceMover:
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the first life. Raises the CacheError that says what is missing."""
-        self._begin_life(self._live())
-        self._begin_serving()
-
-    def start_later(self, why: str) -> None:
-        """The first life could not be started: the device is broken until one can."""
-        self._now = _State(fault=why)
-        self._begin_serving()
-
-    def _begin_serving(self) -> None:
+    def begin(self) -> None:
+        """Begin to start the first life. ``started`` ends with it, or with the CacheError that says what is missing;
+        then ``go_on`` or ``close`` comes."""
         self._thread = threading.Thread(target=self._serve, name=f"ends-{self.device}", daemon=True)
         self._thread.start()
+
+    def go_on(self) -> None:
+        """Serve with the first life, or without one: the device is broken until one can be started."""
+        self._goes_on.set()
 
     def listen(self, on_end: OnEnd) -> None:
         """Report ended jobs from now on."""
@@ -125,6 +126,7 @@ class DeviceMover:
     def close(self) -> None:
         """End the process in order, and every job. Idempotent."""
         self._closing.set()
+        self._goes_on.set()
         with self._lock:
             self._is_stopped = True
             life = self._now.life
@@ -137,7 +139,7 @@ class DeviceMover:
             life.hang_up()
             life.wait_over()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(None if life is not None else STARTING_SECONDS)
         self.timeline.close()
 
     def probe(self) -> None:
@@ -285,6 +287,14 @@ class DeviceMover:
 
     def _serve(self) -> None:
         """Root of the thread that takes ends, and sees to it that there is a mover."""
+        try:
+            self._begin_life(self._live())
+        except Exception as refused:  # noqa: BLE001 - the root of a thread: ``started`` has it
+            self._now = _State(fault=str(refused))
+            self.started.set_exception(refused)
+        else:
+            self.started.set_result(None)
+        self._goes_on.wait()
         while True:
             if (life := self._now.life) is not None:
                 while self._take(life):

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 PROBE_ANSWER_SECONDS = 10.0
 """A mover answers on a thread that does nothing else: one that takes longer to say how its device is hangs."""
+START_SECONDS = 15.0
+"""Time for other movers to start once one has, seconds: contexts of all GPUs are made at once, and a GPU that hangs
+must not keep the others from serving."""
 AT_ONCE_AHEAD_S, AT_ONCE_S = 0.25, 0.1
 """Seconds until movers measure what they store at once, in which each pins its memory, and for which they do."""
 
@@ -48,7 +51,7 @@ class _Chunk(NamedTuple):
 class MoverProcesses:
     """``settings``: one mover's each. ``begins``: how each is started or found; as children unless given.
     ``reaches``: (source, target) devices between which copies go, beside each one and itself; None: all.
-    ``probe_seconds``: how long one may take to say how its device is."""
+    ``probe_seconds``: how long one may take to say how its device is. ``start_seconds``: see ``start``."""
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class MoverProcesses:
         begins: Sequence[Begin] = (),
         reaches: frozenset[tuple[str, str]] | None = None,
         probe_seconds: float = PROBE_ANSWER_SECONDS,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         self.name = settings[0].kind
         self._claim: Claim = tuple
@@ -83,6 +87,7 @@ class MoverProcesses:
             )
         }
         self._asked: set[str] = set()  # devices whose probe is not answered yet
+        self._start_seconds = start_seconds
         self._running = False
         self._budget: HostBudget | None = None
 
@@ -110,23 +115,30 @@ class MoverProcesses:
         return self._mover(device).capacity_bytes
 
     def start(self) -> None:
-        """Start all movers, at once. Where some start, devices of others are broken until theirs can. Raises the
-        CacheError of the first where none can, and any that says more than Unavailable."""
+        """Start all movers, at once. Where some start, devices of others are broken until theirs can; one that hangs
+        is waited for no longer than ``start_seconds`` behind the first that has started. Raises the CacheError of the
+        first where none can, and any that says more than Unavailable."""
         try:
             self._budget = HostBudget.make(len(self._at))
         except OSError as error:
             raise Unavailable(f"no memory file for the node's budget: {error}; see ulimit -n") from error
-        with ThreadPoolExecutor(len(self._at)) as threads:
-            results = list(threads.map(_outcome_of, [mover.start for mover in self._at.values()]))
+        for mover in self._at.values():
+            mover.begin()
+        starts = [mover.started for mover in self._at.values()]
+        pending = set(starts)
+        while pending and all(not start.done() or start.exception() for start in starts):
+            pending = wait(pending, return_when=FIRST_COMPLETED).not_done
+        wait(pending, self._start_seconds)
+        refused = [failed for start in starts if start.done() and (failed := start.exception()) is not None]
         self._running = True
-        refused = [failed for failed in results if failed is not None]
         asked_wrongly = [failed for failed in refused if not isinstance(failed, Unavailable)]
-        if asked_wrongly or len(refused) == len(results):
+        if asked_wrongly or len(refused) == len(self._at):
             self.close()
             raise [*asked_wrongly, *refused][0]
-        for mover, failed in zip(self._at.values(), results, strict=True):
-            if failed is not None:
-                mover.start_later(str(failed))
+        for mover in self._at.values():
+            if not mover.started.done():
+                log.warning("mover_start_not_waited_for device=%s", mover.device)
+            mover.go_on()
 
     def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
         """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered.
@@ -341,14 +353,6 @@ class MoverProcesses:
     def _check_running(self) -> None:
         if not self._running:
             raise Unavailable("the movers are not running: start them first, and nothing works after close")
-
-
-def _outcome_of(call: Callable[[], object]) -> CacheError | None:
-    try:
-        call()
-    except CacheError as refused:
-        return refused
-    return None
 
 
 def _nobody_told(device: str, why: str) -> None:

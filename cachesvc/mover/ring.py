@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.model.futex import fence, store_and_wake, wait_reached, wake, words_of
+from cachesvc.model.futex import fence, store, store_and_wake, wait_reached, wake, words_of
 
 HEAD_BYTES = 4096
 UNIT = 8
@@ -60,7 +60,7 @@ class Ring:
         fence()
         return come
 
-    def put_bytes(self, at: int, content: bytes) -> None:
+    def put_bytes(self, at: int, content: bytes | memoryview) -> None:
         """Copy into the circle, around its end."""
         at %= self.size_bytes
         first = min(len(content), self.size_bytes - at)
@@ -92,21 +92,22 @@ class Writer:
         self._ring = ring
         self._at = ring.mark(WRITTEN)
         self._most = ring.size_bytes // 4
-        self._waiting: deque[tuple[bytes, bool]] = deque()
+        self._waiting: deque[tuple[memoryview, bool]] = deque()
         self._lock = threading.Lock()
         self._is_closed = False
         self._is_pumped = False
 
-    def put(self, parts: Sequence[Part]) -> None:
-        """Write one record of these parts, one after another; returns at once. Nothing after ``close``."""
-        content = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)
+    def put(self, parts: Sequence[Part], *, wakes: bool = True) -> None:
+        """Write one record of these parts, one after another; returns at once. Nothing after ``close``. ``wakes``:
+        False lets the reader sleep until the next record, or for ``LOOK_S``."""
+        content = memoryview(b"".join(part if isinstance(part, bytes) else part.data for part in parts))
         with self._lock:
             if self._is_closed:
                 return
             for first in range(0, len(content) or 1, self._most):
                 piece = content[first : first + self._most]
                 self._waiting.append((piece, first + self._most < len(content)))
-            self._write()
+            self._write(wakes=wakes)
             if self._waiting and not self._is_pumped:
                 self._is_pumped = True
                 threading.Thread(target=self._pump, name="ring-pump", daemon=True).start()
@@ -130,18 +131,23 @@ class Writer:
                     return
             wait_reached(ring.words, READ, reached + 1, time.monotonic() + LOOK_S)
 
-    def _write(self) -> None:
+    def _write(self, *, wakes: bool = True) -> None:
         ring, written = self._ring, self._at
         while self._waiting:
             piece, has_more = self._waiting[0]
             units = -(-(_FRAME.size + len(piece)) // UNIT)
             if ((self._at + units - ring.mark(READ)) & CYCLE) * UNIT > ring.size_bytes:
                 break
-            ring.put_bytes(self._at * UNIT, _FRAME.pack(len(piece), _MORE * has_more) + piece)
+            ring.put_bytes(self._at * UNIT, _FRAME.pack(len(piece), _MORE * has_more))
+            ring.put_bytes(self._at * UNIT + _FRAME.size, piece)
             self._at = (self._at + units) & CYCLE
             self._waiting.popleft()
-        if self._at != written:
+        if self._at == written:
+            return
+        if wakes or self._waiting:
             store_and_wake(ring.words, WRITTEN, self._at)
+        else:
+            store(ring.words, WRITTEN, self._at)
 
 
 class Reader:

@@ -6,7 +6,6 @@ ended is never written to again, and no item is late for longer than its deadlin
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import Counter, deque
@@ -25,27 +24,14 @@ from cachesvc.peer.fleet.health import Peer
 from cachesvc.peer.fleet.names import PeerNames
 from cachesvc.peer.fleet.news import NewsReader
 from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
-from cachesvc.peer.wire import (
-    ANSWER,
-    HELLO,
-    MAGIC,
-    OK,
-    STREAMS,
-    StreamEnded,
-    pack_numbers,
-    receive,
-    receive_into,
-    send_pieces,
-)
-from cachesvc.storage.header import HEADER_BYTES
+from cachesvc.peer.reading import LoanStream
+from cachesvc.peer.wire import STREAMS
 from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
 from cachesvc.telemetry import events
 
 THREADS = 3 * STREAMS
 """Three large loans are read at once."""
 MOST_WAITING = 1024
-CONNECT_SECONDS = 3.5
-"""Time limit for a connection, seconds: its first packet, where it is lost, is sent again after 1 and after 3 s."""
 BEAT_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """Interval at which peers that tell nothing are asked for their digests, seconds."""
@@ -305,42 +291,28 @@ class PeerStorage:
 
     def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
         """Read items of a loan, over one stream. Each of them ends, and is not written to any more then."""
-        held, left = wanted.held, deque(wanted.items)
+        held = wanted.held
+        left = deque((index, item, held.numbers[item.name]) for index, item in wanted.items)
+
+        def came(indexes: Sequence[int], size_bytes: int) -> None:
+            with self._changed:
+                self.counts["read"] += len(indexes)
+                self.read_bytes += size_bytes
+            for index in indexes:
+                each(index, Outcome.OK)
+
         self._telling.peer = held.peer
         try:
-            self._stream(held, left, deadline, each)
+            LoanStream(held.loan, left, deadline, came).read()
         except OSError as error:
             if self._loans.failed(held):
                 self._note_failure(held.peer, str(error) or type(error).__name__)
         finally:
             self._telling.peer = None
-            for index, _ in left:
+            for index, _, _ in left:
                 each(index, Outcome.FAILED)
         if self._loans.ended(held):
             self._give_back(held)
-
-    def _stream(self, held: HeldLoan, left: deque[tuple[int, Item]], deadline: float, each: Each) -> None:
-        """Read items from a stream. Raises OSError; the items ``left`` then have not come."""
-        numbers = [held.numbers[item.name] for _, item in left]
-        limit = min(deadline - time.monotonic(), CONNECT_SECONDS)
-        if limit <= 0:
-            raise TimeoutError("there is no time left")
-        with socket.create_connection((held.loan.host, held.loan.port), timeout=limit) as stream:
-            stream.settimeout(None)
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            send_pieces(stream, [HELLO.pack(MAGIC, held.loan.secret) + pack_numbers(numbers)], limit)
-            for number in numbers:
-                index, item = left[0]
-                said, status, size_bytes = ANSWER.unpack(receive(stream, ANSWER.size, deadline))
-                if said != number or (status == OK and size_bytes != item.payload_bytes):
-                    raise StreamEnded("the peer answered something else")
-                if status == OK:
-                    receive_into(stream, (item.head[:HEADER_BYTES], *item.pages), deadline)
-                left.popleft()
-                with self._changed:
-                    self.counts["read" if status == OK else "gone"] += 1
-                    self.read_bytes += size_bytes if status == OK else 0
-                each(index, Outcome.OK if status == OK else Outcome.MISS)
 
     def _note_refusal(self, peer: Peer, error: CacheError) -> None:
         """A call to a peer failed."""

@@ -12,7 +12,6 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.peer.desk import Lent, LentObject, LoanDesk, cut
 from cachesvc.peer.wire import (
     ANSWER,
-    GONE,
     HELLO,
     MAGIC,
     OK,
@@ -138,8 +137,7 @@ class Lender:
                 raise StreamEnded("the lease is over")
             found = lent.objects[number] if number < len(lent.objects) else None
             if found is None:
-                send_pieces(stream, (ANSWER.pack(number, GONE, 0),), STUCK_SECONDS)
-                return
+                raise StreamEnded(f"object {number} was not lent")
             self._send_object(stream, number, found)
 
     def _send_object(self, stream: socket.socket, number: int, found: LentObject) -> None:

@@ -4,8 +4,8 @@
                 count u32 | count x (number u32)                            again and again
     lender      number u32 | status u32 | payload bytes u64 | header 256 | payload        for each, in this order
 
-A status that is not OK has neither header nor payload. Either side ends the stream by closing it. A loan is read by
-several streams at once. Sockets block, with time limits of the kernel's: a whole object takes one call.
+The status is OK: a lender that is asked for what it does not lend ends the stream, as either side does by closing it. A
+loan is read by several streams at once. Sockets block, with time limits of the kernel's: a whole object takes one call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECRET_BYTES = 32
 HELLO = struct.Struct(f"<8s{SECRET_BYTES}s")
 COUNT = struct.Struct("<I")
 ANSWER = struct.Struct("<IIQ")
-OK, GONE = 0, 1
+OK = 0
 MOST_NUMBERS = 1 << 16
 """Most numbers in one request."""
 STREAMS = 8
@@ -51,7 +51,12 @@ def send_pieces(stream: socket.socket, pieces: Sequence[memoryview | bytes], sec
 
 def receive_into(stream: socket.socket, pieces: Sequence[memoryview], deadline: float) -> None:
     """Fill ``pieces`` by ``deadline``, monotonic seconds. Raises OSError (TimeoutError); nothing is written after."""
-    left = [piece for piece in pieces if len(piece)]
+    receive_all(stream, list(pieces), deadline)
+
+
+def receive_all(stream: socket.socket, left: list[memoryview], deadline: float) -> None:
+    """Fill the pieces that are ``left``, which is what remains of them after an error too. As ``receive_into``."""
+    left[:] = filter(len, left)
     while left:
         seconds = deadline - time.monotonic()
         if seconds <= 0:
@@ -103,4 +108,4 @@ def receive_numbers(stream: socket.socket, deadline: float) -> tuple[int, ...]:
     return struct.unpack(f"<{count}I", receive(stream, 4 * count, deadline))
 
 
-__all__ = ["ANSWER", "GONE", "HEADER_BYTES", "HELLO", "MAGIC", "OK", "SECRET_BYTES", "StreamEnded"]
+__all__ = ["ANSWER", "HEADER_BYTES", "HELLO", "MAGIC", "OK", "SECRET_BYTES", "StreamEnded"]

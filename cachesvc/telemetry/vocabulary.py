@@ -93,6 +93,12 @@ VOCABULARY: dict[str, Event] = {
         "error", "A device's mover has ended: `jobs` of its jobs fail.", ("device", "pid", "reason", "jobs")
     ),
     "mover_started": Event("warning", "A device has a mover again.", ("device", "pid", "lives")),
+    "mover_start_not_waited_for": Event(
+        "warning",
+        "A mover had not started 15 s after the first one. The daemon serves other devices; this one is broken until "
+        "its mover has started.",
+        ("device",),
+    ),
     "mover_not_started": Event(
         "warning",
         "A mover could not be restarted yet, with the reason and the time of the next attempt.",

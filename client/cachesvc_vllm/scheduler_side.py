@@ -24,6 +24,7 @@ from cachesvc_vllm.pages.lengths import blocks_wanted, computed_blocks
 from cachesvc_vllm.pages.page_book import PageBook
 from cachesvc_vllm.pages.request_pages import PageCopy, RequestPages, Wish
 from cachesvc_vllm.pages.state_cells import StateCells
+from cachesvc_vllm.steps.first_token import FirstToken
 from cachesvc_vllm.vouching import Dropped, Vouching
 from cachesvc_vllm.waiting import free_waiting
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
@@ -83,7 +84,7 @@ class SchedulerSide:
         self._wanted: Callable[..., int] = partial(blocks_wanted, block_tokens=block_tokens, step_tokens=first_tokens)
         self._unfinished: dict[str, Any] = {}
         self._put_off: set[str] = set()
-        self._has_admitted = self._is_hasty = False
+        self._first_token = FirstToken()
         self._watch = Stopwatch()
         self._stats = CacheStats()
 
@@ -234,11 +235,9 @@ class SchedulerSide:
 
     def take_transfers(self) -> tuple[dict[str, tuple[TicketView, ...]], list[PageCopy]]:
         """Loads that the workers are to watch, and copies that they make first, once an iteration is scheduled: report
-        the last one to the daemon. Where a lone request needs its first token, the next iteration reports."""
+        the last one to the daemon. Where a lone request needs its first token, a later iteration reports."""
         with self._watch:
-            self._is_hasty = self._has_admitted and not self._is_hasty and len(self._unfinished) == 1
-            self._has_admitted = False
-            if not self._is_hasty:
+            if self._first_token.may_report():
                 self._book.flush()
         return self._loading.take_new(), self._loading.take_copies()
 
@@ -272,10 +271,11 @@ class SchedulerSide:
                 if request.is_finished() or self._seal(request) >= full_blocks or self._book.find(request_id) is None:
                     del filling[request_id]
             self._book.untold.end_output(computes=computes)
-            if self._unfinished:  # answers to users come first
-                self._book.top_up()
-            else:  # there may be no iteration after this
+            is_first = self._first_token.take_output()
+            if not self._unfinished:  # there may be no iteration after this
                 self._book.flush(is_last=True)
+            elif not is_first:  # answers to users come first
+                self._book.top_up()
             self._leave_if_back()
         if seconds := self._watch.lap():
             self._stats.data[STEP_SECONDS].append(seconds)
@@ -352,8 +352,8 @@ class SchedulerSide:
                 self._book.ask_room()
                 self._book.give_way(pages)
         elif not is_admitted:
-            self._has_admitted = True
             self._unfinished[request.request_id] = request
+            self._first_token.admit(is_alone=len(self._unfinished) == 1)
             self._put_off.discard(request.request_id)
             self._count(request, "asked_tokens", request.num_tokens)
             self._count(request, "device_tokens", pages.hit_blocks * self._block_tokens)

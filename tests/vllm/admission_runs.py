@@ -4,11 +4,12 @@ tests.vllm.admission_runs RUN SOCKET SEED."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from cachesvc_vllm.metrics import CacheStats
 
 from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
-from tests.vllm.scheduling_runs import RUNS, main, run_out, serve
+from tests.vllm.scheduling_runs import RUNS, cached, main, run_out, serve
 from tests.vllm.shape import Shape
 
 BUSY = Shape(pages=6200, at_a_time=80, step_tokens=640, stock=8)
@@ -65,7 +66,24 @@ def four(socket: str, seed: int) -> list[Engine]:
     return [*engines, idle]
 
 
-RUNS.update({"admissions": admissions, "four": four})
+def first_token(socket: str, seed: int) -> list[Engine]:
+    """A request with a hit comes alone: until its first token, the daemon gets its match and nothing else."""
+    engine, rng = Engine("e1", socket, seed, replace(BUSY, is_async=True)), random.Random(seed)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(42)]
+    cached(engine, prompt)
+    record = engine.connector._scheduler._book._lease.record  # noqa: SLF001 - vLLM need not know
+    before = record.next_request_id()
+    name = engine.add(prompt, 20)
+    while not engine.answers[name]:
+        engine.step()
+    assert record.next_request_id() == before + 2, "the match is a message, and the second of these numbers is ours"
+    assert engine.hits[name] == 40
+    run_out(engine)
+    return [engine]
+
+
+RUNS["admissions"] = lambda socket, seed: admissions(socket, seed) + first_token(socket, seed)
+RUNS["four"] = four
 
 if __name__ == "__main__":
     main()

@@ -27,6 +27,11 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     return [[dice.randrange(VOCABULARY) for _ in range(dice.randint(2, longest))] for _ in range(count)]
 
 
+def most_hit(prompt: Sequence[int]) -> int:
+    """Tokens of a prompt that need not be computed: of one that ends with a block, all but the last."""
+    return min(len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS, len(prompt) - 1)
+
+
 def finish(*engines: Engine) -> None:
     """Step engines until nothing is left."""
     while any(engine.is_busy for engine in engines):
@@ -42,14 +47,14 @@ def prefill(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def one_after_another(one: Engine, other: Engine) -> int:
-    """All prompts are prefilled first, and then decoded together: the decoder computes none of their full blocks."""
+    """All prompts are prefilled first, and then decoded together: the decoder computes the rest behind
+    their full blocks, or the last token."""
     asked = prompts(1, PROMPTS)
     told = [prefill(one, prompt) for prompt in asked]
     names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
     finish(other)
     for name, prompt in zip(names, asked, strict=True):
-        full = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        assert other.hits[name] == full, (name, other.hits[name], full)
+        assert other.hits[name] == most_hit(prompt), (name, other.hits[name], len(prompt))
     return PROMPTS
 
 
@@ -66,9 +71,48 @@ def at_once(one: Engine, other: Engine) -> int:
         waited += not other.answers[name]
         one.add(prompt, 1, handover=ROUTED)
         finish(one, other)
-        assert other.hits[name] == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, (name, other.hits[name], prompt)
+        assert other.hits[name] == most_hit(prompt), (name, other.hits[name], prompt)
     assert waited >= 3, "it does not wait with its hands in its lap"
     return waited
+
+
+def sent_twice(one: Engine, other: Engine) -> int:
+    """A router passes on the same request twice, and to the prefiller too: all of them hit."""
+    asked = prompts(7, 5)
+    told = [prefill(one, prompt) for prompt in asked]
+    names = [
+        (engine, engine.add(prompt, NEW, handover=each))
+        for engine in (other, other, one)
+        for prompt, each in zip(asked, told, strict=True)
+    ]
+    finish(one, other)
+    for (engine, name), prompt in zip(names, 3 * asked, strict=True):
+        assert engine.hits[name] == most_hit(prompt), (name, prompt)
+    return len(names)
+
+
+def never_computed(one: Engine, other: Engine) -> int:
+    """A router says that a node has what it never had, to another one and to that node itself: none is waited for."""
+    where = prefill(one, prompts(8, 1)[0])
+    words = {"do_remote_prefill": True, **{key: where[key] for key in ("remote_host", "remote_port")}}
+    asked = [(engine, prompt) for engine, seed in ((other, 9), (one, 10)) for prompt in prompts(seed, 5)]
+    names = [(engine, engine.add(prompt, NEW, handover=words)) for engine, prompt in asked]
+    finish(one, other)
+    assert [len(engine.answers[name]) for engine, name in names] == [NEW] * len(names)
+    return len(names)
+
+
+def prefiller_restarts(one: Engine, other: Engine) -> int:
+    """The prefiller's daemon lives again before the router has passed on anything: it has nothing, and says so."""
+    asked = prompts(11, 10)
+    told = [prefill(one, prompt) for prompt in asked]
+    for fault in ("@kill", "@start"):
+        print(fault, flush=True)
+        sys.stdin.readline()
+    names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
+    finish(one, other)
+    assert [len(other.answers[name]) for name in names] == [NEW] * len(names)
+    return len(names)
 
 
 def prefiller_dies(one: Engine, other: Engine) -> int:
@@ -93,6 +137,14 @@ def bad_words(one: Engine, other: Engine) -> int:
         {"do_remote_prefill": True, "remote_host": "a b", "remote_port": 1},
         {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 1 << 40},
         {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 7100, "remote_num_tokens": "many"},
+        {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": 10**19},
+        {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_num_tokens": -(10**18)},
+        {"do_remote_prefill": {"yes": [1]}, "remote_host": ["127.0.0.1"], "remote_port": {}},
+        {"do_remote_prefill": True, "remote_host": "127.0.0.1\n", "remote_port": "1\x00"},
+        {"do_remote_prefill": True, "remote_host": "fe80::1%\ud800", "remote_port": 1},
+        {"do_remote_prefill": True, "remote_host": "fe80::1%\x1b[2J", "remote_port": 1},
+        {"remote_prefiller": {"remote_host": "h" * 100_000, "remote_port": 10**19}},
+        {"remote_prefiller": {"remote_host": "nowhere.invalid", "remote_port": 7100, "kv_request_id": ["x"] * 1000}},
         {"remote_prefiller": ["10.0.0.1"]},
         {"remote_kv_source": {"remote_host": "::1", "remote_port": 1}},
         {"do_remote_decode": True, "do_remote_prefill": True},
@@ -106,6 +158,9 @@ def bad_words(one: Engine, other: Engine) -> int:
 RUNS: dict[str, Callable[[Engine, Engine], int]] = {
     "one-after-another": one_after_another,
     "at-once": at_once,
+    "sent-twice": sent_twice,
+    "never-computed": never_computed,
+    "prefiller-restarts": prefiller_restarts,
     "prefiller-dies": prefiller_dies,
     "bad-words": bad_words,
 }

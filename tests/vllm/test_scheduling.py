@@ -123,9 +123,10 @@ def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
         assert run("adapters", node, 1)["whole"] == 3
 
 
-def test_sixteen_requests_an_iteration_on_a_full_pool_wait_for_no_answer() -> None:
+def test_sixteen_requests_an_iteration_wait_for_no_answer_and_a_first_token_for_no_report() -> None:
+    """The pool is full."""
     with running_node() as node:
-        assert run("admissions", node, 1, "admission_runs")["whole"] == 200 + 16 * 32
+        assert run("admissions", node, 1, "admission_runs")["whole"] == 200 + 16 * 32 + 2
 
 
 def test_the_stock_of_an_engine_that_runs_nothing_goes_back_to_the_others() -> None:

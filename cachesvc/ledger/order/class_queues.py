@@ -22,6 +22,8 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 NO_SEGMENT = 0
 NO_RANK = (1 << 63) - 1
 """Rank of a queue without candidates."""
+BEFORE_ALL = -1
+"""Rank of a head that goes before those of all other queues: ranks of such leaves take more than 64 bits."""
 LEAST_QUEUES = 8
 
 
@@ -37,6 +39,11 @@ class Path(Protocol):
 
     def segment(self, position: int) -> int:
         """Segment of a resident block."""
+
+
+def head_rank(entry: int | None) -> int:
+    """Rank of a queue whose first entry is ``entry``, as ``Heads`` has it."""
+    return NO_RANK if entry is None else max(entry >> ROW_BITS, BEFORE_ALL)
 
 
 class Heads:
@@ -222,12 +229,11 @@ class QueuedLeaves(LeafOrder):
 
     def show(self, heads: Heads, number: int, entry: int | None) -> None:
         """``entry`` is the first of a queue, among ``heads``; None: it has none."""
+        heads.ranks[number] = head_rank(entry)
         if entry is None:
-            heads.ranks[number] = NO_RANK
             return
         row = entry & ROW_MASK
         segment = self.segments[row]
-        heads.ranks[number] = max(entry >> ROW_BITS, -1)
         heads.since[number] = self.chooser.since(segment)
         heads.segments[number] = segment
         heads.depths[number] = self._depth[row]

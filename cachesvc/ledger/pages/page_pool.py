@@ -317,9 +317,11 @@ class PagePool:
         for part in range(self._part // size, self._part // size + parts):
             first = part % parts * size
             free = self._free_column[first : first + size]
-            here = min(left, int(np.count_nonzero(free)))
+            has = int(np.count_nonzero(free))
+            here = min(left, has)
             if here:
-                found.append(_longest(free, here) + np.int32(first))
+                pages = np.flatnonzero(free).astype(np.int32) if here == has else _longest(free, here)
+                found.append(pages + np.int32(first))
                 left -= here
             if not left:
                 self._part = first

@@ -6,7 +6,8 @@ hold each other up for good (each waits for transfers, and is refused or goes on
 pays with evictions of its own. It ends with its call, its sequence or its lease, and by a deadline.
 
 Where many pages are wanted they are taken ahead, some in each turn of the call, once all are there: they are the
-sequence's own, in no table yet. If its call is given up meanwhile, its next one begins with them.
+sequence's own, in no table yet. If its call is given up meanwhile, its next one begins with them, and
+gives back those that it does not want.
 """
 
 from __future__ import annotations
@@ -60,15 +61,20 @@ class Reservation:
                 pool.reserved += more
 
     def take_ahead(self, wanted: Sequence[int], most: int) -> bool:
-        """Take up to ``most`` pages of each group towards ``wanted[g]``, for which there is room; True when they are
-        there."""
+        """Take up to ``most`` pages of each group towards ``wanted[g]``, for which there is room, or give back as many
+        that a larger call before has taken; True when there are ``wanted[g]``."""
         is_whole = True
         for count, ahead, own, pool in zip(wanted, self.ahead, self._own, self._pools, strict=True):
             missing = count - len(ahead)
+            if missing < 0:
+                spare = ahead[max(count, len(ahead) - most) :]
+                del ahead[len(ahead) - len(spare) :]
+                own.difference_update(spare)
+                pool.move_all(spare, PageState.FREE)
             pages = pool.take(max(0, min(missing, most)), PageState.PRIVATE)
             ahead.extend(pages)
             own.update(pages)
-            is_whole &= missing <= most
+            is_whole &= abs(missing) <= most
         return is_whole
 
     def hand_over(self, counts: Sequence[int]) -> list[array[int]]:

@@ -18,7 +18,7 @@ from cachesvc.ledger.index.block_index import BlockIndex
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.order.candidates import ROW_BITS, ROW_MASK, LeafOrder, SortedEntries
-from cachesvc.ledger.order.class_queues import NO_RANK, QueuedLeaves
+from cachesvc.ledger.order.class_queues import QueuedLeaves, head_rank
 from cachesvc.model.words import DRAINING, FILLING, READY, CopyState
 from cachesvc.questions.snapshot import Mask, int32s, live_rows, place_states, states, uint16s
 from cachesvc.questions.steps import Question, off_loop
@@ -245,9 +245,7 @@ def walk_orders(name: str, order: LeafOrder) -> Iterator[list[str]]:
         yield from walk_order(name, order, order)
         return
     for number, queue in enumerate(order.queues):
-        first = queue.first
-        rank = NO_RANK if first is None else first >> ROW_BITS
-        if order.heads.ranks[number] != rank:
+        if order.heads.ranks[number] != head_rank(queue.first):
             yield [f"{name}: the head of queue {number} is not its first candidate"]
         yield from walk_order(f"{name} queue {number}", order, queue)
 

@@ -79,7 +79,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             return self._registered(found)
 
         async def make(_: Slot) -> engine_pb2.RegisterResponse:
-            return self._registered(await self.registrar.register(asked))
+            return self._registered(await self.registrar.register(asked, ask.holder.process))
 
         return self._edge.dispatcher.later(ask, CallKind.WAITS, make)
 

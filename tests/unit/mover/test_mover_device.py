@@ -84,7 +84,9 @@ def test_a_budget_that_comes_while_a_life_is_told_of_another_is_told_too() -> No
     live = partial(Listening, partial(child, "shm-0"), __version__, SETTINGS, lambda: (page.fd,))
     mover = DeviceMover("shm-0", 1 << 20, 64, live, lambda _: None, lambda *_: None, 10.0)
     mover.limit_copies(Direction.LOAD, 1)
-    mover.start()
+    mover.begin()
+    mover.started.result()
+    mover.go_on()
     mover.close()
     assert told[:2] == [flat(records.limit_record(*limit)) for limit in ((Direction.STORE, 2), (Direction.LOAD, 1))]
 
@@ -105,7 +107,9 @@ def test_a_mover_comes_after_one_whose_jobs_could_not_be_ended() -> None:
 
     live = partial(Deaf, partial(child, "shm-0"), __version__, SETTINGS, lambda: (page.fd,))
     mover = DeviceMover("shm-0", 1 << 20, 64, live, lambda _: begun.release(), lambda *_: lost.release(), 10.0)
-    mover.start()
+    mover.begin()
+    mover.started.result()
+    mover.go_on()
     mover.listen(breaks)
     begun.acquire()
     for ticket in range(2):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.release import release
 from cachesvc.flows.engine.swap import swap_out
 from cachesvc.flows.models.registration import evict_model
 from cachesvc.ledger.holds import Prefetch
@@ -369,4 +373,15 @@ def test_pages_that_are_absent_name_none() -> None:
     rig.host.pages[0][at] = 3
     assert any("absent, yet it names a page" in problem for problem in verify_at_once(rig.core))
     rig.host.pages[0][at] = NO_PAGE
+    assert verify_at_once(rig.core) == []
+
+
+def test_a_leaf_behind_which_no_prompt_can_go_on_heads_a_queue_and_adds_up() -> None:
+    rig = rig_of(windowed(pool="kv"), device=(16, 16), eviction="hazard")
+    lease = rig.lease()
+    rig.run(match, lease, 1, chain("a", "b"), 0)
+    rig.run(partial(allocate, positions={1: []}), lease, 1, 2)  # without a window
+    rig.run(publish, lease, 1, 0, chain("a", "b"), 0)
+    rig.run(release, lease, 1)
+    assert rig.place().is_spent(row(rig, "a", "b"))
     assert verify_at_once(rig.core) == []

@@ -13,14 +13,13 @@ from cachesvc.flows.context.turns import Turns, tidy
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import Publishing, publish
-from cachesvc.flows.engine.recycle import recycle
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.engine.stock import refill_stock
 from cachesvc.flows.engine.swap import swap_in, swap_out
 from cachesvc.flows.leases.leases import close_lease, lose_silent, process_gone
 from cachesvc.ledger.tickets import TicketState
-from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Wait
-from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, NotOwned, PoolExhausted
+from cachesvc.model.answers import Allocated, Matched, Published, Wait
+from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import PageState, WritePolicy
 from tests.unit.rigs.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of, serve, windowed
@@ -103,39 +102,6 @@ def test_pages_are_taken_in_turns_and_go_with_the_sequence() -> None:
     rig.run(release, a, 1)
     assert rig.free() == [8]
     assert rig.model.computing == {}
-
-
-def test_a_call_that_was_given_up_begins_with_the_pages_that_it_had() -> None:
-    rig = rig_of(one_group(), device=(8,))
-    a = rig.lease("a")
-    rig.core.turns = SMALL
-    rig.run(match, a, 1, b"", 0)
-    wait = rig.once(allocate, a, 1, 6)
-    assert isinstance(wait, Wait)
-    assert wait.reserved is not None
-    wait.reserved.release()
-    rig.check()
-    assert (rig.free(), reserved(rig)) == ([6], 0)
-    answer = rig.run(allocate, a, 1, 1)
-    assert isinstance(answer, Allocated)
-    assert len(answer.tables[0].pages) == 1
-    assert rig.free() == [6]
-    rig.run(allocate, a, 1, 6)
-    assert rig.free() == [2]
-    rig.run(release, a, 1)
-    assert rig.free() == [8]
-
-
-def test_pages_that_a_call_has_taken_ahead_are_nobodys_to_recycle() -> None:
-    rig = rig_of(one_group(), device=(8,))
-    a = rig.lease("a")
-    rig.core.turns = SMALL
-    rig.run(match, a, 1, b"", 0)
-    assert isinstance(rig.once(allocate, a, 1, 6), Wait)
-    ahead = next(iter(rig.core.ledger.leases[a].sequences[1].own[0]))
-    with pytest.raises(NotOwned):
-        rig.once(recycle, a, 1, 0, (GroupCells(0, 0, (ahead,)),))
-    rig.run(allocate, a, 1, 6)
 
 
 def test_a_lease_that_is_lost_between_turns_loses_what_was_kept_and_taken() -> None:

@@ -27,7 +27,7 @@ def ledger_of(policy: str) -> tuple[BlockLedger, Place]:
     for pool in pools:
         pool.add(0, PAGES)
     chosen = eviction_policy(policy)
-    ledger = BlockLedger(one_group(), (pools[0],), chosen.rank, chooser=chosen.new_history(4))
+    ledger = BlockLedger(one_group(), (pools[0],), chosen.rank, chooser=chosen.new_history(one_group()))
     return ledger, ledger.add_replica("replica", (pools[1],))
 
 

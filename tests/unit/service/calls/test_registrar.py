@@ -86,8 +86,8 @@ class Desk:
         """Until a slab is being made, with the loop free for others."""
         await asyncio.to_thread(self.backend.begun.acquire)
 
-    def register(self, name: str, pages: tuple[int, ...] = PAGES) -> asyncio.Task[object]:
-        return asyncio.get_running_loop().create_task(self.registrar.register(self.request(name, pages)))
+    def register(self, name: str, pages: tuple[int, ...] = PAGES, caller: str = "a") -> asyncio.Task[object]:
+        return asyncio.get_running_loop().create_task(self.registrar.register(self.request(name, pages), caller))
 
     def request(self, name: str, pages: tuple[int, ...]) -> RegisterRequest:
         return RegisterRequest(name, LAYOUT, device_pool=PoolRequest(pages), host_pool=PoolRequest((8, 8)))
@@ -188,6 +188,28 @@ def test_what_cannot_be_made_leaves_nothing_and_the_next_one_has_its_turn(error:
         desk.permit(2)
         await next_one
         assert desk.names == ["n"]
+
+    run(test)
+
+
+def test_each_process_has_its_turn_before_any_has_two() -> None:
+    async def test(desk: Desk) -> None:
+        ended: list[str] = []
+
+        def register(name: str, caller: str) -> asyncio.Task[object]:
+            task = desk.register(name, caller=caller)
+            task.add_done_callback(lambda _: ended.append(name))
+            return task
+
+        first = register("a0", "a")
+        await desk.begun()
+        many = [register(f"a{number}", "a") for number in range(1, 5)]
+        few = [register("b0", "b"), register("c0", "c")]
+        await asyncio.sleep(0)  # all wait
+        many[1].cancel()
+        desk.permit(14)
+        await asyncio.gather(first, *many, *few, return_exceptions=True)
+        assert ended == ["a2", "a0", "a1", "b0", "c0", "a3", "a4"]
 
     run(test)
 

@@ -1,0 +1,157 @@
+"""Eight movers, one of which hangs: at the daemon's start, and under load. The other seven serve all the while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import pytest
+
+from cachesvc import __version__
+from cachesvc.memory.copy.host_budget import Neighbours
+from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.model.errors import Unavailable
+from cachesvc.model.geometry import device_geometry
+from cachesvc.model.transfer import PagePairs, Transfer, Urgency
+from cachesvc.mover.process import Begin, MoverProcess, child
+from cachesvc.mover.processes import MoverProcesses
+from cachesvc.mover.server import Equipment, MoverServer
+from cachesvc.mover.settings import Settings
+from cachesvc.swap.engine import SwapEngine
+from tests.unit.mover.mover_rig import heard_from
+from tests.unit.rigs.swap_rig import DEVICE_PAGES, LOAD, MODEL, STORE, Rig, mixed_layout
+
+MOVERS = 8
+NAMES = tuple(f"shm-{number}" for number in range(MOVERS))
+HUNG = MOVERS - 1
+TURNS = 4
+
+
+def in_thread() -> tuple[socket.socket, MoverProcess | None]:
+    """A mover in a thread of this process."""
+    ours, theirs = socket.socketpair()
+
+    def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
+        views = {settings.device: neighbours}
+        backend = ShmBackend(
+            1,
+            settings.device_bytes,
+            timeline_words=settings.timeline_words,
+            names=(settings.device,),
+            neighbours=views,
+        )
+        return Equipment(backend, dict)
+
+    threading.Thread(target=MoverServer(theirs, __version__, equip).serve, daemon=True).start()
+    return ours, None
+
+
+def movers_with(last: Begin, *, probe_seconds: float = 10.0, start_seconds: float = 10.0) -> MoverProcesses:
+    """Seven movers in threads, and ``last``."""
+    settings = [Settings("shm", name, 1 << 20, timeline_words=64) for name in NAMES]
+    begins = [*[in_thread] * HUNG, last]
+    return MoverProcesses(
+        settings, __version__, begins=begins, probe_seconds=probe_seconds, start_seconds=start_seconds
+    )
+
+
+def rig_on(movers: MoverProcesses, places: Sequence[int]) -> Rig:
+    """A model with a replica on each of these devices, of the device's number."""
+    rig = Rig(mixed_layout(1), movers)
+    rig.engine = SwapEngine(movers, rig.done)
+    rig.engine.start()
+    rig.add_hosts()
+    for place in places:
+        attach(rig, place)
+    return rig
+
+
+def attach(rig: Rig, place: int) -> None:
+    sizes = [device_geometry(rig.layout, group, DEVICE_PAGES).total_bytes for group in range(2)]
+    slabs = [[rig.backend.create_slab(NAMES[place], size) for size in sizes]]
+    rig.engine.attach_replica(MODEL, place, NAMES[place : place + 1], slabs, [DEVICE_PAGES] * 2)
+
+
+def swap(rig: Rig, places: Sequence[int]) -> None:
+    """A load and a backup on each device; all end well."""
+    first = len(rig.ended)
+    for place in places:
+        for way, urgency in ((LOAD, Urgency.AWAITED), (STORE, Urgency.BACKGROUND)):
+            pairs = (PagePairs(0, [place], [place]), PagePairs(1, [place], [20 + place]))
+            rig.engine.submit(Transfer(next(rig.tickets), MODEL, place, way, pairs, layered=False, urgency=urgency))
+    rig.settle(2 * len(places))
+    assert all(error is None for _, error in rig.ended[first:])
+
+
+@pytest.fixture
+def hanging() -> Iterator[tuple[Begin, Callable[[], None]]]:
+    """Beginning of a mover that does not answer until it is released."""
+    released = threading.Event()
+
+    def begin() -> tuple[socket.socket, MoverProcess | None]:
+        if released.is_set():
+            return in_thread()
+        ours, theirs = socket.socketpair()
+
+        def hang() -> None:
+            released.wait()
+            theirs.close()
+
+        threading.Thread(target=hang, daemon=True).start()
+        return ours, None
+
+    yield begin, released.set
+    released.set()
+
+
+def test_a_mover_that_hangs_at_the_start_is_not_waited_for_and_serves_once_it_can(
+    hanging: tuple[Begin, Callable[[], None]],
+) -> None:
+    begin, release = hanging
+    movers = movers_with(begin, start_seconds=0.05)
+    with heard_from("cachesvc.mover") as heard:
+        movers.start()
+        heard.wait("mover_start_not_waited_for device=shm-7")
+        assert movers.fault(NAMES[HUNG]) == "its mover has not started yet"
+        rig = rig_on(movers, range(HUNG))
+        swap(rig, range(HUNG))
+        with pytest.raises(Unavailable, match="does not work"):
+            movers.create_slab(NAMES[HUNG], 4096)
+        release()
+        heard.wait("mover_started device=shm-7")
+    assert movers.fault(NAMES[HUNG]) == ""
+    attach(rig, HUNG)
+    swap(rig, range(MOVERS))
+    rig.close()
+
+
+def test_a_mover_that_hangs_under_load_costs_the_seven_others_nothing() -> None:
+    movers = movers_with(partial(child, NAMES[HUNG]), probe_seconds=0.2)
+    lost: list[str] = []
+    movers.tell_losses(lambda device, _: lost.append(device))
+    movers.start()
+    rig = rig_on(movers, range(MOVERS))
+    movers.budget.set(1 << 40)
+    swap(rig, range(MOVERS))
+    os.kill(movers.mover_pids()[NAMES[HUNG]], signal.SIGSTOP)
+    movers.budget.of(HUNG).begin_awaited(time.monotonic())  # it has stopped while an awaited load ran
+    stuck = next(rig.tickets)
+    rig.engine.submit(Transfer(stuck, MODEL, HUNG, LOAD, (PagePairs(0, [1], [1]),), layered=False))
+    for _ in range(TURNS):
+        swap(rig, range(HUNG))
+    assert stuck not in dict(rig.ended)
+    with heard_from("cachesvc.mover.device") as heard:
+        movers.probe()
+        heard.wait("mover_started")
+    rig.settle()
+    ticket, error = rig.ended[-1]
+    assert ticket == stuck
+    assert isinstance(error, Unavailable)
+    assert lost == [NAMES[HUNG]]
+    swap(rig, range(HUNG))
+    rig.close()

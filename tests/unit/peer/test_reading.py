@@ -1,0 +1,102 @@
+"""Objects that one call of the kernel's brings: those that came whole count, wherever the stream ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from cachesvc.peer import wire
+from cachesvc.peer.fleet.control import Loan
+from cachesvc.peer.reading import LoanStream
+from cachesvc.storage.header import HEADER_BYTES
+from cachesvc.storage.seam import Item
+from tests.contracts.storage_rig import name_of
+
+PAGES = (bytes([7]) * 600, bytes([9]) * 400)
+OBJECTS = 12
+OBJECT_BYTES = wire.ANSWER.size + HEADER_BYTES + sum(map(len, PAGES))
+
+
+class Played:
+    """A stream on which the test sends what it likes. ``came``: objects that were reported, ``size_bytes`` of them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.came: list[int] = []
+        self.size_bytes = 0
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        loan = Loan(1, 1, bytes(wire.SECRET_BYTES), "127.0.0.1", server.getsockname()[1], 30.0, ())
+        self.items = [
+            Item(name_of(str(at)), memoryview(bytearray(HEADER_BYTES)), tuple(memoryview(bytearray(p)) for p in PAGES))
+            for at in range(OBJECTS)
+        ]
+        for item in self.items:
+            for page in item.pages:
+                page[:] = bytes(len(page))
+        self.left = deque((at, item, 2 * at) for at, item in enumerate(self.items))
+        self.error: OSError | None = None
+        self._reading = LoanStream(loan, self.left, time.monotonic() + 60, self._note)
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        self.stream = stack.enter_context(server.accept()[0])
+        wire.receive(self.stream, wire.HELLO.size + wire.COUNT.size + 4 * OBJECTS, time.monotonic() + 60)
+
+    def answer(self, at: int) -> bytes:
+        return wire.ANSWER.pack(2 * at, wire.OK, sum(map(len, PAGES))) + bytes([at]) * HEADER_BYTES + b"".join(PAGES)
+
+    def end(self) -> list[int]:
+        """Send nothing more; objects that came, each of which is whole."""
+        with suppress(OSError):  # the reader may have closed its end
+            self.stream.shutdown(socket.SHUT_WR)
+        self._thread.join()
+        for at in self.came:
+            assert bytes(self.items[at].head) == bytes([at]) * HEADER_BYTES
+            assert tuple(map(bytes, self.items[at].pages)) == PAGES
+        assert [at for at, _, _ in self.left] == [at for at in range(OBJECTS) if at not in self.came]
+        assert self.size_bytes == len(self.came) * sum(map(len, PAGES))
+        return self.came
+
+    def _note(self, indexes: object, size_bytes: int) -> None:
+        assert isinstance(indexes, list)
+        self.came += indexes
+        self.size_bytes += size_bytes
+
+    def _read(self) -> None:
+        try:
+            self._reading.read()
+        except OSError as error:
+            self.error = error
+
+
+def test_all_objects_of_a_stream_come() -> None:
+    with ExitStack() as stack:
+        played = Played(stack)
+        played.stream.sendall(b"".join(map(played.answer, range(OBJECTS))))
+        assert played.end() == list(range(OBJECTS))
+        assert played.error is None
+
+
+@pytest.mark.parametrize("beyond", [0, 1, wire.ANSWER.size, wire.ANSWER.size + 1, OBJECT_BYTES - 1])
+@pytest.mark.parametrize("whole", range(OBJECTS))
+def test_those_that_are_whole_count_wherever_the_stream_ends(whole: int, beyond: int) -> None:
+    with ExitStack() as stack:
+        played = Played(stack)
+        sent = b"".join(map(played.answer, range(OBJECTS)))
+        played.stream.sendall(sent[: whole * OBJECT_BYTES + beyond])
+        assert played.end() == list(range(whole))
+        assert isinstance(played.error, wire.StreamEnded)
+
+
+@pytest.mark.parametrize("wrong", range(OBJECTS))
+def test_what_lies_behind_a_wrong_answer_counts_for_nothing(wrong: int) -> None:
+    with ExitStack() as stack:
+        played = Played(stack)
+        sent = [played.answer(at) for at in range(OBJECTS)]
+        sent[wrong] = wire.ANSWER.pack(2 * wrong + 1, wire.OK, sum(map(len, PAGES))) + sent[wrong][wire.ANSWER.size :]
+        played.stream.sendall(b"".join(sent))
+        assert played.end() == list(range(wrong))
+        assert str(played.error) == "the peer answered something else"
