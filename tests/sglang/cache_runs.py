@@ -40,7 +40,8 @@ class Request:
         self.origin_input_ids = array("q", [1000 * seed + at for at in range(blocks * PAGE_TOKENS + 1)])
         self.output_ids = array("q")
         self.full_untruncated_fill_ids = self.origin_input_ids
-        self.extra_key = self.cache_salt = self.multimodal_inputs = self.input_embeds = None
+        self.cache_salt: str | None = None
+        self.extra_key = self.multimodal_inputs = self.input_embeds = None
         self.positional_embed_overrides = None
         self.skip_radix_cache_insert = False
         self.kv = SimpleNamespace(kv_allocated_len=0, cache_protected_len=0)
@@ -57,9 +58,10 @@ class Request:
 
 
 class Scheduling:
-    """Calls of SGLang's scheduler to a cache on a daemon. ``model``: that no other run uses."""
+    """Calls of SGLang's scheduler to a cache on a daemon. ``model``: that no other run uses. ``is_off``: with
+    ``--disable-radix-cache``."""
 
-    def __init__(self, socket: str, model: str) -> None:
+    def __init__(self, socket: str, model: str, *, is_off: bool = False) -> None:
         settings = EngineSettings(socket=socket, stock_blocks=1)
         share = Share(model, LAYOUT, PAGES + RESERVED_PAGES)
         self.node = Node(settings, new_instance("cache_runs"), share, attaches=True, keeps=True)
@@ -75,7 +77,7 @@ class Scheduling:
             chunked_prefill_size=None,
             enable_metrics=False,
         )
-        self.cache = PageCache(SimpleNamespace(params=params, disable_radix_cache=False))
+        self.cache = PageCache(SimpleNamespace(params=params, disable_radix_cache=is_off))
 
     def match(self, request: Request) -> Any:
         """Match a request that waits; SGLang looks at it from now on."""
@@ -163,6 +165,19 @@ def loaded_and_given_back(at: Scheduling) -> dict[str, Any]:
     return {"from_host": from_host, "in_place": found.device_prefix_len, "on_host": found.host_hit_length}
 
 
+def switched_off(at: Scheduling) -> dict[str, Any]:
+    """An engine with ``--disable-radix-cache`` serves a prompt beside one that shares."""
+    off = Scheduling(at.node.socket_path, switched_off.__name__, is_off=True)
+    try:
+        off.serve(Request("off", 1, 3))
+        in_place = at.match(Request("first", 1, 3)).device_prefix_len
+        at.serve(Request("shared", 2, 3))
+        found = off.match(Request("off again", 2, 3)).device_prefix_len
+    finally:
+        off.cache.release_host_resources()
+    return {"others_find": in_place, "it_finds": found}
+
+
 def load_failed(at: Scheduling) -> dict[str, Any]:
     """The load of a request fails before SGLang computes on it: it is asked for again, and computes what it lacks."""
     for seed in range(100, 300):
@@ -196,7 +211,8 @@ def load_failed(at: Scheduling) -> dict[str, Any]:
 
 
 RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
-    each.__name__: each for each in (aborted_before_its_match, admitted_beside_one_without_room, loaded_and_given_back)
+    each.__name__: each
+    for each in (aborted_before_its_match, admitted_beside_one_without_room, loaded_and_given_back, switched_off)
 }
 
 

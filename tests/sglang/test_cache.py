@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.rig import running_node
 from tests.sglang.rig import PYTHON_VARIABLE
-from tests.vllm.rig import ROOT
+from tests.vllm.rig import ROOT, check_daemon
 
 Found = dict[str, dict[str, Any]]
 
@@ -19,13 +19,18 @@ Found = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def found() -> Found:
     """Findings of each run of ``cache_runs``. At its end the daemons hold nothing for it."""
-    paths = os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen"))
     with running_node() as node, running_node(["--fault-copies", "0.3"]) as faulty:
-        command = [os.environ[PYTHON_VARIABLE], "-m", "tests.sglang.cache_runs", node.socket, faulty.socket]
-        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
-        ran = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-        said: Found = json.loads(ran.stdout.splitlines()[-1])
+        said: Found = run("cache_runs", node.socket, faulty.socket)
         return said
+
+
+def run(module: str, *arguments: str) -> Any:
+    """Run a module by the Python that has SGLang; what it printed last."""
+    paths = os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen"))
+    command = [os.environ[PYTHON_VARIABLE], "-m", f"tests.sglang.{module}", *arguments]
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def test_of_a_request_that_is_aborted_before_its_match_nothing_stays(found: Found) -> None:
@@ -43,3 +48,15 @@ def test_what_came_from_the_host_and_was_given_back_is_loaded_again(found: Found
 def test_a_request_whose_load_failed_is_asked_for_again_and_computes_what_it_lacks(found: Found) -> None:
     failed = found["load_failed"]
     assert failed == {"is_asked_for_again": True, "is_admitted": True, "from_host": 0, "has_slots": True}
+
+
+def test_with_its_radix_cache_off_an_engine_finds_nothing_and_seals_nothing(found: Found) -> None:
+    assert found["switched_off"] == {"others_find": 0, "it_finds": 0}
+
+
+def test_random_calls_of_two_engines_find_what_was_computed_and_leave_nothing() -> None:
+    """Small pools, chunks, aborts, retractions, flushes, and loads of which some fail."""
+    with running_node(["--fault-copies", "0.05", "--load-limit", "8MiB"]) as node:
+        seen = run("random_calls", node.socket, "2", "200")
+        check_daemon(node.socket)
+    assert min(seen[each] for each in ("hits", "from_host", "aborted", "retracted")) > 0

@@ -51,9 +51,23 @@ def test_a_pool_that_is_sized_after_the_graphs_is_refused_by_its_variable() -> N
         require_cache(context(SimpleNamespace(post_capture_active=True)))
 
 
-def test_a_pool_of_latents_is_refused() -> None:
-    with pytest.raises(EngineRefused, match="this model's KV pool keeps latents"):
-        require_cache(context(SimpleNamespace()))
+class MLATokenToKVPool:
+    """The part of SGLang's pool of latents that is looked at."""
+
+
+class DSATokenToKVPool(MLATokenToKVPool):
+    """One with an indexer."""
+
+
+def test_a_pool_whose_memory_the_daemon_does_not_have_is_refused_with_its_kind() -> None:
+    with pytest.raises(EngineRefused, match="this model's KV pool is a DSATokenToKVPool"):
+        require_cache(context(DSATokenToKVPool()))
+
+
+def test_latents_are_served_and_those_with_an_indexer_refused() -> None:
+    require_pool(MLATokenToKVPool())
+    with pytest.raises(EngineRefused, match="DSATokenToKVPool"):
+        require_pool(DSATokenToKVPool())
 
 
 def test_a_pool_of_another_layout_is_refused_with_its_kind() -> None:
