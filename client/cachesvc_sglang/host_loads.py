@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-from cachesvc_client import CacheClientError, DeadlineExceeded
+from cachesvc_client import CacheClientError
+from cachesvc_client.adapters.layer_waits import LayerWaits
 from cachesvc_client.memory.pool import LoadOutcome
 from cachesvc_vllm.daemon.node import Node
 from cachesvc_vllm.pages.request_pages import RequestPages
@@ -23,9 +24,6 @@ from cachesvc_sglang.metrics import CacheMetrics
 
 LOOK_S = 0.002
 """Time that an engine which runs nothing waits for a load, between two looks."""
-
-LAYER_LOOK_S = 1.0
-"""Time of one wait for a layer on a processor; it is begun again until the layer has come, or the load has failed."""
 
 log = logging.getLogger("sglang.srt." + __name__)
 
@@ -53,7 +51,7 @@ class HostLoads:
         self._came: dict[str, RequestPages] = {}
         self._early: dict[str, RequestPages] = {}
         self._launched: list[_Load] = []
-        self._layer = -1
+        self._waits = LayerWaits(lambda: node.pool, current_stream)
 
     def is_running(self, pages: RequestPages) -> bool:
         """True for pages whose load is looked at: those that the request had before may have been given back."""
@@ -120,7 +118,7 @@ class HostLoads:
     def begin_step(self, requests: Iterable[RequestPages]) -> None:
         """A step with these requests is launched: its layers wait for the loads that still run."""
         self._launched = [self._running[each.request_id] for each in requests if self.is_running(each)]
-        self._layer = -1
+        self._waits.begin(ticket for load in self._launched for ticket in load.tickets)
 
     def end_launch(self) -> bool:
         """Wait for the loads of the step that was launched; True where one has failed: what it computes is void."""
@@ -128,7 +126,9 @@ class HostLoads:
         for load in launched:
             while self.look(load.pages, may_wait=True):
                 pass
-        failed = [load.pages.request_id for load in launched if not self.has_come(load.pages)]
+        is_sound = self._waits.is_sound
+        failed = [load.pages.request_id for load in launched if not (is_sound and self.has_come(load.pages))]
+        self._waits.begin(())
         if failed:
             log.warning("step_void failed_loads=%s", ", ".join(failed))
         return bool(failed)
@@ -142,23 +142,11 @@ class HostLoads:
 
     def wait_until(self, layer: int) -> None:
         """SGLang is about to use a layer of the step that it launches."""
-        if layer <= self._layer:
-            return
-        self._layer = layer if self._launched else -1
-        for load in self._launched:
-            for ticket in load.tickets:
-                self._wait(ticket, layer)
+        self._waits.wait(layer)
 
-    def _wait(self, ticket: TicketView, layer: int) -> None:
-        """Have what follows wait for a layer. ``end_launch`` sees a failed load: what follows is void then."""
-        pool = self._node.pool
-        with suppress(CacheClientError):
-            if pool.is_on_gpu:
-                import torch
 
-                pool.wait_layer_on(torch.cuda.current_stream(), ticket, layer)
-                return
-            while True:
-                with suppress(DeadlineExceeded):
-                    pool.wait_layer(ticket, layer, LAYER_LOOK_S)
-                    return
+def current_stream() -> object:
+    """Return the stream that kernels are put into."""
+    import torch
+
+    return torch.cuda.current_stream()

@@ -22,7 +22,7 @@ from cachesvc_vllm.namespace.draft_keys import draft_lookahead, drafts_with_kv
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.startup.logs import log_as_vllm
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
-from cachesvc_vllm.worker_side import WorkerSide
+from cachesvc_vllm.worker_side import WorkerSide, calls_layers
 
 
 class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -70,15 +70,17 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.begin_step(kv_connector_metadata.next_lease)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """The daemon loads by itself. Comes before the kernels of a step with copies."""
+        """The daemon loads by itself. Comes before the kernels of a step with copies or early loads."""
         assert self._worker is not None
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepTransfers):
-            self._worker.copy_pages(metadata.copies)
+            self._worker.start_early(metadata, calls_layers=calls_layers(forward_context))
             self._worker.start_loads(metadata.loads, may_wait=metadata.is_empty)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request runs once all of it has come."""
+        """A layer is about to read its blocks, of which an early load may still bring some."""
+        assert self._worker is not None
+        self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """KV is in place."""
@@ -92,9 +94,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.take_results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks whose readers vLLM computes again: all of them, where this engine has lost them to others."""
+        """Blocks whose readers vLLM computes again: those that an early load did not bring, or all of them, where this
+        engine has lost them to others."""
         assert self._worker is not None
-        return self._worker.lapsed_blocks()
+        return self._worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> WorkerLease | None:
         """Lease that this worker is on, for a scheduler that asked to move."""
@@ -164,7 +167,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if has_lapsed(connector_output.invalid_block_ids):
                 self._scheduler.drop_step(repeats=True)
             ended, failed = connector_output.finished_recving, connector_output.failed_recving
-            self._scheduler.note_ends(ended or (), failed or ())
+            self._scheduler.note_ends(ended or (), failed or (), connector_output.invalid_block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Message for the workers."""
@@ -172,10 +175,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return StepTransfers()
         is_empty = not scheduler_output.total_num_scheduled_tokens
         self._scheduler.begin_step(computes=not is_empty)
-        loads, copies = self._scheduler.take_transfers()
-        if copies:
+        step = self._scheduler.take_transfers(is_empty=is_empty)
+        if step.copies:
             scheduler_output.has_sync_kv_loads = True  # workers call start_load_kv before they compute
-        return StepTransfers(loads, self._scheduler.next_lease, is_empty, copies)
+        return step
 
     def has_pending_block_frees(self) -> bool:
         """Pages of requests that have ended come back without preempting others."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from cachesvc_client import DaemonUnavailable, LeaseLost
 
-from cachesvc.model.answers import TicketView
 from cachesvc_vllm.daemon.errors import STUCK, ConnectorRefused
 from cachesvc_vllm.daemon.node import Node, announced_in
 from cachesvc_vllm.daemon.settings import Settings
@@ -22,9 +21,10 @@ from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.group_tables import Positions
 from cachesvc_vllm.pages.lengths import blocks_wanted, computed_blocks
 from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import PageCopy, RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 from cachesvc_vllm.pages.state_cells import StateCells
 from cachesvc_vllm.steps.first_token import FirstToken
+from cachesvc_vllm.transfers import StepTransfers
 from cachesvc_vllm.vouching import Dropped, Vouching
 from cachesvc_vllm.waiting import free_waiting
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
@@ -74,7 +74,7 @@ class SchedulerSide:
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._dropped = Dropped.NOT
-        self._loading = Loading()
+        self._loading = Loading(can_be_early=len(self._book.groups.parts) == 1)
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
         self._states = StateCells(None, {}, step_tokens)
@@ -108,6 +108,7 @@ class SchedulerSide:
     def expect(self, request: Any) -> None:
         """Note a new request, which vLLM will schedule."""
         with self._watch:
+            self._loading.waiting.add(request.request_id)
             wish = self._wish(request, None)
             if wish is not None:
                 self._book.expect(request.request_id, wish)
@@ -143,6 +144,8 @@ class SchedulerSide:
         local, external = num_new_computed_tokens, num_external_computed_tokens
         pool, pages = self._pool, self._book.find(request.request_id)
         assert pool is not None
+        if self._loading.is_void(pages):
+            return None
         if pages is not None and not pages.taken:
             taken_blocks = pages.blocks_of(local + external, self._block_tokens)
             if taken_blocks < pages.hit_blocks + pages.host_blocks:
@@ -154,13 +157,9 @@ class SchedulerSide:
             read = request.num_computed_tokens + local + external - request.num_in_flight_tokens
             self._manager.remove_skipped_blocks(request.request_id, max(0, read), request.num_prompt_tokens)
         states = self._states.wanted(request, num_new_tokens, local, external, new_computed_blocks)
-        wanted = self._wanted(
-            request,
-            local + num_new_tokens,
-            external_tokens=external,
-            lookahead_tokens=num_lookahead_tokens,
-            is_awaited=not num_new_tokens,
-        )
+        awaited = 0 if num_new_tokens else external
+        new = local + external - awaited + num_new_tokens
+        wanted = self._wanted(request, new, external_tokens=awaited, lookahead_tokens=num_lookahead_tokens)
         asked = (request, num_new_tokens, local, new_computed_blocks, num_lookahead_tokens, external, *args)
         if pages is not None and self._book.has(pages, wanted, states):
             if pages.taken_blocks >= wanted and pages.fills_nothing(request, num_new_tokens, self._block_tokens):
@@ -203,25 +202,27 @@ class SchedulerSide:
             pages = self._book.find(request.request_id)
             if pages is None or pages.is_coming:
                 return None, False
-            tokens, is_awaited = pages.offer(local_tokens, self._block_tokens), pages.host_blocks > 0
+            tokens = pages.offer(local_tokens, self._block_tokens)
+            awaited = tokens if self._loading.is_awaited(pages, self._unfinished) else 0
             if request.request_id not in self._put_off:
-                first = 0 if tokens else min(request.num_tokens - local_tokens, self._step_tokens)
-                wanted = self._wanted(request, local_tokens + first, external_tokens=tokens, is_awaited=is_awaited)
-                if not self._book.is_ready(pages, wanted):
+                first = tokens - awaited if tokens else min(request.num_tokens - local_tokens, self._step_tokens)
+                if not self._book.is_ready(pages, self._wanted(request, local_tokens + first, external_tokens=awaited)):
                     self._put_off.add(request.request_id)
                     return None, False
-            return tokens, tokens > 0 and is_awaited
+            return tokens, awaited > 0
 
     def note_load(self, request: Any, external_tokens: int) -> None:
         """vLLM has the request's pages, ``external_tokens`` of which this connector brings, or their load has ended.
         Raises as ``Loading.begin``."""
         pages = self._book.find(request.request_id)
-        if pages is not None and self._loading.begin(pages, external_tokens, self._block_tokens):
+        if pages is not None and self._loading.begin(pages, external_tokens, self._block_tokens, self._stats):
             self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
 
-    def note_ends(self, ended: Collection[str], failed: Collection[str]) -> None:
-        """Loads of these requests have ended, ours or a sibling's. vLLM schedules those that ``failed`` again."""
-        self._book.without_host.update(self._loading.end(ended, failed, self._stats))
+    def note_ends(self, ended: Collection[str], failed: Collection[str], invalid_pages: Collection[int]) -> None:
+        """Loads of these requests have ended, ours or a sibling's, and an output lacked these pages. vLLM schedules
+        requests whose load ``failed`` again; those of an early load begin anew."""
+        self._book.without_host |= self._loading.end(ended, failed, self._stats)
+        self._book.without_host |= self._loading.end_early(invalid_pages, self._stats)
 
     def begin_step(self, *, computes: bool) -> None:
         """An iteration is scheduled. ``computes``: it has tokens."""
@@ -233,13 +234,13 @@ class SchedulerSide:
         vLLM was told too, and computes it again."""
         self._dropped = Dropped.REPEATED if repeats else Dropped.LOST
 
-    def take_transfers(self) -> tuple[dict[str, tuple[TicketView, ...]], list[PageCopy]]:
-        """Loads that the workers are to watch, and copies that they make first, once an iteration is scheduled: report
-        the last one to the daemon. Where a lone request needs its first token, a later iteration reports."""
+    def take_transfers(self, *, is_empty: bool) -> StepTransfers:
+        """Message to the workers, once an iteration is scheduled: report the last one to the daemon, or later where a
+        lone request needs its first token."""
         with self._watch:
             if self._first_token.may_report():
                 self._book.flush()
-        return self._loading.take_new(), self._loading.take_copies()
+        return self._loading.take_step(self._unfinished, is_empty=is_empty, next_lease=self.next_lease)
 
     def finish(self, request: Any) -> None:
         """A request has ended: what it has computed is sealed before its pages go."""
@@ -373,8 +374,7 @@ class SchedulerSide:
             raise ConnectorRefused(STUCK)
         self._book.give_way(pages)
         if self._book.is_adrift:
-            waiting = (each for each in self._unfinished.values() if each.request_id not in self._loading)
-            free_waiting(self._manager, self._book, waiting)
+            free_waiting(self._manager, self._book, self._unfinished, self._loading)
         return None
 
     def _seal(self, request: Any, keys: Sequence[bytes] | None = None) -> int:

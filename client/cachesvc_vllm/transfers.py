@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -26,16 +27,27 @@ class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     instance: str
 
 
+class EarlyLoad(NamedTuple):
+    """A load that runs while its request is computed: each layer waits for its part. ``pages``: those that it fills,
+    as the request's table has them."""
+
+    tickets: tuple[TicketView, ...]
+    pages: tuple[int, ...]
+
+
 @dataclass
 class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
     """Message to the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
     ``next_lease``: after a loss, the lease that they are to move to, while nothing uses any page; else empty.
-    ``is_empty``: the step computes nothing. ``copies``: pages to copy before it computes."""
+    ``is_empty``: the step computes nothing. ``copies``: pages to copy before it computes. ``early``: by request, loads
+    that the step itself waits for. ``void``: requests whose early load is known to have failed."""
 
     loads: dict[str, tuple[TicketView, ...]] = field(default_factory=dict)
     next_lease: str = ""
     is_empty: bool = False
     copies: list[PageCopy] = field(default_factory=list)
+    early: dict[str, EarlyLoad] = field(default_factory=dict)
+    void: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
+from cachesvc_vllm.loading import Loading
 from cachesvc_vllm.pages.page_book import PageBook
 
 WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 """States of a request that waits for its turn; with the last one it may be that it need not know yet."""
 
 
-def free_waiting(manager: Any, book: PageBook, requests: Iterable[Any]) -> None:
-    """Free those of the ``requests`` that wait, when all pages are held by requests that came from the host and wait:
-    else none finds room. vLLM preempts none that has not run, and looks no further than the first: they start over."""
-    waiting = [each for each in requests if each.status.name in WAITING]
+def free_waiting(manager: Any, book: PageBook, requests: Mapping[str, Any], loading: Loading) -> None:
+    """Free those of the ``requests`` that wait, but for what is ``loading``, when all pages are held by requests that
+    came from the host and wait: else none finds room. vLLM preempts none that has not run, and looks no further than
+    the first: they start over."""
+    waiting = [each for name, each in requests.items() if each.status.name in WAITING and name not in loading]
     held = [pages.held for each in waiting if (pages := book.find(each.request_id)) is not None]
     if book.is_moving or sum(held) == book.held_blocks:
         for request in waiting:

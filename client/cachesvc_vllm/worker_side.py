@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import torch
 import vllm
 import vllm.envs as envs
-from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
+from cachesvc_client import AttachedPool, CacheClientError, DaemonUnavailable, LeaseLost
+from cachesvc_client.adapters.layer_waits import LayerWaits
 from cachesvc_client.memory.pool import LoadOutcome
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_tp_group
@@ -28,16 +29,15 @@ from cachesvc_vllm.daemon.laps import Laps
 from cachesvc_vllm.daemon.node import Node, Share, new_instance
 from cachesvc_vllm.daemon.page_copier import PageCopier
 from cachesvc_vllm.daemon.settings import Settings
-from cachesvc_vllm.daemon.slab_layout import group_parts, place_wider_first, slab_layout
+from cachesvc_vllm.daemon.slab_layout import group_parts, layers_in_order, place_wider_first, slab_layout
 from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
 from cachesvc_vllm.namespace.identity import config_details
 from cachesvc_vllm.namespace.naming import Runtime, display_name, model_facts, model_name
-from cachesvc_vllm.pages.request_pages import PageCopy
 from cachesvc_vllm.startup.memory import SlabMode, require_on_slab
 from cachesvc_vllm.startup.ranks import Start, agreed_model
 from cachesvc_vllm.startup.refusals import require_supported, require_version
 from cachesvc_vllm.startup.warm_up import WarmUp
-from cachesvc_vllm.transfers import WorkerLease, lapsed_blocks
+from cachesvc_vllm.transfers import EarlyLoad, StepTransfers, WorkerLease, lapsed_blocks
 from cachesvc_vllm.vouching import LOOK_S
 
 T = TypeVar("T")
@@ -74,9 +74,19 @@ class WorkerSide:
         self._warm_up = WarmUp()
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._may_wait = False
+        self._early: dict[str, EarlyLoad] = {}
+        self._lacking: dict[str, tuple[int, ...]] = {}
+        self._layers: dict[str, int] = {}
+        self._has_layer_calls = True
+        self._waits = LayerWaits(lambda: self._pool, torch.cuda.current_stream)
         self._drafts = drafts_with_kv(vllm_config)
         self._told: WorkerLease | None = None
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
+
+    @property
+    def _pool(self) -> AttachedPool:
+        assert self._node is not None
+        return self._node.pool
 
     def memory_context(self) -> SlabMode | None:
         """Context in which vLLM allocates its KV memory; None: as without a connector, where no daemon is required or
@@ -101,6 +111,7 @@ class WorkerSide:
         self.comes_back = node.comes_back = node.pool.memory(slab).can_map_over
         self._mode = SlabMode(node.pool.slab_to_torch(slab).view(torch.int8)[:size])
         self._copier = PageCopier(self._mode.slab, node.share.layout, node.share.pages)
+        self._layers = layers_in_order(self._kv_cache_config)
         return self._mode
 
     def check_memory(self, kv_caches: Mapping[str, Any]) -> None:
@@ -132,11 +143,27 @@ class WorkerSide:
         told, self._told = self._told, None
         return told
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages, before the kernels of this step and on their stream."""
-        if copies:
+    def start_early(self, step: StepTransfers, *, calls_layers: bool) -> None:
+        """Have this step's kernels wait for its early loads, and copy its pages before them. ``calls_layers``: each
+        layer asks for its part; else, and where pages are copied, all of them wait for all."""
+        for name in step.void:
+            self._lacking.pop(name, None)
+        self._early = step.early
+        self._waits.begin(ticket for load in step.early.values() for ticket in load.tickets)
+        if step.copies or self._drafts or not (calls_layers and self._has_layer_calls):
+            self._waits.wait_all()
+        if step.copies:
             assert self._copier is not None
-            self._copier.copy(copies)
+            self._copier.copy(step.copies)
+
+    def wait_layer(self, name: str) -> None:
+        """A layer of this step is launched."""
+        if self._waits.is_waiting:
+            self._waits.wait(self._layers.get(name, self._last_layer))
+
+    @property
+    def _last_layer(self) -> int:
+        return max(self._layers.values())
 
     def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]], *, may_wait: bool) -> None:
         """Watch these loads. ``may_wait``: this step computes nothing, so it may stay until the next of them ends."""
@@ -146,8 +173,9 @@ class WorkerSide:
             torch.cuda.synchronize()  # the scheduler tells what drafters wrote once this step's output has come
 
     def take_results(self) -> KVConnectorTransferResults:
-        """Loads that have ended since, well or not."""
+        """Loads that have ended since, well or not. Those of the step itself end before: its tokens depend on them."""
         results, node = KVConnectorTransferResults(), self._node
+        self._end_early()
         if node is None or not self._loads:
             if node is not None and self._may_wait and node.lease.is_lost:
                 node.wait_back(EMPTY_STEP_S)  # requests wait for the daemon, which needs this processor to start
@@ -165,6 +193,27 @@ class WorkerSide:
             if outcomes - {LoadOutcome.CAME}:
                 results.failed_recving.add(request_id)
         return results
+
+    def invalid_blocks(self) -> set[int]:
+        """Blocks that the early loads of this step or the last ones lacked, or ``lapsed_blocks``. A step that was
+        scheduled before the scheduler knew of a failed load is void too."""
+        lacking = {page for pages in self._lacking.values() for page in pages}
+        return lacking | self.lapsed_blocks()
+
+    def _end_early(self) -> None:
+        """Wait for the early loads of the step that was launched, and note which of them failed."""
+        early, self._early = self._early, {}
+        if not early:
+            return
+        was_asked = not self._waits.is_waiting or self._waits.layer == self._last_layer
+        was_whole = was_asked and self._waits.is_sound
+        self._has_layer_calls &= was_asked
+        self._waits.begin(())
+        for name, load in early.items():
+            outcomes = {self._waits.end(ticket) for ticket in load.tickets}
+            if outcomes - {LoadOutcome.CAME} or not was_whole:
+                log.warning("early_load_void request=%s outcomes=%s", name, [each.value for each in outcomes])
+                self._lacking[name] = load.pages
 
     def lapsed_blocks(self) -> set[int]:
         """All blocks, where the daemon reports in a computing step that the lease is lost: the step may have read
@@ -237,6 +286,12 @@ class WorkerSide:
         if ranks.world_size > 1:
             torch.distributed.all_gather_object(told, mine, group=ranks.cpu_group)
         return told
+
+
+def calls_layers(forward_context: Any) -> bool:
+    """Return True where each layer of the step at hand asks for its blocks: not where one graph has all of them."""
+    mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+    return getattr(forward_context, "attn_metadata", None) is not None and mode is not CUDAGraphMode.FULL
 
 
 def _uuid() -> str:

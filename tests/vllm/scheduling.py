@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
+from cachesvc_client.memory.pool import LoadOutcome
 from cachesvc_vllm.daemon.node import Node, Share, new_instance
-from cachesvc_vllm.daemon.page_copier import PageCopier
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.transfers import WorkerShare
-from cachesvc_vllm.worker_side import WorkerSide
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -30,30 +27,9 @@ from vllm.v1.request import Request, RequestStatus
 from tests.vllm.cells import Cells, Misread
 from tests.vllm.schedulers import make_scheduler
 from tests.vllm.shape import Shape
+from tests.vllm.workers import Worker
 
 LONGEST, VOCABULARY = 128, 50
-
-
-class Worker(WorkerSide):
-    """Worker side of the product, with a node that was made for it."""
-
-    def __init__(self, node: Node, page_bytes: int) -> None:
-        self._node: Node = node
-        self._loads: dict[str, Any] = {}
-        self._may_wait = self._drafts = False
-        self._told = None
-        self._tells_blocks = len(node.share.parts) == 1
-        node.start()
-        node.keep_address()
-        slab, pages = node.share.slab, node.share.pages
-        self.comes_back = node.comes_back = node.pool.memory(slab).can_map_over
-        self.slots = node.pool.slab(slab)[: pages * page_bytes].view(np.uint64).reshape(pages, -1)
-        self._copier = PageCopier(torch.from_numpy(self.slots.reshape(-1).view(np.int8)), node.share.layout, pages)
-
-    def close(self) -> None:
-        """Close like the product's, which has no array of ours."""
-        del self.slots, self._copier
-        self._node.close()
 
 
 class Model:
@@ -85,7 +61,8 @@ class Model:
 class Engine:
     """``answers``: by request, as far as they have come. ``told``: by request, its last words for
     a router. ``hits``: tokens that were there when it was first scheduled.
-    ``loads``, and the ``failed_loads`` of these, have ended; ``copies``: pages that were copied within the device.
+    ``loads``, and the ``failed_loads`` of these, have ended; ``early``: those that a step waited for.
+    ``copies``: pages that were copied within the device.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
     that are not what they should be are read all the same, as kernels would, and are ``misread``.
     ``sibling_errors``: blocks that another connector of a MultiConnector reports, with the next output."""
@@ -116,10 +93,11 @@ class Engine:
         self.answers: dict[str, list[int]] = {}
         self.hits: dict[str, int] = {}
         self.told: dict[str, Any] = {}
-        self.loads = self.failed_loads = self.misread = self.most_stock = self.copies = 0
+        self.loads = self.failed_loads = self.misread = self.most_stock = self.copies = self.early = 0
         self.interrupt: Callable[[], None] | None = None
         self.sibling_errors: set[int] = set()
         self._was_interrupted = False
+        self._step_loads: dict[str, Any] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -215,8 +193,9 @@ class Engine:
                 if each.kv_transfer_params is not None:
                     self.told[each.request_id] = each.kv_transfer_params
         if (told := step.output.kv_connector_output) is not None and told.invalid_block_ids:
-            for name in step.places:  # what was dropped is computed again behind what vLLM has
-                self._tokens[name] = list(self.requests[name].all_token_ids)
+            for name, (tables, _) in step.places.items():
+                if not told.invalid_block_ids.isdisjoint(*tables):  # it is computed again behind what vLLM has
+                    self._tokens[name] = list(self.requests[name].all_token_ids)
         if self.shape.drafts:
             self._draft()
 
@@ -280,22 +259,26 @@ class Engine:
         self._finish_drafts()
         self.worker.begin_step(told.next_lease)
         self.worker.slots[step.said.new_block_ids_to_zero or []] = 0
-        assert step.said.has_sync_kv_loads or not told.copies, "vLLM's workers would copy after they have computed"
-        self.worker.copy_pages(told.copies)
+        assert step.said.has_sync_kv_loads or not (told.copies or told.early), "workers would begin after they computed"
+        self.worker.start_early(told, calls_layers=self._rng.random() < 0.5)
+        if step.said.num_scheduled_tokens:
+            self.worker.wait_layer("l0")
         self.copies += len(told.copies)
+        self.early += len(told.early)
+        self._step_loads, before = told.early, len(self.worker._lacking)  # noqa: SLF001 - vLLM need not know
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
             for name, count in step.said.num_scheduled_tokens.items()
         ]
         self.worker.start_loads(told.loads, may_wait=told.is_empty)
         results = self.worker.take_results()
-        self.loads += len(results.finished_recving)
-        self.failed_loads += len(results.failed_recving)
+        self.loads += len(results.finished_recving) + len(told.early)
+        self.failed_loads += len(results.failed_recving) + len(self.worker._lacking) - before  # noqa: SLF001
         errors, self.sibling_errors = self.sibling_errors, set()
         output = KVConnectorOutput(
             finished_recving=results.finished_recving or None,
             failed_recving=results.failed_recving,
-            invalid_block_ids=self.worker.lapsed_blocks() | errors,
+            invalid_block_ids=self.worker.invalid_blocks() | errors,
             kv_connector_worker_meta=self.worker.take_lease(),
         )
         return ModelRunnerOutput(
@@ -322,7 +305,7 @@ class Engine:
             for each in cells:
                 each.read(digests, computed)
         except Misread:
-            if not self._was_interrupted:
+            if not (self._was_interrupted or self._is_void(name)):
                 raise
             wrong = 1
         self.misread += wrong
@@ -336,6 +319,12 @@ class Engine:
             if not self.shape.drafts_late:
                 self._finish_drafts()
         return sampled
+
+    def _is_void(self, name: str) -> bool:
+        """True where an early load of the request has failed, in this step or the last one: vLLM drops what it says."""
+        load, waits = self._step_loads.get(name), self.worker._waits  # noqa: SLF001 - vLLM need not know
+        has_failed = load is not None and any(waits.end(ticket) is not LoadOutcome.CAME for ticket in load.tickets)
+        return has_failed or name in self.worker._lacking  # noqa: SLF001
 
     def _finish_drafts(self) -> None:
         late, self._late = self._late, []

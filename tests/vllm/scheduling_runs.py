@@ -379,11 +379,12 @@ def main() -> None:
     """Run, and tell."""
     run, socket, seed = sys.argv[1:]
     engines = RUNS[run](socket, int(seed))
-    told = dict.fromkeys(("whole", "loads", "failed_loads", "preempted", "again", "copies"), 0)
+    told = dict.fromkeys(("whole", "loads", "failed_loads", "preempted", "again", "copies", "early"), 0)
     for engine in engines:
         told["loads"] += engine.loads
         told["failed_loads"] += engine.failed_loads
         told["copies"] += engine.copies
+        told["early"] += engine.early
         told["preempted"] += sum(each.num_preemptions for each in engine.requests.values())
         engine.take_stats()
         told["again"] += engine.stats.data["preempted_asked_tokens"]

@@ -114,7 +114,7 @@ def test_blocks_that_another_connector_could_not_load_do_not_end_the_engine() ->
 
 
 def test_one_token_is_computed_of_a_prompt_that_is_a_hit_and_no_other_request_gets_its_copy() -> None:
-    with running_node() as node:
+    with running_node(LARGE_PAGES) as node:
         assert run("whole", node, 1, "whole_hits")["copies"] >= 4
 
 

@@ -13,6 +13,9 @@ from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
 from tests.vllm.scheduling_runs import RUNS, cached, main, run_out
 from tests.vllm.shape import Shape
 
+SLOW = Shape(page_bytes=1 << 20)
+"""A load of ten blocks takes longer than a step here."""
+
 PROMPT_TOKENS = 40
 """Ten blocks."""
 
@@ -37,15 +40,16 @@ def copies() -> None:
 
 
 def whole(socket: str, seed: int) -> list[Engine]:
-    """All of a prompt that ends with a block is a hit, in place and from the host: one token of it is computed. What
-    the engine writes into its own copy of the last block comes to no other request."""
+    """All of a prompt that ends with a block is a hit, in place and from the host: one token of it is computed, in a
+    step that waits for the load itself. What the engine writes into its own copy of the last block comes to no other
+    request."""
     copies()
-    engines, rng = [Engine(f"e{each}", socket, seed + each, Shape()) for each in range(2)], random.Random(seed)
+    engines, rng = [Engine(f"e{each}", socket, seed + each, SLOW) for each in range(2)], random.Random(seed)
     one, two = engines
     prompt = [rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)]
     assert cached(one, prompt) == 0
     for where in ("in place", "on the host"):
-        loads = two.loads
+        early = two.early
         name = two.add(prompt, LONGEST)
         while not two.answers[name]:
             two.step()
@@ -54,7 +58,7 @@ def whole(socket: str, seed: int) -> list[Engine]:
         two.abort(name)
         run_out(two)
         assert two.hits[name] == PROMPT_TOKENS - 1, where
-        assert (two.loads > loads) == (where == "on the host")
+        assert (two.early > early) == (where == "on the host"), "nothing else runs"
         assert [cached(each, prompt) for each in engines] == [PROMPT_TOKENS - 1] * 2, where
         for _ in range(12):  # to the host
             cached(one, [rng.randrange(VOCABULARY) for _ in range(LONGEST - 4)])
@@ -62,7 +66,25 @@ def whole(socket: str, seed: int) -> list[Engine]:
     return engines
 
 
-RUNS["whole"] = whole
+def lone(socket: str, seed: int, *, is_async: bool) -> list[Engine]:
+    """Requests that come while nothing runs, and others that come a step or two later: steps wait for their loads."""
+    engine, rng = Engine("e0", socket, seed, Shape(is_async=is_async, recomputes=True)), random.Random(seed)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(12, 25) * 4 + each % 2)] for each in range(12)]
+    for _ in range(90):
+        engine.add(rng.choice(prompts), rng.randint(1, 12))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+        if rng.random() < 0.3:
+            engine.add(rng.choice(prompts), rng.randint(1, 12))
+        run_out(engine)
+    return [engine]
+
+
+RUNS |= {
+    "whole": whole,
+    "lone": lambda socket, seed: lone(socket, seed, is_async=False),
+    "lone-async": lambda socket, seed: lone(socket, seed, is_async=True),
+}
 
 if __name__ == "__main__":
     main()

@@ -75,6 +75,18 @@ def group_parts(kv_cache_config: Any) -> tuple[Parts, ...]:
     return tuple(found)
 
 
+def layers_in_order(kv_cache_config: Any) -> dict[str, int]:
+    """Return the layer of ``slab_layout`` that each of vLLM's is, of a model with one group. Where a block has all
+    layers' bytes in a row, they are one."""
+    placed = sorted(
+        (tensor.offset + at * tensor.layer_stride, tensor.block_stride, layer)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for at, layer in enumerate(tensor.layers)
+    )
+    is_row = all(start < stride for start, stride, _ in placed)
+    return {layer: 0 if is_row else at for at, (_, _, layer) in enumerate(placed)}
+
+
 def group_name(kind: CacheGroup, index: int, count: int) -> str:
     """Return the name of vLLM's group ``index`` of ``count`` in the daemon's layout."""
     return GROUP if count == 1 else f"{kind.retention.value}-{index}"

@@ -32,14 +32,12 @@ def blocks_wanted(
     longest_tokens: int,
     block_tokens: int,
     step_tokens: int | None = None,
-    is_awaited: bool = True,
 ) -> int:
     """Return how long a request's table has to be for ``new_tokens`` behind what is computed, ``external_tokens`` that
     are loaded and ``lookahead_tokens`` of a drafter; no longer than ``longest_tokens``. ``step_tokens``: the most that
-    is computed in a step, where pages come back between two of them; None where none does. ``is_awaited``: it is
-    scheduled once the load has ended; else at once."""
+    is computed in a step, where pages come back between two of them; None where none does."""
     tokens = new_tokens + external_tokens + lookahead_tokens
-    if external_tokens and is_awaited:  # it holds them while it waits, so it gets all that it needs to run
+    if external_tokens:  # it holds them while it waits, so it gets all that it needs to run
         rest = request.num_tokens - tokens
         rest = rest if step_tokens is None else min(rest, step_tokens)
         tokens += max(0, rest + max(block_tokens, lookahead_tokens))

@@ -1,0 +1,38 @@
+"""Worker side of the product for ``scheduling``: over the daemon's slab, without vLLM's runner and without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from cachesvc_client.adapters.layer_waits import LayerWaits
+from cachesvc_vllm.daemon.node import Node
+from cachesvc_vllm.daemon.page_copier import PageCopier
+from cachesvc_vllm.worker_side import WorkerSide
+
+
+class Worker(WorkerSide):
+    """Worker side of the product, with a node that was made for it."""
+
+    def __init__(self, node: Node, page_bytes: int) -> None:
+        self._node: Node = node
+        self._loads: dict[str, Any] = {}
+        self._may_wait = self._drafts = False
+        self._told = None
+        self._tells_blocks = len(node.share.parts) == 1
+        self._early: dict[str, Any] = {}
+        self._lacking: dict[str, Any] = {}
+        self._layers, self._has_layer_calls = {"l0": 0}, True
+        self._waits = LayerWaits(lambda: self._pool, lambda: None)
+        node.start()
+        node.keep_address()
+        slab, pages = node.share.slab, node.share.pages
+        self.comes_back = node.comes_back = node.pool.memory(slab).can_map_over
+        self.slots = node.pool.slab(slab)[: pages * page_bytes].view(np.uint64).reshape(pages, -1)
+        self._copier = PageCopier(torch.from_numpy(self.slots.reshape(-1).view(np.int8)), node.share.layout, pages)
+
+    def close(self) -> None:
+        """Close like the product's, which has no array of ours."""
+        del self.slots, self._copier
+        self._node.close()
