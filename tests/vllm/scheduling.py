@@ -194,7 +194,8 @@ class Engine:
                     self.told[each.request_id] = each.kv_transfer_params
         if (told := step.output.kv_connector_output) is not None and told.invalid_block_ids:
             for name, (tables, _) in step.places.items():
-                if not told.invalid_block_ids.isdisjoint(*tables):  # it is computed again behind what vLLM has
+                is_under_way = any(name in each.places for each in steps)
+                if not (is_under_way or told.invalid_block_ids.isdisjoint(*tables)):  # it is computed again
                     self._tokens[name] = list(self.requests[name].all_token_ids)
         if self.shape.drafts:
             self._draft()
@@ -265,6 +266,8 @@ class Engine:
             self.worker.wait_layer("l0")
         self.copies += len(told.copies)
         self.early += len(told.early)
+        for name in step.said.scheduled_cached_reqs.resumed_req_ids:  # what was in flight is over, or was dropped
+            self._tokens[name] = list(self.requests[name].all_token_ids)
         self._step_loads, before = told.early, len(self.worker._lacking)  # noqa: SLF001 - vLLM need not know
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
