@@ -210,7 +210,7 @@ async def models(daemon: Daemon) -> None:
     """Another replica's pools come, and another model as large comes and goes."""
     layout, pages = LAYOUT, PoolRequest((daemon.blocks,))
     request = RegisterRequest("another", layout, device_pool=pages, host_pool=PoolRequest((0,)))
-    made = await daemon.measured("register a model", daemon.parts.registrar.register(request))
+    made = await daemon.measured("register a model", daemon.parts.registrar.register(request, "bench"))
     await daemon.measured("forget a model", _call(lambda: evict_model(daemon.core, daemon.node.vault, made.model)))
     daemon.node.vault.close_retired()
 

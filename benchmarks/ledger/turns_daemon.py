@@ -101,7 +101,7 @@ class Daemon:
             device_pool=PoolRequest((self.blocks,) * groups),
             host_pool=PoolRequest((host_pages,) * groups),
         )
-        made = await self.parts.registrar.register(request)
+        made = await self.parts.registrar.register(request, "bench")
         self.model = made.model.id
         while made.model.blocks.host.pools[-1].usable < host_pages:  # noqa: ASYNC110 - threads fill it
             await asyncio.sleep(0.01)

@@ -159,9 +159,14 @@ class Hold:
             self.failed = f"load {ticket} failed: {reason}"
             self._reach(FAILED)
             self.windows.leave(self.sealed, self.anchor)  # what they held may be gone; it can only be released now
-        if not self.loads and not self.failed:
+        if self.failed:
+            return
+        if not self.loads:
             self._reach(ACTIVE)
             self._settle()
+        elif self.place.is_hittable(self.host_anchor):  # only windows further up still come: they keep nothing below
+            self._device.move(self.host_anchor)
+            self.sealed = self.hit_blocks
 
     def _reach(self, state: SequenceState) -> None:
         """Move on when its loads have ended, unless it has begun to end before them."""

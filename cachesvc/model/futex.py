@@ -69,9 +69,14 @@ def words_of(buffer: memoryview) -> Words:
 def store_and_wake(words: Words, index: int, value: int) -> None:
     """Set a word and wake all its waiters. Earlier writes are visible to a reader that sees the word by ``load`` or
     ``wait_reached``."""
+    store(words, index, value)
+    wake(words, index)
+
+
+def store(words: Words, index: int, value: int) -> None:
+    """Set a word, like ``store_and_wake``, and wake no waiter."""
     fence()
     words[index] = value & 0xFFFFFFFF
-    wake(words, index)
 
 
 def load(words: Words, index: int) -> int:

@@ -277,7 +277,11 @@ class Layout:
 
     def page_bytes(self, group: int) -> int:
         """Bytes of one block in one group on one rank."""
-        return sum(plane.page_bytes for plane in self.planes_of(group))
+        return self._page_bytes[group]
+
+    @cached_property
+    def _page_bytes(self) -> tuple[int, ...]:
+        return tuple(sum(plane.page_bytes for plane in self.planes_of(group)) for group in range(len(self.groups)))
 
     def host_ranks(self, group: int) -> int:
         """Number of copies of a block that the host keeps: one where all ranks hold the same bytes."""
@@ -351,14 +355,10 @@ def _check_groups(layout: Layout) -> None:
         if group.pool:
             _check_name("pool", group.pool)
         window = group.window_tokens
-        _require(
-            window is None or 0 <= window < 1 << 31,
-            f"group {group.name!r}: window_tokens {window} out of range",
-        )
-        _require(
-            0 <= group.sink_tokens < 1 << 31,
-            f"group {group.name!r}: sink_tokens {group.sink_tokens} out of range",
-        )
+        is_sane = window is None or 0 <= window < 1 << 31
+        _require(is_sane, f"group {group.name!r}: window_tokens {window} out of range")
+        is_sane = 0 <= group.sink_tokens < 1 << 31
+        _require(is_sane, f"group {group.name!r}: sink_tokens {group.sink_tokens} out of range")
         _require(
             bool(window) or group.sink_tokens == 0,
             f"group {group.name!r}: sink_tokens mean nothing without a window",

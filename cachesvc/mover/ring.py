@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.model.futex import fence, store_and_wake, wait_reached, wake, words_of
+from cachesvc.model.futex import fence, store, store_and_wake, wait_reached, wake, words_of
 
 HEAD_BYTES = 4096
 UNIT = 8
@@ -97,8 +97,9 @@ class Writer:
         self._is_closed = False
         self._is_pumped = False
 
-    def put(self, parts: Sequence[Part]) -> None:
-        """Write one record of these parts, one after another; returns at once. Nothing after ``close``."""
+    def put(self, parts: Sequence[Part], *, wakes: bool = True) -> None:
+        """Write one record of these parts, one after another; returns at once. Nothing after ``close``. ``wakes``:
+        False lets the reader sleep until the next record, or for ``LOOK_S``."""
         content = memoryview(b"".join(part if isinstance(part, bytes) else part.data for part in parts))
         with self._lock:
             if self._is_closed:
@@ -106,7 +107,7 @@ class Writer:
             for first in range(0, len(content) or 1, self._most):
                 piece = content[first : first + self._most]
                 self._waiting.append((piece, first + self._most < len(content)))
-            self._write()
+            self._write(wakes=wakes)
             if self._waiting and not self._is_pumped:
                 self._is_pumped = True
                 threading.Thread(target=self._pump, name="ring-pump", daemon=True).start()
@@ -130,7 +131,7 @@ class Writer:
                     return
             wait_reached(ring.words, READ, reached + 1, time.monotonic() + LOOK_S)
 
-    def _write(self) -> None:
+    def _write(self, *, wakes: bool = True) -> None:
         ring, written = self._ring, self._at
         while self._waiting:
             piece, has_more = self._waiting[0]
@@ -141,8 +142,12 @@ class Writer:
             ring.put_bytes(self._at * UNIT + _FRAME.size, piece)
             self._at = (self._at + units) & CYCLE
             self._waiting.popleft()
-        if self._at != written:
+        if self._at == written:
+            return
+        if wakes or self._waiting:
             store_and_wake(ring.words, WRITTEN, self._at)
+        else:
+            store(ring.words, WRITTEN, self._at)
 
 
 class Reader:

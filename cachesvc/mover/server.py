@@ -242,7 +242,7 @@ class _Work:
             self._backend.limit_copies(*records.limited(numbers))
 
     def _begun(self, ticket: int, now: float) -> None:
-        self._ends.put(records.began_record(ticket, now))
+        self._ends.put(records.began_record(ticket, now), wakes=False)  # a thread that wakes there halts the loop
 
     def _ended(self, end: RankEnd) -> None:
         if not isinstance(end.error, CopiesHang):  # that one the daemon ends, once this process cannot write any more

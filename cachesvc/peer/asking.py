@@ -27,12 +27,15 @@ ASK_SECONDS = 0.5
 def may_have(peers: Sequence[Peer], key: bytes) -> bool:
     """True where one of the peers may be asked for a block."""
     words = words_of(key)
-    are_few, word = len(peers) <= FEW_PEERS, words[0]
+    are_few, size, at, bit = len(peers) <= FEW_PEERS, 0, 0, 0
     for peer in peers:
         bits = peer.digest.bits
         if bits and not are_few:
-            number = word & (8 * len(bits) - 1)  # most peers end here, without a call: every Match comes by
-            if not bits[number >> 3] >> (number & 7) & 1 or not peer.digest.has(words):
+            if len(bits) != size:  # few sizes differ
+                size = len(bits)
+                number = words[0] & (8 * size - 1)
+                at, bit = number >> 3, 1 << (number & 7)
+            if not bits[at] & bit or not peer.digest.has(words):  # most end here, without a call: every Match comes by
                 continue
         if peer.is_usable and not peer.lacks(key):
             return True

@@ -27,6 +27,11 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     return [[dice.randrange(VOCABULARY) for _ in range(dice.randint(2, longest))] for _ in range(count)]
 
 
+def most_hit(prompt: Sequence[int]) -> int:
+    """Tokens of a prompt that need not be computed: of one that ends with a block, all but the last."""
+    return min(len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS, len(prompt) - 1)
+
+
 def finish(*engines: Engine) -> None:
     """Step engines until nothing is left."""
     while any(engine.is_busy for engine in engines):
@@ -41,19 +46,15 @@ def prefill(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
     return dict(engine.told[name])
 
 
-def full_tokens(prompt: Sequence[int]) -> int:
-    """Tokens of a prompt's full blocks, but for its last token."""
-    return min(len(prompt) - 1, len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS)
-
-
 def one_after_another(one: Engine, other: Engine) -> int:
-    """All prompts are prefilled first, and then decoded together: the decoder computes none of their full blocks."""
+    """All prompts are prefilled first, and then decoded together: the decoder computes the rest behind
+    their full blocks, or the last token."""
     asked = prompts(1, PROMPTS)
     told = [prefill(one, prompt) for prompt in asked]
     names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
     finish(other)
     for name, prompt in zip(names, asked, strict=True):
-        assert other.hits[name] == full_tokens(prompt), (name, other.hits[name], prompt)
+        assert other.hits[name] == most_hit(prompt), (name, other.hits[name], len(prompt))
     return PROMPTS
 
 
@@ -70,7 +71,7 @@ def at_once(one: Engine, other: Engine) -> int:
         waited += not other.answers[name]
         one.add(prompt, 1, handover=ROUTED)
         finish(one, other)
-        assert other.hits[name] == full_tokens(prompt), (name, other.hits[name], prompt)
+        assert other.hits[name] == most_hit(prompt), (name, other.hits[name], prompt)
     assert waited >= 3, "it does not wait with its hands in its lap"
     return waited
 
@@ -86,7 +87,7 @@ def sent_twice(one: Engine, other: Engine) -> int:
     ]
     finish(one, other)
     for (engine, name), prompt in zip(names, 3 * asked, strict=True):
-        assert engine.hits[name] == (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, (name, prompt)
+        assert engine.hits[name] == most_hit(prompt), (name, prompt)
     return len(names)
 
 
@@ -94,7 +95,8 @@ def never_computed(one: Engine, other: Engine) -> int:
     """A router says that a node has what it never had, to another one and to that node itself: none is waited for."""
     where = prefill(one, prompts(8, 1)[0])
     words = {"do_remote_prefill": True, **{key: where[key] for key in ("remote_host", "remote_port")}}
-    names = [(engine, engine.add(prompt, NEW, handover=words)) for engine in (other, one) for prompt in prompts(9, 5)]
+    asked = [(engine, prompt) for engine, seed in ((other, 9), (one, 10)) for prompt in prompts(seed, 5)]
+    names = [(engine, engine.add(prompt, NEW, handover=words)) for engine, prompt in asked]
     finish(one, other)
     assert [len(engine.answers[name]) for engine, name in names] == [NEW] * len(names)
     return len(names)
@@ -102,7 +104,7 @@ def never_computed(one: Engine, other: Engine) -> int:
 
 def prefiller_restarts(one: Engine, other: Engine) -> int:
     """The prefiller's daemon lives again before the router has passed on anything: it has nothing, and says so."""
-    asked = prompts(10, 10)
+    asked = prompts(11, 10)
     told = [prefill(one, prompt) for prompt in asked]
     for fault in ("@kill", "@start"):
         print(fault, flush=True)

@@ -12,6 +12,7 @@ from cachesvc_client.layouts.families import gqa, gqa_windowed, mla, opaque
 from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes, device_geometry, host_bytes, host_geometry
 from cachesvc.model.layout import ITEM_BYTES, Layout, Plane, PlaneGroup
+from tests.work import counted
 
 ERNIE = gqa(layers=28, kv_heads=4, head_dim=128, block_tokens=64)
 DEEPSEEK = mla(layers=61, kv_lora_rank=512, rope_dim=64, block_tokens=64, tensor_parallel=8)
@@ -195,3 +196,16 @@ def test_what_cannot_be_built(
 ) -> None:
     with pytest.raises(LayoutRejected):
         Layout(block_tokens, ranks, groups, planes)
+
+
+def test_the_bytes_of_a_block_cost_as_much_among_hundreds_of_planes_as_among_two() -> None:
+    """Each transfer asks for them, on the event loop."""
+    steps = []
+    for layers in (1, 200):
+        planes = tuple(Plane(name, layer, "full", (64, 8), "uint8") for layer in range(layers) for name in ("k", "v"))
+        layout = Layout(16, 1, (PlaneGroup("full"),), planes)
+        assert layout.page_bytes(0) == 2 * layers * 64 * 8
+        with counted() as work:
+            layout.page_bytes(0)
+        steps.append(work.steps)
+    assert steps[0] == steps[1]

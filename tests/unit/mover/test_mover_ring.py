@@ -111,3 +111,21 @@ def test_closing_a_writer_leaves_the_readers_word_alone(ring: Ring) -> None:
     writer.close()
     ring.words.flags.writeable = True
     assert reader.take() == []
+
+
+def test_a_record_that_wakes_no_reader_comes_with_the_next_one_or_by_itself_and_a_full_ring_is_emptied(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader, woken = Writer(ring), Reader(ring), list[int]()
+    monkeypatch.setattr("cachesvc.mover.ring.store_and_wake", lambda *stored: woken.append(stored[1]))
+    writer.put([b"began"], wakes=False)
+    assert woken == []
+    monkeypatch.undo()
+    assert take(reader, 1) == [b"began"], "a reader that sleeps looks by itself"
+    writer.put([b"began again"], wakes=False)
+    writer.put([b"ended"])
+    assert take(reader, 2) == [b"began again", b"ended"]
+    contents = [bytes([number]) * 1000 for number in range(20)]
+    for content in contents:
+        writer.put([content], wakes=False)
+    assert take(reader, 20) == contents

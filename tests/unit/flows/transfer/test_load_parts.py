@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from cachesvc.flows.context.turns import TURN, tidy
@@ -11,9 +13,10 @@ from cachesvc.flows.engine.release import release
 from cachesvc.flows.leases.teardown import lose
 from cachesvc.flows.models import admin
 from cachesvc.model.answers import Allocated, Wait
+from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import NO_PAGE, WritePolicy
-from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
+from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 PROMPT = "abcdefgh"
 PART = 3
@@ -183,3 +186,34 @@ def test_a_load_in_parts_is_remembered_as_long_as_it_was() -> None:
     assert begun == [24, 24]
     assert len(rig.mover.all) - before == 4, "each from the other device and from the host"
     assert rig.place(1).recent_load == len(prompt)
+
+
+def test_what_a_joined_load_brought_stays_while_a_window_above_it_still_comes() -> None:
+    rig = rig_of(windowed(), device=(4, 4), host=(8, 8), policy=WritePolicy.WRITE_THROUGH)
+    a, b = rig.lease("a"), rig.lease("b")
+
+    def push_out(blocks: int) -> None:
+        rig.run(match, b, 9, b"", 0)
+        rig.run(allocate, b, 9, blocks)
+        rig.run(release, b, 9)
+
+    serve(rig, a, 1, "xyz")
+    rig.settle()
+    push_out(4)
+    prefill(rig, a, 2, "xyz")  # x comes without its window, which a hit of three does not look back to
+    rig.run(release, a, 2)
+    push_out(3)  # x alone stays
+    rig.run(match, a, 3, chain(*"xyz"), 0)
+    brings = rig.run(allocate, a, 3, 3).tickets[0].id
+    rig.run(match, a, 4, chain(*"xy"), 0)
+    joined = rig.run(allocate, a, 4, 2)
+    window = joined.tickets[1].id
+    assert [each.id for each in joined.tickets] == [brings, window]
+    rig.land(brings)
+    rig.run(release, a, 3)
+    rig.run(match, b, 9, b"", 0)
+    with pytest.raises(PoolExhausted):
+        rig.once(partial(allocate, positions={1: []}), b, 9, 3)  # z may go, y not
+    rig.land(window)
+    sequence = rig.core.ledger.leases[a].sequences[4]
+    assert (sequence.sealed, sequence.failed) == (2, "")
