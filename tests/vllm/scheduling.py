@@ -268,7 +268,7 @@ class Engine:
         self.early += len(told.early)
         for name in step.said.scheduled_cached_reqs.resumed_req_ids:  # what was in flight is over, or was dropped
             self._tokens[name] = list(self.requests[name].all_token_ids)
-        self._step_loads, before = told.early, len(self.worker._lacking)  # noqa: SLF001 - vLLM need not know
+        self._step_loads = told.early
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
             for name, count in step.said.num_scheduled_tokens.items()
@@ -276,7 +276,7 @@ class Engine:
         self.worker.start_loads(told.loads, may_wait=told.is_empty)
         results = self.worker.take_results()
         self.loads += len(results.finished_recving) + len(told.early)
-        self.failed_loads += len(results.failed_recving) + len(self.worker._lacking) - before  # noqa: SLF001
+        self.failed_loads += len(results.failed_recving) + sum(map(self._is_void, told.early))
         errors, self.sibling_errors = self.sibling_errors, set()
         output = KVConnectorOutput(
             finished_recving=results.finished_recving or None,
@@ -324,10 +324,9 @@ class Engine:
         return sampled
 
     def _is_void(self, name: str) -> bool:
-        """True where an early load of the request has failed, in this step or the last one: vLLM drops what it says."""
+        """True where an early load of the request has failed: vLLM drops what this step says."""
         load, waits = self._step_loads.get(name), self.worker._waits  # noqa: SLF001 - vLLM need not know
-        has_failed = load is not None and any(waits.end(ticket) is not LoadOutcome.CAME for ticket in load.tickets)
-        return has_failed or name in self.worker._lacking  # noqa: SLF001
+        return load is not None and any(waits.end(ticket) is not LoadOutcome.CAME for ticket in load.tickets)
 
     def _finish_drafts(self) -> None:
         late, self._late = self._late, []
