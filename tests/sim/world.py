@@ -19,6 +19,7 @@ from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import PageState
+from cachesvc.questions.audit.verify import verify_at_once
 from tests.conservation import audit
 from tests.sim.biases import bias_of
 from tests.sim.engine import SimEngine
@@ -356,6 +357,7 @@ def run(seed: int, steps: int, looks: float = LOOKS) -> World:
     try:
         while world.steps < steps:
             world.step()
+        assert verify_at_once(world.node.core) == [], "what Verify finds in a sound daemon"
         world.finish()
     except Exception as error:
         error.add_note(f"replay: python -m tests.sim {seed} {world.steps + 1}   (step {world.steps} of seed {seed})")

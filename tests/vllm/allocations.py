@@ -123,7 +123,7 @@ class Engine:
             scheduled.append((request, tokens, drafts))
         self._admit(scheduled)
         self._manager.side.begin_step(computes=bool(scheduled))
-        self._manager.side.take_transfers()
+        self._manager.side.take_transfers(is_empty=not scheduled)
         self._under_way.append(scheduled)
         if len(self._under_way) > rng.randrange(3):
             self._take(self._under_way.pop(0))

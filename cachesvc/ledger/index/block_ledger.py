@@ -36,8 +36,6 @@ from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, Tier
 
 __all__ = ["Dropped", "Hit", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
 
-HOST_PLACE = 0
-
 
 class Filling(NamedTuple):
     """Copies that have begun to come: of group g, ``rows[g]`` to the pages ``pages[g]``."""

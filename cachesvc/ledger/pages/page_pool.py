@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ HINTS_LOOKED_AT = 8
 """Possible beginnings of a run of many pages, and the number of them to try before all columns are searched."""
 BACKWARDS = 4096
 """Largest distance before a hint at which its run may begin."""
+FEW_RUNS = 16
 PAGES_A_PAGE, LEAST_PART, MOST_PART = 16, 1 << 12, 1 << 16
 """Pages to search in one go: this number for each wanted page, within these bounds."""
 _ONE = np.uint32(1)
@@ -267,10 +269,10 @@ class PagePool:
     def _take_many(self, count: int, state: PageState) -> array[int]:
         start = self._long_run(count)
         found = self._search(count) if start is None else np.arange(start, start + count, dtype=np.int32)
-        taken = found if start is None else slice(start, start + count)
-        self._free_column[taken] = False
-        self._state_column[taken] = state
-        self._generation_column[taken] += _ONE
+        for taken in _parts_of(found) if start is None else (slice(start, start + count),):
+            self._free_column[taken] = False
+            self._state_column[taken] = state
+            self._generation_column[taken] += _ONE
         end = int(found[-1]) + 1
         if end < self.pages and self._free[end]:
             self._hints.append(end)
@@ -333,6 +335,15 @@ def _runs_in(free: npt.NDArray[np.bool_]) -> tuple[Column, Column]:
     """Beginnings and lengths of runs of free pages."""
     edges = np.flatnonzero(np.diff(free.view(np.int8), prepend=np.int8(0), append=np.int8(0))).astype(np.int32)
     return edges[::2], edges[1::2] - edges[::2]
+
+
+def _parts_of(pages: Column) -> Sequence[slice | Column]:
+    """Pages as slices where they lie in few runs: these are written faster than single pages."""
+    ends = np.flatnonzero(pages[1:] - pages[:-1] != 1)
+    if len(ends) >= FEW_RUNS:
+        return [pages]
+    bounds = [0, *(ends + 1).tolist(), len(pages)]
+    return [slice(int(pages[first]), int(pages[last - 1]) + 1) for first, last in pairwise(bounds)]
 
 
 def _longest(free: npt.NDArray[np.bool_], count: int) -> Column:

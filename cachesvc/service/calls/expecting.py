@@ -15,6 +15,9 @@ from cachesvc.service.loop.node import Node
 from cachesvc.storage.shapes import shapes_of
 from cachesvc.telemetry import events
 
+WARN_SECONDS = 10.0
+"""Between two warnings that a peer is not asked: requests may name any number of them."""
+
 
 class PeerLenders:
     """Lenders seam of the flows. ``own``: addresses at which this node lends."""
@@ -23,6 +26,7 @@ class PeerLenders:
         self._node = node
         self._peers = peers
         self._own = own
+        self._warn_at = 0.0
         node.core.lenders = self
 
     def is_here(self, peer: str) -> bool:
@@ -43,7 +47,9 @@ class PeerLenders:
         try:
             self._peers.expect(peer, shapes.scope, keys, parts, seconds, answered, party)
         except CacheError as error:
-            events.warning("peer_not_asked", peer=peer, reason=str(error))
+            if self._node.now() >= self._warn_at:
+                self._warn_at = self._node.now() + WARN_SECONDS
+                events.warning("peer_not_asked", peer=peer, reason=str(error))
             return str(error)
         return ""
 

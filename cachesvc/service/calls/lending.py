@@ -129,6 +129,8 @@ class LendingDesk:
         by_part = {shape.part: shape for shape in (*shapes.full, *shapes.windows)}
         if not parts or any(part not in by_part for part in parts):
             raise InvalidRequest("parts are of another layout: both nodes need the same model, ranks and version")
+        if len(set(parts)) < len(parts):
+            raise InvalidRequest(f"parts names one of its {len(parts)} twice; name each once")
         return [by_part[part] for part in parts]
 
     async def _hand_out(self, model: Model, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> Lent | None:

@@ -77,11 +77,6 @@ class GiveBacks:
         if computed_tokens or dead_blocks:
             self._windows.append((launch, computed_tokens, dead_blocks))
 
-    @property
-    def has_spares(self) -> bool:
-        """True while pages that have left the tables are to be given back."""
-        return bool(self._spares)
-
     def take_due(self) -> Due:
         """Remove and return what waits for no launch any more."""
         completed = self._launches.completed

@@ -176,11 +176,6 @@ class LeaseRecord:
         with self._lock:
             self._pause_ms = max(self._pause_ms, math.ceil(seconds * 1000))
 
-    @property
-    def has_news(self) -> bool:
-        """True when a beat should go at once."""
-        return self._pause_ms > 0
-
     def build_beat(self) -> lease_pb2.KeepAliveRequest:
         """Build a heartbeat, with the pending reports: each is sent once."""
         with self._lock:

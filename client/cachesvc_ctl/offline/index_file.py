@@ -26,7 +26,6 @@ from cachesvc_ctl.core.extras import MissingExtraError
 FORMAT = 1
 KEY_BYTES = 32
 MOST_LINE_BYTES = 1 << 20
-MOST_NUMBER = (1 << 31) - 1
 
 
 class IndexFileError(Exception):

@@ -6,8 +6,11 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import grpc
 import pytest
+from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
+from cachesvc.storage.seam import LAYOUT_ID_BYTES
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.rig import Node, running_node, wait_until
 
@@ -75,6 +78,24 @@ def test_another_model_is_not_lent() -> None:
         one.serve(prompt(1, BLOCKS))
         with Engine(borrower.socket, model="another", device_pages=64, host_pages=256) as other:
             assert other.serve(prompt(1, BLOCKS)).computed == BLOCKS
+
+
+def test_a_borrower_that_names_a_part_again_and_again_is_refused() -> None:
+    """Each time would be an object for each block."""
+    with running_node(["--peer-listen", "127.0.0.1:0"]) as lender, engine_on(lender) as one:
+        one.serve(prompt(1, BLOCKS))
+        said = next(json.loads(line) for line in lender.log().splitlines() if '"peers_ready"' in line)
+        part = peer_pb2.PeerPart(group=0, rank=0, ranks=1)
+        request = peer_pb2.BorrowRequest(
+            namespace=one.registration.namespace,
+            layout_id=one.layout.fingerprint[:LAYOUT_ID_BYTES],
+            keys=one.keys(prompt(1, BLOCKS)),
+            parts=[part] * 8192,
+        )
+        address = f"127.0.0.1:{said['port']}"
+        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError, match="twice") as refused:
+            peer_pb2_grpc.PeerServiceStub(channel).Borrow(request)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_lender_that_was_killed_is_done_without() -> None:
