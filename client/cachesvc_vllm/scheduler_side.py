@@ -79,14 +79,14 @@ class SchedulerSide:
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
         self._states = StateCells(None, {}, step_tokens)
-        self._find_hits = self._allocate = self._manager
+        self._find_hits: Any = None
+        self._allocate: Any = None
         first_tokens = step_tokens if registration.layout.window_groups else None
         self._wanted: Callable[..., int] = partial(blocks_wanted, block_tokens=block_tokens, step_tokens=first_tokens)
         self._unfinished: dict[str, Any] = {}
         self._put_off: set[str] = set()
         self._first_token = FirstToken()
-        self._watch = Stopwatch()
-        self._stats = CacheStats()
+        self._watch, self._stats = Stopwatch(), CacheStats()
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
