@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +24,8 @@ from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.startup.logs import log_as_vllm
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
 from cachesvc_vllm.worker_side import WorkerSide, calls_layers
+
+log = logging.getLogger(__name__)
 
 
 class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -125,6 +128,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         node.comes_back = told.comes_back
         try:
             node.start()
+            log.info("scheduler_has_lease %s", node.started_in)
             step_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
             publisher = None if self._tap is None else self._tap.publisher
             config = self._vllm_config
@@ -136,6 +140,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 lookahead,
                 most_requests=config.scheduler_config.max_num_seqs,
                 drafts=drafts,
+                has_early_loads=not config.scheduler_config.async_scheduling,
                 publisher=publisher,
             )
         except BaseException:

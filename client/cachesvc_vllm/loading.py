@@ -2,14 +2,14 @@
 
 A request is scheduled once its load has ended, while others run. Where nothing else runs or waits, its load is early:
 the request is scheduled at once, and the step waits for the load, layer by layer. Where that fails, vLLM drops what was
-computed, and the request is preempted: it begins anew with what is in place.
+computed, and the request is preempted: it begins anew with what is in place. With asynchronous scheduling no load is
+early: vLLM has scheduled the next step by then, whose token it would give out.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from typing import Any
 
 from cachesvc.model.answers import TicketView
 from cachesvc_vllm.daemon.errors import NOT_FIRST, ConnectorRefused
@@ -19,8 +19,8 @@ from cachesvc_vllm.transfers import EarlyLoad, StepTransfers
 
 
 class Loading:
-    """``can_be_early``: vLLM takes word of blocks that a step lacked. ``waiting``: requests that were not admitted yet.
-    Used from vLLM's scheduler thread."""
+    """``can_be_early``: vLLM takes word of blocks that a step lacked, before it schedules the next one. ``waiting``:
+    requests that were not admitted yet. Used from vLLM's scheduler thread."""
 
     def __init__(self, *, can_be_early: bool = False) -> None:
         self._can_be_early = can_be_early
@@ -72,19 +72,13 @@ class Loading:
             self._since_s[name] = time.perf_counter()
         return True
 
-    def take_step(self, requests: dict[str, Any], *, is_empty: bool, next_lease: str) -> StepTransfers:
-        """Message to the workers for a scheduled step. ``requests``: vLLM's, by id. A request that holds no page any
-        more needs no copy."""
+    def take_step(self, *, is_empty: bool, next_lease: str) -> StepTransfers:
+        """Message to the workers for a scheduled step. A request that holds no page any more needs no copy."""
         copies = [each.copy for each in self._copying if each.copy is not None and each.held]
         for each in self._copying:
             each.copy = None
-        void = list(self._void)
-        for name, pages in list(self._void.items()):
-            if (request := requests.get(name)) is not None and request.status.name == "PREEMPTED":
-                request.drop_stale_output = True  # of steps that were scheduled before it was known
-            if not pages.held:
-                del self._void[name]
-        step = StepTransfers(self._new, next_lease, is_empty, copies, self._new_early, void)
+        self._void = {name: pages for name, pages in self._void.items() if pages.held}
+        step = StepTransfers(self._new, next_lease, is_empty, copies, self._new_early)
         self._copying, self._new, self._new_early = [], {}, {}
         return step
 

@@ -42,11 +42,12 @@ class SchedulerSide:
         *,
         most_requests: int = 0,
         drafts: bool = False,
+        has_early_loads: bool = False,
         publisher: Any = None,
     ) -> None:
         """``step_tokens``: the most that vLLM schedules in an iteration, of ``most_requests``. ``lookahead_tokens``:
         those that a drafter reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``).
-        ``publisher``: of KV events; None: none."""
+        ``has_early_loads``: no step is scheduled before the last output (``Loading``). ``publisher``: of KV events."""
         self._node = node
         self._has_lookahead = settings.draft_blocks == "lookahead"
         self._lookahead_tokens = lookahead_tokens
@@ -74,7 +75,7 @@ class SchedulerSide:
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._dropped = Dropped.NOT
-        self._loading = Loading(can_be_early=len(self._book.groups.parts) == 1)
+        self._loading = Loading(can_be_early=has_early_loads and len(self._book.groups.parts) == 1)
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
         self._states = StateCells(None, {}, step_tokens)
@@ -85,8 +86,7 @@ class SchedulerSide:
         self._unfinished: dict[str, Any] = {}
         self._put_off: set[str] = set()
         self._first_token = FirstToken()
-        self._watch = Stopwatch()
-        self._stats = CacheStats()
+        self._watch, self._stats = Stopwatch(), CacheStats()
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
@@ -240,7 +240,7 @@ class SchedulerSide:
         with self._watch:
             if self._first_token.may_report():
                 self._book.flush()
-        return self._loading.take_step(self._unfinished, is_empty=is_empty, next_lease=self.next_lease)
+        return self._loading.take_step(is_empty=is_empty, next_lease=self.next_lease)
 
     def finish(self, request: Any) -> None:
         """A request has ended: what it has computed is sealed before its pages go."""

@@ -40,14 +40,13 @@ class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
     """Message to the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
     ``next_lease``: after a loss, the lease that they are to move to, while nothing uses any page; else empty.
     ``is_empty``: the step computes nothing. ``copies``: pages to copy before it computes. ``early``: by request, loads
-    that the step itself waits for. ``void``: requests whose early load is known to have failed."""
+    that the step itself waits for."""
 
     loads: dict[str, tuple[TicketView, ...]] = field(default_factory=dict)
     next_lease: str = ""
     is_empty: bool = False
     copies: list[PageCopy] = field(default_factory=list)
     early: dict[str, EarlyLoad] = field(default_factory=dict)
-    void: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -75,7 +75,7 @@ class WorkerSide:
         self._loads: dict[str, tuple[TicketView, ...]] = {}
         self._may_wait = False
         self._early: dict[str, EarlyLoad] = {}
-        self._lacking: dict[str, tuple[int, ...]] = {}
+        self._lacking: set[int] = set()
         self._layers: dict[str, int] = {}
         self._has_layer_calls = True
         self._waits = LayerWaits(lambda: self._pool, torch.cuda.current_stream)
@@ -146,8 +146,6 @@ class WorkerSide:
     def start_early(self, step: StepTransfers, *, calls_layers: bool) -> None:
         """Have this step's kernels wait for its early loads, and copy its pages before them. ``calls_layers``: each
         layer asks for its part; else, and where pages are copied, all of them wait for all."""
-        for name in step.void:
-            self._lacking.pop(name, None)
         self._early = step.early
         self._waits.begin(ticket for load in step.early.values() for ticket in load.tickets)
         if step.copies or self._drafts or not (calls_layers and self._has_layer_calls):
@@ -195,9 +193,8 @@ class WorkerSide:
         return results
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks that the early loads of this step or the last ones lacked, or ``lapsed_blocks``. A step that was
-        scheduled before the scheduler knew of a failed load is void too."""
-        lacking = {page for pages in self._lacking.values() for page in pages}
+        """Blocks that the early loads of this step did not bring, or ``lapsed_blocks``."""
+        lacking, self._lacking = self._lacking, set()
         return lacking | self.lapsed_blocks()
 
     def _end_early(self) -> None:
@@ -213,7 +210,7 @@ class WorkerSide:
             outcomes = {self._waits.end(ticket) for ticket in load.tickets}
             if outcomes - {LoadOutcome.CAME} or not was_whole:
                 log.warning("early_load_void request=%s outcomes=%s", name, [each.value for each in outcomes])
-                self._lacking[name] = load.pages
+                self._lacking.update(load.pages)
 
     def lapsed_blocks(self) -> set[int]:
         """All blocks, where the daemon reports in a computing step that the lease is lost: the step may have read

@@ -194,7 +194,8 @@ class Engine:
                     self.told[each.request_id] = each.kv_transfer_params
         if (told := step.output.kv_connector_output) is not None and told.invalid_block_ids:
             for name, (tables, _) in step.places.items():
-                if not told.invalid_block_ids.isdisjoint(*tables):  # it is computed again behind what vLLM has
+                is_under_way = any(name in each.places for each in steps)
+                if not (is_under_way or told.invalid_block_ids.isdisjoint(*tables)):  # it is computed again
                     self._tokens[name] = list(self.requests[name].all_token_ids)
         if self.shape.drafts:
             self._draft()
@@ -265,7 +266,9 @@ class Engine:
             self.worker.wait_layer("l0")
         self.copies += len(told.copies)
         self.early += len(told.early)
-        self._step_loads, before = told.early, len(self.worker._lacking)  # noqa: SLF001 - vLLM need not know
+        for name in step.said.scheduled_cached_reqs.resumed_req_ids:  # what was in flight is over, or was dropped
+            self._tokens[name] = list(self.requests[name].all_token_ids)
+        self._step_loads = told.early
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
             for name, count in step.said.num_scheduled_tokens.items()
@@ -273,7 +276,7 @@ class Engine:
         self.worker.start_loads(told.loads, may_wait=told.is_empty)
         results = self.worker.take_results()
         self.loads += len(results.finished_recving) + len(told.early)
-        self.failed_loads += len(results.failed_recving) + len(self.worker._lacking) - before  # noqa: SLF001
+        self.failed_loads += len(results.failed_recving) + sum(map(self._is_void, told.early))
         errors, self.sibling_errors = self.sibling_errors, set()
         output = KVConnectorOutput(
             finished_recving=results.finished_recving or None,
@@ -321,10 +324,9 @@ class Engine:
         return sampled
 
     def _is_void(self, name: str) -> bool:
-        """True where an early load of the request has failed, in this step or the last one: vLLM drops what it says."""
+        """True where an early load of the request has failed: vLLM drops what this step says."""
         load, waits = self._step_loads.get(name), self.worker._waits  # noqa: SLF001 - vLLM need not know
-        has_failed = load is not None and any(waits.end(ticket) is not LoadOutcome.CAME for ticket in load.tickets)
-        return has_failed or name in self.worker._lacking  # noqa: SLF001
+        return load is not None and any(waits.end(ticket) is not LoadOutcome.CAME for ticket in load.tickets)
 
     def _finish_drafts(self) -> None:
         late, self._late = self._late, []

@@ -118,6 +118,13 @@ def test_one_token_is_computed_of_a_prompt_that_is_a_hit_and_no_other_request_ge
         assert run("whole", node, 1, "whole_hits")["copies"] >= 4
 
 
+def test_a_step_whose_load_fails_is_dropped_and_its_request_computed() -> None:
+    with running_node(["--fault-copies", "0.2"]) as node:
+        told = run("lone", node, 1, "whole_hits")
+        assert told["early"] >= 20
+        assert told["failed_loads"] >= 2
+
+
 def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
     with running_node() as node:
         assert run("adapters", node, 1)["whole"] == 3

@@ -66,11 +66,11 @@ def whole(socket: str, seed: int) -> list[Engine]:
     return engines
 
 
-def lone(socket: str, seed: int, *, is_async: bool) -> list[Engine]:
+def lone(socket: str, seed: int) -> list[Engine]:
     """Requests that come while nothing runs, and others that come a step or two later: steps wait for their loads."""
-    engine, rng = Engine("e0", socket, seed, Shape(is_async=is_async, recomputes=True)), random.Random(seed)
+    engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(12, 25) * 4 + each % 2)] for each in range(12)]
-    for _ in range(90):
+    for _ in range(60):
         engine.add(rng.choice(prompts), rng.randint(1, 12))
         for _ in range(rng.randint(0, 3)):
             engine.step()
@@ -82,8 +82,7 @@ def lone(socket: str, seed: int, *, is_async: bool) -> list[Engine]:
 
 RUNS |= {
     "whole": whole,
-    "lone": lambda socket, seed: lone(socket, seed, is_async=False),
-    "lone-async": lambda socket, seed: lone(socket, seed, is_async=True),
+    "lone": lone,
 }
 
 if __name__ == "__main__":

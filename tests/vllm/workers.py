@@ -22,7 +22,7 @@ class Worker(WorkerSide):
         self._told = None
         self._tells_blocks = len(node.share.parts) == 1
         self._early: dict[str, Any] = {}
-        self._lacking: dict[str, Any] = {}
+        self._lacking: set[int] = set()
         self._layers, self._has_layer_calls = {"l0": 0}, True
         self._waits = LayerWaits(lambda: self._pool, lambda: None)
         node.start()

@@ -48,9 +48,6 @@ main(sys.argv[1:])
 PAUSE_S = 1.0
 """Between the end of a keeper and the start of the next: one that cannot start costs an import of gRPC each time."""
 
-BEGIN_S = 10.0
-"""An engine that starts waits no longer for the first beat: it beats by itself too."""
-
 log = logging.getLogger(__name__)
 
 
@@ -62,8 +59,7 @@ class Keeper:
         said = [str(os.getpid()), socket_path, lease_id, str(beat_seconds), *([token_file] if token_file else [])]
         self._command = [sys.executable, "-P", "-c", BOOT, json.dumps(sys.path), *said]
         self._process: subprocess.Popen[bytes] | None = None
-        self._beats = False
-        self._ended, self._has_begun = threading.Event(), threading.Event()
+        self._ended = threading.Event()
         self._changing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="cachesvc-vllm-keeper", daemon=True)
 
@@ -74,13 +70,9 @@ class Keeper:
         return 0 if process is None else process.pid
 
     def start(self) -> None:
-        """Begin. The first beat comes once the process has started, which takes some tenths of a second."""
+        """Begin. The first beat comes once the process has started, which takes some tenths of a second. Until then the
+        engine's own process sends heartbeats, as it does beside this one."""
         self._thread.start()
-
-    def wait_begun(self) -> bool:
-        """Wait until the daemon has answered the first beat. False: the first process has ended before, which is
-        logged, or the daemon did not answer within ``BEGIN_S``."""
-        return self._has_begun.wait(BEGIN_S) and self._beats
 
     def end(self) -> None:
         """End the process. Idempotent."""
@@ -97,12 +89,8 @@ class Keeper:
                 if self._ended.is_set():
                     return
                 process = self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                    self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+                    self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
                 )
-            assert process.stdout is not None
-            with process.stdout as said:
-                self._beats = bool(said.readline())
-            self._has_begun.set()
             code = process.wait()
             if self._ended.is_set():
                 return
@@ -118,7 +106,6 @@ def main(arguments: Sequence[str]) -> None:
     may be another process already, where the engine was killed while this one started."""
     engine, socket_path, lease_id, beat_seconds = int(arguments[0]), arguments[1], arguments[2], float(arguments[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the engine's whole group
-    has_begun = False
     while os.getppid() == engine:
         token = credentials_from(None, arguments[4] if len(arguments) > 4 else None).read_token()
         proof = ((AUTHORIZATION_METADATA_KEY, BEARER + token),) if token else ()
@@ -127,9 +114,7 @@ def main(arguments: Sequence[str]) -> None:
                 for _ in lease_pb2_grpc.LeaseServiceStub(channel).KeepAlive(
                     _beats(engine, lease_id, beat_seconds), metadata=proof
                 ):
-                    if not has_begun:
-                        print("beats", flush=True)
-                        has_begun = True
+                    pass
             except grpc.RpcError as error:
                 if error.code() in OVER:
                     sys.exit(LEASE_OVER)

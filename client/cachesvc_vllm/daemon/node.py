@@ -205,8 +205,7 @@ class Node:
             self._pool = self._lease.attach(self._rank)
             laps.lap("attach")
         if self._keeps:
-            self._keep(self._lease).wait_begun()
-            laps.lap("keeper")
+            self._keep(self._lease)  # until its first heartbeat this process sends them by itself
         client.on_lost(self._wake.set)
         self._thread.start()
 
@@ -322,11 +321,10 @@ class Node:
             raise
         return pool
 
-    def _keep(self, lease: Lease) -> Keeper:
+    def _keep(self, lease: Lease) -> None:
         self._end_keeper()
         self._keeper = Keeper(self.socket_path, lease.id, lease.record.beat_interval_s, self._settings.token_file)
         self._keeper.start()
-        return self._keeper
 
     def _end_keeper(self) -> None:
         if self._keeper is not None:

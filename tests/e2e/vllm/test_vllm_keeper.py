@@ -29,7 +29,7 @@ def test_a_keeper_that_is_killed_is_missed_and_replaced(caplog: pytest.LogCaptur
         keeper = Keeper(node.socket, lease.id, 0.1, None)
         keeper.start()
         try:
-            assert keeper.wait_begun()
+            wait_until(lambda: keeper.pid > 0, "it was started")
             first = keeper.pid
             os.kill(first, signal.SIGKILL)
             wait_until(lambda: keeper.pid != first, "another one was started")
