@@ -140,7 +140,10 @@ def test_what_the_router_has_prefilled_is_decoded_elsewhere_with_equal_tokens(
         assert [len(answer.tokens[0]) for answer in prefill.answers] == [1] * REQUESTS
         assert [answer.cached for answer in decode.answers] == [0] * REQUESTS, "vLLM tells of the prefiller's hits here"
         counters = nodes[1].counters()
-        came = sum(len(prompt.tokens) // BLOCK_TOKENS for prompt in prompts)
-        assert counters["expected_blocks"] == counters["hit_blocks_storage"] == came
+        least = sum((len(prompt.tokens) - 1) // BLOCK_TOKENS for prompt in prompts)
+        most = sum(
+            len(prompt.tokens) // BLOCK_TOKENS for prompt in prompts
+        )  # the last block where a prompt ends with it
+        assert least <= counters["hit_blocks_storage"] <= counters["expected_blocks"] <= most
         assert counters.get("published_blocks", 0) <= REQUESTS, "the decoder computes the end of a prompt alone"
         assert [node.problems() for node in nodes] == [[], []]
