@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from operator import itemgetter
 
 import numpy as np
@@ -109,7 +110,7 @@ class Walk:
         fits &= (np.asarray(place.pins)[above] == 0) & (np.asarray(index.flights)[above] == 0)
         fits &= place.are_ready(above) & place.are_elsewhere(above)
         run += path[: 1 + (len(above) if fits.all() else int(np.argmin(fits)))].tolist()
-        return run
+        return list(takewhile(place.is_spent, run)) if self._goes_first(row) else run
 
     def _climb(self, row: int, most: int, children: Sequence[int], elsewhere: int) -> list[int]:
         """Up to ``most`` rows from ``row`` on, each the parent of the one before and, by ``children``, of no other; and
@@ -120,12 +121,12 @@ class Walk:
             each.states[each.lead] for each in index.places if each is not place and each.pools[each.lead].capacity
         ]
         column, least, most_there = self._family(row)
-        run = [row]
+        goes_first, run = self._goes_first(row), [row]
         while len(run) < most:
             row = parent[row]
             if row == NO_ROW or children[row] != 1 or pins[row] or flights[row] or states[row] != READY:
                 break
-            if self.spent_only and not place.is_spent(row):
+            if goes_first and not place.is_spent(row):
                 break
             if not least <= column[row] <= most_there or max(map(itemgetter(row), others), default=0) != elsewhere:
                 break
@@ -138,6 +139,10 @@ class Walk:
         self._stamps[top] = max(map(self._stamp, run))
         self.taken.update(run)
         self.take(top)
+
+    def _goes_first(self, _: int) -> bool:
+        """True where a run from a row ends with the blocks that no prompt can go on behind."""
+        return self.spent_only
 
     def _family(self, row: int) -> tuple[Sequence[int], int, int]:
         """A column and the bounds of its values for the next blocks above: none of them is younger than ``row``."""
@@ -159,7 +164,8 @@ class Walk:
 
 class QueueWalk(Walk):
     """Head by head of the queues, as their policy chooses. What is chosen goes on with the block above it while that is
-    free and of the same segment."""
+    free and of the same segment, and no prompt can go on behind it where none can behind what was chosen: all such
+    blocks go before others."""
 
     def __init__(self, ledger: BlockLedger, place: Place, leaves: QueuedLeaves) -> None:
         super().__init__(ledger, place)
@@ -170,6 +176,7 @@ class QueueWalk(Walk):
         self._fronts: dict[int, Front] = {}
         self._above = NO_ROW
         self._segment = NO_SEGMENT
+        self._took_spent = False
 
     def _next(self) -> int | None:
         if self._above != NO_ROW:
@@ -186,8 +193,11 @@ class QueueWalk(Walk):
 
     def take(self, row: int) -> None:
         """See ``Walk``."""
-        self._segment = self._leaves.segments[row]
+        self._segment, self._took_spent = self._leaves.segments[row], self._goes_first(row)
         super().take(row)
+
+    def _goes_first(self, row: int) -> bool:
+        return self.spent_only or (bool(self.place.kin) and self.place.is_spent(row))
 
     def _family(self, row: int) -> tuple[Sequence[int], int, int]:
         """Rows of the same segment."""
@@ -197,7 +207,7 @@ class QueueWalk(Walk):
     def _expose(self, entry: int) -> None:
         row = entry & ROW_MASK
         segment = self._leaves.segments[row]
-        if segment == self._segment:
+        if segment == self._segment and not (self._took_spent and not self.place.is_spent(row)):
             self._above = row
             return
         number = self._chooser.queue_of(segment)

@@ -7,6 +7,10 @@ from functools import partial
 
 import pytest
 
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.engine.publish import publish as publish_blocks
+from cachesvc.flows.engine.release import release
 from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.block_ledger import BlockLedger
@@ -16,7 +20,7 @@ from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING, PageState, WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
-from tests.unit.rigs.ledger_rig import one_group, rig_of, serve, windowed
+from tests.unit.rigs.ledger_rig import chain, one_group, rig_of, serve, windowed
 from tests.work import steps_of
 
 PAGES = 200
@@ -168,3 +172,27 @@ def test_short_branches_that_the_host_has_are_planned_as_cheaply_as_those_that_i
         work.append(steps_of(partial(Evictor(ledger).plan_device, place, 32, to_host=False)))
     alone, backed = work
     assert backed <= 1.3 * alone
+
+
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
+def test_blocks_that_no_prompt_can_go_on_behind_go_before_all_others(policy: str) -> None:
+    """Of each prompt they are the last blocks, and what lies above them in its segment has its windows still."""
+    rig = rig_of(windowed(pool="kv"), device=(64, 64), eviction=policy)
+    lease, place, spent = rig.lease(), rig.place(), set()
+    for number in range(3):
+        prompt = [f"{number} {at}" for at in range(6)]
+        rig.run(match, lease, number, chain(*prompt), 0)
+        rig.run(partial(allocate, positions={1: range(4)}), lease, number, 6)
+        rig.run(publish_blocks, lease, number, 0, chain(*prompt), 0)
+        rig.run(release, lease, number)
+        rows = rig.model.blocks.index.rows
+        spent |= {rows[chain(*prompt[: at + 1])[-KEY_BYTES:]] for at in (4, 5)}
+    walks = {only: walk_of(rig.model.blocks, place, spent_only=only) for only in (True, False)}
+    for walk in walks.values():
+        found: list[int] = []
+        while len(found) < len(spent) and (row := walk.next()) is not None:
+            found.append(row)
+            walk.take(row)
+        assert set(found) == spent
+    assert walks[True].next() is None
+    assert walks[False].next() is not None
