@@ -192,7 +192,8 @@ def device_nodes(devices: Mapping[str, str], sysfs: Path = numa.SYSFS) -> dict[s
 
 
 def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceLine], None]) -> None:
-    """Measure the links of started devices, tell what each is, and have the movers plan by that. Raises Unavailable."""
+    """Measure the links of started devices, tell what each is, and have the movers plan by that. Raises Unavailable
+    where none can be measured."""
     movers = hardware.movers
     if isinstance(movers, InProcessMovers):
         movers.plan_by(link_costs(config, hardware.gpus, tell))
@@ -203,13 +204,15 @@ def measure_links(config: Config, hardware: Hardware, tell: Callable[[DeviceLine
     if budget := movers.budget.bytes_per_second:
         events.event("background_copies_budgeted", gb_per_second=round(budget / 1e9, 2))
     for device in movers.devices():
-        if movers.fault(device) or (measured and device not in measured):
+        try:
+            facts = movers.facts(device)
+        except Unavailable:
             tell(DeviceLine(device, "", config.device_pool, 0, None))
             continue
-        facts = movers.facts(device)
         figures = LinkFigures(**measured[device]) if device in measured else None
         line = DeviceLine(device, facts["name"], config.device_pool, facts["context_bytes"], figures)
-        events.event("device_ready", pci=facts["pci"], free_bytes=facts["free_bytes"], **line.logged())
+        if figures is not None or config.calibration != "start":
+            events.event("device_ready", pci=facts["pci"], free_bytes=facts["free_bytes"], **line.logged())
         tell(line)
 
 

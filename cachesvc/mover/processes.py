@@ -231,31 +231,37 @@ class MoverProcesses:
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Facts and link figures of each device that works, by name, measured on all at once; movers that come later
-        plan by them too. One that hangs is left out: its mover is started again. Raises Unavailable."""
-        lives = {device: mover.life() for device, mover in self._at.items() if not mover.fault}
-        self._figures = self._ask_all(lives, "measure")
+        plan by them too. One that refuses or hangs is left out: it plans by defaults. Raises what the first refuses
+        with where none can be measured."""
+        working = [device for device, mover in self._at.items() if not mover.fault]
+        self._figures, refused = self._ask_all(working, "measure")
+        if refused and not self._figures:
+            raise refused[0]
         if len(self._figures) > 1:
             begin = time.monotonic() + AT_ONCE_AHEAD_S
-            measured = {device: lives[device] for device in self._figures}
-            rates = self._ask_all(measured, "stores_at_once", begin=begin, measured_s=AT_ONCE_S)
+            rates, _ = self._ask_all(list(self._figures), "stores_at_once", begin=begin, measured_s=AT_ONCE_S)
             if all(rates.values()):
                 alone = [self._figures[device]["store_bytes_per_us"] * 1e6 for device in rates]
                 self.budget.set(budget_of(alone, [head["bytes_per_second"] for head in rates.values()]))
         return self._figures
 
-    def _ask_all(self, lives: dict[str, Life], name: str, **fields: Any) -> dict[str, dict[str, Any]]:
-        """Answers of all at once, but for those that hang. Raises what any of the others refuses with."""
+    def _ask_all(
+        self, devices: Sequence[str], name: str, **fields: Any
+    ) -> tuple[dict[str, dict[str, Any]], list[Exception]]:
+        """Answers of all at once, but for those that refuse or hang, and the errors of these."""
+        refused: list[Exception] = []
 
         def ask(device: str) -> dict[str, Any] | None:
             try:
-                return lives[device].ask(name, seconds=self._start_seconds, **fields).head
-            except MoverGone as silent:
-                log.warning("mover_not_measured device=%s reason=%s", device, silent)
+                return self._at[device].life().ask(name, seconds=self._start_seconds, **fields).head
+            except (CacheError, MoverFault) as error:
+                log.warning("mover_not_measured device=%s reason=%s", device, error)
+                refused.append(error)
                 return None
 
         with ThreadPoolExecutor(len(self._at)) as threads:
-            answers = dict(zip(lives, threads.map(ask, lives), strict=True))
-        return {device: head for device, head in answers.items() if head is not None}
+            answers = dict(zip(devices, threads.map(ask, devices), strict=True))
+        return {device: head for device, head in answers.items() if head is not None}, refused
 
     @property
     def budget(self) -> HostBudget:

@@ -108,7 +108,8 @@ VOCABULARY: dict[str, Event] = {
     "mover_not_probed": Event("warning", "A mover did not report its device's state.", ("device", "reason")),
     "mover_not_measured": Event(
         "warning",
-        "A mover hung while links were measured, and is started again. Its device is planned for by defaults.",
+        "A link could not be measured: its GPU refused, or its mover hung and is started again. Without figures its "
+        "device is planned for by defaults.",
         ("device", "reason"),
     ),
     "mover_slab_gone": Event("info", "A slab to free had already ended with its mover.", ("device", "reason")),

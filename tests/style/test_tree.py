@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,9 @@ PACKAGES = {
     "gpu_ops/": "gpu_ops/",
 }
 STUBS = {"proto/gen/kvcache/": "kvcache/"}
+CI = (ROOT / ".ci" / "run").read_text().replace("\\\n", " ")
+RECIPE = re.compile(r"^([a-z-]+):.*\n((?:\t.*\n)+)", re.MULTILINE)
+VARIABLE = re.compile(r"\b(CACHESVC_\w+)=")
 
 
 def test_without_git_the_files_are_those_not_ignored(tmp_path: Path) -> None:
@@ -44,3 +48,15 @@ def test_the_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
     }
     assert packed == wanted
     assert {f"{inside}py.typed" for inside in PACKAGES.values()} <= packed
+
+
+def test_what_failed_in_ci_runs_again_under_the_same_variables() -> None:
+    """Without them a test skips itself, and its failure would count as mended."""
+    recipes = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    goals = {goal: set(VARIABLE.findall(recipe)) for goal, recipe in RECIPE.findall(recipes)}
+    again = {
+        folder: set(VARIABLE.findall(before))
+        for before, folder in re.findall(r"((?:\S+=\S+ +)*)\S+ -m pytest tests/(\w+).* --last-failed", CI)
+    }
+    assert again == {"vllm": goals["vllm-test"], "sglang": goals["sglang-test"]}
+    assert goals["vllm-test"] == {"CACHESVC_ROUTERS", "CACHESVC_VLLM_PYTHON"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from cachesvc import __version__
 from cachesvc.memory.copy.host_budget import Neighbours
 from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.model.errors import Unavailable
 from cachesvc.mover.process import MoverProcess
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.server import Equipment, MoverServer
@@ -52,25 +53,32 @@ def measured_movers(
     rates: Sequence[float],
     begins: list[float],
     hangs: Mapping[str, threading.Event] | None = None,
+    refuses: Collection[tuple[str, str]] = (),
     **limits: Any,
 ) -> MoverProcesses:
     """Movers in threads, a device each, that measure these figures, and one of the rates when all store at once;
     ``begins``: the times at which they were to begin. ``hangs``: devices whose measuring does not end before an
-    event."""
+    event. ``refuses``: pairs of a device and a measurement that it refuses."""
 
     def begin(rate: float) -> tuple[socket.socket, MoverProcess | None]:
         ours, theirs = socket.socketpair()
-
-        def store(at: float, seconds: float) -> float:
-            assert seconds > 0
-            begins.append(at)
-            return rate
 
         def equip(settings: Settings, neighbours: Neighbours) -> Equipment:
             views = {settings.device: neighbours}
             backend = ShmBackend(1, settings.device_bytes, names=(settings.device,), neighbours=views)
 
+            def check(name: str) -> None:
+                if (settings.device, name) in refuses:
+                    raise Unavailable(f"{settings.device} cannot be measured")
+
+            def store(at: float, seconds: float) -> float:
+                check("stores_at_once")
+                assert seconds > 0
+                begins.append(at)
+                return rate
+
             def measure() -> tuple[dict[str, Any], LinkCosts]:
+                check("measure")
                 if hangs and settings.device in hangs:
                     hangs[settings.device].wait()
                 return figures, LinkCosts()

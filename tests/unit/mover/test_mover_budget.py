@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from cachesvc import __version__
+from cachesvc.model.errors import Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, Transfer, Urgency
 from cachesvc.mover.processes import MoverProcesses
@@ -86,4 +87,25 @@ def test_a_device_whose_measuring_hangs_is_left_out_and_the_others_have_figures_
     assert movers.budget.bytes_per_second == 500e6
     assert len(begins) == 2
     goes_on.set()
+    movers.close()
+
+
+@pytest.mark.parametrize("name", ["measure", "stores_at_once"])
+def test_a_device_that_refuses_to_be_measured_keeps_no_other_from_serving(name: str) -> None:
+    figures, begins = {"store_bytes_per_us": 20e3}, list[float]()
+    movers = measured_movers(figures, (1e9, 1e9, 1e9), begins, refuses=[("shm-1", name)])
+    movers.start()
+    assert list(movers.measure()) == [f"shm-{place}" for place in (0, 1, 2) if name != "measure" or place != 1]
+    assert movers.budget.bytes_per_second == 500e6
+    assert len(begins) == 2
+    assert movers.fault("shm-1") == ""
+    movers.close()
+
+
+def test_a_start_at_which_no_device_can_be_measured_is_refused() -> None:
+    refuses = [(device, "measure") for device in DEVICES]
+    movers = measured_movers({}, (1e9, 1e9), [], refuses=refuses)
+    movers.start()
+    with pytest.raises(Unavailable, match="cannot be measured"):
+        movers.measure()
     movers.close()
