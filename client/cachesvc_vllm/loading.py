@@ -47,12 +47,12 @@ class Loading:
 
     def begin(self, request: RequestPages, external_tokens: int, block_tokens: int, stats: CacheStats) -> bool:
         """vLLM has the pages of a request, ``external_tokens`` of which come with a load or a copy, or it is scheduled
-        behind its load. True where a load begins. Raises ConnectorRefused where another connector loads into the pages
-        that the daemon fills."""
+        behind its load, or again, as a session with more input. True where a load begins. Raises ConnectorRefused where
+        another connector loads into the pages that the daemon fills."""
         self.waiting.discard(request.request_id)
-        if not request.outside_blocks:
-            return False
         name, has_load = request.request_id, request.host_blocks > 0 and not request.is_loading
+        if not has_load and request.copy is None:
+            return False
         if not request.is_loading and external_tokens != request.outside_tokens(block_tokens):
             raise ConnectorRefused(NOT_FIRST)
         is_early = has_load and name == self._alone

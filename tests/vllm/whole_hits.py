@@ -53,6 +53,7 @@ def whole(socket: str, seed: int) -> list[Engine]:
         name = two.add(prompt, LONGEST)
         while not two.answers[name]:
             two.step()
+        two.connector.update_state_after_alloc(two.requests[name], None, 0)  # as of a session that gets more input
         (table,) = two.scheduler.kv_cache_manager.get_block_ids(name)
         two.worker.slots[table[PROMPT_TOKENS // two.shape.block_tokens - 1]] = 0
         two.abort(name)
