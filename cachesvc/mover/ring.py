@@ -104,6 +104,7 @@ class Writer:
         with self._lock:
             if self._is_closed:
                 return
+            wakes = wakes or bool(self._waiting)  # some of these wake
             for first in range(0, len(content) or 1, self._most):
                 piece = content[first : first + self._most]
                 self._waiting.append((piece, first + self._most < len(content)))

@@ -77,7 +77,8 @@ class LoanStream:
         whole, began = sum(map(len, pieces)), time.monotonic()
         try:
             receive_all(stream, pieces, self._deadline)
-            self._most = 2 * self._most if time.monotonic() - began < QUICK_SECONDS else 1
+            is_quick = time.monotonic() - began < QUICK_SECONDS
+            self._most = min(2 * self._most, len(self._left)) if is_quick else 1
         finally:
             self._report(group, [answer, *behind], whole - sum(map(len, pieces)))
         return bytes(behind[-1]) if behind else b""

@@ -22,6 +22,7 @@ from cachesvc.flows.context.turns import begin
 from cachesvc.flows.storage.fetch import begin_fetch, end_ticket
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.ledger.index.block_ledger import Hit
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.storage_state import Expectation, key_at
 from cachesvc.model.answers import Expected, Wait
@@ -30,6 +31,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.sharing import Party, most_of
 from cachesvc.model.text.addresses import parse_address
 from cachesvc.model.transfer import Inward, Urgency
+from cachesvc.model.words import FILLING
 
 MOST_EXPECTATIONS = 256
 """Most expectations of a model, those included that ended lately. A process has its share of those under way."""
@@ -178,7 +180,7 @@ def _ask(core: Core, model: Model, known: Expectation) -> None:
     now = core.ledger.moment.seconds
     replica = _replica_of(model, known)
     hit = None if replica is None else _hit(model, replica, known)
-    if hit is None or core.lenders is None:
+    if replica is None or hit is None or core.lenders is None:
         _end(core, model, known, ExpectationEnd.ABANDONED)
         return
     if hit.blocks > known.here and not known.fetching:
@@ -191,7 +193,7 @@ def _ask(core: Core, model: Model, known: Expectation) -> None:
         return
     if core.lenders.is_here(known.peer):
         known.retry_at = now + PAUSE_SECONDS
-        if known.is_computed and key_at(known.keys, first) not in model.blocks.computing:  # evicted, or never sealed
+        if known.is_computed and not _comes_here(model, replica, key_at(known.keys, first)):  # evicted, or never sealed
             _end(core, model, known, ExpectationEnd.ABSENT)
         return
     keys = known.keys[first * KEY_BYTES : (first + ASKED_BLOCKS) * KEY_BYTES]
@@ -201,6 +203,15 @@ def _ask(core: Core, model: Model, known: Expectation) -> None:
     refused = core.lenders.ask(model, known.party, keys, known.peer, seconds, answered)
     if refused:
         _end(core, model, known, ExpectationEnd.REFUSED)
+
+
+def _comes_here(model: Model, replica: Replica, key: bytes) -> bool:
+    """True for a block of this node that an engine computes, or that is being copied to where the replica finds it."""
+    if key in model.blocks.computing:
+        return True
+    row = model.blocks.index.rows.get(key, NO_ROW)
+    places = model.blocks.host, replica.place
+    return row != NO_ROW and any(place.states[place.lead][row] == FILLING for place in places)
 
 
 def _answered(core: Core, model: Model, known: Expectation, first: int, asked_at: float, promise: Promise) -> None:

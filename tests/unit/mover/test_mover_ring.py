@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.mover.ring import HEAD_BYTES, Reader, Ring, Writer
+from cachesvc.model.futex import Words, store
+from cachesvc.mover.ring import HEAD_BYTES, READ, WRITTEN, Reader, Ring, Writer
 
 
 @pytest.fixture
@@ -129,3 +130,26 @@ def test_a_record_that_wakes_no_reader_comes_with_the_next_one_or_by_itself_and_
     for content in contents:
         writer.put([content], wakes=False)
     assert take(reader, 20) == contents
+
+
+def test_a_record_that_wakes_takes_its_wake_along_where_one_that_does_not_finds_room_for_both(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader, woken = Writer(ring), Reader(ring), list[int]()
+
+    def note(words: Words, index: int, value: int) -> None:
+        woken.append(index)
+        store(words, index, value)
+
+    monkeypatch.setattr("cachesvc.mover.ring.LOOK_S", 3600.0)  # the thread that waits for room sleeps
+    contents = [bytes([number]) * 900 for number in range(5)]
+    for content in contents:  # the last one finds no room
+        writer.put([content])
+    found = reader.take()
+    monkeypatch.setattr("cachesvc.mover.ring.store_and_wake", note)
+    store(ring.words, READ, ring.mark(WRITTEN))
+    writer.put([b"began"], wakes=False)
+    assert WRITTEN in woken
+    assert found + reader.take() == [*contents, b"began"]
+    assert len(found) == 4
+    writer.close()

@@ -25,14 +25,15 @@ OBJECT_BYTES = wire.ANSWER.size + HEADER_BYTES + sum(map(len, PAGES))
 class Played:
     """A stream on which the test sends what it likes. ``came``: objects that were reported, ``size_bytes`` of them."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, objects: int = OBJECTS) -> None:
+        self._objects = objects
         self.came: list[int] = []
         self.size_bytes = 0
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         loan = Loan(1, 1, bytes(wire.SECRET_BYTES), "127.0.0.1", server.getsockname()[1], 30.0, ())
         self.items = [
             Item(name_of(str(at)), memoryview(bytearray(HEADER_BYTES)), tuple(memoryview(bytearray(p)) for p in PAGES))
-            for at in range(OBJECTS)
+            for at in range(objects)
         ]
         for item in self.items:
             for page in item.pages:
@@ -43,7 +44,7 @@ class Played:
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
         self.stream = stack.enter_context(server.accept()[0])
-        wire.receive(self.stream, wire.HELLO.size + wire.COUNT.size + 4 * OBJECTS, time.monotonic() + 60)
+        wire.receive(self.stream, wire.HELLO.size + wire.COUNT.size + 4 * objects, time.monotonic() + 60)
 
     def answer(self, at: int) -> bytes:
         return wire.ANSWER.pack(2 * at, wire.OK, sum(map(len, PAGES))) + bytes([at]) * HEADER_BYTES + b"".join(PAGES)
@@ -56,7 +57,7 @@ class Played:
         for at in self.came:
             assert bytes(self.items[at].head) == bytes([at]) * HEADER_BYTES
             assert tuple(map(bytes, self.items[at].pages)) == PAGES
-        assert [at for at, _, _ in self.left] == [at for at in range(OBJECTS) if at not in self.came]
+        assert [at for at, _, _ in self.left] == [at for at in range(self._objects) if at not in self.came]
         assert self.size_bytes == len(self.came) * sum(map(len, PAGES))
         return self.came
 
@@ -100,3 +101,13 @@ def test_what_lies_behind_a_wrong_answer_counts_for_nothing(wrong: int) -> None:
         played.stream.sendall(b"".join(sent))
         assert played.end() == list(range(wrong))
         assert str(played.error) == "the peer answered something else"
+
+
+def test_however_many_calls_are_quick_the_next_one_is_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachesvc.peer.reading.GROUP_BYTES", 1)  # objects are large: each takes a call
+    monkeypatch.setattr("cachesvc.peer.reading.QUICK_SECONDS", 60.0)
+    with ExitStack() as stack:
+        played = Played(stack, 70)
+        played.stream.sendall(b"".join(map(played.answer, range(70))))
+        assert played.end() == list(range(70))
+        assert played.error is None

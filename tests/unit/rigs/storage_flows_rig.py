@@ -113,12 +113,13 @@ def storing(
     device: int = 16,
     host: int | tuple[int, ...] = 16,
     policy: WritePolicy = WritePolicy.WRITE_BACK,
+    replicas: int = 1,
 ) -> StorageRig:
     """A rig whose storage believes to have ``prompt``."""
     layout = layout or one_group()
     groups = len(layout.groups)
     hosts = (host,) * groups if isinstance(host, int) else host
-    rig = rig_of(layout, device=(device,) * groups, host=hosts, policy=policy)
+    rig = rig_of(layout, device=(device,) * groups, host=hosts, policy=policy, replicas=replicas)
     storage = RecordingStorage()
     storage.there = set(packed(prompt))
     rig.core.storage = storage

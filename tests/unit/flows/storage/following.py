@@ -46,8 +46,8 @@ class RecordingLenders:
 class Following:
     """A decoder's daemon whose peer is the test."""
 
-    def __init__(self, host: int = 16) -> None:
-        self.at: StorageRig = storing(host=host)
+    def __init__(self, host: int = 16, replicas: int = 1) -> None:
+        self.at: StorageRig = storing(host=host, replicas=replicas)
         self.at.storage.knows = False
         self.rig, self.storage = self.at.rig, self.at.storage
         self.lenders = RecordingLenders()

@@ -20,7 +20,7 @@ from cachesvc.peer.fleet.health import Peer
 from cachesvc.questions.explanation import EXPECTATIONS
 from tests.unit.flows.storage.following import PEER, PROMPT, Following
 from tests.unit.peer.peer_rig import NearControl
-from tests.unit.rigs.ledger_rig import chain
+from tests.unit.rigs.ledger_rig import chain, prefill
 from tests.unit.rigs.storage_flows_rig import GONE, LENT
 
 
@@ -292,6 +292,24 @@ def test_what_an_engine_of_this_node_is_about_to_seal_is_waited_for() -> None:
     following.pass_time(flow.PAUSE_SECONDS)
     assert following.look(is_computed=True)[1] == 0, "it was released without having sealed them"
     assert following.ended("absent") == 1
+
+
+def test_what_is_being_copied_from_another_gpu_of_this_node_is_waited_for() -> None:
+    """A long prompt takes longer than a call waits for another replica's blocks."""
+    following = Following(replicas=2)
+    following.lenders.here = {PEER}
+    prefill(following.rig, following.rig.lease("b", 1), 98, PROMPT)
+    ask = following.ask(Expected(PEER, 0, 5.0, is_computed=True, waits=False))
+    began = ask()
+    assert isinstance(began, Wait)
+    assert began.tickets
+    late = ask()
+    assert isinstance(late, Matched)
+    assert late.coming_blocks == len(PROMPT)
+    following.rig.run(release, following.lease, following.number)
+    for ticket in began.tickets:
+        following.rig.land(ticket)
+    assert following.look(is_computed=True) == (8, 0)
 
 
 def test_a_process_has_its_share_of_them_and_its_neighbour_still_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
