@@ -192,7 +192,13 @@ def test_a_new_life_of_the_lender_knows_nothing_of_the_last_ones_leases(network:
 def test_a_prefill_is_followed_over_a_slow_and_lossy_link_and_a_cut_one_is_given_up(network: Network) -> None:
     """The decoder's daemon has only the permitted network; a request names the prefiller."""
     named = ("--peers", "", "--peer-allow", "10.77.0.0/24")
-    with network.node(0) as one, network.node(1, extra=named) as two, engine_on(one) as first, engine_on(two) as second:
+    lends = ("--peer-lease-seconds", "10")  # longer than packets that are lost twice take
+    with (
+        network.node(0, extra=lends) as one,
+        network.node(1, extra=named) as two,
+        engine_on(one) as first,
+        engine_on(two) as second,
+    ):
         far = network.delay(0.02, 0.01)
         far.lose_opening.add(PORT + 1)
         at = f"{network.address(0)}:{PORT}"
