@@ -252,7 +252,7 @@ def _model(core: Core, pools: SimulatedPools, block_tokens: int) -> Model:
     layout = _layout(pools.copies, block_tokens)
     host, device = _pools(layout, "host", pools.host_blocks), _pools(layout, "device", pools.device_blocks)
     ledger, policy = core.ledger, core.eviction
-    history = policy.new_history(layout)
+    history = policy.new_history(block_tokens)
     blocks = BlockLedger(
         layout, host, policy.rank, ledger.ages, ledger.moment, EVENTS_KEPT, history, policy.new_positions
     )

@@ -147,7 +147,7 @@ def fill(size: int, *, traced: bool, layout: Layout = LAYOUT, eviction: str = "l
     pools = tuple(_pool(size) for _ in layout.groups)
     before = tracemalloc.get_traced_memory()[0] if traced else 0
     policy = eviction_policy(eviction)
-    history = policy.new_history(layout)
+    history = policy.new_history(layout.block_tokens)
     ledger = BlockLedger(layout, tuple(PagePool("host", 0) for _ in layout.groups), policy.rank, chooser=history)
     place = ledger.add_replica("replica 0", pools)
     prompts: list[bytes] = []

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.layout import Layout
 from cachesvc.model.words import STAMP_BITS
 from cachesvc.policy.hazard.history import History
 from cachesvc.policy.positions.positions import Positions
@@ -49,12 +48,9 @@ class Eviction:
     learns: bool = False
     weighs_cost: bool = False
 
-    def new_history(self, layout: Layout) -> History | None:
+    def new_history(self, block_tokens: int) -> History | None:
         """History of one model for a policy that learns; None for the others."""
-        if not self.learns:
-            return None
-        needs_copies = bool(layout.window_groups)
-        return History(layout.block_tokens, weighs_cost=self.weighs_cost, needs_copies=needs_copies)
+        return History(block_tokens, weighs_cost=self.weighs_cost) if self.learns else None
 
     def new_positions(self) -> Positions:
         """Positions of one model, by which copies of windows and states are kept beside blocks."""

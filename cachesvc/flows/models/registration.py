@@ -172,7 +172,7 @@ class Registration:
     def _enter_model(self, core: Core, vault: Vault) -> Model:
         ledger, request, keep = core.ledger, self.request, core.limits.events_per_model
         policy, layout = core.eviction, request.layout
-        history, made = policy.new_history(layout), policy.new_positions
+        history, made = policy.new_history(layout.block_tokens), policy.new_positions
         blocks = BlockLedger(layout, self._on_host, policy.rank, ledger.ages, ledger.moment, keep, history, made)
         model = ledger.models[self._model_id] = Model(
             self._model_id,

@@ -39,7 +39,7 @@ def set_eviction(core: Core, name: str) -> None:
         blocks = model.blocks
         if blocks.chooser is not None:
             blocks.chooser.govern(decides=policy.learns, weighs_cost=policy.weighs_cost)
-        elif (history := policy.new_history(model.layout)) is not None:
+        elif (history := policy.new_history(model.layout.block_tokens)) is not None:
             blocks.follow(history)
 
 

@@ -36,7 +36,7 @@ from cachesvc.policy.hazard.segments import (
     Segments,
 )
 from cachesvc.policy.hazard.uses import HostUses
-from cachesvc.policy.hazard.worth import MARGIN, MARGIN_WITH_COPIES, NO_RANK, choose_stored, worth_of
+from cachesvc.policy.hazard.worth import MARGIN, NO_RANK, choose_stored, worth_of
 
 REMEMBERED = 8192
 """Number of requests whose landmarks are followed."""
@@ -65,11 +65,9 @@ class _End(NamedTuple):
 
 class History:
     """History of one model. ``on_moved``: called for a segment whose class has changed. ``weighs_cost``: a hit is worth
-    more the later in a prompt it is. ``needs_copies``: hits end where windows or states have their copies, so that a
-    block that goes costs more than its own hits. ``remembered_seconds``: age of the oldest request whose landmarks are
-    followed."""
+    more the later in a prompt it is. ``remembered_seconds``: age of the oldest request whose landmarks are followed."""
 
-    def __init__(self, block_tokens: int, *, weighs_cost: bool = False, needs_copies: bool = False) -> None:
+    def __init__(self, block_tokens: int, *, weighs_cost: bool = False) -> None:
         self.segments = Segments()
         self.rates = Rates()
         self.classes = Classes(self.rates.add_row)
@@ -80,7 +78,6 @@ class History:
         self.uses = HostUses()
         self.remembered_seconds = float("inf")
         self._block_tokens = block_tokens
-        self._margin = MARGIN_WITH_COPIES if needs_copies else MARGIN
         self._lines = Lines(REMEMBERED)
         self._remembered: deque[Parts] = deque()
         self._unsettled: deque[Parts] = deque()
@@ -244,7 +241,7 @@ class History:
         segments = self.segments
         if segments.request[segment] < self.requests - REMEMBERED:
             return oldest
-        margin = 1 - self._margin * self.rates.reused_before[bin_of(now - segments.arrived[segment])]
+        margin = 1 - MARGIN * self.rates.reused_before[bin_of(now - segments.arrived[segment])]
         return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
 
     def choose(self, queues: Sequence[int], ages: Sequence[float]) -> int:

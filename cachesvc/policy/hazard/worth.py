@@ -14,9 +14,6 @@ from cachesvc.policy.hazard.rates import Floats, Ints, Rates
 MARGIN = 0.4
 """Margin by which a head must be worth less than the oldest before it goes first: this share, where all uses are
 younger."""
-MARGIN_WITH_COPIES = 0.7
-"""``MARGIN`` where hits end at copies of windows or states: with the end of a prompt its copies go, and the blocks back
-to the copies above are of no use, which is more than the uses of the block tell."""
 NO_RANK = (1 << 63) - 1
 """Rank of a queue without candidates."""
 

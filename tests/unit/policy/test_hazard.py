@@ -16,20 +16,18 @@ from cachesvc.flows.engine.publish import publish
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.transfer.apply_evictions import set_eviction
 from cachesvc.ledger.index.block_index import ROWS_A_TURN
-from cachesvc.ledger.order.class_queues import Heads, QueuedLeaves
+from cachesvc.ledger.order.class_queues import QueuedLeaves
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.requests import Ended
-from cachesvc.policy.eviction import eviction_policy
-from cachesvc.policy.hazard.classes import Features
 from cachesvc.policy.hazard.history import REMEMBERED, SEGMENTS_LOOKED, History
 from cachesvc.policy.hazard.rates import Open, Rates
 from cachesvc.policy.hazard.segments import LANDMARKS
 from cachesvc.policy.hazard.uses import HostUses
 from cachesvc.policy.shadow import ShadowLru
 from tests.hazard_oracle import Oracle, Prompt
-from tests.unit.rigs.ledger_rig import chain, one_group, prefill, rig_of, windowed
+from tests.unit.rigs.ledger_rig import chain, one_group, prefill, rig_of
 
 BLOCK_TOKENS = 512
 LAYOUT = Layout(BLOCK_TOKENS, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (1,), "uint8"),))
@@ -237,22 +235,6 @@ def test_of_a_large_cache_the_shadow_follows_a_sample() -> None:
     assert shadow.asked == pytest.approx(whole, rel=0.05)
     assert 0.4 < shadow.shadow_hits / shadow.asked < 0.95
     assert len(shadow) <= 4096
-
-
-@pytest.mark.parametrize(("layout", "is_oldest"), [(one_group(), False), (windowed(), True)])
-def test_where_hits_need_copies_the_oldest_goes_while_most_uses_are_younger(layout: Layout, is_oldest: bool) -> None:
-    history = eviction_policy("hazard").new_history(layout)
-    assert history is not None
-    heads = Heads(2)
-    rows = [history.classes.row(0, Features(0, gap, 0), None, is_shared=False) for gap in (0, 1)]
-    assert rows == [0, 1]
-    for rank, row in enumerate(rows):
-        heads.ranks[row], heads.segments[row] = rank, history.segments.begin(0, 0.0, row, 0, 1, 1, 0)
-    history.rates.density[:2] = [[1.0], [0.5]]
-    history.rates.reused_before[:] = 0.9
-    assert history.pick(heads, 60.0) == (0 if is_oldest else 1)
-    history.rates.reused_before[:] = 0.1
-    assert history.pick(heads, 60.0) == 1, "where memory is scarce, what is worth less goes first"
 
 
 def test_candidates_move_when_their_request_has_ended() -> None:

@@ -31,7 +31,7 @@ def ledger_of(policy: str) -> tuple[BlockLedger, Place]:
     for pool in pools:
         pool.add(0, PAGES)
     chosen = eviction_policy(policy)
-    ledger = BlockLedger(one_group(), (pools[0],), chosen.rank, chooser=chosen.new_history(one_group()))
+    ledger = BlockLedger(one_group(), (pools[0],), chosen.rank, chooser=chosen.new_history(4))
     return ledger, ledger.add_replica("replica", (pools[1],))
 
 
@@ -176,7 +176,7 @@ def test_short_branches_that_the_host_has_are_planned_as_cheaply_as_those_that_i
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
 def test_blocks_that_no_prompt_can_go_on_behind_go_before_all_others(policy: str) -> None:
-    """Of each prompt they are the last blocks, and what lies above them in its segment has its windows still."""
+    """Prompts whose last blocks have no windows, below blocks of the same segment that have."""
     rig = rig_of(windowed(pool="kv"), device=(64, 64), eviction=policy)
     lease, place, spent = rig.lease(), rig.place(), set()
     for number in range(3):
