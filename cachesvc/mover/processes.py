@@ -137,9 +137,9 @@ class MoverProcesses:
             self.close()
             raise [*asked_wrongly, *refused][0]
         for mover in self._at.values():
-            if not mover.started.done():
+            if is_late := not mover.started.done():
                 log.warning("mover_start_not_waited_for device=%s", mover.device)
-            mover.go_on()
+            mover.go_on(is_late=is_late)
 
     def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
         """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered.
