@@ -119,7 +119,7 @@ def calibrate(
 
 def store_rate(gpu: Gpu, begin: float, seconds: float, clock: Callable[[], float] = time.monotonic) -> float:
     """Bytes a second that a started GPU stores from ``begin`` on, while other GPUs of the host do so. Raises
-    CudaError, MemoryError."""
+    CudaError, MemoryError, and RuntimeError where it is ready only once they have ended."""
     host = mmap.mmap(-1, RATE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         host.madvise(mmap.MADV_HUGEPAGE)
@@ -135,6 +135,8 @@ def store_rate(gpu: Gpu, begin: float, seconds: float, clock: Callable[[], float
         queue.start()
         time.sleep(max(0.0, begin - clock()))
         began, moved = clock(), 0
+        if began > begin + seconds:
+            raise RuntimeError(f"it was ready {began - begin:.2f} s late, after the others had stored")
         while not moved or clock() < begin + seconds:
             at = ground.host + moved % ground.size_bytes
             queue.copy(np.array([(device.address, at, LEAST_BYTES, 1, LEAST_BYTES, LEAST_BYTES)], np.int64))

@@ -79,7 +79,7 @@ class DeviceMover:
         self._on_end: OnEnd | None = None
         self._now = _State(fault="its mover has not started yet")
         self.started: Future[None] = Future()
-        self._goes_on = threading.Event()
+        self._goes_on, self._is_late = threading.Event(), False
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._is_stopped = False
@@ -97,8 +97,10 @@ class DeviceMover:
         self._thread = threading.Thread(target=self._serve, name=f"ends-{self.device}", daemon=True)
         self._thread.start()
 
-    def go_on(self) -> None:
-        """Serve with the first life, or without one: the device is broken until one can be started."""
+    def go_on(self, *, is_late: bool = False) -> None:
+        """Serve with the first life, or without one: the device is broken until one can be started. ``is_late``: the
+        start has not waited for it."""
+        self._is_late = is_late
         self._goes_on.set()
 
     def listen(self, on_end: OnEnd) -> None:
@@ -295,6 +297,8 @@ class DeviceMover:
         else:
             self.started.set_result(None)
         self._goes_on.wait()
+        if self._is_late and self._now.life is not None:
+            self._tell_start()
         while True:
             if (life := self._now.life) is not None:
                 while self._take(life):
@@ -387,6 +391,9 @@ class DeviceMover:
                 self._closing.wait(next_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
-                log.warning("mover_started device=%s pid=%d lives=%d", self.device, self.pid, self._now.lives)
+                self._tell_start()
                 return True
         return False
+
+    def _tell_start(self) -> None:
+        log.warning("mover_started device=%s pid=%d lives=%d", self.device, self.pid, self._now.lives)

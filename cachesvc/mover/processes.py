@@ -37,8 +37,9 @@ PROBE_ANSWER_SECONDS = 10.0
 START_SECONDS = 15.0
 """Time for other movers to start once one has, seconds: contexts of all GPUs are made at once, and a GPU that hangs
 must not keep the others from serving."""
-AT_ONCE_AHEAD_S, AT_ONCE_S = 0.25, 0.1
-"""Seconds until movers measure what they store at once, in which each pins its memory, and for which they do."""
+AT_ONCE_AHEAD_S, AT_ONCE_S = 0.75, 0.1
+"""Seconds until movers measure what they store at once, in which each touches and pins its memory (0.5 s and more
+where there are no huge pages), and for which they do."""
 
 
 class _Chunk(NamedTuple):
@@ -137,9 +138,9 @@ class MoverProcesses:
             self.close()
             raise [*asked_wrongly, *refused][0]
         for mover in self._at.values():
-            if not mover.started.done():
+            if is_late := not mover.started.done():
                 log.warning("mover_start_not_waited_for device=%s", mover.device)
-            mover.go_on()
+            mover.go_on(is_late=is_late)
 
     def create_slab(self, device: str, size_bytes: int) -> SlabOfMover:
         """Zeroed memory, which the movers that reach it can copy from; one that hangs, only when it has answered.

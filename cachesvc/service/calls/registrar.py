@@ -71,9 +71,19 @@ class Registrar:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it came too late
+            if turn.cancelled():
+                self._drop(caller, turn)
+            else:  # it came too late
                 self._pass_on()
             raise
+
+    def _drop(self, caller: CallerKey, turn: asyncio.Future[None]) -> None:
+        """A call is given up: its caller's next one has its turn instead."""
+        waiting = self._waiting.get(caller, deque())
+        if turn in waiting:  # it was not passed over yet
+            waiting.remove(turn)
+            if not waiting:
+                del self._waiting[caller]
 
     def _pass_on(self) -> None:
         """Give the next turn: each caller has one before any has two. Callers that have gone are passed over."""

@@ -10,6 +10,7 @@ import pytest
 from cachesvc.config import Config
 from cachesvc.hardware import link_costs
 from cachesvc.model.errors import Unavailable
+from cachesvc.mover.processes import AT_ONCE_AHEAD_S
 from gpu_ops.calibration import (
     LEAST_BYTES,
     MOVED_BYTES,
@@ -20,6 +21,7 @@ from gpu_ops.calibration import (
     SINGLES_CALL_BYTES,
     STEPS,
     TALL_ROWS,
+    TOUCH_S,
     calibrate,
     store_rate,
 )
@@ -219,5 +221,18 @@ def test_stores_beside_other_gpus_are_counted_from_the_common_beginning_on_and_g
 def test_what_breaks_beside_other_gpus_gives_back_what_was_taken(call: str) -> None:
     gpu = CountingGpu(call)
     with pytest.raises(RuntimeError, match=call):
-        store_rate(cast("Gpu", gpu), 0.0, 0.0)
+        store_rate(cast("Gpu", gpu), 0.0, 1.0, lambda: 0.0)
     assert not any(gpu.held.values())
+
+
+def test_a_gpu_that_is_ready_after_the_others_have_stored_is_not_counted_beside_them() -> None:
+    """Alone it stores as fast as its link carries: the node would seem to have no limit."""
+    gpu = CountingGpu()
+    with pytest.raises(RuntimeError, match=r"ready 0\.30 s late"):
+        store_rate(cast("Gpu", gpu), 5.0, 0.1, lambda: 5.3)
+    assert not gpu.copies
+    assert not any(gpu.held.values())
+
+
+def test_all_gpus_have_time_to_touch_their_memory_before_they_store_at_once() -> None:
+    assert AT_ONCE_AHEAD_S > TOUCH_S

@@ -130,6 +130,22 @@ def test_a_mover_that_hangs_at_the_start_is_not_waited_for_and_serves_once_it_ca
     rig.close()
 
 
+def test_a_mover_that_only_starts_late_tells_operators_that_it_has() -> None:
+    released = threading.Event()
+
+    def late() -> tuple[socket.socket, MoverProcess | None]:
+        released.wait()
+        return in_thread()
+
+    movers = movers_with(late, start_seconds=0.05)
+    with heard_from("cachesvc.mover") as heard:
+        movers.start()
+        released.set()
+        heard.wait("mover_started device=shm-7")
+    assert movers.fault(NAMES[HUNG]) == ""
+    movers.close()
+
+
 def test_a_mover_that_hangs_under_load_costs_the_seven_others_nothing() -> None:
     movers = movers_with(partial(child, NAMES[HUNG]), probe_seconds=0.2)
     lost: list[str] = []

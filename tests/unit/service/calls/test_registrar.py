@@ -214,6 +214,25 @@ def test_each_process_has_its_turn_before_any_has_two() -> None:
     run(test)
 
 
+def test_a_process_that_gives_a_call_up_and_tries_again_keeps_its_turn() -> None:
+    async def test(desk: Desk) -> None:
+        ended: list[str] = []
+        first = desk.register("a0", caller="a")
+        await desk.begun()
+        waiting = []
+        for name in ("b0", "c0", "b1"):
+            waiting.append(desk.register(name, caller=name[0]))
+            waiting[-1].set_name(name)
+            waiting[-1].add_done_callback(lambda task: ended.append(task.get_name()))
+        await asyncio.sleep(0)  # all wait
+        waiting[0].cancel()
+        desk.permit(6)
+        await asyncio.gather(first, *waiting, return_exceptions=True)
+        assert ended == ["b0", "b1", "c0"]
+
+    run(test)
+
+
 def test_a_caller_that_goes_away_is_served_to_the_end_or_not_at_all() -> None:
     async def test(desk: Desk) -> None:
         begun, waiting = desk.register("begun"), desk.register("waiting")
