@@ -77,6 +77,7 @@ class WorkerSide:
         self._early: dict[str, EarlyLoad] = {}
         self._lacking: set[int] = set()
         self._layers: dict[str, int] = {}
+        self._asked: set[str] = set()
         self._has_layer_calls = True
         self._waits = LayerWaits(lambda: self._pool, torch.cuda.current_stream)
         self._drafts = drafts_with_kv(vllm_config)
@@ -147,6 +148,7 @@ class WorkerSide:
         """Have this step's kernels wait for its early loads, and copy its pages before them. ``calls_layers``: each
         layer asks for its part; else, and where pages are copied, all of them wait for all."""
         self._early = step.early
+        self._asked.clear()
         self._waits.begin(ticket for load in step.early.values() for ticket in load.tickets)
         if step.copies or self._drafts or not (calls_layers and self._has_layer_calls):
             self._waits.wait_all()
@@ -157,11 +159,8 @@ class WorkerSide:
     def wait_layer(self, name: str) -> None:
         """A layer of this step is launched."""
         if self._waits.is_waiting:
-            self._waits.wait(self._layers.get(name, self._last_layer))
-
-    @property
-    def _last_layer(self) -> int:
-        return max(self._layers.values())
+            self._asked.add(name)
+            self._waits.wait(self._layers.get(name, max(self._layers.values())))
 
     def start_loads(self, loads: Mapping[str, tuple[TicketView, ...]], *, may_wait: bool) -> None:
         """Watch these loads. ``may_wait``: this step computes nothing, so it may stay until the next of them ends."""
@@ -198,11 +197,12 @@ class WorkerSide:
         return lacking | self.lapsed_blocks()
 
     def _end_early(self) -> None:
-        """Wait for the early loads of the step that was launched, and note which of them failed."""
+        """Wait for the early loads of the step that was launched, and note which of them failed. The step is void where
+        a layer has not asked, as indexers do not: it may have read its blocks before they came."""
         early, self._early = self._early, {}
         if not early:
             return
-        was_asked = not self._waits.is_waiting or self._waits.layer == self._last_layer
+        was_asked = not self._waits.is_waiting or self._asked >= self._layers.keys()
         was_whole = was_asked and self._waits.is_sound
         self._has_layer_calls &= was_asked
         self._waits.begin(())

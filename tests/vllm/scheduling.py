@@ -62,7 +62,7 @@ class Engine:
     """``answers``: by request, as far as they have come. ``told``: by request, its last words for
     a router. ``hits``: tokens that were there when it was first scheduled.
     ``loads``, and the ``failed_loads`` of these, have ended; ``early``: those that a step waited for.
-    ``copies``: pages that were copied within the device.
+    ``copies``: pages that were copied within the device. ``asks_layers``: how likely layers ask for early loads.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
     that are not what they should be are read all the same, as kernels would, and are ``misread``.
     ``sibling_errors``: blocks that another connector of a MultiConnector reports, with the next output."""
@@ -94,6 +94,7 @@ class Engine:
         self.hits: dict[str, int] = {}
         self.told: dict[str, Any] = {}
         self.loads = self.failed_loads = self.misread = self.most_stock = self.copies = self.early = 0
+        self.asks_layers = 0.5
         self.interrupt: Callable[[], None] | None = None
         self.sibling_errors: set[int] = set()
         self._was_interrupted = False
@@ -261,7 +262,7 @@ class Engine:
         self.worker.begin_step(told.next_lease)
         self.worker.slots[step.said.new_block_ids_to_zero or []] = 0
         assert step.said.has_sync_kv_loads or not (told.copies or told.early), "workers would begin after they computed"
-        self.worker.start_early(told, calls_layers=self._rng.random() < 0.5)
+        self.worker.start_early(told, calls_layers=self._rng.random() < self.asks_layers)
         if step.said.num_scheduled_tokens:
             self.worker.wait_layer("l0")
         self.copies += len(told.copies)

@@ -61,10 +61,29 @@ def whole(socket: str, seed: int) -> list[Engine]:
         assert two.hits[name] == PROMPT_TOKENS - 1, where
         assert (two.early > early) == (where == "on the host"), "nothing else runs"
         assert [cached(each, prompt) for each in engines] == [PROMPT_TOKENS - 1] * 2, where
-        for _ in range(12):  # to the host
-            cached(one, [rng.randrange(VOCABULARY) for _ in range(LONGEST - 4)])
+        drive_out(one, rng)
     assert one.copies >= 2
+    unasked(two, one, rng)
     return engines
+
+
+def unasked(engine: Engine, other: Engine, rng: random.Random) -> None:
+    """A layer reads its blocks and asks for none, as indexers do: the first step that counts on it is dropped, and the
+    later ones wait for all before they begin."""
+    engine.asks_layers, engine.worker._layers["indexer"] = 1.0, 0  # noqa: SLF001 - it has no such layer
+    prompt = [rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS + 1)]
+    cached(engine, prompt)
+    for early in range(engine.early, engine.early + 2):
+        drive_out(other, rng)
+        assert cached(engine, prompt) == PROMPT_TOKENS
+        assert engine.early == early + 1
+        assert engine.stats.data["failed_loads"] == 1
+
+
+def drive_out(engine: Engine, rng: random.Random) -> None:
+    """Have others' blocks leave the device for the host."""
+    for _ in range(12):
+        cached(engine, [rng.randrange(VOCABULARY) for _ in range(LONGEST - 4)])
 
 
 def lone(socket: str, seed: int) -> list[Engine]:

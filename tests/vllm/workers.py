@@ -24,6 +24,7 @@ class Worker(WorkerSide):
         self._early: dict[str, Any] = {}
         self._lacking: set[int] = set()
         self._layers, self._has_layer_calls = {"l0": 0}, True
+        self._asked: set[str] = set()
         self._waits = LayerWaits(lambda: self._pool, lambda: None)
         node.start()
         node.keep_address()
