@@ -36,6 +36,8 @@ class Index:
     def __init__(self, context: Any, endpoint: str) -> None:
         self._socket = context.socket(zmq.SUB)
         self._socket.subscribe(b"")
+        self._socket.reconnect_ivl = 1
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(endpoint)
         self._chains: dict[int, Chain] = {}
         self._at: dict[str, set[Chain]] = {}
@@ -47,12 +49,17 @@ class Index:
         """True where the engine has nothing."""
         return not any(self._at.values())
 
+    def wait_connected(self) -> None:
+        """Wait for the publisher: what it sends before is lost."""
+        assert self._monitor.poll(STUCK_S * 1000), "no publisher"
+        self._socket.disable_monitor()
+
     def listen(self, timeout_ms: int) -> None:
         """Take what has come."""
         while self._socket.poll(timeout_ms):
             _, number, payload = self._socket.recv_multipart()
             seen = int.from_bytes(number, "big")
-            assert self._number in (-1, seen - 1), "no batch was lost"
+            assert self._number == seen - 1, "no batch was lost"
             self._number = seen
             for event in msgspec.msgpack.decode(payload)[1]:
                 self.events += 1
@@ -132,6 +139,8 @@ def main() -> None:
     context = zmq.Context()
     indexes = [Index(context, f"ipc://{folder}/e{each}") for each in range(2)]
     engines = [Engine(f"e{each}", socket, int(seed) + each, shape) for each in range(2)]
+    for index in indexes:
+        index.wait_connected()
     told = {"requests": 0, "device": 0, "host": 0}
     for round_ in range(5):
         rng = random.Random(int(seed) + round_)

@@ -29,7 +29,7 @@ def run_module(module: str, *arguments: str, faults: Mapping[str, Fault]) -> dic
     with process:
         for line in process.stdout:
             if line.startswith("@"):
-                name, *words = line.split()
+                name, *words = line.partition("(")[0].split()  # vLLM may log behind it, by the process's name
                 faults[name](process, *words)
                 process.stdin.write("done\n")
                 process.stdin.flush()
