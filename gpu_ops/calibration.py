@@ -133,7 +133,7 @@ def store_rate(gpu: Gpu, begin: float, seconds: float, clock: Callable[[], float
         queue = gpu.queue()
         undo.callback(queue.close)
         queue.start()
-        time.sleep(max(0.0, begin - clock()))
+        time.sleep(max(0.0, begin - clock()))  # all GPUs begin at one moment
         began, moved = clock(), 0
         if began > begin + seconds:
             raise RuntimeError(f"it was ready {began - begin:.2f} s late, after the others had stored")

@@ -110,7 +110,7 @@ def serve(connection: Connection, socket: str, kind: str) -> None:
             until_s, times = time.perf_counter() + seconds, list[float]()
             while time.perf_counter() < until_s:
                 times.append(engine.iterate() * 1e3)
-                time.sleep(PACE_S)
+                time.sleep(PACE_S)  # kernels of the iteration would run meanwhile
             connection.send(times)
 
 

@@ -30,7 +30,7 @@ class LayerWaits:
         self._pool = pool
         self._stream = stream
         self._tickets: tuple[TicketView, ...] = ()
-        self.layer = -1
+        self._layer = -1
         self.is_sound = True
 
     @property
@@ -41,13 +41,13 @@ class LayerWaits:
     def begin(self, tickets: Iterable[TicketView]) -> None:
         """Begin a step that uses what these loads bring."""
         self._tickets = tuple(tickets)
-        self.layer = -1
+        self._layer = -1
         self.is_sound = True
 
     def wait(self, layer: int) -> None:
         """Have what follows wait for ``layer``, counted from 0, and for those before it."""
-        if layer > self.layer:
-            self.layer = layer
+        if layer > self._layer:
+            self._layer = layer
             for ticket in self._tickets:
                 self._wait(ticket, layer)
 

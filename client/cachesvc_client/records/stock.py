@@ -113,11 +113,6 @@ class Stock:
             cells.append(GroupCells(group, first_block, tuple(pages), tuple(generations)))
         return tuple(cells)
 
-    def take_packed(self, blocks: int) -> list[tuple[array[int], array[int]]]:
-        """Take page ids (int32) and generations (uint32) of ``blocks`` blocks for each group. Raises as ``take``."""
-        self.require(blocks)
-        return [self._take(group, blocks) for group in range(len(self.targets))]
-
     def require(self, blocks: int, positions: Positions = NO_POSITIONS) -> None:
         """Raises StockEmpty where a pool has fewer pages than ``blocks`` blocks need."""
         for groups, pages in zip(self._pools, self._pages, strict=True):

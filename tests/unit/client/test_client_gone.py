@@ -39,14 +39,6 @@ NEVER_S = 60.0
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
-
-
-@pytest.fixture
 def successor(tmp_path: Path) -> Iterator[FakeDaemon]:
     """The daemon's next life, to be started; it knows no lease of the last."""
     fake = FakeDaemon(tmp_path, epoch=EPOCH + 1)

@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cachesvc_client import BlockHasher, CacheClient, InvalidRequest, Lease, LimitExceeded, Timeouts
@@ -19,14 +18,6 @@ from cachesvc.model.errors import ErrorCode
 from tests.unit.rigs.client_rig import FakeDaemon, hang_until, refuse
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 @pytest.fixture

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from cachesvc_client import CacheClient, NotSupported
 from cachesvc_client.layouts.families import opaque
@@ -13,14 +10,6 @@ from tests.unit.rigs.client_rig import LEASE_ID, TOKEN, FakeDaemon
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 FIRST = 3 << 40
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 def test_each_process_has_ids_of_its_own_and_leaves_by_its_token(daemon: FakeDaemon) -> None:

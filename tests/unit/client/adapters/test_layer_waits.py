@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from cachesvc_client import AttachedPool, CacheClient, LoadOutcome
@@ -20,14 +19,6 @@ LAYOUT = Layout(
     4, 1, (PlaneGroup("full"),), tuple(Plane("k", layer, "full", (64,), "uint8") for layer in range(LAYERS))
 )
 LOAD = TicketView(1, "running", "", TimelineSlot(WORD, FAILED_WORD, BASE, LAYERS), "load", 1, 64)
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 @pytest.fixture
@@ -59,23 +50,25 @@ def test_each_layer_reads_what_its_part_brought(daemon: FakeDaemon, pool: Attach
         daemon.timeline.write(WORD, BASE + layer + 1)
     engine.join()
     assert read == {layer: layer + 1 for layer in range(LAYERS)}
-    assert step.layer == LAYERS - 1
     assert step.end(LOAD) is LoadOutcome.CAME
 
 
 def test_a_step_that_cannot_wait_by_layers_waits_for_all(daemon: FakeDaemon, pool: AttachedPool) -> None:
-    step, computed = waits(pool), threading.Event()
+    step, begun, read = waits(pool), threading.Event(), list[int]()
 
     def compute() -> None:
+        begun.set()
         step.wait_all()
-        computed.set()
+        read.extend(int(pool.planes[layer, "k"][1, 0]) for layer in range(LAYERS))
 
     engine = threading.Thread(target=compute)
     engine.start()
-    daemon.timeline.write(WORD, BASE + LAYERS - 1)
-    assert not computed.is_set()
-    daemon.timeline.write(WORD, BASE + LAYERS)
+    assert begun.wait(60)
+    for layer in range(LAYERS):
+        pool.planes[layer, "k"][1] = layer + 1
+        daemon.timeline.write(WORD, BASE + layer + 1)
     engine.join()
+    assert read == [layer + 1 for layer in range(LAYERS)]
     assert not step.is_waiting
     step.wait(0)  # returns at once
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,14 +32,6 @@ LAYOUT = opaque(block_bytes=64, block_tokens=4)
 PROMPT_S = 2.0
 Step = cache_pb2.StepResponse
 Result = cache_pb2.OperationResult
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 def client_of(daemon: FakeDaemon, *, call_s: float = 10) -> AsyncCacheClient:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ from tests.unit.rigs.client_rig import FakeDaemon, break_way
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 PROMPT_S = 2.0
 """Far less than from one beat to the next, which is 10 s."""
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 def pauses(daemon: FakeDaemon) -> list[int]:

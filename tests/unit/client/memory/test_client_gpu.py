@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,14 +46,6 @@ LAYOUT = Layout(
     (Plane("k", 0, "full", (2, 4, 8), "bfloat16"), Plane("k_scale", 0, "full", (2, 4), "float32")),
 )
 WORD, FAILED = 4, 5
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 @pytest.fixture

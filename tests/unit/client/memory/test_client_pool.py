@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,14 +50,6 @@ LAYOUT = Layout(
 )
 LAYERS = 4
 PROMPT_S = 2.0
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 @pytest.fixture

@@ -39,14 +39,6 @@ Step = cache_pb2.StepResponse
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
-
-
-@pytest.fixture
 def lease(daemon: FakeDaemon) -> Iterator[Lease]:
     timeouts = Timeouts(call_s=10, step_s=10, close_s=1)
     with CacheClient(daemon.path, timeouts=timeouts, retries=Retries(attempts=1, pause_s=0.001)) as client:

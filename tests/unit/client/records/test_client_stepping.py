@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cachesvc_client import (
@@ -38,14 +37,6 @@ from tests.unit.rigs.client_rig import FakeDaemon, break_way, cells, hang_until
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 Result = cache_pb2.OperationResult
 Step = cache_pb2.StepResponse
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 @pytest.fixture

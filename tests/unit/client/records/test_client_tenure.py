@@ -6,7 +6,6 @@ import math
 import queue
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from cachesvc_client import DaemonUnavailable, DeadlineExceeded, Lease, LeaseLost, Timeouts
@@ -79,14 +78,6 @@ def test_beats_that_do_not_come_through_count_for_nothing() -> None:
         tenure.begin_beat()
         tenure.break_off()
     assert not sure(tenure)
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 @pytest.fixture

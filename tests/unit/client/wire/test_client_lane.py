@@ -188,14 +188,6 @@ def test_a_child_keeps_no_end_of_the_lane_open(ends: Ends) -> None:
 # -- which way a connection takes ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
-
-
 class Breaking:
     """A daemon's lane that takes a number of calls and ends without an answer to the last."""
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from cachesvc_client import (
     CacheClient,
@@ -20,14 +17,6 @@ from cachesvc_client.wire.settings import DEFAULT_SOCKET
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
 from tests.unit.rigs.client_rig import EPOCH, LEASE_ID, FakeDaemon
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 def test_the_environment_names_the_socket_and_the_address() -> None:

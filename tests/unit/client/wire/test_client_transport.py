@@ -7,7 +7,6 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,14 +32,6 @@ from tests.unit.rigs.client_rig import EPOCH, LEASE_ID, TOKEN, FakeDaemon, break
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 PROMPT_S = 2.0
 """Far less than any deadline below, far more than a loaded machine needs."""
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    fake = FakeDaemon(tmp_path)
-    fake.start()
-    yield fake
-    fake.close()
 
 
 def connected(daemon: FakeDaemon, *, timeouts: Timeouts | None = None, retries: Retries | None = None) -> CacheClient:
