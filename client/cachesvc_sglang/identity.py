@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from cachesvc_client.plugins.namespace.checkpoint import checkpoint_digest
 from cachesvc_client.plugins.namespace.facts import canonical, digest_of, length_fact, without_notes
-from sglang.srt.environ import envs
 
 from cachesvc.model.layout import Layout
 from cachesvc_sglang.errors import EngineRefused
@@ -106,11 +105,7 @@ def _weights(arguments: Any, model_config: Any) -> str:
     commit = getattr(model_config.hf_config, "_commit_hash", None)
     try:
         return checkpoint_digest(
-            arguments.model_path,
-            arguments.revision,
-            download_dir=arguments.download_dir,
-            commit=commit,
-            has_hub=not envs.SGLANG_USE_MODELSCOPE.get(),
+            arguments.model_path, arguments.revision, download_dir=arguments.download_dir, commit=commit
         )
     except OSError as error:
         raise EngineRefused(
