@@ -11,7 +11,7 @@ from cachesvc_client.plugins.pages.group_tables import NO_POSITIONS, EngineGroup
 from cachesvc_client.plugins.pages.matches import refused
 from cachesvc_client.plugins.pages.reports import Pack, put_reports
 from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.untold import Part
+from cachesvc_client.plugins.pages.untold import Reports
 from cachesvc_client.plugins.steps.outbox import Answer, Outbox, Waits, never
 from cachesvc_client.plugins.steps.stock_demand import StockDemand, most_in_stock
 
@@ -34,7 +34,7 @@ class Grants:
         step_blocks: int,
         most_requests: int,
         *,
-        part: Part,
+        part: Reports,
         pack: Pack,
         clock: Callable[[], float],
     ) -> None:
