@@ -158,7 +158,7 @@ def test_a_lease_without_beats_is_over_and_its_stream_is_cut(node: LendingNode) 
     with greet(node, lent.secret) as stream:
         assert len(stream.recv(1, socket.MSG_PEEK)) == 1
         node.now += 29
-        assert node.desk.beat(lent.lease, 30.0)
+        assert node.desk.beat(lent.lease)
         node.now += 29
         node.desk.expire()
         assert node.quiet == []
@@ -168,7 +168,7 @@ def test_a_lease_without_beats_is_over_and_its_stream_is_cut(node: LendingNode) 
         while stream.recv(1 << 16):
             """Until it ends."""
     assert node.desk.lapsed == 1
-    assert not node.desk.beat(lent.lease, 30.0)
+    assert not node.desk.beat(lent.lease)
     assert not node.desk.knows(lent.lease)
 
 
