@@ -147,7 +147,7 @@ class Lender:
         size_bytes = sum(map(len, found.pages))
         head = bytearray(HEADER_BYTES)
         write_header(self._digest, Item(found.name, memoryview(head), found.pages, found.parent))
-        pieces = (ANSWER.pack(number, OK, size_bytes) + head, *found.pages)
+        pieces: list[memoryview | bytes] = [ANSWER.pack(number, OK, size_bytes) + head, *found.pages]
         send_pieces(stream, pieces, min(STUCK_SECONDS, lent.seconds), partial(self._desk.renew, lent))
         with self._lock:
             self.sent_bytes += size_bytes

@@ -51,9 +51,7 @@ def send_pieces(
     _limit(stream, socket.SO_SNDTIMEO, seconds / LOOKS)
     while left:
         try:
-            count = stream.sendmsg(
-                left[:_MOST_PIECES]
-            )  # after its time it answers what it has sent
+            count = stream.sendmsg(left[:_MOST_PIECES])  # after its time it answers what it has sent
         except BlockingIOError as error:
             looks -= 1
             if not looks:
