@@ -33,13 +33,15 @@ class LentObject:
 @dataclass(eq=False)
 class Lent:
     """A lease. ``objects``: by number, None for those that are not here. ``seconds``: it lasts without a sign of its
-    borrower, from the last one ``until``, monotonic seconds. ``streams``: all that its secret has opened."""
+    borrower, from the last one ``until``, monotonic seconds. ``ready``: leading objects whose bytes are there, and may
+    be sent. ``streams``: all that its secret has opened."""
 
     lease: int
     secret: bytes
     objects: tuple[LentObject | None, ...]
     seconds: float
     until: float
+    ready: int
     is_over: bool = False
     senders: int = 0
     streams: list[socket.socket] = field(default_factory=list)
@@ -52,15 +54,16 @@ class LoanDesk:
         self._clock = clock
         self._quiet = quiet
         self._lent: dict[int, Lent] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self.lapsed = 0
 
-    def lend(self, objects: Sequence[LentObject | None], seconds: float) -> Lent:
-        """A new lease, whose secret is good for ``STREAMS`` streams."""
+    def lend(self, objects: Sequence[LentObject | None], seconds: float, ready: int | None = None) -> Lent:
+        """A new lease, whose secret is good for ``STREAMS`` streams. ``ready``: see Lent; None: all."""
         with self._lock:
             lease = secrets.randbits(63)  # another daemon's, or of another life, is none of ours
             secret = secrets.token_bytes(SECRET_BYTES)
-            lent = Lent(lease, secret, tuple(objects), seconds, self._clock() + seconds)
+            most = len(objects) if ready is None else ready
+            lent = Lent(lease, secret, tuple(objects), seconds, self._clock() + seconds, most)
             self._lent[lent.lease] = lent
         return lent
 
@@ -82,6 +85,14 @@ class LoanDesk:
             if not lent.is_over:
                 lent.until = self._clock() + lent.seconds
             return not lent.is_over
+
+    def fill(self, lease: int, ready: int) -> None:
+        """Have the first ``ready`` objects of a loan sent: their bytes are there."""
+        with self._lock:
+            lent = self._lent.get(lease)
+            if lent is not None:
+                lent.ready = ready
+                self._lock.notify_all()
 
     def give_back(self, lease: int) -> None:
         """End a loan. Idempotent."""
@@ -117,9 +128,11 @@ class LoanDesk:
             return found
 
     @contextmanager
-    def sending(self, lent: Lent) -> Iterator[bool]:
-        """Hold a loan's pages while they are sent. False where the loan is over: nothing may be sent."""
+    def sending(self, lent: Lent, number: int) -> Iterator[bool]:
+        """Hold a loan's pages while an object of it is sent, once its bytes are there. False where the loan is over:
+        nothing may be sent."""
         with self._lock:
+            self._lock.wait_for(lambda: lent.is_over or number < lent.ready)
             may_send = not lent.is_over
             lent.senders += may_send
         try:
@@ -137,6 +150,7 @@ class LoanDesk:
             if lent.is_over:
                 return
             lent.is_over = True
+            self._lock.notify_all()
             streams = list(lent.streams)
             is_quiet = self._is_quiet(lent)
         for stream in streams:

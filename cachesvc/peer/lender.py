@@ -133,12 +133,12 @@ class Lender:
 
     def _send(self, stream: socket.socket, lent: Lent, number: int) -> None:
         """Send one object, from pages that stay until it is sent. Raises OSError."""
-        with self._desk.sending(lent) as may_send:
+        found = lent.objects[number] if number < len(lent.objects) else None
+        if found is None:
+            raise StreamEnded(f"object {number} was not lent")
+        with self._desk.sending(lent, number) as may_send:
             if not may_send:
                 raise StreamEnded("the lease is over")
-            found = lent.objects[number] if number < len(lent.objects) else None
-            if found is None:
-                raise StreamEnded(f"object {number} was not lent")
             self._send_object(stream, lent, number, found)
 
     def _send_object(self, stream: socket.socket, lent: Lent, number: int, found: LentObject) -> None:

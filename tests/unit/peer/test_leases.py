@@ -9,10 +9,14 @@ import pytest
 
 from cachesvc.peer import wire
 from cachesvc.peer.borrower import THREADS
+from cachesvc.peer.desk import LentObject
 from cachesvc.peer.loans import STREAM_BYTES
 from cachesvc.storage.seam import Outcome
 from tests.contracts.storage_rig import name_of
-from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, greet
+from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, answers, greet
+
+FAR = 1e9
+"""A deadline that does not come, monotonic seconds."""
 
 
 def test_a_transfer_lasts_longer_than_its_lease(node: LendingNode) -> None:
@@ -67,3 +71,28 @@ def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(
     control.beats.clear()
     pulling.peers.beat()
     assert not control.beats
+
+
+def test_an_object_is_sent_once_its_bytes_are_there(node: LendingNode) -> None:
+    names = [name_of("a"), name_of("b")]
+    node.have(names)
+    late = bytes(node.pages[names[1]])
+    node.pages[names[1]][:] = bytes(len(late))
+    objects = [LentObject(name, (node.pages[name],)) for name in names]
+    lent = node.desk.lend(objects, 30.0, ready=1)
+    with greet(node, lent.secret) as stream:
+        stream.sendall(wire.pack_numbers([1]))
+        size_bytes = wire.ANSWER.size + wire.HEADER_BYTES + len(late)
+        assert wire.receive(stream, size_bytes, FAR).endswith(node.pages[names[0]])
+        node.pages[names[1]][:] = late
+        node.desk.fill(lent.lease, 2)
+        assert wire.receive(stream, size_bytes, FAR).endswith(late)
+
+
+def test_a_loan_whose_bytes_do_not_come_ends_its_streams(node: LendingNode) -> None:
+    node.have([name_of("a")])
+    lent = node.desk.lend([LentObject(name_of("a"), (node.pages[name_of("a")],))], 30.0, ready=0)
+    stream = greet(node, lent.secret)
+    node.desk.give_back(lent.lease)
+    assert not answers(stream)
+    node.wait_quiet(lent.lease)

@@ -176,11 +176,11 @@ def test_pages_stay_until_nobody_sends_from_them(node: LendingNode) -> None:
     """However long a lease has been over."""
     node.have(NAMES)
     lent = node.lend(NAMES)
-    with node.desk.sending(lent) as may_send:
+    with node.desk.sending(lent, 0) as may_send:
         assert may_send
         node.desk.give_back(lent.lease)
         assert node.quiet == []
-        with node.desk.sending(lent) as more:
+        with node.desk.sending(lent, 0) as more:
             assert not more
     assert node.quiet == [lent.lease]
     node.desk.give_back(lent.lease)

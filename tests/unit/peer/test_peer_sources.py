@@ -126,7 +126,7 @@ def test_many_threads_lend_and_give_back(node: LendingNode) -> None:
     def work() -> None:
         for _ in range(50):
             lent = node.lend(NAMES)
-            with node.desk.sending(lent):
+            with node.desk.sending(lent, 0):
                 node.desk.give_back(lent.lease)
             leases.append(lent.lease)
 
