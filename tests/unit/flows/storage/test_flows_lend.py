@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from contextlib import suppress
+
 import pytest
 
+from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.leases.leases import close_lease
 from cachesvc.flows.models import admin
 from cachesvc.flows.models.idle import idle_models
 from cachesvc.flows.storage.lend import end_lending, lend
 from cachesvc.ledger.lent import LentBlocks
+from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import NO_PAGE, WritePolicy
+from cachesvc.model.words import NO_PAGE, READY, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
 
 
@@ -170,3 +176,67 @@ def test_two_borrowers_of_one_prompt() -> None:
     admin.evict(rig.core, 1, "host", 0)
     assert len(rig.host_keys()) == 2
     end(rig, second)
+
+
+class LendingWalk:
+    """Prompts, loans, landings and failures in an order that a seed decides; the audit runs after each step."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        policy = self.random.choice([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+        layout = self.random.choice([one_group(), windowed(8)])
+        groups = len(layout.groups)
+        replicas = self.random.choice([1, 2])
+        self.rig = rig_of(layout, device=[12] * groups, host=[10] * groups, policy=policy, replicas=replicas)
+        self.leases = [self.rig.lease(f"l{replica}", replica) for replica in range(replicas)]
+        self.loans: list[LentBlocks] = []
+        self.requests = itertools.count(1)
+
+    def prompt(self) -> str:
+        return self.random.choice(["abcdefgh", "abcxyz", "opqrst"])[: self.random.randint(1, 8)]
+
+    def serve(self) -> None:
+        with suppress(PoolExhausted):
+            serve(self.rig, self.random.choice(self.leases), next(self.requests), self.prompt())
+
+    def lend(self) -> None:
+        answer = self.rig.once(lend, self.rig.model, chain(*self.prompt()))
+        if isinstance(answer, LentBlocks):
+            self.loans.append(answer)
+
+    def end(self) -> None:
+        if self.loans:
+            end(self.rig, self.loans.pop(self.random.randrange(len(self.loans))))
+
+    def land(self) -> None:
+        if self.rig.mover.transfers:
+            ticket = self.random.choice(list(self.rig.mover.transfers))
+            fails = self.random.random() < 0.3
+            self.rig.land(ticket, "it failed" if fails else "", may_write=fails and self.random.random() < 0.5)
+
+    def evict(self) -> None:
+        admin.evict(self.rig.core, 1, self.random.choice(["device", "host"]), 0)
+        self.rig.check()
+
+    def tidy(self) -> None:
+        if self.rig.core.chores:
+            tidy(self.rig.core.chores)
+            self.rig.check()
+
+    def step(self) -> None:
+        self.random.choice([self.serve, self.lend, self.lend, self.end, self.land, self.land, self.evict, self.tidy])()
+        for lent in self.loans:
+            assert lent.ready() <= len(lent.rows)
+            states = self.rig.host.states[self.rig.host.lead]
+            assert all(states[row] == READY for row in lent.rows[: lent.ready()]), "what may be sent is there"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_loans_hold_what_they_may_send_whatever_becomes_of_copies(seed: int) -> None:
+    walk = LendingWalk(seed)
+    for _ in range(80):
+        walk.step()
+    while walk.loans or walk.rig.mover.transfers or walk.rig.core.chores:
+        for step in (walk.end, walk.land, walk.tidy):
+            step()
+    assert not walk.rig.model.lent
