@@ -59,6 +59,8 @@ KEEP_SECONDS = 10.0
 """Time for which an ended expectation is not begun again, seconds."""
 MOST_FETCHES = 3
 """Fetches of an expectation that are under way at a time, each of what was sealed while the one before began."""
+MOST_BESIDE = 8
+"""Fetches of a model's expectations under way from which on each has one at a time: all streams are busy then."""
 MOST_FAILURES = 2
 """Questions without an answer after which a peer that has computed all is done without."""
 
@@ -250,11 +252,16 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, asked_at
 
 def _go_on(core: Core, model: Model, known: Expectation) -> None:
     """Begin to fetch what is lent, behind what is on its way, unless too much is."""
-    above = known.fetches[-1] if known.fetches else None
-    is_behind = above is None or above.leads_to(known.keys, known.lent[0])
-    if known.lent[1] and not known.is_beginning and is_behind and len(known.fetches) < MOST_FETCHES:
+    if known.lent[1] and not known.is_beginning and (not known.fetches or _may_go_beside(model, known)):
         known.is_beginning = True
         begin(core.chores, model.id, partial(_take, core, model, known))
+
+
+def _may_go_beside(model: Model, known: Expectation) -> bool:
+    """True where what is lent comes behind the last fetch under way, and may come at the same time."""
+    if len(known.fetches) >= MOST_FETCHES or not known.fetches[-1].leads_to(known.keys, known.lent[0]):
+        return False
+    return sum(len(each.fetches) for each in model.stored.expectations.values()) < MOST_BESIDE
 
 
 def _take(core: Core, model: Model, known: Expectation) -> bool:

@@ -70,6 +70,17 @@ def test_what_is_lent_while_a_fetch_runs_is_fetched_beside_it() -> None:
     assert not following.rig.core.ledger.tickets.running
 
 
+def test_where_many_fetches_run_each_prompt_has_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "MOST_BESIDE", 1)
+    following = Following()
+    following.look()
+    following.promise(3, 5)
+    following.promise(2, 3)
+    assert fetched(following) == [3]
+    following.at.tell(range(3), LENT)
+    assert fetched(following) == [3, 2]
+
+
 @pytest.mark.parametrize("is_last_first", [False, True])
 def test_a_fetch_that_brings_less_leaves_what_was_lent_behind_it(is_last_first: bool) -> None:
     following = Following()
