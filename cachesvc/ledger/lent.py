@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,18 @@ from cachesvc.model.words import NO_PAGE, READY
 class LentBlocks:
     """A run of a path that is on the host or on its way there, ``rows`` root first. ``pages[g]``: of each row its host
     page, or NO_PAGE where a window has none. ``keys``: of each row; ``parent``: of the block above the first, empty for
-    none. ``on_change``: called when more of it has come, or will not. Pinned by its deepest row: the host evicts leaves
-    first. It waits for the tickets that bring its rows (``Waiter``)."""
+    none. ``tickets``: those that bring its rows; it is a ``Waiter`` of each. ``on_change``: called when more of it has
+    come, or will not. Pinned by its deepest row: the host evicts leaves first."""
 
-    def __init__(self, blocks: BlockLedger, rows: array[int], pages: list[array[int]]) -> None:
+    def __init__(
+        self, blocks: BlockLedger, rows: array[int], pages: list[array[int]], tickets: Iterable[int] = ()
+    ) -> None:
         self.rows = rows
         self.pages = pages
         self.keys = [blocks.index.key_of(row) for row in rows]
         self.parent = blocks.index.key_of(blocks.index.parent[rows[0]])
         self.on_change: Callable[[], None] | None = None
+        self._tickets = set(tickets)
         self._end = len(rows)
         self._is_over = False
         self._pin = Pin(blocks, blocks.host, rows[-1])
@@ -42,13 +45,14 @@ class LentBlocks:
 
     def ready(self) -> int:
         """Number of its leading blocks that are on the host, whole."""
-        filling = self._host.filling_of(self.rows) != 0
-        return min(self._end, int(np.argmax(filling)) if filling.any() else len(self.rows))
+        coming = np.isin(self._host.filling_of(self.rows), list(self._tickets))
+        return min(self._end, int(np.argmax(coming)) if coming.any() else len(self.rows))
 
     def load_ended(self, ticket: int, reason: str) -> None:
         """Handle the end of a ticket: what it failed to bring, and all below, is lent no more."""
         if self._is_over:
             return
+        self._tickets.discard(ticket)
         if reason:
             self._cut(self._host.filling_of(self.rows) == ticket)
         if self.on_change is not None:

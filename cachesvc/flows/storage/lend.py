@@ -43,7 +43,8 @@ def lend(core: Core, model: Model, keys: bytes) -> LentBlocks | Wait | None:
     if not rows:
         return None
     expedite(core, tickets)
-    lent = LentBlocks(model.blocks, rows, [_pages(host, group, rows) for group in range(len(host.pools))])
+    pages = [_pages(host, group, rows) for group in range(len(host.pools))]
+    lent = LentBlocks(model.blocks, rows, pages, tickets)
     for ticket in tickets:
         running[ticket].waiters.append(lent)
     model.lent.append(lent)
