@@ -10,8 +10,14 @@ import numpy.typing as npt
 
 from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.pins import Pin, WindowPins, held_by
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.model.numbers.int32s import column
 from cachesvc.model.words import NO_PAGE, READY
+
+
+def filling_of(host: Place, rows: array[int]) -> npt.NDArray[np.int64]:
+    """For each of some rows the ticket that brings a copy of it to the host, 0 where none does."""
+    return np.frombuffer(host.filling, np.int64)[column(rows)]
 
 
 class LentBlocks:
@@ -45,7 +51,7 @@ class LentBlocks:
 
     def ready(self) -> int:
         """Number of its leading blocks that are on the host, whole."""
-        coming = np.isin(self._host.filling_of(self.rows), list(self._tickets))
+        coming = np.isin(filling_of(self._host, self.rows), list(self._tickets))
         return min(self._end, int(np.argmax(coming)) if coming.any() else len(self.rows))
 
     def load_ended(self, ticket: int, reason: str) -> None:
@@ -54,7 +60,7 @@ class LentBlocks:
             return
         self._tickets.discard(ticket)
         if reason:
-            self._cut(self._host.filling_of(self.rows) == ticket)
+            self._cut(filling_of(self._host, self.rows) == ticket)
         if self.on_change is not None:
             self.on_change()
 

@@ -19,7 +19,7 @@ from cachesvc.flows.transfer.transfers import expedite
 from cachesvc.ledger.index.pins import Keep, kept
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.lent import LentBlocks
+from cachesvc.ledger.lent import LentBlocks, filling_of
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.int32s import array_of, column
@@ -38,7 +38,7 @@ def lend(core: Core, model: Model, keys: bytes) -> LentBlocks | Wait | None:
     tickets = host.fillers(rows)
     over = [ticket for ticket in tickets if running[ticket].is_settling and running[ticket].failing]
     if over:  # their blocks go, and what relied on them was told
-        rows = rows[: _leading(~np.isin(host.filling_of(rows), over))]
+        rows = rows[: _leading(~np.isin(filling_of(host, rows), over))]
         tickets = host.fillers(rows)
     if not rows:
         return None

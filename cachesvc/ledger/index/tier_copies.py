@@ -155,13 +155,9 @@ class Place(PlacePools):
 
     def fillers(self, rows: array[int]) -> list[int]:
         """The tickets that bring copies of any of ``rows`` here, in their order."""
-        filling = self.filling_of(rows)
+        filling = np.frombuffer(self.filling, np.int64)[column(rows)]
         found: list[int] = distinct(filling[filling != 0]).tolist()
         return found
-
-    def filling_of(self, rows: array[int]) -> npt.NDArray[np.int64]:
-        """For each of some rows the ticket that brings a copy of it here, 0 where none does."""
-        return np.frombuffer(self.filling, np.int64)[column(rows)]
 
     def states_of(self, group: int, rows: array[int]) -> npt.NDArray[np.uint8]:
         """The states of some rows."""
