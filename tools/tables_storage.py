@@ -95,7 +95,7 @@ def storage_handover() -> str:
             f"{row['prefill_ms']:.0f} / {row['transfer_p50_ms']:.0f}",
             f"{row['after_p50_ms']:.0f} / {row['after_max_ms']:.0f}",
             f"{row['share_p50']:.0%}",
-            f"{row['chunk_alone_p50_ms']:.0f} ({row['floor']:.0%} of the bytes)",
+            f"{_ms(row['chunk_alone_p50_ms'])} ({row['floor']:.0%} of the bytes)",
         ]
         for row in found["rows"]
     ]
@@ -107,6 +107,10 @@ def storage_handover() -> str:
     ]
     head += ["of the transfer, p50", "a chunk alone, ms"]
     return rows(head, body, found["machine"])
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 def storage_fleet() -> str:
