@@ -99,6 +99,7 @@ class Engine:
         self.sibling_errors: set[int] = set()
         self._was_interrupted = False
         self._step_loads: dict[str, Any] = {}
+        self._spoilt: set[str] = set()
 
     @property
     def is_busy(self) -> bool:
@@ -269,6 +270,7 @@ class Engine:
         self.early += len(told.early)
         for name in step.said.scheduled_cached_reqs.resumed_req_ids:  # what was in flight is over, or was dropped
             self._tokens[name] = list(self.requests[name].all_token_ids)
+            self._spoilt.discard(name)
         self._step_loads = told.early
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
@@ -277,7 +279,9 @@ class Engine:
         self.worker.start_loads(told.loads, may_wait=told.is_empty)
         results = self.worker.take_results()
         self.loads += len(results.finished_recving) + len(told.early)
-        self.failed_loads += len(results.failed_recving) + sum(map(self._is_void, told.early))
+        void = {name for name in told.early if self._is_void(name)}
+        self._spoilt |= void  # a step that is under way reads what this one wrote
+        self.failed_loads += len(results.failed_recving) + len(void)
         errors, self.sibling_errors = self.sibling_errors, set()
         output = KVConnectorOutput(
             finished_recving=results.finished_recving or None,
@@ -325,7 +329,9 @@ class Engine:
         return sampled
 
     def _is_void(self, name: str) -> bool:
-        """True where an early load of the request has failed: vLLM drops what this step says."""
+        """True where an early load of the request has failed, in this step or the last one: vLLM drops what it says."""
+        if name in self._spoilt:
+            return True
         load, waits = self._step_loads.get(name), self.worker._waits  # noqa: SLF001 - vLLM need not know
         return load is not None and any(waits.end(ticket) is not LoadOutcome.CAME for ticket in load.tickets)
 

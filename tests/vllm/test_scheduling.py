@@ -118,9 +118,10 @@ def test_one_token_is_computed_of_a_prompt_that_is_a_hit_and_no_other_request_ge
         assert run("whole", node, 1, "whole_hits")["copies"] >= 4
 
 
-def test_a_step_whose_load_fails_is_dropped_and_its_request_computed() -> None:
+@pytest.mark.parametrize("name", ["lone", "lone-async"])
+def test_a_step_whose_load_fails_is_dropped_with_the_one_behind_it_and_its_request_computed(name: str) -> None:
     with running_node(["--fault-copies", "0.2"]) as node:
-        told = run("lone", node, 1, "whole_hits")
+        told = run(name, node, 1, "whole_hits")
         assert told["early"] >= 20
         assert told["failed_loads"] >= 2
 

@@ -86,9 +86,9 @@ def drive_out(engine: Engine, rng: random.Random) -> None:
         cached(engine, [rng.randrange(VOCABULARY) for _ in range(LONGEST - 4)])
 
 
-def lone(socket: str, seed: int) -> list[Engine]:
+def lone(socket: str, seed: int, *, is_async: bool) -> list[Engine]:
     """Requests that come while nothing runs, and others that come a step or two later: steps wait for their loads."""
-    engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
+    engine, rng = Engine("e0", socket, seed, Shape(is_async=is_async)), random.Random(seed)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(12, 25) * 4 + each % 2)] for each in range(12)]
     for _ in range(60):
         engine.add(rng.choice(prompts), rng.randint(1, 12))
@@ -102,7 +102,8 @@ def lone(socket: str, seed: int) -> list[Engine]:
 
 RUNS |= {
     "whole": whole,
-    "lone": lone,
+    "lone": lambda socket, seed: lone(socket, seed, is_async=False),
+    "lone-async": lambda socket, seed: lone(socket, seed, is_async=True),
 }
 
 if __name__ == "__main__":
