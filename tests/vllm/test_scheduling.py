@@ -126,6 +126,12 @@ def test_a_step_whose_load_fails_is_dropped_with_the_one_behind_it_and_its_reque
         assert told["failed_loads"] >= 2
 
 
+def test_requests_that_use_what_a_dropped_step_was_to_load_begin_anew_with_it() -> None:
+    """Two steps are under way, and the second one has such a request."""
+    with running_node() as node:
+        assert run("unsound", node, 1, "whole_hits")["preempted"] > 8
+
+
 def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
     with running_node() as node:
         assert run("adapters", node, 1)["whole"] == 3
