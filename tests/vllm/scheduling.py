@@ -16,6 +16,7 @@ from typing import Any
 from cachesvc_client.memory.pool import LoadOutcome
 from cachesvc_vllm.daemon.node import Node, Share, new_instance
 from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_vllm.loading import SHORT_LOAD_BYTES
 from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.transfers import WorkerShare
 from vllm.sampling_params import SamplingParams
@@ -30,6 +31,9 @@ from tests.vllm.shape import Shape
 from tests.vllm.workers import Worker
 
 LONGEST, VOCABULARY = 128, 50
+
+SHORT_LOAD_BLOCKS = 4
+"""Blocks of loads that steps with other requests wait for."""
 
 
 class Model:
@@ -83,6 +87,8 @@ class Engine:
         self.scheduler = make_scheduler(name, settings, shape, LONGEST)
         self.connector = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
+        loading = self.connector._scheduler._loading  # noqa: SLF001 - as of blocks that are larger
+        loading._block_bytes *= SHORT_LOAD_BYTES // (SHORT_LOAD_BLOCKS * max(1, loading._block_bytes))  # noqa: SLF001
         self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats
         self.connector.get_kv_connector_stats = self.take_stats
         self._hasher = get_request_block_hasher(shape.hash_tokens, sha256_cbor)
