@@ -17,15 +17,21 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.daemon.errors import NOT_FIRST, ConnectorRefused
 from cachesvc_vllm.metrics import LOAD_SECONDS, CacheStats
-from cachesvc_vllm.pages.request_pages import RequestPages
 from cachesvc_vllm.transfers import EarlyLoad, StepTransfers
 
 SHORT_LOAD_BYTES = 32 << 20
 """Most that the early loads of a step bring beside other requests, which wait for them: 0.7 ms at 47 GB/s, of a PCIe 5
 link. A request that waits for its load to end is scheduled an iteration or two later."""
+
+NOT_FIRST = (
+    "another connector of the MultiConnector loads a request into pages that the daemon loads too: name "
+    "CachesvcConnector first among its connectors"
+)
 
 
 class Loading:
