@@ -118,11 +118,18 @@ def test_one_token_is_computed_of_a_prompt_that_is_a_hit_and_no_other_request_ge
         assert run("whole", node, 1, "whole_hits")["copies"] >= 4
 
 
-def test_a_step_whose_load_fails_is_dropped_and_its_request_computed() -> None:
+@pytest.mark.parametrize("name", ["lone", "lone-async"])
+def test_a_step_whose_load_fails_is_dropped_with_the_one_behind_it_and_its_request_computed(name: str) -> None:
     with running_node(["--fault-copies", "0.2"]) as node:
-        told = run("lone", node, 1, "whole_hits")
+        told = run(name, node, 1, "whole_hits")
         assert told["early"] >= 20
         assert told["failed_loads"] >= 2
+
+
+def test_requests_that_use_what_a_dropped_step_was_to_load_begin_anew_with_it() -> None:
+    """Two steps are under way, and the second one has such a request."""
+    with running_node() as node:
+        assert run("unsound", node, 1, "whole_hits")["preempted"] > 8
 
 
 def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
