@@ -64,7 +64,7 @@ def supervise(connection: socket.socket) -> None:
 
 
 def main(path: str, preload: str) -> None:
-    """Fork a process for each connection, until nobody can ask any more."""
+    """Fork a process for each connection, until its standard input ends."""
     import_module(preload)
     gc.freeze()
     gc.unfreeze = lambda: None  # vLLM does at its end, and a collection of all that was imported takes seconds

@@ -1,4 +1,4 @@
-"""What each process with SGLang imports."""
+"""Imports of each process with SGLang."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""What each process with vLLM imports."""
+"""Imports of each process with vLLM."""
 
 from importlib import import_module
 
