@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -56,8 +57,12 @@ def supervise(connection: socket.socket) -> None:
                 os.close(stream)
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # what SGLang tells its parent by
             print(pid, file=lines, flush=True)
-            _, status = os.waitpid(pid, 0)
-            print(os.waitstatus_to_exitcode(status), file=lines, flush=True)
+            ended = os.pidfd_open(pid)
+            with suppress(OSError):  # nothing is left of it, or of who asked
+                if ended not in select.select([ended, connection.fileno()], [], [])[0]:
+                    os.killpg(pid, signal.SIGKILL)  # who asked has gone, and would leave an engine behind
+                _, status = os.waitpid(pid, 0)
+                print(os.waitstatus_to_exitcode(status), file=lines, flush=True)
             os._exit(0)
     connection.close()
     sys.exit(run(asked, streams))
