@@ -17,8 +17,9 @@ from typing import Any
 
 from cachesvc_client import CacheClient
 from cachesvc_ctl.core.daemon_process import DaemonProcess
+from cachesvc_vllm.namespace.wish import Wish
 from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages
 
 from benchmarks.rpc.bystander import summary
 from benchmarks.support.machine import describe_machine

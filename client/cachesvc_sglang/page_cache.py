@@ -17,8 +17,9 @@ from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_vllm.daemon.errors import STUCK
 from cachesvc_vllm.daemon.node import announced_in
 from cachesvc_vllm.daemon.weights_version import WeightsVersion
+from cachesvc_vllm.namespace.wish import Wish
 from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages
 from cachesvc_vllm.vouching import LOOK_S as LEASE_LOOK_S
 from cachesvc_vllm.vouching import Dropped, Vouching
 from sglang.srt.mem_cache.base_prefix_cache import (

@@ -61,14 +61,13 @@ class Loading:
         if not has_load:
             return False
         request.is_loading = True
-        assert request.sequence is not None
         if is_early:
             loaded = tuple(request.pages[request.hit_blocks : request.loaded_blocks])
-            self._new_early[name] = EarlyLoad(request.sequence.tickets, loaded)
+            self._new_early[name] = EarlyLoad(request.tickets, loaded)
             self._early[name] = request
             stats.data["loads"] += 1
         else:
-            self._new[name] = request.sequence.tickets
+            self._new[name] = request.tickets
             self._since_s[name] = time.perf_counter()
         return True
 

@@ -28,8 +28,12 @@ def prompts(seed: int, count: int) -> list[list[int]]:
 
 
 def is_full_hit(prompt: Sequence[int], hit: int) -> bool:
-    """True where a decoder computes no more of a prompt than the rest behind its full blocks: of one that ends with a
-    block the last one, or its last token alone."""
+    """True where a decoder computes the last token of a prompt alone."""
+    return hit == len(prompt) - 1
+
+
+def has_full_blocks(prompt: Sequence[int], hit: int) -> bool:
+    """True where a decoder computes no more of a prompt than the rest behind its full blocks."""
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS <= hit < len(prompt)
 
 
@@ -48,8 +52,7 @@ def prefill(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def one_after_another(one: Engine, other: Engine) -> int:
-    """All prompts are prefilled first, and then decoded together: the decoder computes none of their
-    full blocks but the last."""
+    """All prompts are prefilled first, and then decoded together: the decoder computes the last token of each."""
     asked = prompts(1, PROMPTS)
     told = [prefill(one, prompt) for prompt in asked]
     names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
@@ -72,7 +75,7 @@ def at_once(one: Engine, other: Engine) -> int:
         waited += not other.answers[name]
         one.add(prompt, 1, handover=ROUTED)
         finish(one, other)
-        assert is_full_hit(prompt, other.hits[name]), (name, other.hits[name], prompt)
+        assert has_full_blocks(prompt, other.hits[name]), (name, other.hits[name], prompt)
     assert waited >= 3, "it does not wait with its hands in its lap"
     return waited
 
@@ -89,6 +92,97 @@ def sent_twice(one: Engine, other: Engine) -> int:
     finish(one, other)
     for (engine, name), prompt in zip(names, 3 * asked, strict=True):
         assert is_full_hit(prompt, engine.hits[name]), (name, prompt)
+    return len(names)
+
+
+def ending_within(seed: int, count: int, *, least: int = 2, full: int = 0) -> list[list[int]]:
+    """Prompts whose last block has ``least`` tokens or more, and is not full; behind ``full`` blocks or more."""
+    dice = random.Random(seed)
+    lengths = [
+        dice.randint(full, LONGEST // BLOCK_TOKENS - 4) * BLOCK_TOKENS + dice.randint(least, BLOCK_TOKENS - 1)
+        for _ in range(count)
+    ]
+    return [[dice.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def own_copies(one: Engine, other: Engine) -> int:
+    """What a decoder writes behind a prompt, or into its end, comes to no other request."""
+    asked = [*ending_within(20, 6), [1, 2], [3, 4, 5]]
+    for prompt in asked:
+        words = prefill(one, prompt)
+        for engine in (other, other, one):
+            name = engine.add(prompt, 2 * BLOCK_TOKENS, handover=words)
+            while not engine.answers[name]:
+                engine.step()
+            (table,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
+            engine.worker.slots[table[len(prompt) // BLOCK_TOKENS]] = 0
+            engine.abort(name)
+            finish(engine)
+            names = [engine.add(prompt, each, handover=words) for each in (NEW, 2 * BLOCK_TOKENS)]
+            finish(engine)
+            assert all(is_full_hit(prompt, engine.hits[each]) for each in (name, *names)), (name, prompt)
+            follow = [*prompt, *engine.answers[names[-1]]]
+            again = engine.add(follow, NEW)
+            finish(engine)
+            assert engine.hits[again] >= (len(follow) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, (
+                "the block is sealed once full"
+            )
+    assert other.copies >= 4 * len(asked)
+    return other.copies
+
+
+def other_tails(one: Engine, other: Engine) -> int:
+    """A tail is found by all of its tokens, and by no more."""
+    asked = ending_within(21, 10, least=3)
+    for prompt in asked:
+        words = prefill(one, prompt)
+        full = len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+        changed = [*prompt[:-2], (prompt[-2] + 1) % VOCABULARY, prompt[-1]]
+        for each in (changed, prompt[:-1], [*prompt, 7], [*prompt, 7, 8]):
+            name = other.add(each, NEW, handover={**words, "remote_num_tokens": len(each)})
+            finish(other)
+            assert other.hits[name] == full, (name, each)
+    return len(asked)
+
+
+def aborted(one: Engine, other: Engine) -> int:
+    """A prefill that is aborted seals no tail, and a decoder's request may be aborted at any moment."""
+    where, step_tokens = prefill(one, prompts(2, 1)[0]), one.shape.step_tokens
+    asked = ending_within(22, 6, full=step_tokens // BLOCK_TOKENS)
+    for prompt in asked:
+        name = one.add(prompt, 1, handover=ROUTED)
+        one.step()
+        one.abort(name)
+        finish(one)
+        name = other.add(prompt, NEW, handover={**where, "remote_num_tokens": len(prompt)})
+        finish(other)
+        assert other.hits[name] == step_tokens, "the first step's"
+    for steps, prompt in enumerate(ending_within(23, 16)):
+        name = other.add(prompt, NEW, handover=prefill(one, prompt))
+        for _ in range(steps):
+            other.step()
+        if name in other.scheduler.requests:
+            other.abort(name)
+        finish(other)
+    return len(asked)
+
+
+def evicted(one: Engine, other: Engine) -> int:
+    """What the prefiller has evicted is computed; what left the decoder's device comes back from its host."""
+    asked = ending_within(24, 8)
+    told = [prefill(one, prompt) for prompt in asked]
+    half = len(asked) // 2
+    names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked[:half], told, strict=False)]
+    finish(other)
+    for fault in ("@evict prefiller device host", "@evict decoder device"):
+        print(fault, flush=True)
+        sys.stdin.readline()
+    loads = other.loads
+    names += [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
+    finish(other)
+    hits = [other.hits[name] for name in names]
+    assert hits == [len(prompt) - 1 for prompt in asked[:half] * 2] + [0] * half, hits
+    assert other.loads > loads
     return len(names)
 
 
@@ -161,6 +255,10 @@ RUNS: dict[str, Callable[[Engine, Engine], int]] = {
     "at-once": at_once,
     "sent-twice": sent_twice,
     "never-computed": never_computed,
+    "own-copies": own_copies,
+    "other-tails": other_tails,
+    "aborted": aborted,
+    "evicted": evicted,
     "prefiller-restarts": prefiller_restarts,
     "prefiller-dies": prefiller_dies,
     "bad-words": bad_words,

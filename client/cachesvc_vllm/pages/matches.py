@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 from cachesvc_client import CacheClientError, DeadlineExceeded, PoolExhausted
 
 from cachesvc_vllm.daemon.errors import News
+from cachesvc_vllm.namespace.wish import Wish
 from cachesvc_vllm.pages.group_tables import EngineGroups
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages
 from cachesvc_vllm.steps.outbox import Answer, Outbox
 
 MOST_RENEWED = 8
@@ -27,7 +29,10 @@ log = logging.getLogger(__name__)
 class Matches:
     """``pack``: the daemon's keys of hashes and a salt. ``abandon``: takes requests that ended before their match had
     an answer, and have a sequence since. ``ahead``: requests that were asked for, which vLLM has not admitted: up to
-    ``ahead_blocks`` blocks. At most one message is under way. Used from vLLM's scheduler thread."""
+    ``ahead_blocks`` blocks. ``plain``: requests that are matched without their tail. At most one message is under way.
+    Used from vLLM's scheduler thread.
+
+    A hit that ends with a tail is matched twice: with the tail, for as long as it is on its way, and then up to it."""
 
     def __init__(
         self,
@@ -35,11 +40,13 @@ class Matches:
         groups: EngineGroups,
         abandon: Callable[[RequestPages], None],
         ahead_blocks: int,
+        plain: set[str],
     ) -> None:
         self._groups = groups
         self._pack = pack
         self._abandon = abandon
         self._ahead_blocks = ahead_blocks
+        self._plain = plain
         self.ahead: dict[str, RequestPages] = {}
         self._coming: dict[str, Wish] = {}
         self._sent: list[RequestPages] = []
@@ -94,12 +101,15 @@ class Matches:
         wishes = {**(first or {}), **self._next_coming(is_alone=not first)}
         if not wishes:
             return []
+        for request_id in self._plain & wishes.keys():
+            wishes[request_id] = without_tail(wishes[request_id])
         batch = outbox.stream.batch()
         for wish in wishes.values():
-            keys = self._pack(wish.hashes, wish.salt) if wish.most_blocks else b""
+            keys = self._pack(wish.matched_hashes, wish.salt)
             expected = wish.expected if wish.most_blocks else None
             batch.match(keys, max_blocks=wish.most_blocks, expected=expected, retention=wish.retention)
-        tails = {each: RequestPages.begin(self._groups, each, now_s) for each in wishes if wishes[each].may_be_whole}
+        whole = [each for each, wish in wishes.items() if wish.may_be_whole and not wish.goes_on]
+        tails = {each: RequestPages.begin(self._groups, each, now_s) for each in whole}
         for _ in tails:
             batch.match(b"", max_blocks=0)
         requests = [
@@ -115,7 +125,7 @@ class Matches:
             for request_id, wish in wishes.items()
         ]
         try:
-            outbox.send(batch, partial(self._take, requests, tails))
+            outbox.send(batch, partial(self._take, outbox, requests, tails))
         except CacheClientError as error:
             refused("match", next(iter(wishes)), error)
             return []
@@ -144,7 +154,9 @@ class Matches:
             request.is_matching = False
         self._sent = []
 
-    def _take(self, requests: list[RequestPages], tails: dict[str, RequestPages], answer: Answer) -> None:
+    def _take(
+        self, outbox: Outbox, requests: list[RequestPages], tails: dict[str, RequestPages], answer: Answer
+    ) -> None:
         if self._sent is requests:
             self._sent = []
         begun = [*requests, *tails.values()]
@@ -161,6 +173,54 @@ class Matches:
                 self._abandon(tail)
             if request.is_forgotten and request.sequence is not None:
                 self._abandon(request)
+        self._set_apart(outbox, [each for each in requests if _has_come_with_tail(each)])
+
+    def _set_apart(self, outbox: Outbox, requests: list[RequestPages]) -> None:
+        """Match those again, up to their tails, that fill these blocks: what the sequence has there has another key."""
+        if not requests:
+            return
+        batch = outbox.stream.batch()
+        for request in requests:
+            beside = RequestPages.begin(self._groups, request.request_id, request.begun_s)
+            if not request.set_apart(beside):
+                self._abandon(beside)
+            assert request.wish is not None
+            keys, blocks = self._pack(request.wish.hashes, request.wish.salt), request.wish.whole_blocks - 1
+            batch.match(keys, max_blocks=blocks, retention=request.wish.retention)
+        self._sent = requests
+        try:
+            outbox.send(batch, partial(self._take_apart, requests))
+        except CacheClientError as error:
+            self._take_apart(requests, error)
+
+    def _take_apart(self, requests: list[RequestPages], answer: Answer) -> None:
+        if self._sent is requests:
+            self._sent = []
+        results = [answer] * len(requests) if isinstance(answer, CacheClientError) else answer
+        for request, result in zip(requests, results, strict=True):
+            request.is_matching = False
+            tail = request.tail
+            if isinstance(result, CacheClientError):
+                refused("match", request.request_id, result)
+                self._plain.add(request.request_id)
+            else:
+                if tail is not None and result.hit_blocks + 1 < tail.loaded_blocks:
+                    request.tail = None
+                    self._abandon(tail)
+                request.match(result)
+            if request.is_forgotten:
+                self._abandon(request)
+
+
+def _has_come_with_tail(request: RequestPages) -> bool:
+    """True of a request that waits with a match that may have its tail, where no more of it is on its way."""
+    goes_on = request.wish is not None and request.wish.goes_on
+    return goes_on and request.sequence is not None and not (request.is_forgotten or request.sequence.coming_blocks)
+
+
+def without_tail(wish: Wish) -> Wish:
+    """Return the match up to the tail."""
+    return wish if wish.tail is None else replace(wish, most_blocks=wish.whole_blocks - 1, whole_blocks=0, tail=None)
 
 
 def coming_again(requests: Iterable[RequestPages], now_s: float) -> dict[str, Wish]:

@@ -20,11 +20,12 @@ from dataclasses import replace
 from cachesvc_client import Lease, LeaseLost
 
 from cachesvc_vllm.namespace.draft_keys import salted
+from cachesvc_vllm.namespace.wish import Wish
 from cachesvc_vllm.pages.grants import Grants
 from cachesvc_vllm.pages.group_tables import NO_POSITIONS, AllParts, Positions, engine_groups
 from cachesvc_vllm.pages.matches import Matches
 from cachesvc_vllm.pages.private_pages import PrivatePages
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages
 from cachesvc_vllm.pages.untold import Sealing, Untold
 from cachesvc_vllm.steps.giving_way import Clock, GivingWay
 from cachesvc_vllm.steps.outbox import Outbox
@@ -56,11 +57,10 @@ class PageBook:
         self.untold = Untold()
         most = stock_blocks, step_blocks, most_requests
         self._grants = Grants(lease, self.groups, *most, part=self.untold.ready, pack=self.keys, clock=clock)
-        self._matches = Matches(self.keys, self.groups, self.untold.ready.ended.append, ahead_blocks)
-        self._private = PrivatePages()
-        self.salt = b""
-        self._way = GivingWay(clock)
         self.without_host: set[str] = set()
+        self._matches = Matches(self.keys, self.groups, self.untold.ready.ended.append, ahead_blocks, self.without_host)
+        self._private, self.salt = PrivatePages(), b""
+        self._way = GivingWay(clock)
         self.held_blocks = 0
         self.drops_last = self.is_adrift = self.is_moving = False
 

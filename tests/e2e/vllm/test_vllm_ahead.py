@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from cachesvc_client import CacheClient, Expected
+from cachesvc_vllm.namespace.wish import Wish
 from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.e2e.rig import Node, running_node, wait_until

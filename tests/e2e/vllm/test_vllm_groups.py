@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 from cachesvc_client import CacheClient, Lease
 from cachesvc_vllm.daemon.slab_layout import slab_layout
+from cachesvc_vllm.namespace.wish import Wish
 from cachesvc_vllm.pages.group_tables import GroupTable
 from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages
 
 from cachesvc.model.words import NO_PAGE
 from tests.e2e.rig import Node, wait_until

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 from cachesvc_client import CacheClient, Lease
 from cachesvc_vllm.daemon.slab_layout import slab_layout
+from cachesvc_vllm.namespace.wish import Wish
 from cachesvc_vllm.pages.lengths import computed_blocks
 from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
 from tests.e2e.rig import Node, running_node, wait_until

@@ -10,14 +10,20 @@ from cachesvc_client import Expected
 from cachesvc_client.wire.messages import build_match
 from cachesvc_vllm.handover import answer_of, expected_of
 
+PROMPT_TOKENS = 110
 PLACE = {"remote_host": "10.0.0.1", "remote_port": 7100}
 READY = Expected("10.0.0.1:7100", 3, 5.0, is_computed=True, waits=False)
-WHOLE, RUNNING = READY._replace(blocks=0), READY._replace(blocks=0, is_computed=False)
+WHOLE, RUNNING = READY._replace(blocks=0), READY._replace(is_computed=False)
 
 
 def request(params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
     return SimpleNamespace(
-        request_id="r", kv_transfer_params=params, num_computed_tokens=100, status=SimpleNamespace(name=status)
+        request_id="r",
+        kv_transfer_params=params,
+        num_computed_tokens=100,
+        num_tokens=PROMPT_TOKENS,
+        max_tokens=1,
+        status=SimpleNamespace(name=status),
     )
 
 
@@ -29,6 +35,9 @@ def request(params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
             READY,
         ),
         ({"do_remote_prefill": True, **PLACE}, WHOLE),
+        ({"do_remote_prefill": True, **PLACE, "remote_num_tokens": PROMPT_TOKENS}, WHOLE),
+        ({"remote_prefiller": {**PLACE, "remote_num_tokens": 64}}, RUNNING._replace(blocks=2)),
+        ({"remote_prefiller": {**PLACE, "remote_num_tokens": 1 << 62}}, RUNNING),
         ({"do_remote_prefill": True, **PLACE, "remote_num_tokens": 1 << 62}, WHOLE),
         ({"remote_prefiller": {**PLACE, "kv_request_id": "x"}}, RUNNING),
         ({"remote_kv_source": PLACE}, WHOLE),

@@ -7,8 +7,9 @@ from typing import cast
 
 from cachesvc_client import Sequence
 from cachesvc_client.layouts.parts import Parts
+from cachesvc_vllm.namespace.wish import Wish
 from cachesvc_vllm.pages.matches import MOST_AGAIN, coming_again
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages
 
 
 @dataclass

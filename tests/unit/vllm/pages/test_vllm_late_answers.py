@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from cachesvc_client import CacheClient, Lease, Timeouts
 from cachesvc_client.layouts.families import opaque
+from cachesvc_vllm.namespace.wish import Wish
 from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
+from cachesvc_vllm.pages.request_pages import RequestPages
 from cachesvc_vllm.steps import outbox
 from kvcache.v1 import cache_pb2
 
