@@ -68,12 +68,12 @@ class Wishes:
         expected, retention = expected_of(request, self._patience_s, self._block_tokens), retention_of(request)
         if may_hit and most_tokens is None and (tail := self._tail(request, keys, expected)) is not None:
             blocks, free = request.num_tokens // self._block_tokens + 1, self._block_tokens - tail.tokens
-            plain = Wish(keys, blocks, first, salt, expected, retention, blocks)
-            return replace(plain, tail=tail, free_tokens=free, seals_tail=hands_over(request))
-        whole = self._whole_blocks(request) if may_hit and most_tokens is None else 0
-        tokens = request.num_tokens - (not whole) if most_tokens is None else most_tokens
+            whole = Wish(keys, blocks, first, salt, expected, retention, blocks)
+            return replace(whole, tail=tail, free_tokens=free, seals_tail=hands_over(request))
+        blocks = self._whole_blocks(request) if may_hit and most_tokens is None else 0
+        tokens = request.num_tokens - (not blocks) if most_tokens is None else most_tokens
         most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
-        return Wish(keys, most, first, salt, expected if most else None, retention, whole)
+        return Wish(keys, most, first, salt, expected if most else None, retention, blocks)
 
     def tail_keys(self, request: Request) -> Sequence[bytes]:
         """Keys of a prompt's blocks with its tail's, of a request that has computed exactly these and hands them over;
@@ -86,8 +86,8 @@ class Wishes:
 
     def _tail(self, request: Request, keys: Sequence[bytes], expected: Expected | None) -> Tail | None:
         """The tail that a prompt may find: the same one was handed over before, or now it is."""
-        blocks = request.num_tokens // self._block_tokens
-        comes = hands_over(request) or (expected is not None and expected.blocks in (0, blocks))
+        follows = expected is not None and not expected.is_computed and expected.blocks == len(keys)
+        comes = hands_over(request) or follows or (expected is not None and not expected.blocks)
         is_prompt = request.num_tokens == request.num_prompt_tokens
         return tail_of(request, keys, self._block_tokens) if self._has_tails and comes and is_prompt else None
 

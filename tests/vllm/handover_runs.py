@@ -11,6 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cachesvc_vllm.namespace.tails import tail_of
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.request import Request
+
 from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
 from tests.vllm.shape import BLOCK_TOKENS, Shape
 
@@ -52,13 +60,30 @@ def prefill(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def one_after_another(one: Engine, other: Engine) -> int:
-    """All prompts are prefilled first, and then decoded together: the decoder computes the last token of each."""
+    """All prompts are prefilled first, and then decoded, as many at once as find room: the decoder computes the last
+    token of each."""
     asked = prompts(1, PROMPTS)
     told = [prefill(one, prompt) for prompt in asked]
-    names = [other.add(prompt, NEW, handover=each) for prompt, each in zip(asked, told, strict=True)]
-    finish(other)
-    for name, prompt in zip(names, asked, strict=True):
-        assert is_full_hit(prompt, other.hits[name]), (name, other.hits[name], len(prompt))
+    for first in range(0, PROMPTS, other.shape.at_a_time):
+        names = {}
+        for prompt, each in list(zip(asked, told, strict=True))[first : first + other.shape.at_a_time]:
+            names[other.add(prompt, NEW, handover=each)] = prompt
+        finish(other)
+        for name, prompt in names.items():
+            assert is_full_hit(prompt, other.hits[name]), (name, other.hits[name], len(prompt))
+    return PROMPTS
+
+
+def crowded(one: Engine, other: Engine) -> int:
+    """More prompts come at once than find room: some find no page for the copy, and compute the end of their prompt.
+    Then all of them are in place."""
+    asked = prompts(13, PROMPTS)
+    told = [prefill(one, prompt) for prompt in asked]
+    for _ in range(2):
+        names = {other.add(prompt, NEW, handover=each): prompt for prompt, each in zip(asked, told, strict=True)}
+        finish(other)
+        for name, prompt in names.items():
+            assert has_full_blocks(prompt, other.hits[name]), (name, other.hits[name], len(prompt))
     return PROMPTS
 
 
@@ -131,14 +156,43 @@ def own_copies(one: Engine, other: Engine) -> int:
     return other.copies
 
 
+def names() -> None:
+    """A tail's key has all of its tokens, what is before it, an adapter, a salt, and the image on it and where that
+    lies; nothing else."""
+    hasher, greedy = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor), SamplingParams(max_tokens=1)
+
+    def key(tokens: Sequence[int], image: tuple[str, int, int] | None = None, **said: Any) -> bytes:
+        if image is not None:
+            digest, offset, length = image
+            place = PlaceholderRange(offset, length)
+            said["mm_features"] = [MultiModalFeatureSpec(None, "image", digest, place, digest)]
+        request = Request(f"r{len(found)}", list(tokens), greedy, None, block_hasher=hasher, **said)
+        tail = tail_of(request, request.block_hashes, BLOCK_TOKENS)
+        assert tail is not None
+        return tail.key
+
+    found: list[bytes] = []
+    for full in ((), (1, 2, 3, 4)):
+        first = len(full)
+        found += [key((*full, *tail)) for tail in ((5, 6, 7), (5, 6, 8), (5, 6), (6, 5))]
+        found += [key((*full, 5, 6, 7), lora_request=LoRARequest(name, 1, "/x")) for name in "ab"]
+        found += [key((*full, 5, 6, 7), cache_salt=salt) for salt in "ab"]
+        found += [key((*full, 5, 6, 7), (each, first + at, 1)) for each in "ab" for at in (0, 2)]
+        assert key((*full, 5, 6, 7)) == found[-12]
+    assert len(set(found)) == len(found)
+    request = Request("r", [1, 2, 3, 4, 5], greedy, None, block_hasher=hasher)
+    assert tail_of(request, request.block_hashes, BLOCK_TOKENS) is None, "its only token is computed anyway"
+
+
 def other_tails(one: Engine, other: Engine) -> int:
     """A tail is found by all of its tokens, and by no more."""
+    names()
     asked = ending_within(21, 10, least=3)
     for prompt in asked:
         words = prefill(one, prompt)
         full = len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
         changed = [*prompt[:-2], (prompt[-2] + 1) % VOCABULARY, prompt[-1]]
-        for each in (changed, prompt[:-1], [*prompt, 7], [*prompt, 7, 8]):
+        for each in (changed, prompt[:-1], [*prompt, 7], [*prompt, 9, 8]):
             name = other.add(each, NEW, handover={**words, "remote_num_tokens": len(each)})
             finish(other)
             assert other.hits[name] == full, (name, each)
@@ -252,6 +306,7 @@ def bad_words(one: Engine, other: Engine) -> int:
 
 RUNS: dict[str, Callable[[Engine, Engine], int]] = {
     "one-after-another": one_after_another,
+    "crowded": crowded,
     "at-once": at_once,
     "sent-twice": sent_twice,
     "never-computed": never_computed,

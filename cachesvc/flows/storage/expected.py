@@ -125,7 +125,7 @@ def tick_expected(core: Core) -> None:
 
 
 def _find(core: Core, call: Call, keys: bytes, behind: bytes, expected: Expected) -> Expectation | None:
-    """The expectation of these keys, begun where there is none yet, with those ``behind``; None where there are too many."""
+    """The expectation of these keys and those ``behind``, begun where there is none; None where there are too many."""
     all_known = call.model.stored.expectations
     known = all_known.get((expected.peer, keys[-KEY_BYTES:]))
     if known is not None and known.end not in NOT_FINAL:

@@ -32,7 +32,7 @@ class Matches:
     ``ahead_blocks`` blocks. ``plain``: requests that are matched without their tail. At most one message is under way.
     Used from vLLM's scheduler thread.
 
-    A hit that ends with a tail is matched twice: with the tail, for as long as it is on its way, and then up to it."""
+    A hit that ends with a tail is matched twice: with the tail, until no more of it comes, and then up to it."""
 
     def __init__(
         self,
