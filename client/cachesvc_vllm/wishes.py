@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cachesvc_client import Expected, Registration
+from cachesvc_client.plugins.pages.wish import Tail, Wish
 from vllm.lora.utils import get_adapter_absolute_path
 
 from cachesvc_vllm.daemon.settings import Settings
@@ -15,8 +16,7 @@ from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.namespace.adapters import Adapters
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
 from cachesvc_vllm.namespace.media import Media
-from cachesvc_vllm.namespace.tails import Tail, tail_of
-from cachesvc_vllm.namespace.wish import Wish
+from cachesvc_vllm.namespace.tails import tail_of
 
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""

@@ -9,22 +9,15 @@ in the keys of full blocks: by vLLM's extra keys, and by the salts that all keys
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from cachesvc_client.core.keys import tail_digest
+from cachesvc_client.plugins.pages.wish import Tail
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc_vllm.daemon.vllm_objects import Request
 
 LEAST_TOKENS = 2
 """Tokens of a tail that is of use: the last token of a prompt is computed always."""
-
-
-class Tail(NamedTuple):
-    """Last block of a prompt, of ``tokens`` tokens, which are fewer than a block's."""
-
-    key: bytes
-    tokens: int
 
 
 def tail_of(request: Request, keys: Sequence[bytes], block_tokens: int) -> Tail | None:
