@@ -131,7 +131,7 @@ def ending_within(seed: int, count: int, *, least: int = 2, full: int = 0) -> li
 
 
 def own_copies(one: Engine, other: Engine) -> int:
-    """What a decoder writes behind a prompt, or into its end, comes to no other request."""
+    """Nothing that a decoder writes behind a prompt, or into its end, comes to another request."""
     asked = [*ending_within(20, 6), [1, 2], [3, 4, 5]]
     for prompt in asked:
         words = prefill(one, prompt)
@@ -222,7 +222,7 @@ def aborted(one: Engine, other: Engine) -> int:
 
 
 def evicted(one: Engine, other: Engine) -> int:
-    """What the prefiller has evicted is computed; what left the decoder's device comes back from its host."""
+    """Blocks that the prefiller has evicted are computed; those that left the decoder's device come from its host."""
     asked = ending_within(24, 8)
     told = [prefill(one, prompt) for prompt in asked]
     half = len(asked) // 2

@@ -67,7 +67,7 @@ class Engine(deque[cache_pb2.StepResponse]):
         return self.book.begin(name, wish)
 
     def matched(self) -> list[tuple[int, int, bool]]:
-        """Of each match: how many keys it has, the most blocks, and whether it expects some."""
+        """Number of keys of each match, the most blocks, and whether it expects some."""
         matches = [each.match for step in self._steps for each in step.operations if each.HasField("match")]
         return [(len(each.keys) // KEY_BYTES, each.max_blocks, each.HasField("expected")) for each in matches]
 

@@ -75,7 +75,7 @@ def ended_within(hit_blocks: int, host_blocks: int, *, beside: RequestPages) -> 
 
 
 def lent(pages: list[int], hit_blocks: int) -> RequestPages:
-    """What has the sealed page of a tail."""
+    """A match beside the request's, with the sealed page of its tail."""
     return RequestPages("r", 0, pages=pages, hit_blocks=hit_blocks, host_blocks=3 - hit_blocks)
 
 
