@@ -106,9 +106,8 @@ class Release:
 Entry: TypeAlias = Union[Grow, Publish, Recycle, Release]  # noqa: UP007 - an alias that is looked at when it runs
 
 
-def pack_entries(columns: dict[Column, list[Any]], groups: int) -> cache_pb2.StepColumns:
-    """The message that carries the entries."""
-    message = cache_pb2.StepColumns()
+def pack_entries(columns: dict[Column, list[Any]], groups: int, message: cache_pb2.StepColumns) -> None:
+    """Put the entries into the message that carries them."""
     if grown := columns[GROW]:
         pages, generations = [array("i") for _ in range(groups)], [array("I") for _ in range(groups)]
         counts = []
@@ -135,7 +134,6 @@ def pack_entries(columns: dict[Column, list[Any]], groups: int) -> cache_pb2.Ste
     if any(entry.owner.output_tokens is not None for entry in released):
         tokens = [NOT_TOLD if (told := entry.owner.output_tokens) is None else told for entry in released]
         message.release_output_tokens = array("I", tokens).tobytes()
-    return message
 
 
 def _ids(entries: Sequence[Entry]) -> bytes:

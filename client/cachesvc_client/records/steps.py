@@ -132,7 +132,7 @@ class StepBook:
                 operations.append(_give_back_surplus(lease.stock))
         groups = len(lease.registration.layout.groups)
         if any(entries.values()):
-            request.columns.CopyFrom(pack_entries(entries, groups))
+            pack_entries(entries, groups, request.columns)
         if operations:
             request.operations.extend(map(_as_message, operations))
         released: list[Any] = [entry.owner for entry in entries[RELEASE]]

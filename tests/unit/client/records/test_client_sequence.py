@@ -145,7 +145,8 @@ def test_growth_goes_out_as_one_extend_with_generations() -> None:
     mine.grow(stock, 1)
     assert tables(mine) == [[0, 1, 7, 8], [100, 101, 17, 18]]
     growth = Grow(mine, mine.take_growth(), mine.blocks)
-    message = pack_entries({GROW: [growth], PUBLISH: [], RECYCLE: [], RELEASE: []}, 2)
+    message = cache_pb2.StepColumns()
+    pack_entries({GROW: [growth], PUBLISH: [], RECYCLE: [], RELEASE: []}, 2, message)
     assert [unpack_pages(group.pages).tolist() for group in message.grow] == [[7, 8], [17, 18]]
     assert [len(group.generations) for group in message.grow] == [8, 8]
     assert unpack_numbers(message.grow_counts) == [2]

@@ -43,7 +43,7 @@ def test_all_but_one_token_of_a_whole_hit_is_offered(hit_blocks: int, shown: int
 def test_the_page_counts_among_those_that_are_missing_until_it_is_there() -> None:
     request = made(3, 0, tail=RequestPages("r", 0))
     assert not request.has_pages(3, {})
-    assert [request.missing_pages(each, {}) for each in (3, 4, 5)] == [1, 1, 2]
+    assert [request.missing_pages(request.growth(each, {})) for each in (3, 4, 5)] == [1, 1, 2]
     private = PrivatePages()
     private.add([30])
     assert private.lengthen(request, 4, {})
@@ -106,7 +106,7 @@ def test_a_lent_tail_is_no_page_of_an_engine_without_its_daemon() -> None:
     lacking = ended_within(2, 1, beside=lent([7, 8], 2))
     assert lacking.lacks_tail
     assert not private.lengthen(lacking, 4, {}), "it will not come any more"
-    assert lacking.missing_pages(4, {}) == 1
+    assert lacking.missing_pages(lacking.growth(4, {})) == 1
 
 
 def test_a_request_with_its_match_alone_is_matched_again_while_it_waits() -> None:
