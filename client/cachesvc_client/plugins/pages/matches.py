@@ -40,12 +40,14 @@ class Matches:
         abandon: Callable[[RequestPages], None],
         ahead_blocks: int,
         plain: set[str],
+        clock: Callable[[], float],
     ) -> None:
         self._groups = groups
         self._pack = pack
         self._abandon = abandon
         self._ahead_blocks = ahead_blocks
         self._plain = plain
+        self._clock = clock
         self.ahead: dict[str, RequestPages] = {}
         self._coming: dict[str, Wish] = {}
         self._sent: list[RequestPages] = []
@@ -76,7 +78,9 @@ class Matches:
         waiting = [each for each in self.ahead.values() if each.wants_match]
         others = (each for each in waiting if not (each.is_coming or self.is_recent(each, outbox, now_s)))
         whole = (  # a shorter wish would find less each time
-            (each.request_id, each.wish) for each in others if each.wish is not None and not each.is_shortened
+            (each.request_id, next_wish(each, each.wish))
+            for each in others
+            if each.wish is not None and not each.is_shortened
         )
         return coming_again(waiting, now_s) | dict(islice(whole, MOST_RENEWED))
 
@@ -166,6 +170,7 @@ class Matches:
                 refused("match", request.request_id, result)
             else:
                 request.match(result)
+                self._renew(request)
         for request in requests:
             tail = tails.get(request.request_id)
             if tail is not None and tail.sequence is not None and not request.take_tail(tail):
@@ -207,8 +212,22 @@ class Matches:
                     request.tail = None
                     self._abandon(tail)
                 request.match(result)
+                self._renew(request)
             if request.is_forgotten:
                 self._abandon(request)
+
+    def _renew(self, request: RequestPages) -> None:
+        """A match is as old as its answer, which may have taken longer than a match holds."""
+        if not request.is_coming:
+            request.begun_s = self._clock()
+
+
+def next_wish(request: RequestPages | None, wish: Wish) -> Wish:
+    """Return the next match of a request. It expects nothing where the last one found that nothing is coming: the
+    engine does not wait for a match that expects blocks, and while its turns take longer than a match holds, each
+    request would be without an answer in each turn."""
+    has_come = request is not None and request.sequence is not None and not request.sequence.coming_blocks
+    return replace(wish, expected=None) if has_come else wish
 
 
 def _has_come_with_tail(request: RequestPages) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from cachesvc_client import Lease, LeaseLost
 from cachesvc_client.plugins.pages.grants import Grants
 from cachesvc_client.plugins.pages.group_tables import NO_POSITIONS, AllParts, Positions, engine_groups
-from cachesvc_client.plugins.pages.matches import Matches
+from cachesvc_client.plugins.pages.matches import Matches, next_wish
 from cachesvc_client.plugins.pages.private_pages import PrivatePages
 from cachesvc_client.plugins.pages.request_pages import RequestPages
 from cachesvc_client.plugins.pages.salts import salted
@@ -57,7 +57,8 @@ class PageBook:
         most = stock_blocks, step_blocks, most_requests
         self._grants = Grants(lease, self.groups, *most, part=self.untold.ready, pack=self.keys, clock=clock)
         self.without_host: set[str] = set()
-        self._matches = Matches(self.keys, self.groups, self.untold.ready.ended.append, ahead_blocks, self.without_host)
+        abandon = self.untold.ready.ended.append
+        self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
         self._private, self.salt = PrivatePages(), b""
         self._way = GivingWay(clock)
         self.held_blocks = 0
@@ -104,7 +105,7 @@ class PageBook:
         if known is not None:
             self.outbox.wait_if_idle(lambda: known.is_coming or not known.is_matching)
         is_usable = known is not None and (known.is_matching or self._is_fresh(known, wish))
-        begun = known if known is not None and is_usable else self._match(request_id, wish)
+        begun = known if known is not None and is_usable else self._match(request_id, next_wish(known, wish))
         while begun.host_blocks and request_id in self.without_host:
             begun = self.shorten(request_id, wish, begun.hit_blocks)
         drops = self.drops_last and not (begun.is_shortened or begun.is_coming)

@@ -217,3 +217,15 @@ def test_a_prompt_that_cannot_be_matched_beside_its_tail_goes_on_without(engine:
     assert (pages.hit_blocks, pages.tail) == (2, None)
     engine.iterate()
     assert engine.released() == 1
+
+
+@pytest.mark.parametrize("wish", [Wish([b"a" * 32] * 4, 4, FIRST_BLOCKS, expected=EXPECTED), ENDS_WITHIN])
+def test_an_engine_whose_turns_take_longer_than_a_match_holds_gets_what_has_come(engine: Engine, wish: Wish) -> None:
+    engine.coming_blocks, engine.device_blocks = 0, wish.most_blocks
+    engine.begin("a", wish=wish)
+    engine.now_s += 2 * MATCH_HOLDS_S
+    pages = engine.book.begin("a", wish)
+    assert (pages.is_coming, pages.hit_blocks) == (False, wish.most_blocks)
+    engine.now_s += 2 * MATCH_HOLDS_S
+    engine.iterate()
+    assert not engine.book.begin("a", wish).is_coming, "nor is it matched for more while it waits for its turn"
