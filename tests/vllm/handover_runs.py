@@ -1,4 +1,6 @@
-"""Prefill in one engine, decode in another of another daemon: python -m tests.vllm.handover_runs RUN P_SOCKET D_SOCKET.
+"""Prefill in one engine, decode in another of another daemon:
+
+    python -m tests.vllm.handover_runs RUN,... P_SOCKET D_SOCKET sync|async
 
 Both are vLLM's scheduler without a model (``scheduling``); what a router says goes from one to the other here.
 """
@@ -322,8 +324,9 @@ RUNS: dict[str, Callable[[Engine, Engine], int]] = {
 
 def main() -> None:
     """Run, and tell."""
-    runs, prefiller, decoder = sys.argv[1:]
-    shape = Shape(pages=400, stock=2, patience_ms=2_000 if runs == "prefiller-dies" else 120_000)
+    runs, prefiller, decoder, scheduling = sys.argv[1:]
+    patience_ms = 2_000 if runs == "prefiller-dies" else 120_000
+    shape = Shape(pages=400, stock=2, patience_ms=patience_ms, is_async=scheduling == "async")
     one, other = Engine("p", prefiller, 1, shape), Engine("d", decoder, 2, shape)
     told = {name: RUNS[name](one, other) for name in runs.split(",")}
     for engine in (one, other):

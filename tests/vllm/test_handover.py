@@ -17,7 +17,7 @@ TAILS = "own-copies,other-tails,aborted,evicted"
 DECODES = ("--peer-allow", "127.0.0.0/8")
 
 
-def handed_over(runs: str, prefiller: Node, decoder: Node) -> dict[str, int]:
+def handed_over(runs: str, prefiller: Node, decoder: Node, scheduling: str = "sync") -> dict[str, int]:
     nodes = {"prefiller": prefiller, "decoder": decoder}
 
     def evict(_: object, name: str, *tiers: str) -> None:
@@ -25,15 +25,19 @@ def handed_over(runs: str, prefiller: Node, decoder: Node) -> dict[str, int]:
             nodes[name].admin.Evict(admin_pb2.EvictRequest(model_id=1, tier=tier))
 
     faults = daemon_faults(prefiller.daemon.kill, prefiller.daemon.start) | {"@evict": evict}
-    return run_module("tests.vllm.handover_runs", runs, prefiller.socket, decoder.socket, faults=faults)
+    sockets = prefiller.socket, decoder.socket
+    return run_module("tests.vllm.handover_runs", runs, *sockets, scheduling, faults=faults)
 
 
-@pytest.mark.parametrize("runs", [WELL, TAILS, "prefiller-restarts,prefiller-dies"])
-def test_what_another_node_prefills_is_not_computed_here(runs: str) -> None:
+@pytest.mark.parametrize(
+    ("runs", "scheduling"),
+    [(WELL, "sync"), (TAILS, "sync"), (TAILS, "async"), ("prefiller-restarts,prefiller-dies", "sync")],
+)
+def test_what_another_node_prefills_is_not_computed_here(runs: str, scheduling: str) -> None:
     [port] = free_ports(1)
     prefills = (*DECODES, "--peer-listen", f"127.0.0.1:{port}", "--write-policy", "write_through")
     with running_node(prefills) as prefiller, running_node(DECODES) as decoder:
-        told = handed_over(runs, prefiller, decoder)
+        told = handed_over(runs, prefiller, decoder, scheduling)
         assert min(told.values()) > 0
         assert decoder.problems() == []
         counters = decoder.counters()
