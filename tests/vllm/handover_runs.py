@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cachesvc_client.memory.pool import LoadOutcome
 from cachesvc_vllm.namespace.tails import tail_of
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -141,6 +142,7 @@ def own_copies(one: Engine, other: Engine) -> int:
             name = engine.add(prompt, 2 * BLOCK_TOKENS, handover=words)
             while not engine.answers[name]:
                 engine.step()
+            engine.run_all()
             (table,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
             engine.worker.slots[table[len(prompt) // BLOCK_TOKENS]] = 0
             engine.abort(name)
@@ -242,6 +244,32 @@ def evicted(one: Engine, other: Engine) -> int:
     return len(names)
 
 
+def spoilt(one: Engine, other: Engine) -> int:
+    """A load that a step waits for fails, and with it the copy of the tail: the request begins anew, and what it seals
+    is right."""
+    asked = ending_within(25, 4)
+    told = [prefill(one, prompt) for prompt in asked]
+    end = other.worker._waits.end  # noqa: SLF001 - the mover fails
+    for prompt, words in zip(asked, told, strict=True):
+        other.add(prompt, NEW, handover=words)
+        finish(other)
+        print("@evict decoder device", flush=True)
+        sys.stdin.readline()
+        failed = other.failed_loads
+        other.worker._waits.end = lambda ticket: end(ticket) and LoadOutcome.FAILED  # type: ignore[method-assign] # noqa: SLF001
+        name = other.add(prompt, 2 * BLOCK_TOKENS, handover=words)
+        while other.failed_loads == failed:
+            other.step()
+        other.worker._waits.end = end  # type: ignore[method-assign] # noqa: SLF001
+        finish(other)
+        again = other.add([*prompt, *other.answers[name]], NEW)
+        whole = other.add(prompt, NEW, handover=words)
+        finish(other)
+        assert other.hits[again] >= len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS, name
+        assert is_full_hit(prompt, other.hits[whole]), name
+    return len(asked)
+
+
 def never_computed(one: Engine, other: Engine) -> int:
     """A router says that a node has what it never had, to another one and to that node itself: none is waited for."""
     where = prefill(one, prompts(8, 1)[0])
@@ -316,6 +344,7 @@ RUNS: dict[str, Callable[[Engine, Engine], int]] = {
     "other-tails": other_tails,
     "aborted": aborted,
     "evicted": evicted,
+    "spoilt": spoilt,
     "prefiller-restarts": prefiller_restarts,
     "prefiller-dies": prefiller_dies,
     "bad-words": bad_words,

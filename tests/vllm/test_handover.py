@@ -13,7 +13,7 @@ from tests.vllm.harness import daemon_faults, run_module
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, engines, random_prompt
 
 WELL = "one-after-another,at-once,bad-words,sent-twice,never-computed"
-TAILS = "own-copies,other-tails,aborted,evicted"
+TAILS = "crowded,own-copies,other-tails,aborted,evicted,spoilt"
 DECODES = ("--peer-allow", "127.0.0.0/8")
 
 

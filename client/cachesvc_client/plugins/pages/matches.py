@@ -222,12 +222,18 @@ class Matches:
             request.begun_s = self._clock()
 
 
-def next_wish(request: RequestPages | None, wish: Wish) -> Wish:
+def next_wish(last: RequestPages | None, wish: Wish) -> Wish:
     """Return the next match of a request. It expects nothing where the last one found that nothing is coming: the
     engine does not wait for a match that expects blocks, and while its turns take longer than a match holds, each
-    request would be without an answer in each turn."""
-    has_come = request is not None and request.sequence is not None and not request.sequence.coming_blocks
-    return replace(wish, expected=None) if has_come else wish
+    request would be without an answer in each turn. Nor does it where the last one expected nothing, and was not sent
+    or refused."""
+    if last is None:
+        return wish
+    if last.sequence is not None:
+        expects = last.sequence.coming_blocks > 0
+    else:
+        expects = last.wish is None or last.wish.expected is not None
+    return wish if expects else replace(wish, expected=None)
 
 
 def _has_come_with_tail(request: RequestPages) -> bool:

@@ -311,7 +311,7 @@ class PageBook:
             if not self._send_matches({request_id: wish}):
                 self._matches.expect(request_id, wish)
         if request_id not in self._requests:
-            placeholder = RequestPages.begin(self.groups, request_id, self._clock())
+            placeholder = RequestPages.begin(self.groups, request_id, self._clock(), wish=wish)
             self._requests[request_id] = self._matches.ahead[request_id] = placeholder
         begun = self._requests[request_id]
         self.outbox.wait_if_idle(lambda: begun.is_coming or not begun.is_matching)
