@@ -11,8 +11,8 @@ ended: list[str] = []
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str) -> None:
-    """Note it. ``pytest-xdist`` runs it again in the next process and forgets the failure where it passes there, but the
-    run has failed, and ``--last-failed`` would find nothing to run."""
+    """Note it. ``pytest-xdist`` runs it again in the next process and forgets the failure where it passes there, but
+    the run has failed, and ``--last-failed`` would find nothing to run."""
     ended.append(crashitem)
 
 
