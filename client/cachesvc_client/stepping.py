@@ -63,6 +63,15 @@ class StepStream:
         """An empty batch."""
         return StepBatch(self._lease.record, lambda record: Sequence(AsyncSequence(record, self._lease)))
 
+    def grow_all(self, sequences: Seq[Sequence], blocks: int | Seq[int] = 1) -> None:
+        """Add ``blocks`` private blocks to the tables of each sequence without a round trip, or as many as a list says
+        for each; the next step tells the daemon. ``Sequence.grow_from_stock`` is this for one.
+
+        All or nothing. Raises StockEmpty; what keeps one of them from growing, AlreadyClosed, LoadFailed or Conflict,
+        with its ``sequence_id``; InvalidRequest (no stock, a sequence twice).
+        """
+        self._calls.grow_all(sequences, blocks)
+
     def submit(self, batch: StepBatch[Any] | None = None, timeout_s: float | None = None) -> list[Any]:
         """Send a batch (None: growth and stock alone) and wait for its results; see ``PendingStep.results``."""
         return drive(self._calls.submit(batch, timeout_s))

@@ -18,6 +18,7 @@ class Inherited(Protocol):
 
 
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_this_process = os.getpid()
 
 
 def keep_from_children(handle: Inherited) -> None:
@@ -25,29 +26,31 @@ def keep_from_children(handle: Inherited) -> None:
     _inherited.add(handle)
 
 
-def _forget_inherited() -> None:
+def _begin_child() -> None:
+    global _this_process
+    _this_process = os.getpid()
     for handle in list(_inherited):
         handle.forget()
 
 
-os.register_at_fork(after_in_child=_forget_inherited)
+os.register_at_fork(after_in_child=_begin_child)
 
 
 class Maker:
-    """The process that made a handle."""
+    """The process that made a handle. Each call of each handle asks: a comparison, where getpid is a system call."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self._pid = _this_process
 
     @property
     def is_elsewhere(self) -> bool:
         """True in any other process."""
-        return os.getpid() != self._pid
+        return _this_process != self._pid
 
     def check(self) -> None:
         """Check the process. Raises UsedAfterFork in any other one."""
-        if os.getpid() != self._pid:
+        if _this_process != self._pid:
             raise UsedAfterFork(
-                f"this handle of process {self._pid} was used in process {os.getpid()}, which was forked from it; "
+                f"this handle of process {self._pid} was used in process {_this_process}, which was forked from it; "
                 "connect after the fork, with a client of its own"
             )
