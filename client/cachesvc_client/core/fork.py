@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from types import SimpleNamespace
 from typing import Protocol
 
 from cachesvc_client.core.errors import UsedAfterFork
@@ -18,7 +19,7 @@ class Inherited(Protocol):
 
 
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
-_this_process = os.getpid()
+_this = SimpleNamespace(pid=os.getpid())
 
 
 def keep_from_children(handle: Inherited) -> None:
@@ -27,8 +28,7 @@ def keep_from_children(handle: Inherited) -> None:
 
 
 def _begin_child() -> None:
-    global _this_process
-    _this_process = os.getpid()
+    _this.pid = os.getpid()
     for handle in list(_inherited):
         handle.forget()
 
@@ -40,17 +40,17 @@ class Maker:
     """The process that made a handle. Each call of each handle asks: a comparison, where getpid is a system call."""
 
     def __init__(self) -> None:
-        self._pid = _this_process
+        self._pid: int = _this.pid
 
     @property
     def is_elsewhere(self) -> bool:
         """True in any other process."""
-        return _this_process != self._pid
+        return bool(_this.pid != self._pid)
 
     def check(self) -> None:
         """Check the process. Raises UsedAfterFork in any other one."""
-        if _this_process != self._pid:
+        if _this.pid != self._pid:
             raise UsedAfterFork(
-                f"this handle of process {self._pid} was used in process {_this_process}, which was forked from it; "
+                f"this handle of process {self._pid} was used in process {_this.pid}, which was forked from it; "
                 "connect after the fork, with a client of its own"
             )

@@ -54,6 +54,7 @@ class Entries(ABC):
     def parsed(self, at: int, answer: Any) -> Any:
         """Take in the daemon's answer as a message; what the caller sees."""
 
+    @abstractmethod
     def fail(self, at: int, error: CacheClientError) -> None:
         """Undo an entry that the daemon refused."""
 
@@ -312,13 +313,16 @@ class RecycleEntries(Entries):
         message.recycle_sequences = self._ids()
         message.recycle_tokens = array("Q", self.tokens).tobytes()
 
-    def plain(self, at: int, number: int) -> Recycled:
+    def plain(self, _: int, number: int) -> Recycled:
         """Pages that were given back."""
         return Recycled(number, ())
 
-    def parsed(self, at: int, answer: cache_pb2.RecycleResponse) -> Recycled:
+    def parsed(self, _: int, answer: cache_pb2.RecycleResponse) -> Recycled:
         """Pages that were given back."""
         return parse_recycle(answer)
+
+    def fail(self, at: int, error: CacheClientError) -> None:
+        """No-op: spares of the sequence went by an operation, and a later recycle names as many tokens."""
 
 
 class ReleaseEntries(Entries):

@@ -225,8 +225,8 @@ class LeaseRecord:
     def grow(
         self, sequences: Sequence[SequenceRecord], counts: Sequence[int], positions: Positions = NO_POSITIONS
     ) -> None:
-        """Take stock pages as the next cells of sequences, see ``UntoldGrowth.grow``. Raises as that, and InvalidRequest
-        without a stock."""
+        """Take stock pages as the next cells of sequences, see ``UntoldGrowth.grow``. Raises InvalidRequest without a
+        stock."""
         self.maker.check()
         if self.stock is None:
             raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")

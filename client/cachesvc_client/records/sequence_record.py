@@ -277,12 +277,8 @@ class SequenceRecord:
         self.maker.check()
         if self.is_released:
             raise AlreadyClosed(f"sequence {self.id} was released before")
-        return self._operation(
-            RELEASE,
-            build_release(self.id, self.output_tokens, self.clock_seconds),
-            lambda response: self.released(response.freed_pages),
-            self.refuse_release,
-        )
+        request = build_release(self.id, self.output_tokens, self.clock_seconds)
+        return self._operation(RELEASE, request, lambda each: self.released(each.freed_pages), self.refuse_release)
 
     def released(self, freed_pages: int) -> int:
         """The daemon has ended it."""

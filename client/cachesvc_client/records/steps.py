@@ -235,7 +235,7 @@ def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[l
     return told, odd
 
 
-def _no_handle(record: SequenceRecord) -> SequenceRecord:
+def _no_handle(_: SequenceRecord) -> SequenceRecord:
     raise AssertionError("a batch without operations opens no sequence")
 
 

@@ -58,10 +58,7 @@ class Stock:
     @property
     def has_surplus(self) -> bool:
         """True where a pool has more than its targets."""
-        for pages, target in zip(self._pages, self._pool_targets, strict=True):
-            if len(pages) > target:
-                return True
-        return False
+        return any(len(pages) > target for pages, target in zip(self._pages, self._pool_targets, strict=True))
 
     def take_surplus(self) -> tuple[GroupCells, ...]:
         """Take what is above the targets, newest first."""

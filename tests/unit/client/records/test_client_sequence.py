@@ -296,7 +296,7 @@ def test_a_failed_load_makes_every_further_call_say_so_but_release() -> None:
 def test_releasing_twice_raises_and_so_does_any_use_after_it() -> None:
     mine = record()
     assert mine.release().apply(cache_pb2.ReleaseResponse(freed_pages=8)) == 8
-    for use in (lambda: mine.release(), lambda: mine.publish(1, b""), lambda: mine.recycle(0)):
+    for use in (mine.release, lambda: mine.publish(1, b""), lambda: mine.recycle(0)):
         with pytest.raises(AlreadyClosed, match="released"):
             use()
 
