@@ -172,13 +172,15 @@ def test_after_a_restart_the_order_of_use_is_that_of_before(tmp_path: Path) -> N
 KILLED = """
     import sys
     from cachesvc.storage.file.options import FileOptions
+    from cachesvc.storage.seam import Outcome
     from tests.contracts.storage_rig import Bench, FileTurning, name_of
     bench = Bench(FileTurning(FileOptions(sys.argv[1], 1 << 30, floor=0))).start()
     print("writing", flush=True)
     for first in range(0, 1 << 20, 16):
         names = [name_of(f"{sys.argv[2]} {at}") for at in range(first, first + 16)]
         for name, outcome in zip(names, bench.keep(names, (65536,))):
-            print(name.key.hex(), flush=True)
+            if outcome is Outcome.OK:  # BUSY while the scan of a start still runs, as on a loaded machine
+                print(name.key.hex(), flush=True)
 """
 
 
