@@ -199,8 +199,7 @@ def test_sequences_grow_in_one_call_and_the_next_step_tells(daemon: FakeDaemon, 
     stream.grow_all(sequences[:2])
     stream.grow_all(sequences[:2], [1, 2])
     assert [each.tables[0].tolist() for each in sequences[:2]] == [[5, 7], [6, 8, 9]]
-    grown = [Result(extend=cache_pb2.ExtendResponse(blocks=blocks)) for blocks in (2, 3)]
-    daemon.step_answers.append(Step(results=grown))
+    daemon.step_answers.append(Step(results=[Result(extend=cache_pb2.ExtendResponse(blocks=n)) for n in (2, 3)]))
     pending = stream.send()
     with pytest.raises(Conflict, match="under way in a step"):
         sequences[0].publish(1, b"k" * 32)
