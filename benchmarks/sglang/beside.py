@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cachesvc_client import CacheClient
+from cachesvc_client.plugins.pages.page_book import PageBook
+from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
 from cachesvc_ctl.core.daemon_process import DaemonProcess
-from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 
 from benchmarks.rpc.bystander import summary
 from benchmarks.support.machine import describe_machine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 
 
 class EngineRefused(ConnectorRefused):

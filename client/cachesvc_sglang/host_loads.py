@@ -16,8 +16,8 @@ from typing import NamedTuple
 from cachesvc_client import CacheClientError
 from cachesvc_client.adapters.layer_waits import LayerWaits
 from cachesvc_client.memory.pool import LoadOutcome
-from cachesvc_vllm.daemon.node import Node
-from cachesvc_vllm.pages.request_pages import RequestPages
+from cachesvc_client.plugins.daemon.node import Node
+from cachesvc_client.plugins.pages.request_pages import RequestPages
 
 from cachesvc.model.answers import TicketView
 from cachesvc_sglang.metrics import CacheMetrics

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from cachesvc_vllm.namespace.checkpoint import checkpoint_digest
-from cachesvc_vllm.namespace.identity import canonical, digest_of, length_fact, without_notes
+from cachesvc_client.plugins.namespace.checkpoint import checkpoint_digest
+from cachesvc_client.plugins.namespace.facts import canonical, digest_of, length_fact, without_notes
 
 from cachesvc.model.layout import Layout
 from cachesvc_sglang.errors import EngineRefused
@@ -71,30 +70,13 @@ HARMLESS_VARIABLES = frozenset(
 )
 
 
-@dataclass
-class ModelLength:
-    """A model's configuration in the words of ``length_fact``."""
-
-    hf_text_config: object
-    max_model_len: int
-    hf_config: object = None
-    model: str = ""
-    revision: str | None = None
-    seed: int = 0
-    trust_remote_code: bool = False
-
-    def try_get_generation_config(self) -> object:
-        """Defaults of sampling, which SGLang does not read here."""
-        return {}
-
-
 def engine_facts(arguments: Any, model_config: Any, layout: Layout, weights: str | None) -> dict[str, str]:
     """Return what the name stands for. ``weights``: the operator's own word for them. Raises EngineRefused."""
     facts = {
         "weights": weights or _weights(arguments, model_config),
         "remote_code": str(arguments.trust_remote_code) if getattr(model_config.hf_config, "auto_map", None) else "",
         "config": digest_of(canonical(without_notes(model_config.hf_config.to_dict()))),
-        "context_length": length_fact(ModelLength(model_config.hf_text_config, model_config.context_len)),
+        "context_length": length_fact(model_config.hf_text_config, model_config.context_len, dict),
         "kv": repr(layout.planes[:2]),
         "options": digest_of(canonical(deciding_options(arguments))),
         "packages": ", ".join(f"{name} {release}" for name, release in _releases()),

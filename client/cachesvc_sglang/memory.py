@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from cachesvc_client import DaemonUnavailable
-from cachesvc_vllm.daemon.node import RESERVED_PAGES, Flags, Node, Share, new_instance
-from cachesvc_vllm.namespace.naming import display_name, named
+from cachesvc_client.plugins.daemon.node import RESERVED_PAGES, Node, Share, new_instance
+from cachesvc_client.plugins.namespace.facts import display_name, named
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc_sglang.errors import EngineRefused
 from cachesvc_sglang.identity import engine_facts
 from cachesvc_sglang.refusals import LATENT_POOL, require_pool, require_supported
-from cachesvc_sglang.settings import EngineSettings, read_settings
+from cachesvc_sglang.settings import EngineSettings, flags_of, read_settings
 
 GROUP = "full"
 
@@ -55,8 +55,9 @@ def lay_over_slab(pool: Any) -> None:
         named("sglang", facts), layout, pages, _devices(), shown, -(-model_config.context_len // pool.page_size)
     )
     log.info("shares_as model=%s name=%s facts=%s", share.model, shown, facts)
-    flags = Flags("sglang", "--max-total-tokens", pool.page_size, RESERVED_PAGES, "--context-length")
-    node = Node(settings, new_instance(f"sglang-{os.getpid()}"), share, attaches=True, keeps=True, flags=flags)
+    flags = flags_of(pool.page_size)
+    instance = new_instance(f"sglang-{os.getpid()}")
+    node = Node(settings, instance, share, flags=flags, attaches=True, keeps=True)
     try:
         node.start()
         slab = node.pool.memory(GROUP)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
-from cachesvc_vllm.daemon.errors import STUCK
-from cachesvc_vllm.daemon.node import announced_in
-from cachesvc_vllm.daemon.weights_version import WeightsVersion
-from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
-from cachesvc_vllm.vouching import LOOK_S as LEASE_LOOK_S
-from cachesvc_vllm.vouching import Dropped, Vouching
+from cachesvc_client.plugins.daemon.errors import STUCK
+from cachesvc_client.plugins.daemon.node import announced_in
+from cachesvc_client.plugins.daemon.weights_version import WeightsVersion
+from cachesvc_client.plugins.pages.page_book import PageBook
+from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.steps.vouching import LOOK_S as LEASE_LOOK_S
+from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     CacheRequestOutcome,

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from cachesvc_client.plugins.daemon.node import RESERVED_PAGES, Flags
+
 from cachesvc_sglang.errors import EngineRefused
 
 VARIABLE = "CACHESVC_SGLANG"
@@ -52,6 +54,11 @@ _KINDS: dict[str, type] = {
     "verify_steps": int,
     "allow_untested_sglang": bool,
 }
+
+
+def flags_of(page_tokens: int) -> Flags:
+    """Names of SGLang's options, which count tokens, and not the page of padding."""
+    return Flags("sglang", "--max-total-tokens", page_tokens, RESERVED_PAGES, "--context-length")
 
 
 def read_settings(environment: Mapping[str, str]) -> EngineSettings:

@@ -6,6 +6,7 @@ import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
+from cachesvc_client.plugins.daemon.node import Node
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -14,8 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cachesvc_vllm.daemon.node import Node
-from cachesvc_vllm.daemon.settings import read_settings
+from cachesvc_vllm.daemon.settings import FLAGS, read_settings
 from cachesvc_vllm.handover import answer_of
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
@@ -124,7 +124,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not isinstance(told, WorkerShare):
             return
         assert self._kv_cache_manager is not None
-        node = Node(self._settings, told.instance, told.share, attaches=False)
+        node = Node(self._settings, told.instance, told.share, attaches=False, flags=FLAGS)
         node.comes_back = told.comes_back
         try:
             node.start()

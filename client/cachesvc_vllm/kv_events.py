@@ -19,6 +19,7 @@ from typing import Any
 from cachesvc_client import EventSubscriber
 from cachesvc_client.adapters.bridge import KvEventBridge
 from cachesvc_client.adapters.kv_events import Adapter, Event, KnownTokens, KvEventMapper
+from cachesvc_client.plugins.daemon.node import Node
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -29,7 +30,6 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
-from cachesvc_vllm.daemon.node import Node
 from cachesvc_vllm.daemon.vllm_objects import Request
 
 KNOWN_BLOCKS = 262_144

@@ -11,11 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.daemon.errors import NOT_FIRST, ConnectorRefused
 from cachesvc_vllm.metrics import LOAD_SECONDS, CacheStats
-from cachesvc_vllm.pages.request_pages import RequestPages
 from cachesvc_vllm.transfers import EarlyLoad, StepTransfers
+
+NOT_FIRST = (
+    "another connector of the MultiConnector loads a request into pages that the daemon loads too: name "
+    "CachesvcConnector first among its connectors"
+)
 
 
 class Loading:

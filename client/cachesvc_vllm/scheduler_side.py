@@ -8,24 +8,24 @@ from functools import partial
 from typing import Any
 
 from cachesvc_client import DaemonUnavailable, LeaseLost
+from cachesvc_client.plugins.daemon.errors import STUCK, ConnectorRefused
+from cachesvc_client.plugins.daemon.node import Node, announced_in
+from cachesvc_client.plugins.daemon.weights_version import WeightsVersion
+from cachesvc_client.plugins.pages.group_tables import Positions
+from cachesvc_client.plugins.pages.page_book import PageBook
+from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
 
-from cachesvc_vllm.daemon.errors import STUCK, ConnectorRefused
-from cachesvc_vllm.daemon.node import Node, announced_in
 from cachesvc_vllm.daemon.settings import Settings
-from cachesvc_vllm.daemon.weights_version import WeightsVersion
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.loading import Loading
 from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
-from cachesvc_vllm.pages.group_tables import Positions
 from cachesvc_vllm.pages.lengths import blocks_wanted, computed_blocks
-from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages, Wish
 from cachesvc_vllm.pages.state_cells import StateCells
 from cachesvc_vllm.steps.first_token import FirstToken
 from cachesvc_vllm.transfers import StepTransfers
-from cachesvc_vllm.vouching import Dropped, Vouching
 from cachesvc_vllm.waiting import free_waiting
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
 

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cachesvc_client.plugins.daemon.node import Share
+from cachesvc_client.plugins.pages.request_pages import PageCopy
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -13,8 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.daemon.node import Share
-from cachesvc_vllm.pages.request_pages import PageCopy
 
 
 @dataclass

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cachesvc_client.plugins.pages.page_book import PageBook
+
 from cachesvc_vllm.loading import Loading
-from cachesvc_vllm.pages.page_book import PageBook
 
 WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 """States of a request that waits for its turn; with the last one it may be that it need not know yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cachesvc_client import Registration
+from cachesvc_client.plugins.pages.request_pages import Wish
 from vllm.lora.utils import get_adapter_absolute_path
 
 from cachesvc_vllm.daemon.settings import Settings
@@ -12,7 +13,6 @@ from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.namespace.adapters import Adapters
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
 from cachesvc_vllm.namespace.media import Media
-from cachesvc_vllm.pages.request_pages import Wish
 
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""

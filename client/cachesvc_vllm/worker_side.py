@@ -15,6 +15,11 @@ import vllm.envs as envs
 from cachesvc_client import AttachedPool, CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_client.adapters.layer_waits import LayerWaits
 from cachesvc_client.memory.pool import LoadOutcome
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.laps import Laps
+from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
+from cachesvc_client.plugins.namespace.facts import display_name
+from cachesvc_client.plugins.steps.vouching import LOOK_S
 from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -24,21 +29,17 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.daemon.errors import ConnectorRefused
-from cachesvc_vllm.daemon.laps import Laps
-from cachesvc_vllm.daemon.node import Node, Share, new_instance
 from cachesvc_vllm.daemon.page_copier import PageCopier
-from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_vllm.daemon.settings import FLAGS, Settings
 from cachesvc_vllm.daemon.slab_layout import group_parts, layers_in_order, place_wider_first, slab_layout
 from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
 from cachesvc_vllm.namespace.identity import config_details
-from cachesvc_vllm.namespace.naming import Runtime, display_name, model_facts, model_name
+from cachesvc_vllm.namespace.naming import Runtime, model_facts, model_name
 from cachesvc_vllm.startup.memory import SlabMode, require_on_slab
 from cachesvc_vllm.startup.ranks import Start, agreed_model
 from cachesvc_vllm.startup.refusals import require_supported, require_version
 from cachesvc_vllm.startup.warm_up import WarmUp
 from cachesvc_vllm.transfers import EarlyLoad, StepTransfers, WorkerLease, lapsed_blocks
-from cachesvc_vllm.vouching import LOOK_S
 
 T = TypeVar("T")
 
@@ -253,7 +254,7 @@ class WorkerSide:
         if ranks.is_first_rank:
             log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)
             log.info("shares_by model=%s options=%s", name, config_details(self._vllm_config, runtime.environment))
-        node = Node(self._settings, self.instance, share, attaches=True, rank=ranks.rank_in_group)
+        node = Node(self._settings, self.instance, share, attaches=True, flags=FLAGS, rank=ranks.rank_in_group)
         try:
             node.start()
         except DaemonUnavailable as gone:

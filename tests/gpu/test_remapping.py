@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from cachesvc_client.memory.device import DevicePlane
 from cachesvc_client.memory.placement import PlaneView
-from cachesvc_vllm.daemon.node import Node, Share
-from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_client.plugins.daemon.node import Node, Share
+from cachesvc_vllm.daemon.settings import FLAGS, Settings
 from cachesvc_vllm.daemon.slab_layout import GROUP, slab_layout
 
 from tests.e2e.movers import kill_mover_of
@@ -31,8 +31,8 @@ MOVERS = ("inside", "process")
 @contextmanager
 def engine(daemon: Daemon) -> Iterator[tuple[Node, Node, cupy.ndarray]]:
     """Scheduler, worker, and all bytes of its KV memory."""
-    scheduler = Node(Settings(socket=daemon.socket), "engine", SHARE, attaches=False)
-    worker = Node(Settings(socket=daemon.socket), "engine", SHARE, attaches=True)
+    scheduler = Node(Settings(socket=daemon.socket), "engine", SHARE, flags=FLAGS, attaches=False)
+    worker = Node(Settings(socket=daemon.socket), "engine", SHARE, flags=FLAGS, attaches=True)
     worker.start()
     scheduler.start()
     worker.comes_back = scheduler.comes_back = worker.pool.memory(GROUP).can_map_over

@@ -19,10 +19,10 @@ from tests.sglang.stubs import install
 
 install()
 
+from cachesvc_client.plugins.daemon.node import RESERVED_PAGES, Node, Share, new_instance  # noqa: E402
 from cachesvc_sglang.memory import PoolMemory  # noqa: E402 - the stubs come first
 from cachesvc_sglang.page_cache import PageCache  # noqa: E402
-from cachesvc_sglang.settings import EngineSettings  # noqa: E402
-from cachesvc_vllm.daemon.node import RESERVED_PAGES, Node, Share, new_instance  # noqa: E402
+from cachesvc_sglang.settings import EngineSettings, flags_of  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome  # noqa: E402
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup  # noqa: E402
@@ -64,7 +64,8 @@ class Scheduling:
     def __init__(self, socket: str, model: str, *, is_off: bool = False) -> None:
         settings = EngineSettings(socket=socket, stock_blocks=1)
         share = Share(model, LAYOUT, PAGES + RESERVED_PAGES)
-        self.node = Node(settings, new_instance("cache_runs"), share, attaches=True, keeps=True)
+        flags = flags_of(PAGE_TOKENS)
+        self.node = Node(settings, new_instance("cache_runs"), share, flags=flags, attaches=True, keeps=True)
         self.node.start()
         pool = SimpleNamespace(
             cachesvc=PoolMemory(self.node, settings), layer_num=1, register_layer_transfer_counter=lambda _: None

@@ -23,16 +23,17 @@ PAGE_TOKENS, PAGES = 4, 64
 
 def cache_on(path: str) -> Any:
     """The cache of an engine whose pool is on the daemon at ``path``."""
+    from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
     from cachesvc_sglang.memory import PoolMemory
     from cachesvc_sglang.page_cache import PageCache
-    from cachesvc_sglang.settings import EngineSettings
-    from cachesvc_vllm.daemon.node import Node, Share, new_instance
+    from cachesvc_sglang.settings import EngineSettings, flags_of
 
     from cachesvc.model.layout import Layout, Plane, PlaneGroup
 
     layout = Layout(PAGE_TOKENS, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (64,), "uint8"),))
     settings = EngineSettings(socket=path, host_blocks=0)
-    node = Node(settings, new_instance("waiting"), Share("waiting", layout, PAGES), attaches=True, keeps=True)
+    share = Share("waiting", layout, PAGES)
+    node = Node(settings, new_instance("waiting"), share, flags=flags_of(PAGE_TOKENS), attaches=True, keeps=True)
     node.start()
     buffers = SimpleNamespace(
         cachesvc=PoolMemory(node, settings), layer_num=1, register_layer_transfer_counter=lambda _: None
@@ -66,7 +67,7 @@ def request(rid: str) -> Any:
 def admit_late(cache: Any, daemon: int) -> list[bool]:
     """Have the daemon answer a match after SGLang waited for it; whether the request is admitted with the match that
     SGLang has, and with the next one."""
-    from cachesvc_vllm.steps import outbox
+    from cachesvc_client.plugins.steps import outbox
 
     late, admitted = request("late"), []
     params = SimpleNamespace(req=late, key=SimpleNamespace(token_ids=late.origin_input_ids, limit=None))

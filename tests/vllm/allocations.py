@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 import torch
-from cachesvc_vllm.daemon.node import Node, Share
-from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_client.plugins.daemon.node import Node, Share
+from cachesvc_vllm.daemon.settings import FLAGS, Settings
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
@@ -43,7 +43,7 @@ class Manager:
             max_in_flight_tokens=1024,
         )
         layout = Layout(BLOCK_TOKENS, 1, (PlaneGroup("full"),), (Plane("kv", 0, "full", (64,), "uint8"),))
-        self._node = Node(Settings(socket=socket), "test", Share("m", layout, PAGES), attaches=False)
+        self._node = Node(Settings(socket=socket), "test", Share("m", layout, PAGES), flags=FLAGS, attaches=False)
         self._node.start()
         self.side = SchedulerSide(self._node, Settings(socket=socket), 64)
         self.side._book.outbox.runs = lambda: False  # noqa: SLF001 - an iteration here takes no time: wait for answers

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from cachesvc_client.memory.pool import LoadOutcome
-from cachesvc_vllm.daemon.node import Node, Share, new_instance
-from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
+from cachesvc_vllm.daemon.settings import FLAGS, Settings
 from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.transfers import WorkerShare
 from vllm.sampling_params import SamplingParams
@@ -79,7 +79,7 @@ class Engine:
         )
         share = Share("m", shape.layout, shape.pages, longest_blocks=LONGEST // shape.block_tokens, parts=shape.parts)
         instance = new_instance(name)
-        self.worker = Worker(Node(settings, instance, share, attaches=True), shape.page_bytes)
+        self.worker = Worker(Node(settings, instance, share, flags=FLAGS, attaches=True), shape.page_bytes)
         self.scheduler = make_scheduler(name, settings, shape, LONGEST)
         self.connector = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})

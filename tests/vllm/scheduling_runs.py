@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cachesvc_vllm.vouching import PagesLapsed
+from cachesvc_client.plugins.steps.vouching import PagesLapsed
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput

@@ -16,8 +16,8 @@ from tests.vllm.weights import write_checkpoint
 
 HUB = """
 import sys
-from cachesvc_vllm.namespace.checkpoint import checkpoint_digest
-from cachesvc_vllm.namespace.file_digests import FileDigests
+from cachesvc_client.plugins.namespace.checkpoint import checkpoint_digest
+from cachesvc_client.plugins.namespace.file_digests import FileDigests
 folder, commit = (each or None for each in sys.argv[1:])
 try:
     print(checkpoint_digest("org/m", "main", FileDigests(), download_dir=folder, commit=commit))

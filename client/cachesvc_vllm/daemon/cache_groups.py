@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
+
 from cachesvc.model.layout import MAX_BLOCK_TOKENS, MAX_GROUPS
-from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 
 class Retention(Enum):

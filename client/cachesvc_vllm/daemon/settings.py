@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.node import Flags
 
 DRAFT_BLOCKS = ("lookahead", "drop")
+FLAGS = Flags("vllm", "--num-gpu-blocks-override", unit=1, padding=0, longest="--max-model-len")
 MOST_PATIENCE_MS = 600_000
 """Longest wait without progress that a daemon keeps; a longer one would end there, and the setting would not say so."""
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 from cachesvc_client.layouts.parts import Parts, part_group
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 
 from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.geometry import device_geometry, slab_bytes
 from cachesvc.model.layout import MAX_GROUPS, Layout, Plane, PlaneGroup
 from cachesvc_vllm.daemon.cache_groups import CacheGroup, Retention, cache_groups, common_block_tokens
-from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 GROUP = "full"
 """Name of the group of a model that has one."""

@@ -11,9 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from cachesvc_client.plugins.namespace.checkpoint import WEIGHTS, files_digest
+
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc_vllm.daemon.vllm_objects import LoraRequest
-from cachesvc_vllm.namespace.checkpoint import WEIGHTS, files_digest
 
 CONFIG = "adapter_config.json"
 

@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.vllm_objects import HashedRequest, Request, VllmConfig
 
 PERSON = b"kv-lookahead"
@@ -51,14 +50,6 @@ def extra_keys_of(request: Request, first: int, end: int) -> object:
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
     return generate_block_hash_extra_keys(request, first, end, 0)[0]
-
-
-def salted(hashes: Sequence[bytes], *salts: bytes) -> bytes:
-    """Pack keys, each mixed with all ``salts`` that are not empty: other keys, as far apart as the hashes."""
-    keys = b"".join(hashes)
-    for each in filter(None, salts):
-        keys = (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(each, np.uint8)).tobytes()
-    return keys
 
 
 @dataclass(slots=True)

@@ -6,14 +6,10 @@ its type.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
-from enum import Enum
-from pathlib import Path
+from collections.abc import Mapping
 
-from cachesvc_vllm.daemon.vllm_objects import ModelConfig
+from cachesvc_client.plugins.namespace.facts import canonical, digest_of, fields_of
 
 SHOWN_CHARACTERS = 48
 """Operators see longer values as digests."""
@@ -166,16 +162,6 @@ HARMLESS_ENVIRONMENT = frozenset(
 )
 """Variables that decide no byte, of those that vLLM counts among what decides compiled code."""
 
-HUB_NOTES = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
-"""Notes in a model's ``config.json`` about its origin."""
-
-LENGTH_FREE_ROPES = frozenset({"", "default", "linear", "llama3", "yarn", "deepseek_yarn", "mrope", "proportional"})
-"""Kinds of position embeddings that do not look at ``max_model_len``; LongRoPE, for one, does."""
-
-
-LENGTH_READERS = ("llama4",)
-"""Beginnings of the names of model types that use ``max_model_len`` and the generation config to scale attention."""
-
 
 def config_facts(vllm_config: object) -> dict[str, str]:
     """Return a digest of each part of a configuration that decides bytes, by its name."""
@@ -189,74 +175,18 @@ def config_details(vllm_config: object, factors: Mapping[str, object]) -> dict[s
     return {name: _shown(each) for name, each in sorted(named.items()) if each not in (None, False, "", [], {})}
 
 
-def length_fact(model_config: ModelConfig) -> str:
-    """Return what a model's attention takes from ``max_model_len``, an empty text where it takes nothing."""
-    config = canonical(model_config.hf_text_config)
-    if str(config.get("model_type") if isinstance(config, dict) else "").startswith(LENGTH_READERS):
-        return f"{model_config.max_model_len}.{digest_of(canonical(model_config.try_get_generation_config()))}"
-    kinds = {str(kind) for kind in _rope_kinds(config)}
-    return "" if kinds <= LENGTH_FREE_ROPES else str(model_config.max_model_len)
-
-
 def environment_fact(factors: Mapping[str, object]) -> str:
     """Return a digest of the variables that may change kernels. ``factors``: vLLM's ``envs.compile_factors()``."""
     return digest_of(_deciding_factors(factors))
 
 
-def canonical(value: object, inside: tuple[int, ...] = ()) -> object:
-    """Turn a value into what JSON has, equal in all processes for equal values. ``inside``: the values around it, which
-    it may lead back to."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes | bytearray):
-        return bytes(value).hex()
-    if isinstance(value, Enum):
-        return [_type_name(type(value)), value.name]
-    if isinstance(value, type) or id(value) in inside:
-        return _type_name(value if isinstance(value, type) else type(value))
-    if isinstance(value, Path):
-        return str(value)
-    inside = (*inside, id(value))
-    to_dict = getattr(value, "to_dict", None)
-    if callable(to_dict):  # a configuration of a model
-        return canonical(without_notes(to_dict()), inside)
-    if isinstance(value, Mapping):
-        return {str(key): canonical(each, inside) for key, each in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted((canonical(each, inside) for each in value), key=repr)
-    if isinstance(value, list | tuple):
-        return [canonical(each, inside) for each in value]
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    if type(value).__module__ == "torch":  # dtypes and devices
-        return str(value)
-    left_out = HARMLESS.get(type(value).__name__, frozenset())
-    parts = {name: each for name, each in _parts(value).items() if name not in left_out}
-    return [_type_name(type(value)), {name: canonical(parts[name], inside) for name in sorted(parts)}]
-
-
-def without_notes(config: Mapping[str, object]) -> dict[str, object]:
-    """Leave out where a model's configuration came from, at each level."""
-    return {
-        key: without_notes(each) if isinstance(each, Mapping) else each
-        for key, each in config.items()
-        if key not in HUB_NOTES
-    }
-
-
-def digest_of(value: object) -> str:
-    """Return 16 hexadecimal digits of what ``canonical`` made."""
-    text = json.dumps(value, sort_keys=True, default=repr)
-    return hashlib.blake2b(text.encode(), digest_size=8, person=b"kv-vllm-fact").hexdigest()
-
-
 def _deciding_parts(vllm_config: object) -> dict[str, object]:
-    parts = {name: part for name, part in _parts(vllm_config).items() if name not in WHOLE and part is not None}
-    return {name: canonical(part) for name, part in parts.items()}
+    parts = {name: part for name, part in fields_of(vllm_config).items() if name not in WHOLE and part is not None}
+    return {name: canonical(part, HARMLESS) for name, part in parts.items()}
 
 
 def _deciding_factors(factors: Mapping[str, object]) -> object:
-    return canonical({name: factors[name] for name in factors if name not in HARMLESS_ENVIRONMENT})
+    return canonical({name: factors[name] for name in factors if name not in HARMLESS_ENVIRONMENT}, HARMLESS)
 
 
 def _fields_of(value: object) -> dict[str, object]:
@@ -270,23 +200,3 @@ def _shown(value: object) -> str:
     """A short value; the digest of a long one, and of one with names in it, some of which may be secrets."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
     return text if len(text) <= SHOWN_CHARACTERS and "{" not in text else digest_of(value)
-
-
-def _type_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _parts(value: object) -> dict[str, object]:
-    """Fields of a value, or what else it has; nothing of what is no data."""
-    if is_dataclass(value):
-        return {each.name: getattr(value, each.name, None) for each in fields(value)}
-    return dict(vars(value)) if hasattr(value, "__dict__") else {}
-
-
-def _rope_kinds(config: object, *, is_rope: bool = False) -> Iterable[object]:
-    """All kinds of position embeddings that a model's configuration names, at any depth."""
-    for key, each in config.items() if isinstance(config, Mapping) else ():
-        if is_rope and key in ("rope_type", "type"):
-            yield each
-        elif isinstance(each, Mapping):
-            yield from _rope_kinds(each, is_rope=is_rope or key in ("rope_parameters", "rope_scaling"))

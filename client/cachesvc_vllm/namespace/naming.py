@@ -6,19 +6,17 @@ harm: pool sizes, batching, graphs, sampling, and the place of a checkpoint.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
 
-from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.namespace.checkpoint import checkpoint_digest
+from cachesvc_client.plugins.namespace.facts import digest_of, length_fact, named
+
 from cachesvc_vllm.daemon.vllm_objects import KvCacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
-from cachesvc_vllm.namespace.checkpoint import checkpoint_digest
 from cachesvc_vllm.namespace.draft_keys import draft_lookahead
-from cachesvc_vllm.namespace.identity import config_facts, digest_of, environment_fact, length_fact
-
-DISPLAY_BYTES = 128
+from cachesvc_vllm.namespace.identity import config_facts, environment_fact
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def model_facts(
         "remote_code": str(model.trust_remote_code) if getattr(model.hf_config, "auto_map", None) else "",
         "drafter": _drafter(vllm_config),
         "draft_keys": f"{draft_blocks}.{lookahead}" if lookahead else "",
-        "max_model_len": length_fact(model),
+        "max_model_len": _length(model),
         "kv_specs": repr([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]),
         "kv_layout": str(kv_cache_config.kv_cache_layout),
         "backends": ", ".join(runtime.backends),
@@ -71,18 +69,8 @@ def model_name(facts: Mapping[str, str]) -> str:
     return named("vllm", facts)
 
 
-def named(engine: str, facts: Mapping[str, str]) -> str:
-    """Return the identity of what a kind of engine computes."""
-    text = json.dumps(dict(facts), sort_keys=True).encode()
-    person = f"kv-{engine}-name"[:16].encode()
-    return f"{engine}-{hashlib.blake2b(text, digest_size=16, person=person).hexdigest()}"
-
-
-def display_name(model: str) -> str:
-    """Return what operators see beside the identity: the last part of the model's path or name, as far as the daemon
-    takes it: printable, at most ``DISPLAY_BYTES``."""
-    text = "".join(each if each.isprintable() else "?" for each in PurePath(model).name)
-    return text.encode(errors="replace")[:DISPLAY_BYTES].decode(errors="ignore")
+def _length(model: ModelConfig) -> str:
+    return length_fact(model.hf_text_config, model.max_model_len, model.try_get_generation_config)
 
 
 def _sizes(parallel: ParallelConfig) -> str:
@@ -105,7 +93,7 @@ def _drafter(vllm_config: VllmConfig) -> str:
     draft = None if speculative is None else speculative.draft_model_config
     if speculative is None or draft is None:
         return ""
-    length = length_fact(draft)
+    length = _length(draft)
     load = speculative.draft_load_config or vllm_config.load_config
     return _drafter_weights(vllm_config.model_config, draft, load) + (f", of {length}" if length else "")
 
@@ -123,7 +111,13 @@ def _checkpoint(model: ModelConfig, load: LoadConfig) -> str:
     name = getattr(model, "model_weights", "") or model.model
     commit = None if getattr(model, "hf_config_path", None) else getattr(model.hf_config, "_commit_hash", None)
     try:
-        return checkpoint_digest(name, model.revision, download_dir=getattr(load, "download_dir", None), commit=commit)
+        return checkpoint_digest(
+            name,
+            model.revision,
+            download_dir=getattr(load, "download_dir", None),
+            commit=commit,
+            has_hub=os.environ.get("VLLM_USE_MODELSCOPE", "").lower() != "true",
+        )
     except OSError as error:
         raise ConnectorRefused(
             f"the weights of {name} cannot be told from others ({error}): name them, revision included, by "

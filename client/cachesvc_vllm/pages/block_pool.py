@@ -13,15 +13,15 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.weights_version import WeightsVersion
+from cachesvc_client.plugins.pages.group_tables import GroupTable
+from cachesvc_client.plugins.pages.page_book import PageBook
+from cachesvc_client.plugins.pages.request_pages import RequestPages
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from cachesvc.model.words import NO_PAGE
-from cachesvc_vllm.daemon.errors import ConnectorRefused
-from cachesvc_vllm.daemon.weights_version import WeightsVersion
-from cachesvc_vllm.pages.group_tables import GroupTable
-from cachesvc_vllm.pages.page_book import PageBook
-from cachesvc_vllm.pages.request_pages import RequestPages
 
 
 class RequestBlock(KVCacheBlock):  # type: ignore[misc]

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-
-class Growth(NamedTuple):
-    """Length of a request's tables, and by state group the new blocks that get a page."""
-
-    blocks: int
-    positions: dict[int, list[int]]
+from typing import Any
 
 
 def computed_blocks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cachesvc_vllm.pages.group_tables import Positions
+from cachesvc_client.plugins.pages.group_tables import Positions
 
 
 class StateCells:

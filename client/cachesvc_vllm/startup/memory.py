@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 from torch.overrides import TorchFunctionMode
-
-from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 
 class SlabMode(TorchFunctionMode):  # type: ignore[misc]

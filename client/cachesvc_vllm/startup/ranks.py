@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
+
 from cachesvc_vllm.daemon.cache_groups import cache_groups
-from cachesvc_vllm.daemon.errors import ConnectorRefused
 
 TESTED = ((0, 32), (0, 33))
 """Releases of vLLM that the connector was tested with: it replaces vLLM's block pool, which is no public API."""

@@ -109,6 +109,10 @@ class HubConfig:
 class ModelConfig(SimpleNamespace):
     """Stand-in for vLLM's own, by name."""
 
+    def try_get_generation_config(self) -> object:
+        """Defaults of sampling: the checkpoint has none."""
+        return {}
+
 
 class CacheConfig(SimpleNamespace):
     """Stand-in for vLLM's own, by name."""

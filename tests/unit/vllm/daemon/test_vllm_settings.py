@@ -6,7 +6,7 @@ from typing import Any
 
 import cachesvc_vllm
 import pytest
-from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.settings import MOST_PATIENCE_MS, Settings, read_settings
 from cachesvc_vllm.startup.refusals import require_version
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, draft_lookahead
 from cachesvc_vllm.pages.lengths import computed_blocks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cachesvc_vllm.daemon.errors import ConnectorRefused
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 from cachesvc_vllm.startup.ranks import Start, agreed_model
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.cache_groups import CacheGroup, Retention, cache_groups
-from cachesvc_vllm.daemon.errors import ConnectorRefused
 from cachesvc_vllm.startup.refusals import require_supported
 
 from tests.unit.rigs.vllm_rig import (

@@ -1,0 +1,1 @@
+"""Identity of engines that share: facts, and digests of checkpoints."""

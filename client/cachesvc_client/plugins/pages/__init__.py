@@ -1,0 +1,1 @@
+"""Pages of an engine's requests."""

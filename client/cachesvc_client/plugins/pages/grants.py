@@ -1,0 +1,238 @@
+"""Pages that the daemon grants an engine: ahead, into its stock, or for a request that asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from cachesvc.model.answers import Allocated
+from cachesvc_client import CacheClientError, Lease, PoolExhausted, StepStream
+from cachesvc_client.plugins.pages.group_tables import NO_POSITIONS, EngineGroups, Growth, Positions
+from cachesvc_client.plugins.pages.matches import refused
+from cachesvc_client.plugins.pages.reports import Pack, put_reports
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.untold import Part
+from cachesvc_client.plugins.steps.outbox import Answer, Outbox, Waits, never
+from cachesvc_client.plugins.steps.stock_demand import StockDemand, most_in_stock
+
+SHORT_PAUSE_S = 0.002
+"""An engine's loop turns as fast as it can while nothing fits; the daemon is not asked again sooner."""
+
+STOCK_DIVISOR = 16
+"""The stock of an engine that runs nothing has at most so small a part of the pool: others cannot use it."""
+
+
+class Grants:
+    """``stock_blocks``: kept in stock while nothing runs; ``step_blocks``, ``most_requests``: of an iteration, what it
+    has while requests run. ``part``, ``pack``: what steps report. Used from the engine's scheduler thread."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        groups: EngineGroups,
+        stock_blocks: int,
+        step_blocks: int,
+        most_requests: int,
+        *,
+        part: Part,
+        pack: Pack,
+        clock: Callable[[], float],
+    ) -> None:
+        tables, self._lead = len(lease.registration.layout.groups), groups.lead_parts.groups[0]
+        blocks = lease.registration.device_pages[self._lead] // tables
+        most = most_in_stock(step_blocks, most_requests, blocks, lease.record.most_stock_pages // tables)
+        self.demand = StockDemand(max(1, min(stock_blocks, blocks // STOCK_DIVISOR)), most)
+        self.outbox = Outbox(lease.step(self.demand.base), Waits(), lambda: False)
+        self._lease = lease
+        self._part, self._pack = part, pack
+        self._clock = clock
+        self._short_until_s = self._stocked_s = 0.0
+
+    def adopt(self, lease: Lease) -> None:
+        """Go on under another lease."""
+        self.demand.rest()
+        self.outbox = Outbox(lease.step(self.demand.base), self.outbox.waits, self.outbox.runs)
+        self._lease = lease
+
+    @property
+    def stream(self) -> StepStream:
+        """The step stream of the lease."""
+        return self.outbox.stream
+
+    @property
+    def is_short(self) -> bool:
+        """True for a moment after the daemon had too few pages."""
+        return self._clock() < self._short_until_s
+
+    def pause(self, asked_s: float | None = None) -> None:
+        """The daemon had too few pages at ``asked_s``, now by default: do not ask again at once."""
+        since_s = self._clock() if asked_s is None else asked_s
+        self._short_until_s = max(self._short_until_s, since_s + SHORT_PAUSE_S)
+
+    # -- stock -------------------------------------------------------------------------------------------------------
+
+    @property
+    def stock_pages(self) -> int:
+        """Number of pages in the stock of the leading group's pool."""
+        stock = self._lease.record.stock
+        assert stock is not None
+        return stock.pages[self._lead]
+
+    def has_stock(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+        """True where the stock has enough for a request; a hit's own pages must be asked for first."""
+        assert request.sequence is not None
+        if request.sequence.blocks < request.sequence.hit_blocks or request.is_growing:
+            return False
+        return self.stock_pages >= request.missing_pages(blocks, states)
+
+    def grow(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+        """Take pages of the stock; False where it has too few."""
+        if not self.has_stock(request, blocks, states):
+            return False
+        assert request.sequence is not None
+        growth = request.growth(blocks, states)
+        new = growth.blocks - request.rows
+        try:
+            if request.tail is not None and request.lacks_tail:
+                assert request.tail.sequence is not None
+                request.tail.sequence.grow_from_stock()
+                self.demand.take(1)
+            if new:
+                request.sequence.grow_from_stock(new, positions=growth.positions)
+        except CacheClientError as error:
+            refused("grow", request.request_id, error)
+            return False
+        self.demand.take(new)
+        request.take_cells()
+        return True
+
+    def grow_some(self, request: RequestPages, blocks: int) -> None:
+        """Take blocks of a request from the stock, as far as that goes."""
+        rows = min(blocks - request.rows, self.stock_pages // request.row_pages)
+        if rows > 0:
+            self.grow(request, request.rows + rows, NO_POSITIONS)
+
+    @property
+    def wants_stock(self) -> bool:
+        """True where the stock is to be filled, or to give back; where the daemon had too little, not at once again."""
+        stock = self._lease.record.stock
+        if stock is None:  # the stream was closed
+            return False
+        self.stream.resize(self.demand.target, self.demand.due)
+        if stock.has_surplus:
+            return True
+        if stock.is_full or self._clock() < self._stocked_s:
+            return False
+        self._stocked_s = self._clock() + SHORT_PAUSE_S
+        return True
+
+    @property
+    def room(self) -> int | None:
+        """Pages of the leading group that can be had, the stock included, as of the last answer; None before the
+        first."""
+        free, evictable = self.stream.free_pages, self.stream.evictable_pages
+        return free[self._lead] + evictable[self._lead] + self.stock_pages if free else None
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def report_if_due(self) -> None:
+        """Send a step where there is something to tell, to do again, or to fill."""
+        record = self._lease.record
+        if self.outbox.has_room and (self._part or record.growing or record.has_ended or self.wants_stock):
+            self.report()
+
+    def report(self) -> None:
+        """Send a step with growth and all that is to be reported, which fills the stock; later, where too many steps
+        have no answer."""
+        if not self.outbox.has_room:
+            return
+        try:
+            batch = self.stream.batch()
+            put_reports(batch, self._part, self._pack)
+            self.stream.resize(self.demand.target, self.demand.due)
+            self.outbox.send(batch, _take_report)
+            self._part.clear()
+        except CacheClientError as error:
+            refused("step", "", error)
+
+    def allocate(self, request: RequestPages, blocks: int, states: Positions, others: Sequence[RequestPages]) -> bool:
+        """Have the daemon make a request's table ``blocks`` long, in a step that reports growth first, and wait for it;
+        True once it has them."""
+        steps = 2 if self._part else 1  # what is reported first may be what frees the pages
+        if not self.outbox.has_room_for(steps):
+            self.outbox.wait(lambda: self.outbox.has_room_for(steps))
+            if self._part:
+                self.report()
+        self.ask(request, blocks, states, others, no_wait=False)
+        self.outbox.wait(lambda: not request.is_growing)
+        if request.is_growing:
+            return False
+        request.take_cells()
+        return request.has_pages(blocks, states)
+
+    def is_late(self, request: RequestPages) -> bool:
+        """True where an answer did not come in time: more steps would wait behind it."""
+        return request.is_growing or not self.outbox.has_room
+
+    def look_room(self) -> None:
+        """Have the daemon say anew what is free."""
+        if self.is_short:
+            return
+        self.pause()
+        if self.outbox.is_empty:
+            self.report()
+        self.outbox.wait_if_idle(never)
+
+    def top_up(self) -> None:
+        """Take in what has come, and have the stock filled where the last step found too little."""
+        self.outbox.poll()
+        if self.outbox.is_empty and self.wants_stock:
+            self.report()
+
+    def ask(
+        self,
+        request: RequestPages,
+        blocks: int,
+        states: Positions,
+        others: Sequence[RequestPages],
+        *,
+        no_wait: bool,
+    ) -> None:
+        """Ask for a request's pages, and those of ``others`` that were matched and may run next; not while too many
+        steps have no answer. ``no_wait``: the answer comes at once, and pages whose blocks have to be saved first are
+        to be asked for again."""
+        if not self.outbox.has_room:
+            return
+        wanting = [(request, request, request.growth(blocks, states))]
+        wanting += [(other, other, other.growth(other.first_blocks, NO_POSITIONS)) for other in others]
+        tails = [(each, each.tail) for each, _, _ in wanting if each.tail is not None and each.lacks_tail]
+        wanting += [(each, tail, Growth(1, {})) for each, tail in tails]
+        try:
+            batch = self.stream.batch()
+            batch.no_wait = no_wait
+            for each, grown, (wanted, positions) in wanting:
+                assert grown.sequence is not None
+                is_whole = not (each.wish and each.wish.follows_layers)
+                batch.allocate(grown.sequence, wanted, short_suffix=is_whole, positions=positions)
+            self.outbox.send(batch, partial(self._take_allocations, [each for each, _, _ in wanting], self._clock()))
+        except CacheClientError as error:
+            refused("allocate", request.request_id, error)
+
+    def _take_allocations(self, requests: Sequence[RequestPages], asked_s: float, answer: Answer) -> None:
+        results = [answer] * len(requests) if isinstance(answer, CacheClientError) else answer
+        for request, result in zip(requests, results, strict=True):
+            if isinstance(result, Allocated):
+                self.demand.take(len(result.tables[self._lead].pages) - result.loading_blocks)
+                request.take_cells()  # it has pages from here on, and is not matched again
+                continue
+            refused("allocate", request.request_id, result)
+            request.begun_s = self._clock()  # others save blocks for it: it asks again with the match that it has
+            if isinstance(result, PoolExhausted):
+                request.was_refused = True
+                self.pause(asked_s)  # an answer from the last iteration delays no request in this one
+
+
+def _take_report(answer: Answer) -> None:
+    for result in [answer] if isinstance(answer, CacheClientError) else answer:
+        if isinstance(result, CacheClientError):
+            refused("operation", "", result)

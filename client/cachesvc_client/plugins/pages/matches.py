@@ -1,0 +1,193 @@
+"""Requests that have come, and their matches: of many that wait, all that may run next are matched in one message."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import islice
+
+from cachesvc_client import CacheClientError, DeadlineExceeded, PoolExhausted
+from cachesvc_client.plugins.daemon.errors import News
+from cachesvc_client.plugins.pages.group_tables import EngineGroups
+from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.steps.outbox import Answer, Outbox
+
+MOST_RENEWED = 8
+"""Requests that are matched again in an iteration: the first ones, which may be scheduled in the next. Those whose
+blocks come from another node are not among them."""
+
+MOST_AGAIN = 16_384
+"""Blocks of which requests are matched again in one message: half a mebibyte of keys, at most every 20 ms."""
+
+log = logging.getLogger(__name__)
+
+
+class Matches:
+    """``pack``: the daemon's keys of hashes and a salt. ``abandon``: takes requests that ended before their match had
+    an answer, and have a sequence since. ``ahead``: requests that were asked for and not admitted: up to
+    ``ahead_blocks`` blocks. At most one message is under way. Used from the engine's scheduler thread."""
+
+    def __init__(
+        self,
+        pack: Callable[[Sequence[bytes], bytes], bytes],
+        groups: EngineGroups,
+        abandon: Callable[[RequestPages], None],
+        ahead_blocks: int,
+    ) -> None:
+        self._groups = groups
+        self._pack = pack
+        self._abandon = abandon
+        self._ahead_blocks = ahead_blocks
+        self.ahead: dict[str, RequestPages] = {}
+        self._coming: dict[str, Wish] = {}
+        self._sent: list[RequestPages] = []
+        self.step = 0
+
+    @property
+    def are_under_way(self) -> bool:
+        """True until the answer was taken."""
+        return bool(self._sent)
+
+    @property
+    def waiting_blocks(self) -> int:
+        """First blocks of requests that wait for their turn, as far as they have none."""
+        ahead = sum(max(0, each.first_blocks - each.rows) for each in self.ahead.values() if not each.is_coming)
+        return ahead + sum(wish.first_blocks for wish in self._coming.values())
+
+    def is_recent(self, request: RequestPages, outbox: Outbox, now_s: float) -> bool:
+        """True where a match is as new as can be for the iteration that is scheduled, or nearly so. An engine that
+        waits for answers can have a new one at once."""
+        is_last = outbox.runs() and self.step - request.step <= 1
+        return is_last or request.is_recent(now_s)
+
+    def stale(self, outbox: Outbox, now_s: float) -> dict[str, Wish]:
+        """Requests to match again: some that may be scheduled in the next iteration, and those whose blocks come from
+        another node."""
+        if self._sent:
+            return {}
+        waiting = [each for each in self.ahead.values() if each.wants_match]
+        others = (each for each in waiting if not (each.is_coming or self.is_recent(each, outbox, now_s)))
+        whole = (  # a shorter wish would find less each time
+            (each.request_id, each.wish) for each in others if each.wish is not None and not each.is_shortened
+        )
+        return coming_again(waiting, now_s) | dict(islice(whole, MOST_RENEWED))
+
+    def wanting(self, but_for: RequestPages) -> list[RequestPages]:
+        """Other requests that were matched, and may be given pages before they are scheduled."""
+        return [each for each in self.ahead.values() if each is not but_for and each.wants_pages]
+
+    def expect(self, request_id: str, wish: Wish) -> None:
+        """Note a request that has come, and will be begun."""
+        self._coming[request_id] = wish
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that was admitted, or ended before."""
+        self._coming.pop(request_id, None)
+        self.ahead.pop(request_id, None)
+
+    def send(self, outbox: Outbox, now_s: float, first: dict[str, Wish] | None = None) -> list[RequestPages]:
+        """Ask for ``first``, and requests that have come first; not while a message is under way. Those asked for."""
+        if self._sent or not outbox.has_room:
+            return []
+        wishes = {**(first or {}), **self._next_coming(is_alone=not first)}
+        if not wishes:
+            return []
+        batch = outbox.stream.batch()
+        for wish in wishes.values():
+            keys = self._pack(wish.hashes, wish.salt) if wish.most_blocks else b""
+            expected = wish.expected if wish.most_blocks else None
+            batch.match(keys, max_blocks=wish.most_blocks, expected=expected, retention=wish.retention)
+        tails = {each: RequestPages.begin(self._groups, each, now_s) for each in wishes if wishes[each].may_be_whole}
+        for _ in tails:
+            batch.match(b"", max_blocks=0)
+        requests = [
+            RequestPages.begin(
+                self._groups,
+                request_id,
+                now_s,
+                first_blocks=wish.first_blocks,
+                is_matching=True,
+                wish=wish,
+                step=self.step,
+            )
+            for request_id, wish in wishes.items()
+        ]
+        try:
+            outbox.send(batch, partial(self._take, requests, tails))
+        except CacheClientError as error:
+            refused("match", next(iter(wishes)), error)
+            return []
+        self._sent = requests
+        for request in requests:
+            self._coming.pop(request.request_id, None)
+            self.ahead[request.request_id] = request
+        return requests
+
+    def _next_coming(self, *, is_alone: bool) -> dict[str, Wish]:
+        """Requests that have come first, as far as the limit goes; ``is_alone``: one at least, where none is ahead.
+        Those whose blocks come from another node run later, and stand in no other's way."""
+        chosen: dict[str, Wish] = {}
+        ahead = [each.first_blocks for each in self.ahead.values() if not each.is_coming]
+        room_blocks = self._ahead_blocks - sum(ahead)
+        for request_id, wish in self._coming.items():
+            room_blocks -= wish.first_blocks
+            if room_blocks < 0 and (chosen or ahead or not is_alone):
+                break
+            chosen[request_id] = wish
+        return chosen
+
+    def drop(self) -> None:
+        """No answer will come: the stream has ended."""
+        for request in self._sent:
+            request.is_matching = False
+        self._sent = []
+
+    def _take(self, requests: list[RequestPages], tails: dict[str, RequestPages], answer: Answer) -> None:
+        if self._sent is requests:
+            self._sent = []
+        begun = [*requests, *tails.values()]
+        results = [answer] * len(begun) if isinstance(answer, CacheClientError) else answer
+        for request, result in zip(begun, results, strict=True):
+            request.is_matching = False
+            if isinstance(result, CacheClientError):
+                refused("match", request.request_id, result)
+            else:
+                request.match(result)
+        for request in requests:
+            tail = tails.get(request.request_id)
+            if tail is not None and tail.sequence is not None and not request.take_tail(tail):
+                self._abandon(tail)
+            if request.is_forgotten and request.sequence is not None:
+                self._abandon(request)
+
+
+def coming_again(requests: Iterable[RequestPages], now_s: float) -> dict[str, Wish]:
+    """Return requests whose blocks are coming from another node, once one is due to be matched again: those that were
+    matched longest ago, of ``MOST_AGAIN`` blocks together, or one."""
+    coming = sorted((each for each in requests if each.is_coming), key=lambda each: each.begun_s)
+    if not coming or coming[0].is_recent(now_s):
+        return {}
+    again, blocks = dict[str, Wish](), 0
+    for each in coming:
+        assert each.wish is not None
+        blocks += each.wish.most_blocks
+        if again and blocks > MOST_AGAIN:
+            break
+        again[each.request_id] = each.wish
+    return again
+
+
+def refused(what: str, request_id: str, error: CacheClientError) -> None:
+    """Log what the daemon did not do. The engine asks again in each iteration, so a refusal is a warning once for each
+    request and kind of reason, and then every minute (``News``). A full pool is none, nor are pages that
+    come later."""
+    if isinstance(error, PoolExhausted | DeadlineExceeded):
+        log.debug("pool_exhausted request=%s why=%s", request_id, error)
+        return
+    is_news = _news.setdefault(what, News()).is_new((request_id, type(error)))
+    log.log(logging.WARNING if is_news else logging.DEBUG, "%s_refused request=%s why=%s", what, request_id, error)
+
+
+_news: dict[str, News] = {}
+"""By what was asked for."""

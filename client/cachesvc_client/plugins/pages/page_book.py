@@ -1,0 +1,399 @@
+"""Page accounting of an engine: the daemon grants a request's pages, and one step an iteration reports their use.
+
+Used from the engine's scheduler thread alone, which waits for the daemon only while nothing runs, or where a running
+request would be preempted otherwise (``steps/outbox.py``):
+
+    a request comes       its match is sent, with those of others that have come
+    it is scheduled       its match is there, and its pages are in stock or were asked for ahead; else it comes again
+    an iteration is made  growth, computed blocks and ended requests are reported; the answer fills the stock
+
+Pages are reserved before the engine counts what is free, so that taking them cannot fail. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cachesvc_client import Lease, LeaseLost
+from cachesvc_client.plugins.pages.grants import Grants
+from cachesvc_client.plugins.pages.group_tables import NO_POSITIONS, AllParts, Positions, engine_groups
+from cachesvc_client.plugins.pages.matches import Matches
+from cachesvc_client.plugins.pages.private_pages import PrivatePages
+from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.salts import salted
+from cachesvc_client.plugins.pages.untold import Sealing, Untold
+from cachesvc_client.plugins.steps.giving_way import Clock, GivingWay
+from cachesvc_client.plugins.steps.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+
+class PageBook:
+    """``stock_blocks``: pages kept at hand while nothing runs. ``ahead_blocks``: limit of blocks that are matched and
+    reserved together for waiting requests. ``step_blocks``: the most that an iteration takes for prompts, with a block
+    for each of ``most_requests``. ``without_host``: requests that have what is in place alone, because a load of theirs
+    has failed and might fail each time. ``drops_last``: leave out the last block of each hit, whose drafter's KV is
+    right for another continuation."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        stock_blocks: int,
+        ahead_blocks: int = 0,
+        clock: Clock = time.monotonic,
+        *,
+        parts: AllParts = (),
+        step_blocks: int = 0,
+        most_requests: int = 0,
+    ) -> None:
+        self._lease, self._clock = lease, clock
+        self.groups = engine_groups(lease.registration.layout, parts)
+        self._requests: dict[str, RequestPages] = {}
+        self.untold = Untold()
+        most = stock_blocks, step_blocks, most_requests
+        self._grants = Grants(lease, self.groups, *most, part=self.untold.ready, pack=self.keys, clock=clock)
+        self._matches = Matches(self.keys, self.groups, self.untold.ready.ended.append, ahead_blocks)
+        self._private = PrivatePages()
+        self.salt = b""
+        self._way = GivingWay(clock)
+        self.without_host: set[str] = set()
+        self.held_blocks = 0
+        self.drops_last = self.is_adrift = self.is_moving = False
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no request has a page."""
+        return not self.held_blocks
+
+    def is_beyond(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
+        """True where a request of ``blocks`` blocks finds no room before there is a new lease, whatever ends by
+        then."""
+        mine = len(self._private) + sum(each.spare_pages for each in self._requests.values() if each is not request)
+        is_short = self.is_empty and request.missing_pages(blocks, states) > mine
+        return self.is_adrift and (self.is_moving or is_short)
+
+    def find(self, request_id: str) -> RequestPages | None:
+        """Pages of a request, if it has begun."""
+        return self._requests.get(request_id)
+
+    def is_with_daemon(self) -> bool:
+        """True while the lease lives. After that, this engine uses the pages that no other engine can use."""
+        if self._lease.is_lost and not self.is_adrift:
+            self._go_adrift()
+        return not self.is_adrift
+
+    @property
+    def outbox(self) -> Outbox:
+        """The way of its steps."""
+        return self._grants.outbox
+
+    def expect(self, request_id: str, wish: Wish) -> None:
+        """Note a request. It is matched at once, or with those that come until the last match has its answer."""
+        self._matches.expect(request_id, wish)
+        if self.is_with_daemon():
+            self.outbox.poll()
+            self._send_matches()
+
+    def begin(self, request_id: str, wish: Wish) -> RequestPages:
+        """A request's pages from its longest hit on; those that it had before and never used are given back. While
+        another node computes what is behind the hit, each ``flush`` looks whether to match it again."""
+        self.outbox.poll()
+        known = self._requests.get(request_id)
+        if known is not None:
+            self.outbox.wait_if_idle(lambda: known.is_coming or not known.is_matching)
+        is_usable = known is not None and (known.is_matching or self._is_fresh(known, wish))
+        begun = known if known is not None and is_usable else self._match(request_id, wish)
+        while begun.host_blocks and request_id in self.without_host:
+            begun = self.shorten(request_id, wish, begun.hit_blocks)
+        drops = self.drops_last and not (begun.is_shortened or begun.is_coming)
+        if (drops or begun.is_without_tail) and (found := begun.loaded_blocks):
+            begun = self.shorten(request_id, wish, found - 1)
+            begun.is_shortened = True
+        return begun
+
+    def shorten(self, request_id: str, wish: Wish, blocks: int) -> RequestPages:
+        """Match a request again for at most ``blocks`` blocks, and give back what it pinned behind them: those
+        blocks are computed, so their cells must be private pages."""
+        return self._match(request_id, replace(wish, most_blocks=blocks, expected=None))
+
+    def forget(self, request_id: str) -> None:
+        """Give the request's pages back, at once or when the engine has freed the last of them."""
+        self._matches.forget(request_id)
+        self._give_back(self._requests.pop(request_id, None))
+
+    def has(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
+        """True where a request that runs has these pages already, and may go on in them. A loss of the daemon is
+        noticed elsewhere, in each iteration."""
+        return request.taken > 0 and request.has_pages(blocks, states) and not self.is_adrift and not self.is_moving
+
+    def is_ready(self, request: RequestPages, blocks: int) -> bool:
+        """False where a request that waits would be scheduled with ``blocks`` blocks, and what the daemon has to say of
+        it is on its way: it is asked for here. The engine may ask again in the next iteration."""
+        if not self.outbox.runs() or not self.is_with_daemon() or self.is_moving:
+            return True
+        if request.sequence is None:
+            return self._way.is_away
+        request.take_cells()
+        if request.has_pages(blocks, NO_POSITIONS) or self._grants.has_stock(request, blocks, NO_POSITIONS):
+            return True
+        if any(each.is_state for each in request.others) and not request.host_blocks:
+            return True  # how long its first chunk is, the engine knows alone
+        self._ask_ahead(request, blocks, NO_POSITIONS)
+        return not request.is_growing
+
+    def reserve(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
+        """Make the request's table ``blocks`` long, with pages for ``states``; False where there is no room now, or the
+        daemon's answer is on its way."""
+        if not self.is_with_daemon() and not self.is_moving:
+            self.untold.settle()
+            self._private.take_ended(self.untold.ready.ended)
+            self.untold.clear()
+            return self._private.lengthen(request, blocks, states)
+        if self.is_moving or request.sequence is None:
+            return False
+        is_urgent = request.taken > 0 or not self.outbox.runs()
+        if request.is_growing and is_urgent:
+            self.outbox.wait(lambda: not request.is_growing)
+        if request.is_growing:
+            return False
+        request.take_cells()
+        if request.has_pages(blocks, states) or self._grants.grow(request, blocks, states):
+            return True
+        if not is_urgent:
+            self._ask_ahead(request, blocks, states)
+            return False
+        if self.untold.ready.ended or self.untold.ready.dead:  # the engine has freed pages for this
+            self._grants.report()
+        elif self._grants.is_short:
+            return False
+        if self._ask(request, blocks, states):
+            return True
+        self._grants.pause()
+        return False
+
+    def use_hits(self, request: RequestPages) -> None:
+        """The engine uses the blocks that were found in place."""
+        self._matches.ahead.pop(request.request_id, None)
+        self.held_blocks += request.take_hits()
+
+    def take(self, request: RequestPages, pages: int) -> list[int]:
+        """The next pages of a request, reserved before."""
+        self._matches.ahead.pop(request.request_id, None)
+        self.held_blocks += pages
+        self._way.admit()
+        return request.take(pages)
+
+    def hold(self, request: RequestPages, cells: int) -> None:
+        """The engine uses cells of another group than the leading one."""
+        self._matches.ahead.pop(request.request_id, None)
+        self.held_blocks += cells
+        request.held += cells
+
+    def finish(self, request: RequestPages, output_tokens: int) -> None:
+        """A request has ended, and the engine frees what it has of it; one that never was admitted has only what was
+        got ahead."""
+        request.output_tokens = output_tokens
+        if not request.held:
+            self.forget(request.request_id)
+
+    def drop(self, request: RequestPages, blocks: int) -> None:
+        """The engine has freed some of a request's pages: with the last of them the request is over."""
+        self.held_blocks -= blocks
+        request.held -= blocks
+        if request.held:
+            return
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+        self.untold.end(request)
+
+    def move_windows(self, request: RequestPages) -> None:
+        """The engine has freed cells of a request that goes on, which nothing reads any more."""
+        for table in request.others:
+            if table.first <= table.told:
+                continue
+            if self.is_adrift:
+                self._private.add(table.drop_pages(max(table.told, request.first_private_of(table)), table.first))
+            else:
+                self.untold.recycle(request, table.parts.dead(table.first))
+            table.told = table.first
+
+    def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
+        """The first ``blocks`` blocks are computed: all engines' from the next ``flush`` on."""
+        if blocks > request.wanted and request.is_shared and not self.is_adrift:
+            request.wanted = blocks
+            self.untold.seal(request, Sealing(blocks, hashes, request.take_states(blocks)))
+
+    def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
+        """Count the blocks that the engine may take, ``request``'s reservation and its untouched hits included."""
+        spare = 0 if request is None else request.spare_pages
+        if self.is_adrift:
+            return len(self._private) + spare
+        not_held = pool_blocks - self.held_blocks
+        room = self._grants.room
+        return not_held if room is None else min(not_held, room + spare)
+
+    def flush(self, *, is_last: bool = False) -> None:
+        """Send what has been computed and what has ended, and the next matches; answers are taken in later.
+        ``is_last``: no iteration may follow, unless requests wait: wait for what is on its way, and let the stock go
+        back to its base."""
+        if not self.is_with_daemon():
+            return
+        self.outbox.poll()
+        if is_last and not self._requests and not self._matches.waiting_blocks:
+            self.outbox.wait()
+            self._grants.demand.rest()
+        else:
+            self._send_matches(self._matches.stale(self.outbox, self._clock()))
+            running = len(self._requests) - len(self._matches.ahead)
+            self._grants.demand.look(running, self._matches.waiting_blocks)
+        self._grants.report_if_due()
+
+    def begin_step(self) -> None:
+        """An iteration is scheduled."""
+        self.untold.begin_step()
+        self._matches.step += 1
+
+    def top_up(self) -> None:
+        """Take in what has come, and have the stock filled where the last step found too little."""
+        if self.is_with_daemon():
+            self._grants.top_up()
+
+    def ask_room(self) -> None:
+        """Have the daemon say anew what is free: the engine found it too little, and others may have ended since."""
+        if self.is_with_daemon():
+            self._grants.look_room()
+
+    def give_way(self, request: RequestPages) -> None:
+        """A request found no room. Where nothing of this engine runs, give back now and then what waiting requests got:
+        another engine may wait for it. Without the daemon, keep ``request``'s own."""
+        if self._way.is_due(is_idle=self.is_empty and not request.is_growing):
+            self._grants.demand.rest()
+            self._drop_idle(request if self.is_adrift else None)
+
+    def change_keys(self, salt: bytes) -> None:
+        """Mix keys with another salt from now on. No request has a page."""
+        for request_id in list(self._requests):
+            self.forget(request_id)
+        self.untold.forget_blocks()  # they would be reported under the new keys
+        self.salt = salt
+
+    def close(self) -> None:
+        """Tell what is left to tell, and end the stream. Idempotent."""
+        self.flush(is_last=True)
+        self._grants.stream.close()
+
+    def adopt(self, lease: Lease) -> None:
+        """Go on under a new lease. No request has a page. Raises DaemonUnavailable and LeaseLost, where that is lost
+        too: another one is to be adopted then."""
+        assert self.is_empty
+        self._grants.adopt(lease)
+        self._lease = lease
+        self._requests.clear()
+        self._matches.drop()
+        self._matches.ahead.clear()
+        self.untold.clear()
+        self._private = PrivatePages()
+        self.is_adrift = self.is_moving = False
+
+    def keys(self, hashes: Sequence[bytes], salt: bytes) -> bytes:
+        """Pack the keys that the daemon knows blocks by: the hashes mixed with the engine's salt and the request's."""
+        return salted(hashes, self.salt, salt)
+
+    def _match(self, request_id: str, wish: Wish) -> RequestPages:
+        """Send a request's match, and those of others that may run next."""
+        self.forget(request_id)
+        if self.is_with_daemon():
+            self.outbox.wait_if_idle(lambda: not self._matches.are_under_way)
+            if not self._send_matches({request_id: wish}):
+                self._matches.expect(request_id, wish)
+        if request_id not in self._requests:
+            placeholder = RequestPages.begin(self.groups, request_id, self._clock())
+            self._requests[request_id] = self._matches.ahead[request_id] = placeholder
+        begun = self._requests[request_id]
+        self.outbox.wait_if_idle(lambda: begun.is_coming or not begun.is_matching)
+        return begun
+
+    def _is_fresh(self, request: RequestPages, wish: Wish) -> bool:
+        """True where a request that waits need not be matched again: what it has is recent, or has its pages, and is no
+        more than it may have."""
+        if not request.answers(wish) or (request.host_blocks and request.request_id in self.without_host):
+            return False
+        if request.is_coming:
+            return self.is_with_daemon()
+        return not request.wants_match or self._matches.is_recent(request, self.outbox, self._clock())
+
+    def _give_back(self, request: RequestPages | None) -> None:
+        """Give back what a request has got, unless the engine has some of it."""
+        if request is None or request.held:
+            return
+        request.is_forgotten = request.is_matching
+        if not request.is_matching:
+            self.untold.ready.ended.append(request)
+
+    def _send_matches(self, first: dict[str, Wish] | None = None) -> bool:
+        """True where they were sent, in place of what such requests had; not while others are under way, or this engine
+        backs off."""
+        if self._way.is_away:
+            return False
+        sent = self._matches.send(self.outbox, self._clock(), first)
+        for request in sent:
+            self._give_back(self._requests.get(request.request_id))
+            self._requests[request.request_id] = request
+        return bool(sent)
+
+    def _ask_ahead(self, request: RequestPages, blocks: int, states: Positions) -> None:
+        """Ask the daemon for pages of a request that waits, and go on. Where it had none, take those of the stock, and
+        first give back what other requests hold that wait."""
+        if request.is_growing or self._grants.is_short or not self.outbox.has_room:
+            return
+        if request.was_refused:
+            request.was_refused = False
+            self._drop_idle(request)
+            self._grants.grow_some(request, blocks)
+        self._grants.ask(request, blocks, states, self._matches.wanting(request), no_wait=True)
+
+    def _ask(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+        """Ask the daemon for pages; where it has too few, with what this engine can spare: hits of requests that wait,
+        and its stock. True once the request has them; False at once where an answer does not come in time."""
+        if self._allocate(request, blocks, states):
+            return True
+        assert request.sequence is not None
+        if self._grants.is_late(request):
+            return False
+        if self._drop_idle(request) and self._allocate(request, blocks, states):
+            return True
+        hit_blocks = request.sequence.hit_blocks
+        if request.rows < hit_blocks and not self._allocate(request, hit_blocks, NO_POSITIONS):
+            return False
+        self._grants.grow_some(request, blocks)
+        return request.has_pages(blocks, states) or self._allocate(request, blocks, states)
+
+    def _allocate(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+        others = [] if request.taken or self._grants.is_short else self._matches.wanting(request)
+        return not request.is_growing and self._grants.allocate(request, blocks, states, others)
+
+    def _drop_idle(self, but_for: RequestPages | None = None) -> bool:
+        """Give back what requests pin that the engine has not admitted; True where there was one."""
+        idle = [each for each in self._requests.values() if each.is_ahead and each is not but_for]
+        for request in idle:
+            self.forget(request.request_id)
+        if self.is_with_daemon() and (idle or self._grants.wants_stock):
+            self._grants.report()
+        return bool(idle)
+
+    # -- without it --------------------------------------------------------------------------------------------------
+
+    def _go_adrift(self) -> None:
+        """Detach from a lost daemon: requests keep their pages, and new ones get pages that no other engine can use.
+        Where the daemon revoked the lease, or that is unknown, shared pages may be others' by now: then all requests
+        stop."""
+        self.is_adrift = True
+        self.is_moving = isinstance(self._lease.record.loss, LeaseLost) or not self._lease.is_sure
+        self.outbox.wait()
+        self._matches.drop()
+        self.untold.forget_blocks()
+        self._private.take_stock(self._lease.record.stock)
+        log.warning("daemon_gone private_pages=%s", len(self._private))

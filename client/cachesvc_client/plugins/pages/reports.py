@@ -1,0 +1,62 @@
+"""Reports of an iteration as operations of a step: blocks that are computed, cells that are given back, ended requests.
+
+In this order: a cell that is given back in the same report is sealed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cachesvc_client import CacheClientError
+from cachesvc_client.plugins.pages.matches import refused
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.untold import Part, Sealing
+
+Pack = Callable[[Sequence[bytes], bytes], bytes]
+"""The daemon's keys of hashes and a salt."""
+
+
+def put_reports(batch: Any, part: Part, pack: Pack) -> None:
+    """Add all that ``part`` has to a batch."""
+    for request, sealing in part.sealing.items():
+        _publish(batch, request, sealing, pack)
+    ended = set(part.ended)
+    for request, dead in part.dead.items():
+        if request not in ended:
+            _recycle(batch, request, dead)
+    for request in part.ended:
+        _release(batch, request)
+
+
+def _publish(batch: Any, request: RequestPages, sealing: Sealing, pack: Pack) -> None:
+    assert request.sequence is not None
+    record, blocks = request.sequence.record, sealing.blocks
+    first = min(record.asked_blocks, blocks)
+    if blocks <= first and not sealing.states:
+        return
+    keys = b"" if blocks <= record.known_keys else pack(sealing.keys[first:blocks], request.salt)
+    try:
+        batch.publish(request.sequence, max(blocks, first), keys, first_key=first, states=sealing.states)
+    except CacheClientError as error:
+        refused("publish", request.request_id, error)
+
+
+def _recycle(batch: Any, request: RequestPages, dead: Mapping[int, int]) -> None:
+    if request.sequence is None:
+        return
+    try:
+        batch.give_back(request.sequence, dead, request.take_replaced(dead))
+    except CacheClientError as error:
+        refused("recycle", request.request_id, error)
+
+
+def _release(batch: Any, request: RequestPages) -> None:
+    if request.tail is not None:
+        _release(batch, request.tail)
+    if request.sequence is None:
+        return
+    try:
+        batch.release(request.sequence, output_tokens=request.output_tokens)
+    except CacheClientError as error:
+        refused("release", request.request_id, error)

@@ -1,0 +1,118 @@
+"""Steps on their way: sent ahead from the engine's scheduler thread, which takes their answers in as they come.
+
+Waiting for an answer there stops every request that runs. So answers are looked for, and waited for in two cases alone:
+while the engine computes nothing, and where a running request would be preempted otherwise. ``Waits`` counts both.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cachesvc_client import CacheClientError, DeadlineExceeded, PendingStep, StepStream
+
+ANSWER_S = 1.0
+"""An engine's scheduler waits no longer for an answer: what it is about waits, and everything else goes on."""
+
+MOST_UNDER_WAY = 8
+"""Steps without an answer, after which no other is sent. The client allows 16."""
+
+Answer = Sequence[Any] | CacheClientError
+"""Results of a step's operations, in order, or what refused the step as a whole."""
+
+Take = Callable[[Answer], None]
+
+log = logging.getLogger(__name__)
+
+
+def never() -> bool:
+    """Return False: until all answers have come."""
+    return False
+
+
+@dataclass(slots=True)
+class Waits:
+    """Number of times that the thread waited for an answer: while requests ``running``, or with the engine ``idle``."""
+
+    running: int = 0
+    idle: int = 0
+
+
+class Outbox:
+    """``runs``: whether requests run that a wait would stop. ``waits`` outlives the stream. Answers come in the order
+    of the steps. Used from one thread."""
+
+    def __init__(self, stream: StepStream, waits: Waits, runs: Callable[[], bool]) -> None:
+        self.waits = waits
+        self.runs = runs
+        self.stream = stream
+        self._under_way: deque[tuple[PendingStep, Take]] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        """True where every step has its answer."""
+        return not self._under_way
+
+    @property
+    def has_room(self) -> bool:
+        """True where a step may be sent."""
+        return self.has_room_for(1)
+
+    def has_room_for(self, steps: int) -> bool:
+        """Return whether this number of steps may be sent."""
+        return len(self._under_way) + steps <= MOST_UNDER_WAY
+
+    def take_waits(self) -> tuple[int, int]:
+        """Waits since the last call, while requests were running and while none was."""
+        waits = self.waits.running, self.waits.idle
+        self.waits.running = self.waits.idle = 0
+        return waits
+
+    def send(self, batch: Any, take: Take) -> None:
+        """Send a step, whose answer ``take`` gets during a later ``poll`` or ``wait``. Raises what ``StepStream.send``
+        raises."""
+        self._under_way.append((self.stream.send(batch), take))
+
+    def poll(self) -> None:
+        """Take in the answers that have come."""
+        while self._under_way and self._under_way[0][0].poll():
+            self._take_first()
+
+    def wait_if_idle(self, is_done: Callable[[], bool]) -> None:
+        """Wait, unless requests run."""
+        if not (is_done() or self.runs()):
+            self.wait(is_done)
+
+    def wait(self, is_done: Callable[[], bool] = never) -> None:
+        """Wait until ``is_done``, all answers have come, or ``ANSWER_S`` has passed."""
+        self.poll()
+        if is_done() or not self._under_way:
+            return
+        if self.runs():
+            self.waits.running += 1
+        else:
+            self.waits.idle += 1
+        deadline_s = time.monotonic() + ANSWER_S
+        while self._under_way and not is_done():
+            step = self._under_way[0][0]
+            try:
+                step.results(max(0.0, deadline_s - time.monotonic()))
+            except DeadlineExceeded as late:
+                if not step.poll():
+                    log.debug("answer_late why=%s", late)
+                    return
+            except CacheClientError as error:
+                log.debug("step_refused why=%s", error)
+            self._take_first()
+
+    def _take_first(self) -> None:
+        step, take = self._under_way.popleft()
+        try:
+            answer: Answer = step.results(0)
+        except CacheClientError as error:
+            answer = error
+        take(answer)

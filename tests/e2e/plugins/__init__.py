@@ -1,0 +1,1 @@
+"""Parts that plugins of engines share, on a real daemon."""

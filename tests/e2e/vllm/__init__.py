@@ -1,1 +1,0 @@
-"""The connector's parts on a real daemon."""

@@ -1,0 +1,1 @@
+"""Tests of ``cachesvc_client.plugins.pages``."""

@@ -1,1 +1,0 @@
-"""Tests of ``cachesvc_vllm.pages``."""
