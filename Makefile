@@ -55,6 +55,9 @@ ROUTERS_SETUP := $(ROUTERS)/.setup
 # Last, so that a node of the system comes first.
 export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
+# Where no bytecode may be kept, each of some thousand processes of the tests compiles the product anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup test mooncake-test routers-test vllm-setup vllm-test sglang-setup sglang-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate

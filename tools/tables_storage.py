@@ -91,14 +91,26 @@ def storage_handover() -> str:
     body = [
         [
             f"{row['tokens']:,}, {row['bytes'] / 1e9:.1f} GB",
-            f"{row['transfer_p50_ms']:.0f}",
+            f"{row['chunk']} / {row['rate']:,}",
+            f"{row['prefill_ms']:.0f} / {row['transfer_p50_ms']:.0f}",
             f"{row['after_p50_ms']:.0f} / {row['after_max_ms']:.0f}",
             f"{row['share_p50']:.0%}",
+            f"{_ms(row['chunk_alone_p50_ms'])} ({row['floor']:.0%} of the bytes)",
         ]
         for row in found["rows"]
     ]
-    head = ["tokens", "transfer alone, p50 ms", "after the prefill's end, p50 / max ms", "share of the transfer, p50"]
+    head = [
+        "tokens",
+        "chunk / tokens a second",
+        "prefill / transfer alone, ms",
+        "after the prefill's end, p50 / max ms",
+    ]
+    head += ["of the transfer, p50", "a chunk alone, ms"]
     return rows(head, body, found["machine"])
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 def storage_fleet() -> str:

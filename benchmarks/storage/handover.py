@@ -1,23 +1,26 @@
 """Time that a decoder waits after a prefill has ended on another node, beside the transfer of the whole prompt.
 
-    python -m benchmarks.storage.handover [--json OUT] [--tokens 1536 8192] [--parts 16] [--repeats 5]
+    python -m benchmarks.storage.handover [--json OUT] [--tokens 1536 8192] [--chunks 128 512] [--rates 10000 20000]
 
-Two daemons over loopback, in the shape of an 8B model. One engine seals a prompt in ``--parts`` equal parts, at the
-pace of a prefill that takes ``--pace`` times as long as the transfer alone; in place of computing it waits. Another
-engine has asked before it begins (``Match.expected``). ``after``: from the last part's seal until the second engine's
-Match has the whole prompt on its host. ``transfer``: the same for a prompt that was computed long before.
+Two daemons over loopback, in the shape of an 8B model. One engine prefills a prompt in chunks at a fixed rate: a chunk
+of n tokens is sealed n / rate seconds after the one before; in place of computing it waits. Another engine has asked
+before it begins (``Match.expected``). ``after``: from the end of the last chunk's computing until the second engine's
+Match has the whole prompt on its host. ``transfer``: a prompt that was computed long before comes whole, in turns with
+these. ``chunk_alone``: a prompt as long as a chunk does, which is the least that can be left when a prefill ends;
+``floor`` is the chunk's part of the bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cachesvc_client import Expected
@@ -31,34 +34,55 @@ BLOCK_TOKENS = 16
 PATIENCE_SECONDS = 60.0
 
 
-def measure(said: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """Figures for one length of prompts."""
+class Case(NamedTuple):
+    """A way to prefill: ``chunk`` tokens at a time, ``rate`` tokens a second."""
+
+    chunk: int
+    rate: int
+
+
+def measure(said: argparse.Namespace, tokens: int) -> list[dict[str, Any]]:
+    """Figures for one length of prompts, a row for each case."""
     blocks = tokens // BLOCK_TOKENS
     rng = np.random.default_rng(tokens)
+    cases = [Case(chunk, rate) for chunk in said.chunks for rate in said.rates if chunk < tokens]
     transfers: list[float] = []
-    after: list[float] = []
+    after: dict[Case, list[float]] = {case: [] for case in cases}
+    alone: dict[int, list[float]] = {case.chunk: [] for case in cases}
+    numbers = itertools.count(1)
     with ExitStack() as stack:
         room = 2 * blocks + SPARE_BLOCKS
         lender = stack.enter_context(running_peer(BLOCK_TOKENS, room, room, *LENDS))
         borrower = stack.enter_context(running_peer(BLOCK_TOKENS, SPARE_BLOCKS, room, *BORROWS))
         address = f"127.0.0.1:{told(lender.daemon, 'peers_ready')['port']}"
-        for repeat in range(said.repeats + 1):
-            keys = rng.bytes(32 * blocks)
-            fill(lender, keys, blocks)
-            began = time.perf_counter()
-            transfers.append(arrival(borrower, keys, address, is_computed=True)() - began)
-            empty(lender, borrower, 2 * repeat)
-            after.append(follow(lender, borrower, rng.bytes(32 * blocks), address, said, transfers[-1]))
-            empty(lender, borrower, 2 * repeat + 1)
-    shares = [one / whole for one, whole in zip(after[1:], transfers[1:], strict=True)]  # the first one warms up
+        for _ in range(said.repeats + 1):
+            for length, seconds in ((tokens, transfers), *alone.items()):
+                keys = rng.bytes(32 * (length // BLOCK_TOKENS))
+                fill(lender, keys, length // BLOCK_TOKENS)
+                began = time.perf_counter()
+                seconds.append(arrival(borrower, keys, address, is_computed=True)() - began)
+                empty(lender, borrower, numbers)
+            for case in cases:
+                after[case].append(follow(lender, borrower, rng.bytes(32 * blocks), address, case))
+                empty(lender, borrower, numbers)
+    return [row_of(tokens, case, transfers[1:], alone[case.chunk][1:], after[case][1:]) for case in cases]  # 0 warms up
+
+
+def row_of(tokens: int, case: Case, transfers: list[float], alone: list[float], after: list[float]) -> dict[str, Any]:
+    """Figures of a case. Shares are of the median transfer."""
+    transfer = statistics.median(transfers)
     row = {
         "tokens": tokens,
-        "bytes": blocks * BLOCK_TOKENS * TOKEN_BYTES,
-        "transfer_p50_ms": round(statistics.median(transfers[1:]) * 1e3, 1),
-        "after_p50_ms": round(statistics.median(after[1:]) * 1e3, 1),
-        "after_max_ms": round(max(after[1:]) * 1e3, 1),
-        "share_p50": round(statistics.median(shares), 3),
-        "share_max": round(max(shares), 3),
+        "bytes": tokens * TOKEN_BYTES,
+        "chunk": case.chunk,
+        "rate": case.rate,
+        "prefill_ms": round(tokens / case.rate * 1e3, 1),
+        "transfer_p50_ms": round(transfer * 1e3, 1),
+        "chunk_alone_p50_ms": round(statistics.median(alone) * 1e3, 1),
+        "after_p50_ms": round(statistics.median(after) * 1e3, 1),
+        "after_max_ms": round(max(after) * 1e3, 1),
+        "share_p50": round(statistics.median(after) / transfer, 3),
+        "floor": round(case.chunk / tokens, 3),
     }
     print(" ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return row
@@ -79,9 +103,7 @@ def arrival(borrower: Peer, keys: bytes, address: str, *, is_computed: bool) -> 
     return wait
 
 
-def follow(
-    lender: Peer, borrower: Peer, keys: bytes, address: str, said: argparse.Namespace, transfer_seconds: float
-) -> float:
+def follow(lender: Peer, borrower: Peer, keys: bytes, address: str, case: Case) -> float:
     """Seconds from the end of a prefill until the decoder's node has all of it."""
     blocks, arrived = len(keys) // 32, list[float]()
     wait = arrival(borrower, keys, address, is_computed=False)
@@ -89,21 +111,21 @@ def follow(
     with lender.lease.match(keys) as sequence:
         sequence.allocate(blocks)
         waiting.start()
-        began = time.perf_counter()
-        for part in range(1, said.parts + 1):
-            due = began + part / said.parts * said.pace * transfer_seconds
-            time.sleep(max(0.0, due - time.perf_counter()))  # a prefill's kernels run
-            sequence.publish(blocks * part // said.parts)
-        ended = time.perf_counter()
+        began, ended = time.perf_counter(), 0.0
+        last = blocks * BLOCK_TOKENS
+        for tokens in (*range(case.chunk, last, case.chunk), last):
+            time.sleep(max(0.0, began + tokens / case.rate - time.perf_counter()))  # a prefill's kernels run
+            ended = time.perf_counter()
+            sequence.publish(tokens // BLOCK_TOKENS)
         waiting.join()
     return arrived[0] - ended
 
 
-def empty(lender: Peer, borrower: Peer, number: int) -> None:
-    """Take everything off both nodes."""
-    borrower.evict("host", 2 * number + 1)
-    for at, tier in enumerate(("device", "host")):
-        lender.evict(tier, 2 * number + 1 + at)
+def empty(lender: Peer, borrower: Peer, numbers: Iterator[int]) -> None:
+    """Take everything off both nodes. ``numbers``: of the requests, each used once."""
+    borrower.evict("host", next(numbers))
+    for tier in ("device", "host"):
+        lender.evict(tier, next(numbers))
 
 
 def main() -> None:
@@ -111,16 +133,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1536, 8192])
-    parser.add_argument("--parts", type=int, default=16)
-    parser.add_argument("--pace", type=float, default=2.0)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[128, 512], help="tokens")
+    parser.add_argument("--rates", type=int, nargs="+", default=[10_000, 20_000], help="tokens a second")
     parser.add_argument("--repeats", type=int, default=5)
     said = parser.parse_args()
-    if min(said.tokens) < BLOCK_TOKENS * said.parts or min(said.repeats, said.parts) < 1:
-        fail("--tokens has a block for each of --parts at least, and --repeats is at least 1")
-    rows = [measure(said, tokens) for tokens in said.tokens]
+    if min(*said.chunks, *said.rates, said.repeats) < 1 or any(each % BLOCK_TOKENS for each in said.chunks):
+        fail(f"--chunks are multiples of {BLOCK_TOKENS}; --rates and --repeats are at least 1")
+    if min(said.tokens) <= min(said.chunks):
+        fail("--tokens are more than the least of --chunks: a prefill in one chunk hides nothing")
+    rows = [row for tokens in said.tokens for row in measure(said, tokens)]
     if said.json:
-        facts = {"benchmark": "storage_handover", "machine": describe_machine(), "parts": said.parts}
-        write_result(said.json, {**facts, "pace": said.pace, "repeats": said.repeats, "rows": rows})
+        facts = {"benchmark": "storage_handover", "machine": describe_machine(), "repeats": said.repeats}
+        write_result(said.json, {**facts, "rows": rows})
 
 
 if __name__ == "__main__":

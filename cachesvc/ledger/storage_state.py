@@ -18,14 +18,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.pins import Pin, WindowPins, held_by
+from cachesvc.ledger.index.pins import Pin
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.index.windows import window_positions
+from cachesvc.ledger.lent import Keep
 from cachesvc.ledger.pages.sharded_dict import KeyQueue
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.sharing import Party
-from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, NO_PAGE, PageState
 
 MOST_WRITTEN = 1 << 18
 """Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""
@@ -58,13 +59,26 @@ class Fetch:
     ``is_piece``: its blocks leave the host once a device has them. ``then``: called once it has ended.
     """
 
-    def __init__(self, blocks: BlockLedger, ticket: int, first: int, keys: tuple[bytes, ...], pin: Pin) -> None:
+    def __init__(
+        self,
+        blocks: BlockLedger,
+        ticket: int,
+        first: int,
+        keys: tuple[bytes, ...],
+        pin: Pin,
+        above: Fetch | None = None,
+    ) -> None:
         """Takes pages of the host: of groups without a window, for which there is room, one for each of ``keys``; of
-        the others what the last window and the sinks need, as far as there is any."""
+        the others what the last window and the sinks need, as far as there is any. ``above``: a fetch under way whose
+        last block the first comes under, once it is there; ``pin`` holds nothing until then."""
         self.ticket = ticket
         self.first = first
         self.keys = keys
-        self.parent = blocks.index.key_of(pin.row)
+        self.parent = blocks.index.key_of(pin.row) if above is None else above.keys[-1]
+        self.waits = above is not None
+        self.below: list[Fetch] = []
+        if above is not None:
+            above.below.append(self)
         self.out = [0] * len(keys)
         self.end = len(keys)
         self.admitted = 0
@@ -87,6 +101,10 @@ class Fetch:
             return False
         above = self.keys[at - 1] if at else self.parent
         return above == (key_at(keys, position - 1) if position else b"")
+
+    def leads_to(self, keys: bytes, position: int) -> bool:
+        """True where the block at ``position`` of packed ``keys`` comes behind its last one."""
+        return position == self.first + len(self.keys) and self.keys[-1] == key_at(keys, position - 1)
 
     @property
     def pin(self) -> Pin:
@@ -138,8 +156,8 @@ class Fetch:
         self._lost.add((block, group))
 
     def may_admit(self) -> bool:
-        """True where the next block has come, whole."""
-        return self.admitted < self.end and not self.out[self.admitted]
+        """True where the next block has come, whole, and the one above it is there."""
+        return not self.waits and self.admitted < self.end and not self.out[self.admitted]
 
     def admit(self, stamps: Callable[[], int]) -> bool:
         """The next block is on the host from now on; False where it cannot be, and so none below it: it is known
@@ -195,12 +213,22 @@ class Fetch:
         return True
 
     def stop(self) -> None:
-        """Stop admitting: pages whose objects have come back are free, the others in quarantine."""
+        """Stop admitting: pages whose objects have come back are free, the others in quarantine. Fetches behind it may
+        admit from now on, or have nothing to come under."""
+        for each in self.below:
+            each._begin_behind(self)  # noqa: SLF001 - one of its kind
         self.end = self.admitted
         self.is_over = True
         for at in range(self.admitted, len(self.keys)):
             self._free(at, PageState.QUARANTINED if self.out[at] else PageState.FREE)
         self._pin.let_go()
+
+    def _begin_behind(self, above: Fetch) -> None:
+        self.waits = False
+        if not above.is_whole:
+            self.cut(0)
+        elif not self.is_over:
+            self._pin = Pin(self._blocks, above.pin.place, above.pin.row)
 
     def came_back(self, block: int) -> None:
         """Note that one of a block's objects writes no more."""
@@ -217,35 +245,6 @@ class Fetch:
                     pages[block] = NO_PAGE
 
 
-class Keep:
-    """A host block that is being written from ``pages``, of each group one or NO_PAGE: they stay its until all of its
-    objects have ended. ``out``: how many have not. ``states_alone``: the rest of the block was written before."""
-
-    def __init__(self, blocks: BlockLedger, row: int, *, states_alone: bool = False) -> None:
-        host = blocks.host
-        groups = host.state_groups if states_alone else range(len(host.pools))
-        self.pages = tuple(
-            host.pages[group][row] if group in groups and host.states[group][row] == READY else NO_PAGE
-            for group in range(len(host.pools))
-        )
-        self.out = 0
-        self.is_good = True
-        self._pin = Pin(blocks, host, row)
-        self._windows = WindowPins(blocks, host)
-        for group in host.window_groups:
-            if self.pages[group] != NO_PAGE:
-                self._windows.hold(group, blocks.index.depth[row], row)
-
-    def pins(self) -> Iterator[tuple[int, int | None, int]]:
-        """Place, group (None: the block's own) and row of each pin. For audits."""
-        yield from held_by(self._pin, self._windows)
-
-    def let_go(self) -> None:
-        """Unpin its pages: they have no reader any more."""
-        self._windows.let_go()
-        self._pin.let_go()
-
-
 @dataclass(slots=True, eq=False)
 class Expectation:
     """Blocks that the daemon at ``peer`` computes for requests here, ``keys`` packed from the root on; of one that has
@@ -255,9 +254,9 @@ class Expectation:
     for ``patience`` seconds after ``progress_at``. ``here``: blocks of it that this node had when it asked last, at
     ``asked_at``; None: no question is under way, and one is due at ``retry_at``. ``epoch``: of the peer's life.
     ``failures``: questions in a row that had no answer, or whose loan did not come. ``has_begun``: the peer was seen to
-    compute it. ``arrived``: blocks that no call has used yet. ``fetching``: a fetch of blocks before this one is under
-    way, 0 for none. ``lent``: blocks (first, last) that the peer lends beyond that. ``end``: how it ended, empty while
-    it has not.
+    compute it. ``arrived``: blocks that no call has used yet. ``fetches``: those under way, each behind the one before.
+    ``lent``: blocks (first, last) that the peer lends beyond that; ``is_beginning``: a fetch of these is being begun.
+    ``end``: how it ended, empty while it has not.
     """
 
     keys: bytes
@@ -271,8 +270,9 @@ class Expectation:
     wanted_at: float
     here: int = -1
     asked_at: float | None = None
-    fetching: int = 0
+    fetches: list[Fetch] = field(default_factory=list)
     lent: tuple[int, int] = (0, 0)
+    is_beginning: bool = False
     retry_at: float = 0.0
     epoch: int = 0
     failures: int = 0
@@ -284,6 +284,11 @@ class Expectation:
     def blocks(self) -> int:
         """Number of blocks that are expected."""
         return len(self.keys) // KEY_BYTES
+
+    @property
+    def fetching(self) -> int:
+        """Number of leading blocks that are here or being fetched; 0 where no fetch is under way."""
+        return self.fetches[-1].first + len(self.fetches[-1].keys) if self.fetches else 0
 
     @property
     def name(self) -> tuple[str, bytes]:

@@ -3,9 +3,9 @@
     borrower                                    lender
     Borrow(names)          ── control ──▶       pins what it has on the host, backs up what is on a device alone
                            ◀──────────────      a lease, a secret, where its bytes are to be had
-    secret, numbers        ── bytes ────▶
+    secret, numbers        ── bytes ────▶       what is being copied to the host is sent once it is there
                            ◀──────────────      header, page; header, page; ...       each verified in its host page
-    Beat every few seconds, Return              pins go; without a beat they go when the lease lapses
+    Beat until all is asked for, Return         pins go; they go too when neither a beat nor bytes renew the lease
 
 The reader owns the destination and reads by itself, so no byte of a dead or late peer lands in memory that is another's
 by now. The lender sends from pinned pages and unpins only when no stream sends from them any more. No memory is open to

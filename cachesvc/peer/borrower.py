@@ -284,6 +284,7 @@ class PeerStorage:
 
     def _refuse(self, wanted: Wanted, each: Each) -> None:
         """Refuse from any thread, without waiting for a peer: the next heartbeat gives the loan back."""
+        self._loans.begun(wanted.held)
         for index, _ in wanted.items:
             each(index, Outcome.BUSY)
         if self._loans.ended(wanted.held):
@@ -292,6 +293,7 @@ class PeerStorage:
     def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
         """Read items of a loan, over one stream. Each of them ends, and is not written to any more then."""
         held = wanted.held
+        self._loans.begun(held)
         left = deque((index, item, held.numbers[item.name]) for index, item in wanted.items)
 
         def came(indexes: Sequence[int], size_bytes: int) -> None:
@@ -345,17 +347,17 @@ class PeerStorage:
             except Exception:  # noqa: BLE001 - the root of a thread: the next beat may be better
                 events.failure("peer_beat_broke")
         until = time.monotonic() + CLOSE_SECONDS
-        for held in (*self._loans.take_unread(), *self._loans.all()):
+        for held in (*self._loans.take_unread(), *self._loans.waiting()):
             left = until - time.monotonic()
             if left > 0 and held.peer.is_usable:  # else it lapses
                 self._give_back(held, min(ASK_SECONDS, left))
 
     def beat(self) -> None:
-        """Send heartbeats for loans still wanted, and give back abandoned ones."""
+        """Send heartbeats for loans that no stream keeps yet, and give back abandoned ones."""
         for held in self._loans.take_unread():
             self._give_back(held)
         wanted: dict[int, tuple[Peer, list[int]]] = {}
-        for held in self._loans.all():
+        for held in self._loans.waiting():
             wanted.setdefault(id(held.peer), (held.peer, []))[1].append(held.loan.lease)
         for peer, leases in wanted.values():
             try:

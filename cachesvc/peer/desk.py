@@ -1,7 +1,9 @@
-"""Loans of this daemon: pinned pages by lease, while heartbeats come, and until the last sender has finished.
+"""Loans of this daemon: pinned pages by lease, while they are wanted, and until the last sender has finished.
 
-A lease that is given back or lapses is over at once: its streams are cut. ``quiet`` is called for it when the last
-sender has finished with its pages; only then may they be used for anything else.
+A lease is renewed by a heartbeat, and by each byte that its borrower takes: a transfer may last longer than its lease,
+while a reader that stands still loses it. One that is given back or lapses is over at once: its streams are cut.
+``quiet`` is called for it when the last sender has finished with its pages; only then may they be used for anything
+else.
 """
 
 from __future__ import annotations
@@ -30,13 +32,16 @@ class LentObject:
 
 @dataclass(eq=False)
 class Lent:
-    """A lease. ``objects``: by number, None for those that are not here. ``until``: monotonic seconds. ``streams``:
-    all that its secret has opened."""
+    """A lease. ``objects``: by number, None for those that are not here. ``seconds``: it lasts without a sign of its
+    borrower, from the last one ``until``, monotonic seconds. ``ready``: leading objects whose bytes are there, and may
+    be sent. ``streams``: all that its secret has opened."""
 
     lease: int
     secret: bytes
     objects: tuple[LentObject | None, ...]
+    seconds: float
     until: float
+    ready: int
     is_over: bool = False
     senders: int = 0
     streams: list[socket.socket] = field(default_factory=list)
@@ -49,14 +54,16 @@ class LoanDesk:
         self._clock = clock
         self._quiet = quiet
         self._lent: dict[int, Lent] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self.lapsed = 0
 
-    def lend(self, objects: Sequence[LentObject | None], seconds: float) -> Lent:
-        """A new lease, whose secret is good for ``STREAMS`` streams."""
+    def lend(self, objects: Sequence[LentObject | None], seconds: float, ready: int | None = None) -> Lent:
+        """A new lease, whose secret is good for ``STREAMS`` streams. ``ready``: see Lent; None: all."""
         with self._lock:
             lease = secrets.randbits(63)  # another daemon's, or of another life, is none of ours
-            lent = Lent(lease, secrets.token_bytes(SECRET_BYTES), tuple(objects), self._clock() + seconds)
+            secret = secrets.token_bytes(SECRET_BYTES)
+            most = len(objects) if ready is None else ready
+            lent = Lent(lease, secret, tuple(objects), seconds, self._clock() + seconds, most)
             self._lent[lent.lease] = lent
         return lent
 
@@ -67,14 +74,25 @@ class LoanDesk:
         """True while pages are lent under it, or still being sent."""
         return lease in self._lent
 
-    def beat(self, lease: int, seconds: float) -> bool:
-        """The borrower lives. False for a lease that is over."""
+    def beat(self, lease: int) -> bool:
+        """Renew a lease whose borrower wants it. False for one that is over."""
+        lent = self._lent.get(lease)
+        return lent is not None and self.renew(lent)
+
+    def renew(self, lent: Lent) -> bool:
+        """Renew a lease, from any thread. False for one that is over."""
+        with self._lock:
+            if not lent.is_over:
+                lent.until = self._clock() + lent.seconds
+            return not lent.is_over
+
+    def fill(self, lease: int, ready: int) -> None:
+        """Have the first ``ready`` objects of a loan sent: their bytes are there."""
         with self._lock:
             lent = self._lent.get(lease)
-            if lent is None or lent.is_over:
-                return False
-            lent.until = self._clock() + seconds
-            return True
+            if lent is not None:
+                lent.ready = ready
+                self._lock.notify_all()
 
     def give_back(self, lease: int) -> None:
         """End a loan. Idempotent."""
@@ -84,7 +102,7 @@ class LoanDesk:
             self._end(lent)
 
     def expire(self) -> None:
-        """End loans whose heartbeats have stopped. Called periodically."""
+        """End loans that neither a heartbeat nor a stream has renewed in time. Called periodically."""
         now = self._clock()
         with self._lock:
             late = [lent for lent in self._lent.values() if not lent.is_over and lent.until <= now]
@@ -110,9 +128,11 @@ class LoanDesk:
             return found
 
     @contextmanager
-    def sending(self, lent: Lent) -> Iterator[bool]:
-        """Hold a loan's pages while they are sent. False where the loan is over: nothing may be sent."""
+    def sending(self, lent: Lent, number: int) -> Iterator[bool]:
+        """Hold a loan's pages while an object of it is sent, once its bytes are there. False where the loan is over:
+        nothing may be sent."""
         with self._lock:
+            self._lock.wait_for(lambda: lent.is_over or number < lent.ready)
             may_send = not lent.is_over
             lent.senders += may_send
         try:
@@ -130,6 +150,7 @@ class LoanDesk:
             if lent.is_over:
                 return
             lent.is_over = True
+            self._lock.notify_all()
             streams = list(lent.streams)
             is_quiet = self._is_quiet(lent)
         for stream in streams:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import Unavailable
@@ -132,19 +133,21 @@ class Lender:
 
     def _send(self, stream: socket.socket, lent: Lent, number: int) -> None:
         """Send one object, from pages that stay until it is sent. Raises OSError."""
-        with self._desk.sending(lent) as may_send:
+        found = lent.objects[number] if number < len(lent.objects) else None
+        if found is None:
+            raise StreamEnded(f"object {number} was not lent")
+        with self._desk.sending(lent, number) as may_send:
             if not may_send:
                 raise StreamEnded("the lease is over")
-            found = lent.objects[number] if number < len(lent.objects) else None
-            if found is None:
-                raise StreamEnded(f"object {number} was not lent")
-            self._send_object(stream, number, found)
+            self._send_object(stream, lent, number, found)
 
-    def _send_object(self, stream: socket.socket, number: int, found: LentObject) -> None:
+    def _send_object(self, stream: socket.socket, lent: Lent, number: int, found: LentObject) -> None:
+        """Send an object. Each part of it that the borrower takes renews the lease. Raises OSError."""
         assert self._digest is not None
         size_bytes = sum(map(len, found.pages))
         head = bytearray(HEADER_BYTES)
         write_header(self._digest, Item(found.name, memoryview(head), found.pages, found.parent))
-        send_pieces(stream, (ANSWER.pack(number, OK, size_bytes) + head, *found.pages), STUCK_SECONDS)
+        pieces: list[memoryview | bytes] = [ANSWER.pack(number, OK, size_bytes) + head, *found.pages]
+        send_pieces(stream, pieces, min(STUCK_SECONDS, lent.seconds), partial(self._desk.renew, lent))
         with self._lock:
             self.sent_bytes += size_bytes

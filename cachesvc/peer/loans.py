@@ -20,7 +20,8 @@ UNUSED_SECONDS = 10.0
 @dataclass(eq=False)
 class HeldLoan:
     """Loan of a peer: ``numbers`` by name. ``is_expected``: it was asked for ahead, by ``expect``. ``readers``: streams
-    that have not ended, of those that read it. ``has_failed``: one of them has."""
+    that have not ended, of those that read it. ``waiting``: those of them that have not begun; without these it is
+    renewed by what its streams bring. ``has_failed``: one of them has."""
 
     peer: Peer
     loan: Loan
@@ -28,6 +29,7 @@ class HeldLoan:
     since: float
     is_expected: bool = False
     readers: int = 0
+    waiting: int = 0
     has_failed: bool = False
 
 
@@ -42,17 +44,18 @@ class Wanted:
         """Deal the items to as many streams as are worth it, in turn: what comes first is wanted first."""
         size_bytes = sum(item.payload_bytes for _, item in self.items)
         streams = max(1, min(self.held.loan.streams, STREAMS, len(self.items), size_bytes // STREAM_BYTES))
-        self.held.readers = streams
+        self.held.readers = self.held.waiting = streams
         return [Wanted(self.held, self.items[at::streams]) for at in range(streams)]
 
 
 class HeldLoans:
-    """Loans that were not read yet. Any thread. ``clock``: monotonic seconds."""
+    """Loans that are not read yet, and those that wait for streams. Any thread. ``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._by_name: dict[ObjectName, HeldLoan] = {}
         self._unread: list[HeldLoan] = []
+        self._taken: dict[int, HeldLoan] = {}
         self._lock = threading.Lock()
 
     def find(self, name: ObjectName) -> HeldLoan | None:
@@ -95,7 +98,16 @@ class HeldLoans:
                 for index, _ in mine:
                     del missing[index]
                 self._drop(held)  # a loan is read once
-        return [share for one in wanted for share in one.by_stream()], list(missing)
+            shares = [share for one in wanted for share in one.by_stream()]
+            self._taken |= {id(one.held): one.held for one in wanted}
+        return shares, list(missing)
+
+    def begun(self, held: HeldLoan) -> None:
+        """Note that a stream of a loan begins, or never will."""
+        with self._lock:
+            held.waiting -= 1
+            if not held.waiting:
+                del self._taken[id(held)]
 
     def ended(self, held: HeldLoan) -> bool:
         """Note the end of a stream of a loan; True for the last one."""
@@ -125,10 +137,10 @@ class HeldLoans:
                     unread.append(held)
         return unread
 
-    def all(self) -> list[HeldLoan]:
-        """Loans that are held."""
+    def waiting(self) -> list[HeldLoan]:
+        """Loans whose bytes are still to be asked for: nothing but a heartbeat keeps them."""
         with self._lock:
-            return self._all()
+            return [*self._all(), *self._taken.values()]
 
     def _all(self) -> list[HeldLoan]:
         return list({id(held): held for held in self._by_name.values()}.values())

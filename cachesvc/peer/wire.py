@@ -14,7 +14,7 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cachesvc.storage.header import HEADER_BYTES
 
@@ -28,6 +28,8 @@ MOST_NUMBERS = 1 << 16
 """Most numbers in one request."""
 STREAMS = 8
 """Most streams of one loan: each is limited by a processor on either side."""
+LOOKS = 4
+"""Calls in which a peer may take nothing, one after another, until it is given up: each has its part of the time."""
 _MOST_PIECES = 512
 """Most pieces of one call; the kernel takes 1,024."""
 _TIME = struct.Struct("@ll")
@@ -37,15 +39,26 @@ class StreamEnded(OSError):
     """The other side is not there any more, or does not speak as it should."""
 
 
-def send_pieces(stream: socket.socket, pieces: Sequence[memoryview | bytes], seconds: float) -> None:
-    """Send all pieces to a peer that takes something every ``seconds``. Raises OSError (TimeoutError)."""
-    left = [memoryview(piece) for piece in pieces]
-    _limit(stream, socket.SO_SNDTIMEO, seconds)
+def send_pieces(
+    stream: socket.socket,
+    pieces: Sequence[memoryview | bytes],
+    seconds: float,
+    taken: Callable[[], object] = lambda: None,
+) -> None:
+    """Send all pieces to a peer that takes something every ``seconds``. ``taken``: called when it has, several times in
+    ``seconds`` where these are long. Raises OSError (TimeoutError)."""
+    left, looks = [memoryview(piece) for piece in pieces], LOOKS
+    _limit(stream, socket.SO_SNDTIMEO, seconds / LOOKS)
     while left:
         try:
-            count = stream.sendmsg(left[:_MOST_PIECES])
+            count = stream.sendmsg(left[:_MOST_PIECES])  # after its time it answers what it has sent
         except BlockingIOError as error:
-            raise TimeoutError("the peer takes nothing more") from error
+            looks -= 1
+            if not looks:
+                raise TimeoutError("the peer takes nothing more") from error
+            continue
+        looks = LOOKS
+        taken()
         _advance(left, count)
 
 

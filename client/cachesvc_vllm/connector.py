@@ -140,7 +140,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 lookahead,
                 most_requests=config.scheduler_config.max_num_seqs,
                 drafts=drafts,
-                has_early_loads=not config.scheduler_config.async_scheduling,
                 publisher=publisher,
             )
         except BaseException:

@@ -1,15 +1,21 @@
 """Loads from the host for an engine's requests, from vLLM's allocation to their end, and copies within the device.
 
-A request is scheduled once its load has ended, while others run. Where nothing else runs or waits, its load is early:
-the request is scheduled at once, and the step waits for the load, layer by layer. Where that fails, vLLM drops what was
-computed, and the request is preempted: it begins anew with what is in place. With asynchronous scheduling no load is
-early: vLLM has scheduled the next step by then, whose token it would give out.
+A request is scheduled once its load has ended, while others run. Where nothing else runs or waits, or the load is
+short, it is early: the request is scheduled at once, and the step waits for the load, layer by layer. Where that fails,
+vLLM drops what was computed, and the request is preempted: it begins anew with what is in place. With asynchronous
+scheduling a further step of it is under way by then, which is dropped too:
+
+    step 0    admits the request; its layers wait for the load
+    step 1    is launched, and reads what step 0 wrote
+    output 0  says which blocks did not come: no token of it, and what step 1 computes is stale (``drop_ahead``)
+    output 1  is dropped; the request has no step under way, and is preempted
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 from cachesvc_client.plugins.pages.request_pages import RequestPages
@@ -18,6 +24,10 @@ from cachesvc.model.answers import TicketView
 from cachesvc_vllm.metrics import LOAD_SECONDS, CacheStats
 from cachesvc_vllm.transfers import EarlyLoad, StepTransfers
 
+SHORT_LOAD_BYTES = 32 << 20
+"""Most that the early loads of a step bring beside other requests, which wait for them: 0.7 ms at 47 GB/s, of a PCIe 5
+link. A request that waits for its load to end is scheduled an iteration or two later."""
+
 NOT_FIRST = (
     "another connector of the MultiConnector loads a request into pages that the daemon loads too: name "
     "CachesvcConnector first among its connectors"
@@ -25,16 +35,18 @@ NOT_FIRST = (
 
 
 class Loading:
-    """``can_be_early``: vLLM takes word of blocks that a step lacked, before it schedules the next one. ``waiting``:
-    requests that were not admitted yet. Used from vLLM's scheduler thread."""
+    """``find``: pages of a request. ``early_block_bytes``: of a block on the host; 0: no load can be early, for vLLM
+    takes no word of blocks that a step lacked. ``waiting``: requests that were not admitted yet. Used from vLLM's
+    scheduler thread."""
 
-    def __init__(self, *, can_be_early: bool = False) -> None:
-        self._can_be_early = can_be_early
+    def __init__(self, find: Callable[[str], RequestPages | None], early_block_bytes: int) -> None:
+        self._find = find
+        self._block_bytes = early_block_bytes
         self.waiting: set[str] = set()
         self._new: dict[str, tuple[TicketView, ...]] = {}
         self._since_s: dict[str, float] = {}
         self._copying: list[RequestPages] = []
-        self._alone = ""
+        self._early_next = ""
         self._new_early: dict[str, EarlyLoad] = {}
         self._early: dict[str, RequestPages] = {}
         self._void: dict[str, RequestPages] = {}
@@ -47,9 +59,14 @@ class Loading:
 
     def is_awaited(self, request: RequestPages, running: Collection[str]) -> bool:
         """True where vLLM is to schedule a request once its load has come; False where it has none, or an early one."""
-        is_alone = not running and self.waiting <= {request.request_id}
-        self._alone = request.request_id if is_alone and self._can_be_early else ""
-        return request.host_blocks > 0 and not self._alone
+        is_early = (not running and self.waiting <= {request.request_id}) or self._is_short(request)
+        self._early_next = request.request_id if is_early and self._block_bytes else ""
+        return request.host_blocks > 0 and not self._early_next
+
+    def _is_short(self, request: RequestPages) -> bool:
+        """True where a step with others may wait for a request's load: no longer one is before it on the link."""
+        blocks = request.host_blocks + sum(len(each.pages) for each in self._new_early.values())
+        return not self._since_s and blocks * self._block_bytes <= SHORT_LOAD_BYTES
 
     def begin(self, request: RequestPages, external_tokens: int, block_tokens: int, stats: CacheStats) -> bool:
         """vLLM has the pages of a request, ``external_tokens`` of which come with a load or a copy, or it is scheduled
@@ -61,7 +78,7 @@ class Loading:
             return False
         if not request.is_loading and external_tokens != request.outside_tokens(block_tokens):
             raise ConnectorRefused(NOT_FIRST)
-        is_early = has_load and name == self._alone
+        is_early = has_load and name == self._early_next
         if request.copy is not None and (is_early or not has_load):
             self._copying.append(request)
         if not has_load:
@@ -69,8 +86,7 @@ class Loading:
         request.is_loading = True
         assert request.sequence is not None
         if is_early:
-            loaded = tuple(request.pages[request.hit_blocks : request.loaded_blocks])
-            self._new_early[name] = EarlyLoad(request.sequence.tickets, loaded)
+            self._new_early[name] = EarlyLoad(request.sequence.tickets, tuple(_loaded(request)))
             self._early[name] = request
             stats.data["loads"] += 1
         else:
@@ -98,20 +114,27 @@ class Loading:
         stats.data["failed_loads"] += len(ours & set(failed))
         return ours & set(failed)
 
-    def end_early(self, invalid_pages: Collection[int], stats: CacheStats) -> set[str]:
-        """The output of a step has come, which lacked ``invalid_pages``. Return requests whose early load failed: what
-        they have is shared with none, and ``is_void``."""
-        failed = {
-            name: each
-            for name, each in self._early.items()
-            if each.held and not set(each.pages[each.hit_blocks : each.loaded_blocks]).isdisjoint(invalid_pages)
-        }
-        for name, each in failed.items():
-            each.is_foreign = True
-            del self._early[name]
-        self._void |= failed
+    def end_early(self, invalid_pages: Collection[int], requests: Mapping[str, Any], stats: CacheStats) -> set[str]:
+        """The output of a step has come, which lacked ``invalid_pages``. Return those of vLLM's ``requests`` that use
+        pages of an early load that failed: vLLM counts less of all of them as computed, and they begin anew."""
+        if not invalid_pages:
+            return set()
+        failed = [each for each in self._early.values() if each.held and not _loaded(each).isdisjoint(invalid_pages)]
         stats.data["failed_loads"] += len(failed)
-        return set(failed)
+        spoilt = set[int]().union(*map(_loaded, failed))
+        for each in failed:
+            del self._early[each.request_id]
+        known = (pages for pages in map(self._find, requests) if pages is not None)
+        users = [each for each in known if not spoilt.isdisjoint(each.pages[: each.taken])]
+        for each in users:
+            request = requests[each.request_id]
+            if request.status.name == "RUNNING":
+                each.is_foreign = True
+                self._void[each.request_id] = each
+                drop_ahead(request)
+            elif request.status.name == "WAITING_FOR_REMOTE_KVS":
+                request.num_computed_tokens = 0  # vLLM frees it at its load's end
+        return {each.request_id for each in users}
 
     def is_void(self, request: RequestPages | None) -> bool:
         """True for pages that an early load did not fill: their request is to be preempted."""
@@ -122,3 +145,15 @@ class Loading:
         self.waiting.discard(request_id)
         for known in (self._since_s, self._early, self._void):
             known.pop(request_id, None)
+
+
+def drop_ahead(request: Any) -> None:
+    """Have vLLM drop what steps under way compute of a request: they read what a void step wrote. It does so by itself
+    where a cache is reset. vLLM frees no block of a request that has a step under way, and preempts it after that."""
+    request.drop_stale_output = True
+    request.num_stale_output_tokens = request.num_in_flight_tokens
+
+
+def _loaded(request: RequestPages) -> set[int]:
+    """Pages that a load of the request fills."""
+    return set(request.pages[request.hit_blocks : request.loaded_blocks])

@@ -42,12 +42,11 @@ class SchedulerSide:
         *,
         most_requests: int = 0,
         drafts: bool = False,
-        has_early_loads: bool = False,
         publisher: Any = None,
     ) -> None:
         """``step_tokens``: the most that vLLM schedules in an iteration, of ``most_requests``. ``lookahead_tokens``:
         those that a drafter reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``).
-        ``has_early_loads``: no step is scheduled before the last output (``Loading``). ``publisher``: of KV events."""
+        ``publisher``: of KV events."""
         self._node = node
         self._has_lookahead = settings.draft_blocks == "lookahead"
         self._lookahead_tokens = lookahead_tokens
@@ -75,7 +74,8 @@ class SchedulerSide:
         self._check = node.page_check()
         self._vouching = Vouching(lambda: node.lease)
         self._dropped = Dropped.NOT
-        self._loading = Loading(can_be_early=has_early_loads and len(self._book.groups.parts) == 1)
+        has_early_loads = len(self._book.groups.parts) == 1
+        self._loading = Loading(self._book.find, registration.layout.page_bytes(0) if has_early_loads else 0)
         self._pool: DaemonBlockPool | None = None
         self._manager: Any = None
         self._states = StateCells(None, {}, step_tokens)
@@ -222,7 +222,7 @@ class SchedulerSide:
         """Loads of these requests have ended, ours or a sibling's, and an output lacked these pages. vLLM schedules
         requests whose load ``failed`` again; those of an early load begin anew."""
         self._book.without_host |= self._loading.end(ended, failed, self._stats)
-        self._book.without_host |= self._loading.end_early(invalid_pages, self._stats)
+        self._book.without_host |= self._loading.end_early(invalid_pages, self._unfinished, self._stats)
 
     def begin_step(self, *, computes: bool) -> None:
         """An iteration is scheduled. ``computes``: it has tokens."""

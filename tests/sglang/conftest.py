@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.rig import short_folder
-from tests.sglang.rig import PYTHON_VARIABLE, SglangFleet, forking
+from tests.sglang.rig import PYTHON_VARIABLE, SglangFleet, make_fleet
 from tests.vllm.rig import Engine, engines
 
 if PYTHON_VARIABLE not in os.environ:
@@ -19,10 +18,9 @@ DEVICE_BLOCKS = 160
 
 
 @pytest.fixture(scope="session")
-def fleet() -> Iterator[SglangFleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> SglangFleet:
     """Makes engines."""
-    with short_folder() as folder, forking(folder) as made:
-        yield made
+    return make_fleet(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,8 @@
-"""SGLang engines for the tests, forked from one process that has imported SGLang: an import takes ten seconds.
+"""An SGLang of its own process for the tests: reads requests, a JSON a line, and writes answers.
 
-    python -m tests.sglang.engine_process SOCKET
+    python -m tests.sglang.engine_process '{"model": FOLDER, "blocks": N, "cachesvc": true, ...}'
 
-Each connection to the socket is an engine of its own, with SGLang's own processes: it reads a wish, then requests, a
-JSON a line, and writes answers. Run by the Python that has SGLang, which need not have pytest.
+Run by the Python that has SGLang, which need not have pytest.
 """
 
 from __future__ import annotations
@@ -11,14 +10,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
-import socket
 import sys
-import traceback
-from importlib import import_module
 from typing import Any
-
-from tests.sglang.stubs import install
 
 
 def make(wish: dict[str, Any]) -> Any:
@@ -76,57 +69,25 @@ def answer(engine: Any, asked: dict[str, Any]) -> Any:
     ]
 
 
-def serve(connection: socket.socket) -> None:
-    """Be an engine until there is nothing more to read."""
-    with connection, connection.makefile("r") as lines, connection.makefile("w") as out:
-        print(json.dumps({"pid": os.getpid()}), file=out, flush=True)
-        wish = json.loads(lines.readline())
-        os.environ.update(wish["environment"])
+def main(wish: dict[str, Any]) -> None:
+    """Be an engine until there is nothing more to read. What SGLang prints goes where its log does."""
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's processes are forked as well
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         if wish["log"]:
-            os.dup2(os.open(wish["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), sys.stderr.fileno())
+            os.dup2(os.open(wish["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+        os.dup2(2, 1)
         try:
             engine = make(wish)
         except Exception as error:
             print(json.dumps({"refused": str(error)}), file=out, flush=True)
             raise
         print(json.dumps({"ready": True}), file=out, flush=True)
-        for line in lines:
+        for line in sys.stdin:
             print(json.dumps(answer(engine, json.loads(line))), file=out, flush=True)
         engine.shutdown()
-        print(json.dumps({"ended": True}), file=out, flush=True)
-
-
-def main(path: str) -> None:
-    """Fork an engine for each connection, until this process is killed."""
-    install()
-    for module in ("entrypoints.engine", "managers.scheduler", "models.registry"):
-        import_module(f"sglang.srt.{module}")
-    multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's processes are forked as well
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        print("listens", flush=True)
-        while True:
-            connection, _ = listener.accept()
-            if os.fork():
-                connection.close()
-                continue
-            listener.close()
-            os.setsid()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-            try:
-                serve(connection)
-            except Exception:  # noqa: BLE001 - the root of the process
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(0)
+    os._exit(0)  # SGLang leaves threads behind that would be waited for
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(json.loads(sys.argv[1]))

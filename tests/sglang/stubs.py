@@ -52,7 +52,7 @@ class Stub(ModuleType):
 
 def install() -> None:
     """Let the stubs be imported in this process."""
-    for name in NAMES:
+    for name in (each for each in NAMES if not isinstance(sys.modules.get(each), Stub)):
         module = Stub(name)
         module.__spec__ = ModuleSpec(name, None)
         module.__dict__["__version__"] = "0.4.10"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from typing import Any
 
 import pytest
 
 from tests.e2e.rig import running_node
-from tests.sglang.rig import PYTHON_VARIABLE
-from tests.vllm.rig import ROOT, check_daemon
+from tests.sglang.rig import forker
+from tests.vllm.rig import check_daemon
 
 Found = dict[str, dict[str, Any]]
 
@@ -26,11 +24,7 @@ def found() -> Found:
 
 def run(module: str, *arguments: str) -> Any:
     """Run a module by the Python that has SGLang; what it printed last."""
-    paths = os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen"))
-    command = [os.environ[PYTHON_VARIABLE], "-m", f"tests.sglang.{module}", *arguments]
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(ran.stdout.splitlines()[-1])
+    return json.loads(forker().run(f"tests.sglang.{module}", *arguments)[-1])
 
 
 def test_of_a_request_that_is_aborted_before_its_match_nothing_stays(found: Found) -> None:

@@ -12,7 +12,7 @@ from tests.e2e.rig import FLAGS, short_folder
 from tests.sglang.conftest import DEVICE_BLOCKS
 from tests.sglang.rig import SglangFleet
 from tests.vllm.rig import BLOCK_TOKENS, Engine, check_daemon, random_prompt, random_requests
-from tests.vllm.scenarios import answer_alike, replaceable
+from tests.vllm.scenarios import answer_alike, replaceable, send_and_begin
 
 REQUESTS = 300
 BATCH = 12
@@ -75,8 +75,7 @@ def test_requests_under_way_end_well_when_the_daemon_dies_and_what_comes_after_f
     under_way = [random_prompt(60, 2.5, new=60), random_prompt(61, 2.5, new=400)]
     later = random_prompt(62, 5.5)
     expected = plain.ask(*under_way, later)
-    for engine in two:
-        engine.send(under_way[0])
+    send_and_begin(daemon.socket, two, under_way[0])
     daemon.process.kill()
     daemon.process.wait()
     for engine in two:

@@ -4,19 +4,14 @@ admitted before its match has an answer."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 
 from tests.e2e.rig import running_node
-from tests.sglang.rig import PYTHON_VARIABLE, python_path
+from tests.sglang.rig import forker
 
 
 def test_nothing_is_kept_of_an_aborted_request_and_none_is_admitted_before_its_answer() -> None:
-    environment = {**os.environ, "PYTHONPATH": python_path(), "SGLANG_USE_CPU_ENGINE": "1", "PYTHONWARNINGS": "ignore"}
     with running_node() as node:
         pid = str(node.daemon.process.pid)
-        command = [os.environ[PYTHON_VARIABLE], "-m", "tests.sglang.waiting_cache", node.socket, pid]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=True)
-    told = json.loads(ended.stdout.splitlines()[-1])
+        told = json.loads(forker().run("tests.sglang.waiting_cache", node.socket, pid)[-1])
     assert told["left"] == [], "it would be matched, and pin its hit for good"
     assert told["admitted"] == [False, True], "what SGLang was not told of would be computed over"

@@ -1,6 +1,6 @@
 """A vLLM of its own process for the tests: reads requests, a JSON a line, and writes answers.
 
-    python -m tests.vllm.engine_process '{"model": FOLDER, "blocks": N, "extra": {...} or null}' WRITE_FD
+    python -m tests.vllm.engine_process '{"model": FOLDER, "blocks": N, "extra": {...} or null}'
 
 Run by the Python that has vLLM, which need not have pytest.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 
 def make(wish: dict[str, Any]) -> Any:
@@ -106,20 +106,20 @@ def _told(at: Any) -> Any:
     return None if at is None else sorted((token, each.logprob) for token, each in at.items())
 
 
-def main(lines: TextIO) -> None:
-    """Serve until there is nothing more to read."""
-    wish = json.loads(sys.argv[1])
-    with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as out:
+def main(wish: dict[str, Any]) -> None:
+    """Serve until there is nothing more to read. What vLLM prints goes where its log does."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
+        os.dup2(2, 1)
         try:
             llm = make(wish)
         except Exception as error:
             print(json.dumps({"refused": str(error)}), file=out, flush=True)
             raise
         print(json.dumps({"ready": True}), file=out, flush=True)
-        for line in lines:
+        for line in sys.stdin:
             print(json.dumps(answer(llm, json.loads(line))), file=out, flush=True)
         llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.stdin)
+    main(json.loads(sys.argv[1]))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable, Mapping
 
-from tests.vllm.rig import PYTHON_VARIABLE, ROOT, engine_environment
+from tests.vllm.rig import forker
 
 Fault = Callable[..., object]
 """``fault(process, *words)``: the process waits for its end. ``words`` are those behind its name."""
@@ -15,18 +13,8 @@ Fault = Callable[..., object]
 
 def run_module(module: str, *arguments: str, faults: Mapping[str, Fault]) -> dict[str, int]:
     """Run a module under the Python that has vLLM, and return the counts of its last line, in JSON."""
-    process = subprocess.Popen(
-        [os.environ[PYTHON_VARIABLE], "-m", module, *arguments],
-        cwd=ROOT,
-        env=engine_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
     last = ""
-    with process:
+    with forker().start(module, *arguments) as process:
         for line in process.stdout:
             if line.startswith("@"):
                 name, *words = line.partition("(")[0].split()  # vLLM may log behind it, by the process's name

@@ -6,10 +6,10 @@ import json
 import os
 import random
 import signal
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.e2e.rig import wait_until
+from tests.forked_process import ForkedProcess, Forker
 from tests.vllm.weights import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -89,23 +90,17 @@ def engine_environment() -> dict[str, str]:
     }
 
 
-class Engine:
-    """A vLLM, with its core in this process's child alone, or (``is_split``) in a child of that."""
+@cache
+def forker() -> Forker:
+    """Forks processes with vLLM."""
+    return Forker(os.environ[PYTHON_VARIABLE], "tests.vllm.preload", engine_environment())
 
-    def __init__(self, wish: Mapping[str, Any], *, is_split: bool = False) -> None:
-        read_fd, write_fd = os.pipe()
-        self.process = subprocess.Popen(
-            [os.environ[PYTHON_VARIABLE], "-m", "tests.vllm.engine_process", json.dumps(wish), str(write_fd)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[write_fd],
-            env={**engine_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_split))},
-            cwd=ROOT,
-            start_new_session=True,
-            text=True,
-        )
-        os.close(write_fd)
-        self._answers = os.fdopen(read_fd, encoding="utf-8")
+
+class Engine:
+    """A vLLM, or an SGLang, that answers lines of JSON."""
+
+    def __init__(self, process: ForkedProcess) -> None:
+        self.process = process
 
     def wait_ready(self) -> Engine:
         """Until it serves. Fails where it refused to start."""
@@ -127,7 +122,7 @@ class Engine:
 
     def collect_unless_ended(self) -> list[Answer] | None:
         """The same; None of an engine that has ended by itself instead."""
-        line = self._answers.readline()
+        line = self.process.stdout.readline()
         if not line:
             self.process.wait()
             return None
@@ -167,12 +162,13 @@ class Engine:
 
     def wait_dead(self) -> int:
         """Until it has ended by itself: its exit code."""
-        return self._end()
+        self.process.wait()
+        return self.process.end()
 
     def kill(self) -> None:
         """With all of its processes, at once."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self._end()
+        self.process.send_signal(signal.SIGKILL, to_all=True)
+        self.process.end()
 
     def kill_if_running(self) -> None:
         """For the end of a test that failed."""
@@ -181,22 +177,14 @@ class Engine:
 
     def stop(self) -> int:
         """Let it end by itself: its exit code."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        return self._end()
-
-    def _end(self) -> int:
-        code = self.process.wait()
-        self._answers.close()
-        return code
+        return self.process.end()
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
 
     def _read(self) -> Any:
-        line = self._answers.readline()
+        line = self.process.stdout.readline()
         assert line, f"the engine ended with {self.process.wait()}"
         return json.loads(line)
 
@@ -226,7 +214,8 @@ class Fleet:
         extra: Mapping[str, Any] | None = None,
         **wish: Any,
     ) -> Engine:
-        """An engine that starts. ``socket``: of its daemon, None: plain vLLM."""
+        """An engine that starts. ``socket``: of its daemon, None: plain vLLM. ``is_split``: its core has a
+        process of its own."""
         wished = {
             "model": str(self.folder),
             "load_format": self.load_format,
@@ -234,7 +223,8 @@ class Fleet:
             "extra": None if socket is None else {"socket": socket, **(extra or {})},
             **wish,
         }
-        return Engine(wished, is_split=is_split)
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_split))}
+        return Engine(forker().start("tests.vllm.engine_process", json.dumps(wished), variables=variables))
 
 
 @contextmanager

@@ -7,8 +7,11 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import grpc
+from kvcache.v1 import admin_pb2, admin_pb2_grpc
+
 from tests.e2e.rig import Node, wait_until
-from tests.vllm.rig import Engine, Prompt, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Prompt, random_prompt
 
 
 @contextmanager
@@ -38,6 +41,24 @@ def answer_alike(two: Sequence[Engine], alone: Engine, requests: Sequence[Prompt
         cached += sum(answer.cached for answer in answers)
         own += sum(answer.cached for answer in expected)
     return cached, own
+
+
+def send_and_begin(socket: str, running: Sequence[Engine], prompt: Prompt) -> None:
+    """Send each engine a request, and wait until it has the pages of its prompt: one that has none when its daemon dies
+    waits for the next daemon."""
+    blocks = -(-len(prompt.tokens) // BLOCK_TOKENS)
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        begun: set[str] = set()
+        for number, engine in enumerate(running, 1):
+            engine.send(prompt)
+
+            def has_begun(number: int = number) -> bool:
+                found = admin.ListSequences(admin_pb2.ListSequencesRequest()).sequences
+                begun.update(each.lease_id for each in found if each.blocks >= blocks)
+                return len(begun) == number
+
+            wait_until(has_begun, "its request has pages")
 
 
 HEAD = random_prompt(70, 20).tokens

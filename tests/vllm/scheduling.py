@@ -16,6 +16,7 @@ from typing import Any
 from cachesvc_client.memory.pool import LoadOutcome
 from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
 from cachesvc_vllm.daemon.settings import FLAGS, Settings
+from cachesvc_vllm.loading import SHORT_LOAD_BYTES
 from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.transfers import WorkerShare
 from vllm.sampling_params import SamplingParams
@@ -30,6 +31,9 @@ from tests.vllm.shape import Shape
 from tests.vllm.workers import Worker
 
 LONGEST, VOCABULARY = 128, 50
+
+SHORT_LOAD_BLOCKS = 4
+"""Blocks of loads that steps with other requests wait for."""
 
 
 class Model:
@@ -83,6 +87,8 @@ class Engine:
         self.scheduler = make_scheduler(name, settings, shape, LONGEST)
         self.connector = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata({0: WorkerShare(share, self.worker.comes_back, instance)})
+        loading = self.connector._scheduler._loading  # noqa: SLF001 - as of blocks that are larger
+        loading._block_bytes *= SHORT_LOAD_BYTES // (SHORT_LOAD_BLOCKS * max(1, loading._block_bytes))  # noqa: SLF001
         self.stats, self._tell_stats = CacheStats(), self.connector.get_kv_connector_stats
         self.connector.get_kv_connector_stats = self.take_stats
         self._hasher = get_request_block_hasher(shape.hash_tokens, sha256_cbor)
@@ -99,6 +105,7 @@ class Engine:
         self.sibling_errors: set[int] = set()
         self._was_interrupted = False
         self._step_loads: dict[str, Any] = {}
+        self._spoilt: set[str] = set()
 
     @property
     def is_busy(self) -> bool:
@@ -269,6 +276,7 @@ class Engine:
         self.early += len(told.early)
         for name in step.said.scheduled_cached_reqs.resumed_req_ids:  # what was in flight is over, or was dropped
             self._tokens[name] = list(self.requests[name].all_token_ids)
+            self._spoilt.discard(name)
         self._step_loads = told.early
         sampled = [
             self._compute(name, *step.places[name], count, step.said.scheduled_spec_decode_tokens.get(name, ()))
@@ -277,7 +285,9 @@ class Engine:
         self.worker.start_loads(told.loads, may_wait=told.is_empty)
         results = self.worker.take_results()
         self.loads += len(results.finished_recving) + len(told.early)
-        self.failed_loads += len(results.failed_recving) + sum(map(self._is_void, told.early))
+        void = {name for name in told.early if self._is_void(name)}
+        self._spoilt |= void  # a step that is under way reads what this one wrote
+        self.failed_loads += len(results.failed_recving) + len(void)
         errors, self.sibling_errors = self.sibling_errors, set()
         output = KVConnectorOutput(
             finished_recving=results.finished_recving or None,
@@ -325,7 +335,9 @@ class Engine:
         return sampled
 
     def _is_void(self, name: str) -> bool:
-        """True where an early load of the request has failed: vLLM drops what this step says."""
+        """True where an early load of the request has failed, in this step or the last one: vLLM drops what it says."""
+        if name in self._spoilt:
+            return True
         load, waits = self._step_loads.get(name), self.worker._waits  # noqa: SLF001 - vLLM need not know
         return load is not None and any(waits.end(ticket) is not LoadOutcome.CAME for ticket in load.tickets)
 

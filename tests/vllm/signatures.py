@@ -59,6 +59,8 @@ TEXTS = {
         "self.num_in_flight_tokens",
         "self.num_computed_tokens",
         "def block_hashes|self.block_hashes",
+        "self.num_stale_output_tokens",
+        "self.drop_stale_output",
     ),
     "v1/core/sched/output.py": ("has_sync_kv_loads: bool = False",),
     "v1/worker/gpu/kv_connector.py": ("if scheduler_output.has_sync_kv_loads:",),
@@ -101,7 +103,12 @@ TEXTS = {
     "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
     "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
     "lora/utils.py": ("def get_adapter_absolute_path(",),
-    "v1/core/sched/scheduler.py": ("if multiple_inflight_batches and kv_transfer_config.is_kv_consumer:",),
+    "v1/core/sched/scheduler.py": (
+        "if multiple_inflight_batches and kv_transfer_config.is_kv_consumer:",
+        "if not self._request_blocks_can_be_freed(preempted_req):",
+        "request.num_stale_output_tokens -= num_tokens_scheduled",
+        "if output_is_stale and request.drop_stale_output:",
+    ),
     "v1/outputs.py": ("finished_recving:", "failed_recving:", "invalid_block_ids:"),
 }
 """Attributes that are read, or stepped into, without being called by a signature; of alternatives one."""

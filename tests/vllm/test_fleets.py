@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,28 +10,13 @@ from typing import Any
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import Node, running_node, wait_until
-from tests.vllm.rig import (
-    BLOCK_TOKENS,
-    PYTHON_VARIABLE,
-    ROOT,
-    Engine,
-    Fleet,
-    engine_environment,
-    engines,
-    random_prompt,
-)
+from tests.forked_process import ForkedProcess
+from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, engines, forker, random_prompt
 
 
-def data_parallel(fleet: Fleet, *socket: str) -> subprocess.Popen[str]:
+def data_parallel(fleet: Fleet, *socket: str) -> ForkedProcess:
     """Two ranks on a daemon, or one plain engine."""
-    return subprocess.Popen(
-        [os.environ[PYTHON_VARIABLE], "-m", "tests.vllm.ranks_process", str(fleet.folder), *socket],
-        cwd=ROOT,
-        env=engine_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    return forker().start("tests.vllm.ranks_process", str(fleet.folder), *socket)
 
 
 def test_data_parallel_ranks_hit_in_place_what_another_has_computed(fleet: Fleet) -> None:
@@ -45,7 +28,6 @@ def test_data_parallel_ranks_hit_in_place_what_another_has_computed(fleet: Fleet
         assert [cached // BLOCK_TOKENS for cached, _ in answers] == [0, 31, 31, 15]
         assert list(node.lease_states().values()) == ["live", "live"], "a lease for each, though ids begin alike"
         assert len(list(node.admin.ListModels(admin_pb2.ListModelsRequest()).models)) == 1
-        ranks.communicate("\n")
 
 
 def test_beside_another_connector_processes_share_in_place_and_its_tokens_are_not_ours(
@@ -107,8 +89,7 @@ def multi_connector(socket: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _last_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
+def _last_line(process: ForkedProcess) -> str:
     return next(line for line in process.stdout if line.startswith("[["))
 
 

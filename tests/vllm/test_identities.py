@@ -16,12 +16,14 @@ from tests.vllm.weights import write_checkpoint
 
 HUB = """
 import sys
-from cachesvc_client.plugins.namespace.checkpoint import checkpoint_digest
-from cachesvc_client.plugins.namespace.file_digests import FileDigests
+from types import SimpleNamespace
+from cachesvc_client.plugins.daemon.errors import ConnectorRefused
+from cachesvc_vllm.namespace.naming import _checkpoint
 folder, commit = (each or None for each in sys.argv[1:])
+model = SimpleNamespace(model="org/m", revision="main", hf_config=SimpleNamespace(_commit_hash=commit))
 try:
-    print(checkpoint_digest("org/m", "main", FileDigests(), download_dir=folder, commit=commit))
-except FileNotFoundError as error:
+    print(_checkpoint(model, SimpleNamespace(download_dir=folder)))
+except ConnectorRefused as error:
     print(error)
 """
 COMMITS = ("ab" * 20, "cd" * 20)

@@ -4,7 +4,6 @@ nothing is kept of requests that have ended, and whatever happens, requests end.
 from __future__ import annotations
 
 import signal
-import subprocess
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -12,6 +11,7 @@ from cachesvc_client import CacheClient, PoolExhausted
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import Node, running_node, short_folder, wait_until
+from tests.forked_process import ForkedProcess
 from tests.vllm.harness import daemon_faults, run_module
 from tests.vllm.long_cases import long
 from tests.vllm.shape import FULL, STATE, WINDOW, Shape
@@ -36,7 +36,7 @@ def announce(node: Node, version: str) -> None:
     node.admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version=version))
 
 
-def stop(process: subprocess.Popen[str], node: Node, shape: Shape) -> None:
+def stop(process: ForkedProcess, node: Node, shape: Shape) -> None:
     """Stop an engine until its lease is lost and its hits are others', and let it go on."""
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: "live" not in node.lease_states().values(), "the silent lease is lost")
@@ -118,11 +118,18 @@ def test_one_token_is_computed_of_a_prompt_that_is_a_hit_and_no_other_request_ge
         assert run("whole", node, 1, "whole_hits")["copies"] >= 4
 
 
-def test_a_step_whose_load_fails_is_dropped_and_its_request_computed() -> None:
+@pytest.mark.parametrize("name", ["lone", "lone-async"])
+def test_a_step_whose_load_fails_is_dropped_with_the_one_behind_it_and_its_request_computed(name: str) -> None:
     with running_node(["--fault-copies", "0.2"]) as node:
-        told = run("lone", node, 1, "whole_hits")
+        told = run(name, node, 1, "whole_hits")
         assert told["early"] >= 20
         assert told["failed_loads"] >= 2
+
+
+def test_requests_that_use_what_a_dropped_step_was_to_load_begin_anew_with_it() -> None:
+    """Two steps are under way, and the second one has such a request."""
+    with running_node() as node:
+        assert run("unsound", node, 1, "whole_hits")["preempted"] > 8
 
 
 def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:

@@ -86,9 +86,9 @@ def drive_out(engine: Engine, rng: random.Random) -> None:
         cached(engine, [rng.randrange(VOCABULARY) for _ in range(LONGEST - 4)])
 
 
-def lone(socket: str, seed: int) -> list[Engine]:
+def lone(socket: str, seed: int, *, is_async: bool) -> list[Engine]:
     """Requests that come while nothing runs, and others that come a step or two later: steps wait for their loads."""
-    engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
+    engine, rng = Engine("e0", socket, seed, Shape(is_async=is_async)), random.Random(seed)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(12, 25) * 4 + each % 2)] for each in range(12)]
     for _ in range(60):
         engine.add(rng.choice(prompts), rng.randint(1, 12))
@@ -100,9 +100,30 @@ def lone(socket: str, seed: int) -> list[Engine]:
     return [engine]
 
 
+def unsound(socket: str, seed: int) -> list[Engine]:
+    """Steps are dropped whose load came, for a layer did not ask for its part: a request that comes when the next one
+    is launched finds in place what the first one's load has brought, and vLLM counts that as computed no more."""
+    engine, rng = Engine("e0", socket, seed, Shape(is_async=True)), random.Random(seed)
+    engine.wait_for_answers()
+    engine.asks_layers, engine.worker._layers["indexer"] = 1.0, 0  # noqa: SLF001 - it has no such layer
+    prompt = [rng.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS + 1)]
+    cached(engine, prompt)
+    for _ in range(8):
+        drive_out(engine, rng)
+        engine.worker._has_layer_calls = True  # noqa: SLF001 - as of a new engine
+        names = [engine.add(prompt, 8)]
+        engine.step()
+        names.append(engine.add(prompt, 8))
+        run_out(engine)
+        assert engine.requests[names[0]].num_preemptions == 1
+    return [engine]
+
+
 RUNS |= {
+    "unsound": unsound,
     "whole": whole,
-    "lone": lone,
+    "lone": lambda socket, seed: lone(socket, seed, is_async=False),
+    "lone-async": lambda socket, seed: lone(socket, seed, is_async=True),
 }
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
        └── absent, silent, restarted, refused: over; the request has what came by then, and computes the rest
 
 A question waits on the other node until there is something to lend, so a sealed block is on its way at once. The next
-question is under way while blocks are: streams do not stand still between two loans.
+question is under way while blocks are, and what it finds is fetched behind them: streams do not stand still between two
+loans.
 Matches keep an expectation alive; without one for a while nothing is asked or fetched for it any more.
 """
 
@@ -24,7 +25,7 @@ from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.ledger.storage_state import Expectation, key_at
+from cachesvc.ledger.storage_state import Expectation, Fetch, key_at
 from cachesvc.model.answers import Expected, Wait
 from cachesvc.model.errors import KeyMisplaced
 from cachesvc.model.keys import KEY_BYTES
@@ -56,6 +57,10 @@ IDLE_SECONDS = 5.0
 """Time without a Match after which an expectation is given up, seconds."""
 KEEP_SECONDS = 10.0
 """Time for which an ended expectation is not begun again, seconds."""
+MOST_FETCHES = 3
+"""Fetches of an expectation that are under way at a time, each of what was sealed while the one before began."""
+MOST_BESIDE = 8
+"""Fetches of a model's expectations under way from which on each has one at a time: all streams are busy then."""
 MOST_FAILURES = 2
 """Questions without an answer after which a peer that has computed all is done without."""
 
@@ -246,50 +251,71 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, asked_at
 
 
 def _go_on(core: Core, model: Model, known: Expectation) -> None:
-    """Begin to fetch what is lent, once the fetch before it has ended."""
-    if not known.fetching and known.lent[1]:
-        (first, known.fetching), known.lent = known.lent, (0, 0)
-        begin(core.chores, model.id, partial(_take, core, model, known, first))
+    """Begin to fetch what is lent, behind what is on its way, unless too much is."""
+    if known.lent[1] and not known.is_beginning and (not known.fetches or _may_go_beside(model, known)):
+        known.is_beginning = True
+        begin(core.chores, model.id, partial(_take, core, model, known))
 
 
-def _take(core: Core, model: Model, known: Expectation, first: int) -> bool:
-    """A turn of beginning to fetch what is lent from block ``first`` on; True when it has begun, or does not."""
-    last = known.fetching
+def _may_go_beside(model: Model, known: Expectation) -> bool:
+    """True where what is lent comes behind the last fetch under way, and may come at the same time."""
+    if len(known.fetches) >= MOST_FETCHES or not known.fetches[-1].leads_to(known.keys, known.lent[0]):
+        return False
+    return sum(len(each.fetches) for each in model.stored.expectations.values()) < MOST_BESIDE
+
+
+def _take(core: Core, model: Model, known: Expectation) -> bool:
+    """A turn of beginning to fetch what is lent; True when it has begun, or does not."""
+    first, last = known.lent
+    if not last:  # a fetch before it brought nothing
+        known.is_beginning = False
+        return True
     replica = None if known.end else _replica_of(model, known)
     hit = None if replica is None else _hit(model, replica, known)
-    if replica is None or hit is None or hit.blocks < first:  # the fetch before it brought less
-        known.fetching = 0
+    above = known.fetches[-1] if known.fetches else None
+    if hit is not None and above is None:
+        is_behind, start = hit.blocks >= first, hit.blocks
+    else:
+        is_behind, start = above is not None and above.leads_to(known.keys, first), first
+    if replica is None or hit is None or not is_behind:  # the fetch before it brought less
+        known.is_beginning, known.lent = False, (0, 0)
         _ask_again(core, model, known)
         return True
-    fetch = model.stored.fetching.get(key_at(known.keys, hit.blocks)) if hit.blocks < last else None
-    if hit.blocks < last and (fetch is None or not fetch.brings(known.keys, hit.blocks)):
-        begun = begin_fetch(core, model, replica, known.party, known.keys, hit, last - hit.blocks)
+    fetch = model.stored.fetching.get(key_at(known.keys, start)) if start < last else None
+    if start < last and (fetch is None or not fetch.brings(known.keys, start)):
+        begun = begin_fetch(core, model, replica, known.party, known.keys, hit, last - start, above)
         if isinstance(begun, Wait):
             return False
         if begun is None:
-            known.fetching = 0
-            _end(core, model, known, ExpectationEnd.FULL)
+            known.is_beginning = False
+            if above is None:
+                _end(core, model, known, ExpectationEnd.FULL)
             return True
         fetch = begun
-    if fetch is None:
-        _came(core, model, known)
-    else:
-        known.fetching = fetch.first + len(fetch.keys)
-        fetch.then.append(partial(_came, core, model, known))
+    known.is_beginning, known.lent = False, (0, 0)
+    if fetch is not None:
+        known.fetches.append(fetch)
+        fetch.then.append(partial(_came, core, model, known, fetch))
         _ask_again(core, model, known)
+    else:
+        _came(core, model, known, None)
     return True
 
 
-def _came(core: Core, model: Model, known: Expectation) -> None:
-    """A fetch has ended: go on with what lies behind it."""
-    known.fetching = 0
-    if known.end:
+def _came(core: Core, model: Model, known: Expectation, fetch: Fetch | None) -> None:
+    """A fetch has ended, or none was needed: go on with what lies behind it."""
+    if known.end or not (fetch is None or fetch in known.fetches):
         return
+    if fetch is not None:
+        known.fetches.remove(fetch)
+        if not fetch.is_whole:  # those behind it have nothing to come under
+            known.fetches.clear()
     before = known.here
     replica = _replica_of(model, known)
     hit = None if replica is None else _hit(model, replica, known)
     if hit is not None and hit.blocks <= before:  # nothing of it came, or a window ends the hit
         known.failures += 1
+        known.fetches.clear()
         known.lent, known.asked_at = (0, 0), None  # what lies behind a gap is of no use
         known.retry_at = core.ledger.moment.seconds + FAILED_PAUSE_SECONDS
         if known.failures >= MOST_FAILURES:

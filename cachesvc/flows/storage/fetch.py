@@ -91,9 +91,17 @@ def fetched_blocks(hit: Hit, sharing: Sharing) -> int:
 
 
 def begin_fetch(
-    core: Core, model: Model, replica: Replica, party: Party, keys: bytes, hit: Hit, blocks: int
+    core: Core,
+    model: Model,
+    replica: Replica,
+    party: Party,
+    keys: bytes,
+    hit: Hit,
+    blocks: int,
+    above: Fetch | None = None,
 ) -> Fetch | Wait | None:
-    """Take pages for the ``blocks`` blocks behind a hit, or as many as can be had, and ask for them."""
+    """Take pages for the ``blocks`` blocks behind a hit, or as many as can be had, and ask for them. ``above``: a fetch
+    behind the hit, under way, behind which these come."""
     host = model.blocks.host
     assert core.storage is not None
     most = host.usable_blocks // HOST_SHARE
@@ -112,9 +120,11 @@ def begin_fetch(
     ticket.size_bytes = blocks * sum(model.layout.page_bytes(g) * model.layout.host_ranks(g) for g in host.full_groups)
     places = (replica.place, *model.blocks.index.places)  # a pin on the host keeps its copies of the path there
     place = next((each for each in places if hit.row != NO_ROW and each.is_hittable(hit.row)), host)
-    first, last = hit.blocks * KEY_BYTES, (hit.blocks + blocks) * KEY_BYTES
+    begin = hit.blocks if above is None else above.first + len(above.keys)
+    first, last = begin * KEY_BYTES, (begin + blocks) * KEY_BYTES
     names = tuple(keys[at : at + KEY_BYTES] for at in range(first, last, KEY_BYTES))
-    fetch = Fetch(model.blocks, ticket.id, hit.blocks, names, Pin(model.blocks, place, hit.row))
+    pin = Pin(model.blocks, place, hit.row if above is None else NO_ROW)
+    fetch = Fetch(model.blocks, ticket.id, begin, names, pin, above)
     model.stored.begin(fetch)
     core.count(Count.STORAGE_FETCHES)
     fetch.out = core.storage.fetch(FetchRequest(ticket.id, model, keys[first:last], fetch.pages(), fetch.parent))
@@ -188,6 +198,8 @@ def _admit(core: Core, model: Model, fetch: Fetch) -> bool:
             end_ticket(core, fetch.ticket)
         for call in fetch.then:
             call()
+        for each in fetch.below:
+            begin(core.chores, model.id, partial(_admit, core, model, each))
     elif fetch.is_done:
         model.stored.fetches.pop(fetch.ticket, None)
     return True

@@ -1,59 +1,52 @@
-"""Lend: another node wants to read host blocks. What lies on a device alone is saved first, for a bounded while.
+"""Lend: another node wants to read host blocks. What lies on a device alone is saved first, urgently.
 
-A borrower that follows a prefill asks again for the rest: it gets at once what is on the host, while the rest is saved.
+A loan waits for no copy: blocks that are on their way to the host are lent too, and sent once they are there. So the
+borrower hears of a sealed block, opens its streams and asks for it while the block is copied.
 """
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.transfer.backup import back_up, has_backup_room
 from cachesvc.flows.transfer.transfers import expedite
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger.index.pins import Keep, kept
+from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.lent import LentBlocks
+from cachesvc.ledger.lent import LentBlocks, filling_of
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.int32s import array_of, column
 from cachesvc.model.transfer import Urgency
-from cachesvc.model.words import ABSENT, NO_PAGE, READY
-
-MOST_WAITS = 2
+from cachesvc.model.words import FILLING, NO_PAGE, READY
 
 
-@dataclass(slots=True)
-class Lending:
-    """Progress of one call; handed to each of its runs. ``asks_again``: its caller wants what is there now,
-    and asks for the rest later."""
-
-    asks_again: bool = False
-    waits: int = 0
-    has_begun: bool = False
-
-
-def lend(core: Core, model: Model, keys: bytes, lending: Lending) -> LentBlocks | Wait | None:
-    """Keep on the host what is there of packed, chained ``keys``, from the first on; None: nothing is. What it answers
-    names the blocks by the index's own keys, and the block above them."""
+def lend(core: Core, model: Model, keys: bytes) -> LentBlocks | Wait | None:
+    """Keep on the host what is there, or on its way there, of packed, chained ``keys``, from the first on; None:
+    nothing is. What it answers names the blocks by the index's own keys, and the block above them."""
     rows = _known(core, model, keys)
+    if not _save(core, model, rows):
+        return TURN
+    running, host = core.ledger.tickets.running, model.blocks.host
+    rows = rows[: _leading(_is_here(host, host.lead, rows))]
+    tickets = host.fillers(rows)
+    over = [ticket for ticket in tickets if running[ticket].is_settling and running[ticket].failing]
+    if over:  # their blocks go, and what relied on them was told
+        rows = rows[: _leading(~np.isin(filling_of(host, rows), over))]
+        tickets = host.fillers(rows)
     if not rows:
         return None
-    wait = _save(core, model, rows, lending) if lending.waits < MOST_WAITS else None
-    host = model.blocks.host
-    lacking = np.flatnonzero(host.states_of(host.lead, rows) != READY)
-    ready = rows[: int(lacking[0])] if len(lacking) else rows
-    if wait is not None and not (ready and lending.asks_again):
-        return wait
-    rows = ready
-    if not rows:
-        return None
-    pages = [_pages(model, group, rows) for group in range(len(host.pools))]
-    lent = LentBlocks(model.blocks, rows, pages)
+    expedite(core, tickets)
+    pages = [_pages(host, group, rows) for group in range(len(host.pools))]
+    lent = LentBlocks(model.blocks, rows, pages, tickets)
+    for ticket in tickets:
+        running[ticket].waiters.append(lent)
     model.lent.append(lent)
     core.count(Count.LENT_BLOCKS, len(rows))
     return lent
@@ -86,33 +79,32 @@ def _known(core: Core, model: Model, keys: bytes) -> array[int]:
     return rows[:same]
 
 
-def _save(core: Core, model: Model, rows: array[int], lending: Lending) -> Wait | None:
-    """Have what is on a device alone come to the host; None: there is nothing to wait for."""
+def _save(core: Core, model: Model, rows: array[int]) -> bool:
+    """Begin to copy what is on a device alone to the host, as far as there is room; False: it takes another turn."""
     host = model.blocks.host
-    filling = host.fillers(rows)
-    if filling:
-        return _wait(core, lending, filling)
-    absent = array_of(column(rows)[host.states_of(host.lead, rows) == ABSENT])
-    if not absent or lending.has_begun:
-        return None
-    if not has_backup_room(core, model, len(absent)):
-        return TURN
-    lending.has_begun = True
-    for replica in model.replicas:
-        ticket = back_up(core, model, replica, absent, Urgency.AWAITED)
-        if ticket is not None:
-            return _wait(core, lending, [ticket.id])
-    return None
+    present = _leading(_is_here(host, host.lead, rows))
+    absent = rows[present:]
+    if not absent:
+        return True
+    with kept(model.blocks, host, Keep(rows[present - 1] if present else NO_ROW)):
+        if not has_backup_room(core, model, len(absent)):
+            return False
+        for replica in model.replicas:
+            back_up(core, model, replica, absent, Urgency.AWAITED)
+    return True
 
 
-def _wait(core: Core, lending: Lending, tickets: list[int]) -> Wait:
-    lending.waits += 1
-    expedite(core, tickets)
-    return Wait(tuple(tickets), core.limits.peer_wait_seconds)
+def _is_here(host: Place, group: int, rows: array[int]) -> npt.NDArray[np.bool_]:
+    """Mask of the rows that the host has a copy of, or gets one."""
+    return np.isin(host.states_of(group, rows), (READY, FILLING))
 
 
-def _pages(model: Model, group: int, rows: array[int]) -> array[int]:
-    host = model.blocks.host
+def _leading(mask: npt.NDArray[np.bool_]) -> int:
+    """Number of leading elements that are true."""
+    return len(mask) if mask.all() else int(np.argmin(mask))
+
+
+def _pages(host: Place, group: int, rows: array[int]) -> array[int]:
     pages = column(host.pages_of(group, rows)).copy()
-    pages[host.states_of(group, rows) != READY] = NO_PAGE
+    pages[~_is_here(host, group, rows)] = NO_PAGE
     return array_of(pages)

@@ -19,7 +19,7 @@ from cachesvc.flows.transfer.pending_writes import want_states
 from cachesvc.flows.transfer.unstage import unstage
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.storage_state import Keep
+from cachesvc.ledger.lent import Keep
 from cachesvc.model.words import READY
 
 KEPT_A_TURN = 8

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachesvc.flows.engine.match import computing_blocks
-from cachesvc.flows.storage.lend import Lending, end_lending, lend
+from cachesvc.flows.storage.lend import end_lending, lend
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.lent import LentBlocks
 from cachesvc.model.answers import Wait
@@ -28,7 +28,7 @@ MOST_PATIENT = 256
 """Most borrowers that wait for a first block at a time; others are answered at once."""
 MOST_PATIENCE_SECONDS = 10.0
 LEND_SECONDS = 0.4
-"""Longest wait of a borrower for what is on a device alone, seconds: it gives up asking a little later."""
+"""Longest wait of a borrower for room on the host, seconds: it gives up asking a little later."""
 
 View = Callable[[int, int, int, int], memoryview]
 """``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError."""
@@ -68,10 +68,9 @@ class LendingDesk:
         model, shapes = found
         wanted = self._wanted(shapes, parts)
         model.require_trusted()
-        lending = Lending(asks_again=patience > 0)
 
         def run() -> LentBlocks | Wait | None:
-            return self._node.run_of(model.id, lend, self._node.core, model, keys, lending)
+            return self._node.run_of(model.id, lend, self._node.core, model, keys)
 
         until = self._node.now() + min(patience, MOST_PATIENCE_SECONDS)
         while True:
@@ -137,7 +136,7 @@ class LendingDesk:
         """The pages stay from here on, whatever becomes of the call."""
         try:
             objects = await asyncio.to_thread(self._objects, model.id, scope, shapes, blocks)
-            lent = self.desk.lend(objects, self.lease_seconds)
+            lent = self.desk.lend(objects, self.lease_seconds, ready=0)
         except CacheError:  # the host pool is closed: the daemon ends
             self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
             return None
@@ -145,7 +144,16 @@ class LendingDesk:
             self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
             raise
         self._lent[lent.lease] = model, blocks
+        blocks.on_change = partial(self._changed, lent.lease, blocks, len(shapes))
+        blocks.on_change()
         return lent
+
+    def _changed(self, lease: int, blocks: LentBlocks, parts: int) -> None:
+        """Have what has come of a loan sent; end one of which something does not come."""
+        if blocks.is_cut:
+            self.desk.give_back(lease)
+        else:
+            self.desk.fill(lease, blocks.ready() * parts)
 
     def _objects(self, model: int, scope: Scope, shapes: list[Shape], blocks: LentBlocks) -> list[LentObject | None]:
         """On a thread of its own: some microseconds a page. Objects are named by what the index has there."""

@@ -126,8 +126,8 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
             check_fields(request, request.ByteSize())
         except CacheError as error:
             await refuse(context, error)
-        is_ours, desk = request.epoch == self._desk.epoch, self._desk
-        lost = [each for each in request.lease_ids if not is_ours or not desk.desk.beat(each, desk.lease_seconds)]
+        is_ours, desk = request.epoch == self._desk.epoch, self._desk.desk
+        lost = [each for each in request.lease_ids if not is_ours or not desk.beat(each)]
         return peer_pb2.BeatResponse(lost_lease_ids=lost)
 
     async def Return(self, request: peer_pb2.ReturnRequest, context: Context) -> peer_pb2.ReturnResponse:

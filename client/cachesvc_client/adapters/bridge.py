@@ -35,13 +35,13 @@ rest."""
 log = logging.getLogger(__name__)
 
 
-class News(Enum):
+class WakeUp(Enum):
     """Wake-up reasons of the publishing thread beside batches."""
 
     TOKENS = "tokens"
 
 
-Inbox = queue.Queue[Batch | News | Exception | None]
+Inbox = queue.Queue[Batch | WakeUp | Exception | None]
 
 
 class KvEventBridge:
@@ -144,4 +144,4 @@ def _read(subscriber: EventSubscriber, inbox: Inbox) -> None:
 def _nudge(inbox: Inbox) -> None:
     """Wake the publishing thread. A full inbox wakes it anyway."""
     with suppress(queue.Full):
-        inbox.put_nowait(News.TOKENS)
+        inbox.put_nowait(WakeUp.TOKENS)

@@ -14,7 +14,7 @@ it from the end of its block, no hit needs it: its group is scratch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
 import numpy as np
@@ -26,17 +26,20 @@ from cachesvc_client.records.tables import Pages
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One group of an engine as groups of a layout. ``groups``: their indices, in the order of the parts of a block."""
+    """One group of an engine as groups of a layout. ``groups``: their indices, in the order of the parts of a block.
+    ``count``: pages of a block."""
 
     groups: tuple[int, ...]
+    count: int = field(init=False)
 
-    @property
-    def count(self) -> int:
-        """Pages of a block."""
-        return len(self.groups)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", len(self.groups))
 
     def pages(self, tables: Sequence[Pages], first: int, end: int | None = None) -> list[int]:
         """Return the pages ``[first, end)`` of the engine's own table; up to its end without ``end``."""
+        if self.count == 1:
+            alone: list[int] = tables[self.groups[0]][first:end].tolist()
+            return alone
         row = first // self.count
         end_row = None if end is None else -(-end // self.count)
         rows = [tables[group][row:end_row] for group in self.groups]

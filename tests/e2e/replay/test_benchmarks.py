@@ -66,7 +66,7 @@ def test_without_a_gpu_a_benchmark_says_so(arguments: tuple[str, ...]) -> None:
 
 def test_swaps_on_shm_give_rows_that_add_up(tmp_path: Path) -> None:
     out = tmp_path / "swap.json"
-    ended = run("swap", "--quick", "--pool-mib", "256", "--repeats", "1", "--json", str(out))
+    ended = run("swap", "--quick", "--pool-mib", "64", "--repeats", "1", "--json", str(out))
     assert ended.returncode == 0, ended.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["backend"] == "shm"
@@ -78,7 +78,7 @@ def test_swaps_on_shm_give_rows_that_add_up(tmp_path: Path) -> None:
 
 def test_fairness_on_shm_gives_both_times(tmp_path: Path) -> None:
     out = tmp_path / "fairness.json"
-    ended = run("swap.fairness", "--rounds", "3", "--json", str(out))
+    ended = run("swap.fairness", "--rounds", "1", "--json", str(out))
     assert ended.returncode == 0, ended.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     assert 0 < found["alone_ms"] <= found["alone_worst_ms"]

@@ -102,7 +102,7 @@ class NearControl:
 
     def beat(self, leases: Sequence[int], seconds: float) -> None:
         self._require()
-        self.beats += [lease for lease in leases if self.node.desk.beat(lease, 30.0)]
+        self.beats += [lease for lease in leases if self.node.desk.beat(lease)]
 
     def give_back(self, lease: int, seconds: float) -> None:
         self._require()

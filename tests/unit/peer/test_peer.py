@@ -158,7 +158,7 @@ def test_a_lease_without_beats_is_over_and_its_stream_is_cut(node: LendingNode) 
     with greet(node, lent.secret) as stream:
         assert len(stream.recv(1, socket.MSG_PEEK)) == 1
         node.now += 29
-        assert node.desk.beat(lent.lease, 30.0)
+        assert node.desk.beat(lent.lease)
         node.now += 29
         node.desk.expire()
         assert node.quiet == []
@@ -168,7 +168,7 @@ def test_a_lease_without_beats_is_over_and_its_stream_is_cut(node: LendingNode) 
         while stream.recv(1 << 16):
             """Until it ends."""
     assert node.desk.lapsed == 1
-    assert not node.desk.beat(lent.lease, 30.0)
+    assert not node.desk.beat(lent.lease)
     assert not node.desk.knows(lent.lease)
 
 
@@ -176,11 +176,11 @@ def test_pages_stay_until_nobody_sends_from_them(node: LendingNode) -> None:
     """However long a lease has been over."""
     node.have(NAMES)
     lent = node.lend(NAMES)
-    with node.desk.sending(lent) as may_send:
+    with node.desk.sending(lent, 0) as may_send:
         assert may_send
         node.desk.give_back(lent.lease)
         assert node.quiet == []
-        with node.desk.sending(lent) as more:
+        with node.desk.sending(lent, 0) as more:
             assert not more
     assert node.quiet == [lent.lease]
     node.desk.give_back(lent.lease)

@@ -100,7 +100,7 @@ def test_leases_of_two_lives_never_meet() -> None:
     first, second = (LoanDesk(lambda: 0.0, quiet.append) for _ in range(2))
     lease = first.lend([], 30.0).lease
     second.lend([], 30.0)
-    assert not second.beat(lease, 30.0)
+    assert not second.beat(lease)
     second.give_back(lease)
     assert len(second) == 1
     assert quiet == []
@@ -126,7 +126,7 @@ def test_many_threads_lend_and_give_back(node: LendingNode) -> None:
     def work() -> None:
         for _ in range(50):
             lent = node.lend(NAMES)
-            with node.desk.sending(lent):
+            with node.desk.sending(lent, 0):
                 node.desk.give_back(lent.lease)
             leases.append(lent.lease)
 

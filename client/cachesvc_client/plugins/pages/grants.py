@@ -11,7 +11,7 @@ from cachesvc_client.plugins.pages.group_tables import NO_POSITIONS, EngineGroup
 from cachesvc_client.plugins.pages.matches import refused
 from cachesvc_client.plugins.pages.reports import Pack, put_reports
 from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.untold import Part
+from cachesvc_client.plugins.pages.untold import Reports
 from cachesvc_client.plugins.steps.outbox import Answer, Outbox, Waits, never
 from cachesvc_client.plugins.steps.stock_demand import StockDemand, most_in_stock
 
@@ -34,7 +34,7 @@ class Grants:
         step_blocks: int,
         most_requests: int,
         *,
-        part: Part,
+        part: Reports,
         pack: Pack,
         clock: Callable[[], float],
     ) -> None:
@@ -78,19 +78,19 @@ class Grants:
         assert stock is not None
         return stock.pages[self._lead]
 
-    def has_stock(self, request: RequestPages, blocks: int, states: Positions) -> bool:
+    def has_stock(self, request: RequestPages, growth: Growth) -> bool:
         """True where the stock has enough for a request; a hit's own pages must be asked for first."""
         assert request.sequence is not None
         if request.sequence.blocks < request.sequence.hit_blocks or request.is_growing:
             return False
-        return self.stock_pages >= request.missing_pages(blocks, states)
+        return self.stock_pages >= request.missing_pages(growth)
 
     def grow(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Take pages of the stock; False where it has too few."""
-        if not self.has_stock(request, blocks, states):
+        growth = request.growth(blocks, states)
+        if not self.has_stock(request, growth):
             return False
         assert request.sequence is not None
-        growth = request.growth(blocks, states)
         new = growth.blocks - request.rows
         try:
             if request.tail is not None and request.lacks_tail:

@@ -17,8 +17,8 @@ MOST_RENEWED = 8
 """Requests that are matched again in an iteration: the first ones, which may be scheduled in the next. Those whose
 blocks come from another node are not among them."""
 
-MOST_AGAIN = 16_384
-"""Blocks of which requests are matched again in one message: half a mebibyte of keys, at most every 20 ms."""
+MOST_AGAIN = 4096
+"""Blocks of which requests are matched again in one message: an eighth of a mebibyte of keys, at most every 5 ms."""
 
 log = logging.getLogger(__name__)
 

@@ -69,10 +69,9 @@ class PageBook:
         return not self.held_blocks
 
     def is_beyond(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
-        """True where a request of ``blocks`` blocks finds no room before there is a new lease, whatever ends by
-        then."""
+        """True where a request of ``blocks`` finds no room before there is a new lease, whatever ends by then."""
         mine = len(self._private) + sum(each.spare_pages for each in self._requests.values() if each is not request)
-        is_short = self.is_empty and request.missing_pages(blocks, states) > mine
+        is_short = self.is_empty and request.missing_pages(request.growth(blocks, states)) > mine
         return self.is_adrift and (self.is_moving or is_short)
 
     def find(self, request_id: str) -> RequestPages | None:
@@ -137,7 +136,8 @@ class PageBook:
         if request.sequence is None:
             return self._way.is_away
         request.take_cells()
-        if request.has_pages(blocks, NO_POSITIONS) or self._grants.has_stock(request, blocks, NO_POSITIONS):
+        growth = request.growth(blocks, NO_POSITIONS)
+        if request.has_pages(blocks, NO_POSITIONS) or self._grants.has_stock(request, growth):
             return True
         if any(each.is_state for each in request.others) and not request.host_blocks:
             return True  # how long its first chunk is, the engine knows alone

@@ -38,17 +38,17 @@ class PrivatePages:
         what it was to load will not come."""
         if request.rows < request.loaded_blocks:
             return False
-        if request.missing_pages(blocks, states) > len(self._pages):
+        growth = request.growth(blocks, states)
+        if request.missing_pages(growth) > len(self._pages):
             return False
         if request.lacks_tail:
             assert request.tail is not None
             request.tail.pages += self._take(1)
-        end, positions = request.growth(blocks, states)
-        new = range(request.rows, end)
+        new = range(request.rows, growth.blocks)
         request.pages += self._take(len(new) * request.lead_parts.count)
         for table in request.others:
             if table.is_state:
-                wanted = positions[table.state_group]
+                wanted = growth.positions[table.state_group]
                 table.add([self._take(1)[0] if position in wanted else NO_PAGE for position in new])
             else:
                 table.add(self._take(len(new) * table.parts.count))

@@ -11,13 +11,13 @@ from typing import Any
 from cachesvc_client import CacheClientError
 from cachesvc_client.plugins.pages.matches import refused
 from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.untold import Part, Sealing
+from cachesvc_client.plugins.pages.untold import Reports, Sealing
 
 Pack = Callable[[Sequence[bytes], bytes], bytes]
 """The daemon's keys of hashes and a salt."""
 
 
-def put_reports(batch: Any, part: Part, pack: Pack) -> None:
+def put_reports(batch: Any, part: Reports, pack: Pack) -> None:
     """Add all that ``part`` has to a batch."""
     for request, sealing in part.sealing.items():
         _publish(batch, request, sealing, pack)

@@ -33,7 +33,7 @@ class Sealing:
 
 
 @dataclass(slots=True)
-class Part:
+class Reports:
     """Reports to make. ``dead``: by group, the first block that a request may still read."""
 
     sealing: dict[RequestPages, Sealing] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Part:
         """True where there is a report to make."""
         return bool(self.sealing or self.dead or self.ended)
 
-    def add(self, other: Part) -> None:
+    def add(self, other: Reports) -> None:
         """Take all that ``other`` has, which is newer."""
         for request, sealing in other.sealing.items():
             self.seal(request, sealing)
@@ -72,7 +72,7 @@ class Untold:
 
     def __init__(self) -> None:
         self.is_late = False
-        self.ready, self._late, self._fresh = Part(), Part(), Part()
+        self.ready, self._late, self._fresh = Reports(), Reports(), Reports()
 
     def __bool__(self) -> bool:
         """True where a report may be sent."""
@@ -96,7 +96,7 @@ class Untold:
         self._newest.ended.append(request)
 
     @property
-    def _newest(self) -> Part:
+    def _newest(self) -> Reports:
         return self._fresh if self.is_late else self.ready
 
     def begin_step(self) -> None:

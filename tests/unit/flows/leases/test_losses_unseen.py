@@ -11,7 +11,7 @@ from cachesvc.flows.engine.match import match
 from cachesvc.flows.leases.device_loss import empty_lost, lose_device
 from cachesvc.flows.models.registration import RegisterRequest, register
 from cachesvc.flows.models.sizing import PoolRequest
-from cachesvc.flows.storage.lend import Lending, lend
+from cachesvc.flows.storage.lend import lend
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.pending_writes import want
 from cachesvc.ledger.lent import LentBlocks
@@ -124,9 +124,9 @@ def test_after_a_loss_what_storage_wants_is_saved_from_replicas_that_are_there()
 def test_after_a_loss_prompts_are_lent_that_were_computed_again() -> None:
     rig = half_on_host()
     lease = lose_and_return(rig, 6)
-    assert rig.run(lend, rig.model, chain(*PROMPT), Lending()) is None
+    assert rig.run(lend, rig.model, chain(*PROMPT)) is None
     serve(rig, lease, 1, PROMPT[:2])
-    lent = rig.run(lend, rig.model, chain(*PROMPT), Lending())
+    lent = rig.run(lend, rig.model, chain(*PROMPT))
     assert isinstance(lent, LentBlocks)
     assert len(lent.rows) == 4
 

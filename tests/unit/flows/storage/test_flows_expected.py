@@ -43,36 +43,6 @@ def test_each_piece_is_fetched_as_it_is_sealed() -> None:
     assert not following.rig.core.ledger.tickets.running
 
 
-def test_what_is_lent_while_a_fetch_runs_is_fetched_once_that_has_ended() -> None:
-    following = Following()
-    following.look()
-    following.promise(3, 5)
-    following.promise(2, 3)
-    assert [len(each.keys) // KEY_BYTES for each in following.storage.fetches] == [3]
-    assert len(following.lenders.asked) == 2, "one loan ahead is enough"
-    following.at.tell(range(3), LENT)
-    assert [len(each.keys) // KEY_BYTES for each in following.storage.fetches] == [3, 2]
-    assert following.lenders.asked[-1] == (3, flow.POLL_SECONDS)
-    following.promise(3)
-    following.at.tell(range(2), LENT)
-    following.at.tell(range(3), LENT)
-    assert following.look() == (8, 0)
-    assert following.rig.core.counters["expected_blocks"] == 8
-
-
-def test_a_fetch_that_brings_less_leaves_what_was_lent_behind_it() -> None:
-    following = Following()
-    following.look()
-    following.promise(3, 5)
-    following.promise(5)
-    following.at.tell([0], LENT)
-    following.at.tell([1, 2], GONE)
-    assert following.lenders.asked[-1] == (7, flow.POLL_SECONDS), "it is asked for again, from the gap on"
-    following.promise(7)
-    following.at.tell(range(7), LENT)
-    assert following.look() == (8, 0)
-
-
 def test_a_fetch_that_brings_nothing_is_tried_again_though_a_question_waits_behind_it() -> None:
     following = Following()
     following.look()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from contextlib import suppress
+
 import pytest
 
+from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.leases.leases import close_lease
 from cachesvc.flows.models import admin
 from cachesvc.flows.models.idle import idle_models
-from cachesvc.flows.storage.lend import MOST_WAITS, Lending, end_lending, lend
+from cachesvc.flows.storage.lend import end_lending, lend
 from cachesvc.ledger.lent import LentBlocks
-from cachesvc.model.answers import Wait
+from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import NO_PAGE, WritePolicy
+from cachesvc.model.words import NO_PAGE, READY, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
 
 
@@ -27,8 +32,22 @@ def stored(prompt: str, *, host: int = 16, rig: Rig | None = None) -> Rig:
     return made
 
 
+def filling(before: str, prompt: str, *, rig: Rig | None = None) -> Rig:
+    """A node that has one prompt on the host, and copies a longer one there."""
+    made = rig or rig_of(one_group(), device=[16], host=[16], policy=WritePolicy.WRITE_THROUGH)
+    if before:
+        stored(before, rig=made)
+    serve(made, made.lease(), 1, prompt)
+    return made
+
+
+def fail_all(rig: Rig) -> None:
+    for ticket in list(rig.mover.transfers):
+        rig.land(ticket, "the copy engine failed")
+
+
 def borrow(rig: Rig, keys: bytes) -> LentBlocks | None:
-    return rig.run(lend, rig.model, keys, Lending())
+    return rig.run(lend, rig.model, keys)
 
 
 def end(rig: Rig, lent: LentBlocks) -> None:
@@ -71,53 +90,67 @@ def test_what_is_not_there_or_not_chained_is_not_lent(keys: bytes) -> None:
         end(rig, lent)
 
 
-def test_what_is_on_a_device_alone_is_saved_first() -> None:
+def test_what_is_on_a_device_alone_is_saved_at_once_and_lent_meanwhile() -> None:
     rig = rig_of(one_group(), device=[16], host=[16])
     serve(rig, rig.lease(), 1, "abc")
-    lending = Lending()
-    wait = rig.once(lend, rig.model, chain(*"abc"), lending)
-    assert isinstance(wait, Wait)
-    assert wait.seconds is not None, "it can do without"
+    lent = rig.once(lend, rig.model, chain(*"abc"))
+    assert isinstance(lent, LentBlocks)
     (transfer,) = rig.mover.transfers.values()
     assert (transfer.direction, transfer.urgency) == (Direction.STORE, Urgency.AWAITED)
+    assert (len(lent.rows), lent.ready()) == (3, 0)
+    rig.check()
     rig.settle()
-    lent = rig.once(lend, rig.model, chain(*"abc"), lending)
-    assert isinstance(lent, LentBlocks)
-    assert len(lent.rows) == 3
+    assert (lent.ready(), lent.is_cut) == (3, False)
     end(rig, lent)
 
 
-def test_what_does_not_come_to_the_host_in_time_is_done_without() -> None:
-    rig = stored("ab", rig=rig_of(one_group(), device=[16], host=[16], policy=WritePolicy.WRITE_THROUGH))
-    rig.core.writing = rig_of(one_group(), device=[16], host=[16]).core.writing
-    serve(rig, rig.lease(), 1, "abcd")
-    lending, keys = Lending(), chain(*"abcd")
-    for _ in range(MOST_WAITS):
-        assert isinstance(rig.once(lend, rig.model, keys, lending), Wait)
-    lent = rig.once(lend, rig.model, keys, lending)
+def test_what_is_on_its_way_to_the_host_is_lent_and_hurries() -> None:
+    rig = filling("ab", "abcd")
+    lent = rig.once(lend, rig.model, chain(*"abcd"))
     assert isinstance(lent, LentBlocks)
-    assert len(lent.rows) == 2, "the rest is still on its way"
+    assert {rig.core.ledger.tickets.running[each].urgency for each in rig.mover.transfers} == {Urgency.AWAITED}
+    changed: list[int] = []
+    lent.on_change = lambda: changed.append(lent.ready())
+    assert (len(lent.rows), lent.ready()) == (4, 2)
+    rig.settle()
+    assert changed == [4]
     end(rig, lent)
-    rig.settle()
 
 
-def test_a_follower_gets_what_is_on_the_host_while_the_rest_is_saved() -> None:
-    rig = stored("ab", rig=rig_of(one_group(), device=[16], host=[16], policy=WritePolicy.WRITE_THROUGH))
-    rig.core.writing = rig_of(one_group(), device=[16], host=[16]).core.writing
-    serve(rig, rig.lease(), 1, "abcd")
-    keys = chain(*"abcd")
-    first = rig.once(lend, rig.model, keys, Lending(asks_again=True))
-    assert isinstance(first, LentBlocks)
-    assert len(first.rows) == 2
-    assert [each.urgency for each in rig.mover.transfers.values()] == [Urgency.AWAITED], "the rest is on its way"
-    rest = Lending(asks_again=True)
-    assert isinstance(rig.once(lend, rig.model, keys[2 * KEY_BYTES :], rest), Wait), "nothing of it is on the host yet"
-    rig.settle()
-    second = rig.once(lend, rig.model, keys[2 * KEY_BYTES :], rest)
-    assert isinstance(second, LentBlocks)
-    assert len(second.rows) == 2
-    for lent in (first, second):
-        end(rig, lent)
+def test_a_copy_that_fails_cuts_the_loan_before_its_blocks() -> None:
+    rig = filling("ab", "abcd")
+    lent = rig.once(lend, rig.model, chain(*"abcd"))
+    assert isinstance(lent, LentBlocks)
+    changed: list[int] = []
+    lent.on_change = lambda: changed.append(lent.ready())
+    fail_all(rig)
+    assert (changed[-1], lent.is_cut) == (2, True)
+    admin.evict(rig.core, 1, "host", 0)
+    assert len(rig.host_keys()) == 2, "what has come stays"
+    end(rig, lent)
+    admin.evict(rig.core, 1, "host", 0)
+    assert rig.host_keys() == set()
+
+
+def test_a_loan_that_is_over_does_not_hear_of_its_copies() -> None:
+    rig = filling("", "ab")
+    lent = rig.once(lend, rig.model, chain(*"ab"))
+    assert isinstance(lent, LentBlocks)
+    lent.on_change = lambda: pytest.fail("it is over")
+    end(rig, lent)
+    fail_all(rig)
+    assert rig.host_keys() == set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_windows_that_are_on_their_way_are_lent(fails: bool) -> None:
+    rig = filling("", "abcd", rig=rig_of(windowed(8), device=[16, 16], host=[16, 16], policy=WritePolicy.WRITE_THROUGH))
+    lent = rig.once(lend, rig.model, chain(*"abcd"))
+    assert isinstance(lent, LentBlocks)
+    assert [page != NO_PAGE for page in lent.pages[1]][-2:] == [True, True]
+    (fail_all if fails else Rig.settle)(rig)
+    assert (lent.ready(), lent.is_cut) == ((0, True) if fails else (4, False))
+    end(rig, lent)
 
 
 def test_windows_are_lent_where_they_are() -> None:
@@ -143,3 +176,67 @@ def test_two_borrowers_of_one_prompt() -> None:
     admin.evict(rig.core, 1, "host", 0)
     assert len(rig.host_keys()) == 2
     end(rig, second)
+
+
+class LendingWalk:
+    """Prompts, loans, landings and failures in an order that a seed decides; the audit runs after each step."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        policy = self.random.choice([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+        layout = self.random.choice([one_group(), windowed(8)])
+        groups = len(layout.groups)
+        replicas = self.random.choice([1, 2])
+        self.rig = rig_of(layout, device=[12] * groups, host=[10] * groups, policy=policy, replicas=replicas)
+        self.leases = [self.rig.lease(f"l{replica}", replica) for replica in range(replicas)]
+        self.loans: list[LentBlocks] = []
+        self.requests = itertools.count(1)
+
+    def prompt(self) -> str:
+        return self.random.choice(["abcdefgh", "abcxyz", "opqrst"])[: self.random.randint(1, 8)]
+
+    def serve(self) -> None:
+        with suppress(PoolExhausted):
+            serve(self.rig, self.random.choice(self.leases), next(self.requests), self.prompt())
+
+    def lend(self) -> None:
+        answer = self.rig.once(lend, self.rig.model, chain(*self.prompt()))
+        if isinstance(answer, LentBlocks):
+            self.loans.append(answer)
+
+    def end(self) -> None:
+        if self.loans:
+            end(self.rig, self.loans.pop(self.random.randrange(len(self.loans))))
+
+    def land(self) -> None:
+        if self.rig.mover.transfers:
+            ticket = self.random.choice(list(self.rig.mover.transfers))
+            fails = self.random.random() < 0.3
+            self.rig.land(ticket, "it failed" if fails else "", may_write=fails and self.random.random() < 0.5)
+
+    def evict(self) -> None:
+        admin.evict(self.rig.core, 1, self.random.choice(["device", "host"]), 0)
+        self.rig.check()
+
+    def tidy(self) -> None:
+        if self.rig.core.chores:
+            tidy(self.rig.core.chores)
+            self.rig.check()
+
+    def step(self) -> None:
+        self.random.choice([self.serve, self.lend, self.lend, self.end, self.land, self.land, self.evict, self.tidy])()
+        for lent in self.loans:
+            assert lent.ready() <= len(lent.rows)
+            states = self.rig.host.states[self.rig.host.lead]
+            assert all(states[row] == READY for row in lent.rows[: lent.ready()]), "what may be sent is there"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_loans_hold_what_they_may_send_whatever_becomes_of_copies(seed: int) -> None:
+    walk = LendingWalk(seed)
+    for _ in range(80):
+        walk.step()
+    while walk.loans or walk.rig.mover.transfers or walk.rig.core.chores:
+        for step in (walk.end, walk.land, walk.tidy):
+            step()
+    assert not walk.rig.model.lent

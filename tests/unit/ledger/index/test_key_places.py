@@ -13,7 +13,7 @@ import pytest
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.storage.lend import Lending, lend
+from cachesvc.flows.storage.lend import lend
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.ledger.lent import LentBlocks
 from cachesvc.model.answers import Matched
@@ -91,7 +91,7 @@ def test_a_node_lends_no_block_under_another_ones_name(asked: tuple[bytes, ...])
     rig, _ = half_saved()
     rig.settle()
     same = next((at for at, (mine, theirs) in enumerate(zip((A, B, C, D), asked, strict=True)) if mine != theirs), 4)
-    lent = rig.run(lend, rig.model, named(*asked, *packed("opq")), Lending())  # with which d is looked up first
+    lent = rig.run(lend, rig.model, named(*asked, *packed("opq")))  # with which d is looked up first
     if not same:
         assert lent is None
         return
@@ -102,7 +102,7 @@ def test_a_node_lends_no_block_under_another_ones_name(asked: tuple[bytes, ...])
 
 def test_a_stretch_that_is_lent_says_what_is_above_it() -> None:
     rig, _ = half_saved()
-    lent = rig.run(lend, rig.model, B, Lending())
+    lent = rig.run(lend, rig.model, B)
     assert isinstance(lent, LentBlocks)
     assert (lent.keys, lent.parent) == ([B], A)
 

@@ -30,7 +30,7 @@ def test_a_request_has_a_table_for_each_group_beside_the_leading_one() -> None:
     assert [(each.parts.groups, each.is_state) for each in request.others] == [((0,), False), ((2,), True)]
     assert [request.table_of(group).parts.groups for group in (0, 2)] == [(0,), (2,)]
     assert request.row_pages == 2
-    assert request.missing_pages(3, {2: [2]}) == 7
+    assert request.missing_pages(request.growth(3, {2: [2]})) == 7
 
 
 def test_what_a_window_has_left_is_known_by_what_vllm_frees() -> None:
@@ -92,7 +92,7 @@ def test_a_table_grows_by_a_block_where_a_state_is_wanted_in_a_hole() -> None:
     assert request.growth(3, {2: [2]}) == (4, {2: [3]})
     assert request.growth(5, {2: [2, 4]}) == (5, {2: [3, 4]})
     assert request.growth(5, {2: [4]}) == (5, {2: [4]})
-    assert request.missing_pages(3, {2: [2]}) == 3
+    assert request.missing_pages(request.growth(3, {2: [2]})) == 3
 
 
 def test_a_hit_that_is_loaded_comes_before_what_the_table_grows_by() -> None:
@@ -176,7 +176,7 @@ def test_an_engine_has_two_groups_of_two_parts_each() -> None:
     assert (request.rows, request.row_pages, request.hit_pages) == (2, 4, 2)
     assert request.has_pages(2, {})
     assert not request.has_pages(3, {})
-    assert request.missing_pages(3, {}) == 4
+    assert request.missing_pages(request.growth(3, {})) == 4
 
 
 def test_a_hit_is_taken_with_all_of_its_pages() -> None:

@@ -42,7 +42,7 @@ def test_all_but_one_token_of_a_whole_hit_is_offered(hit_blocks: int, shown: int
 def test_the_page_counts_among_those_that_are_missing_until_it_is_there() -> None:
     request = made(3, 0, tail=RequestPages("r", 0))
     assert not request.has_pages(3, {})
-    assert [request.missing_pages(each, {}) for each in (3, 4, 5)] == [1, 1, 2]
+    assert [request.missing_pages(request.growth(each, {})) for each in (3, 4, 5)] == [1, 1, 2]
     private = PrivatePages()
     private.add([30])
     assert private.lengthen(request, 4, {})
