@@ -232,12 +232,11 @@ class UntoldGrowth:
                 record.growth_step = 0
 
     def take(self) -> GrowEntries:
-        """Remove and return the growth for the step that is sent now."""
-        entries = self._entries
-        if entries.owners:
-            self._entries = GrowEntries(len(entries.pages))
-            if self._has_repeats:
-                entries, self._has_repeats = entries.merged(), False
+        """Remove and return the growth for the step that is sent now. Later growth never joins it, even an empty one:
+        the answer to the step has no number for it."""
+        entries, self._entries = self._entries, GrowEntries(len(self._layout.groups))
+        if self._has_repeats:
+            entries, self._has_repeats = entries.merged(), False
         self.step += 1
         return entries
 

@@ -1,0 +1,46 @@
+"""Steps in flight: what is added after a step was sent belongs to a later one, and no page is granted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cachesvc_client import CacheClient, Lease, Timeouts
+from cachesvc_client.layouts.families import opaque
+from kvcache.v1 import cache_pb2
+
+from tests.unit.rigs.client_rig import FakeDaemon, cells
+
+LAYOUT = opaque(block_bytes=64, block_tokens=4)
+Result = cache_pb2.OperationResult
+Step = cache_pb2.StepResponse
+
+
+@pytest.fixture
+def lease(daemon: FakeDaemon) -> Iterator[Lease]:
+    with CacheClient(daemon.path, timeouts=Timeouts(step_s=10, close_s=0.2)) as client:
+        yield client.open_lease(client.register("m", LAYOUT))
+
+
+def extended(blocks: int) -> Result:
+    return Result(extend=cache_pb2.ExtendResponse(blocks=blocks))
+
+
+@pytest.mark.parametrize("has_grown", [False, True])
+def test_growth_after_a_step_was_sent_is_none_of_its(daemon: FakeDaemon, lease: Lease, has_grown: bool) -> None:
+    """Its answer would not fit otherwise: the client would take its pages for refused ones, and grant them again."""
+    first, second = lease.match(b""), lease.match(b"")
+    stream = lease.step(stock_pages=3)
+    daemon.step_answers.append(Step(stock=[cells(0, [5, 6, 7])]))
+    stream.submit()
+    if has_grown:
+        stream.grow_all([first, second])
+    daemon.step_answers.append(Step(results=[extended(1), extended(1)] if has_grown else []))
+    pending = stream.send()
+    second.grow_from_stock()
+    assert pending.results() == []
+    daemon.step_answers.append(Step(results=[extended(second.blocks)]))
+    stream.submit()
+    (told,) = daemon.seen["Step"][-1].operations
+    assert told.extend.sequence_id == second.id
+    assert second.record.failure is None
