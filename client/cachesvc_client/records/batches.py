@@ -40,10 +40,17 @@ class StepBatch(Generic[H]):
 
     Publishes, recycles and releases at the beginning travel in columns, many in a few bytes: ask for them before
     anything else. ``size``: number of results. ``no_wait``: an operation that has to wait for transfers is refused
-    (DeadlineExceeded), and these go on: ask again later.
+    (DeadlineExceeded), and these go on: ask again later. A batch is empty once it was sent, and can be filled again.
     """
 
     def __init__(self, lease: LeaseRecord, make_handle: Callable[[SequenceRecord], H]) -> None:
+        self.no_wait = False
+        self._lease = lease
+        self._make_handle = make_handle
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew with other lists: a step in flight has those that were filled so far."""
         self.publishes = PublishEntries()
         self.recycles = RecycleEntries()
         self.releases = ReleaseEntries()
@@ -51,9 +58,6 @@ class StepBatch(Generic[H]):
         self.held: list[SequenceRecord] = []
         self.refused: dict[int, CacheClientError] = {}
         self.size = 0
-        self.no_wait = False
-        self._lease = lease
-        self._make_handle = make_handle
         self._are_columns = True
         self._reached: dict[int, int] = {}
 

@@ -96,8 +96,8 @@ class StepBook:
             )
 
     def enter(self, batch: StepBatch[Any] | None) -> SentStep:
-        """Number a batch and put the growth of sequences before it, and releases that waited for launches. There is
-        room: see ``require_room``."""
+        """Number a batch and put the growth of sequences before it, and releases that waited for launches. The batch is
+        empty then. There is room: see ``require_room``."""
         lease = self._lease
         batch = StepBatch(lease, _no_handle) if batch is None else batch
         self._end_sequences(batch)
@@ -124,6 +124,7 @@ class StepBook:
                 if operation.method is RELEASE_CALL:
                     ended.append(operation.owner)
         step = SentStep(request, number, batch.size, growth, entries, operations, ended, batch.refused)
+        batch.clear()
         self.under_way.append(step)
         return step
 
@@ -133,8 +134,8 @@ class StepBook:
         if lease.ending:
             for record in lease.take_ended(batch.owners, MOST_ENDED):
                 batch.releases.add(record, NO_PLACE)
-        if batch.held:
-            lease.ending += batch.held
+        for record in batch.held:
+            lease.hold(record)
         if batch.releases.owners and lease.growing:
             lease.growing.withdraw(set(batch.releases.owners).difference(batch.publishes.owners))
 

@@ -9,6 +9,7 @@ from cachesvc_client import CacheClient, Lease, Timeouts
 from cachesvc_client.layouts.families import opaque
 from kvcache.v1 import cache_pb2
 
+from cachesvc.model.answers import Published
 from tests.unit.rigs.client_rig import FakeDaemon, cells
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
@@ -24,6 +25,10 @@ def lease(daemon: FakeDaemon) -> Iterator[Lease]:
 
 def extended(blocks: int) -> Result:
     return Result(extend=cache_pb2.ExtendResponse(blocks=blocks))
+
+
+def published(blocks: int) -> Result:
+    return Result(publish=cache_pb2.PublishResponse(sealed_blocks=blocks))
 
 
 @pytest.mark.parametrize("has_grown", [False, True])
@@ -44,3 +49,25 @@ def test_growth_after_a_step_was_sent_is_none_of_its(daemon: FakeDaemon, lease: 
     (told,) = daemon.seen["Step"][-1].operations
     assert told.extend.sequence_id == second.id
     assert second.record.failure is None
+
+
+def test_a_batch_is_empty_once_it_was_sent(daemon: FakeDaemon, lease: Lease) -> None:
+    first, second = lease.match(b"k" * 64), lease.match(b"k" * 64)
+    stream = lease.step()
+    batch = stream.batch()
+    batch.publish_all([first, second], [1, 9])  # the second is refused at once
+    daemon.step_answers.append(Step(results=[published(1)]))
+    pending = stream.send(batch)
+    assert batch.publish(first, 2) == 0
+    assert batch.prefetch(b"") == 1
+    assert [type(each).__name__ for each in pending.results()] == ["Published", "InvalidRequest"]
+    daemon.step_answers.append(
+        Step(results=[published(2), Result(prefetch=cache_pb2.PrefetchResponse(device_blocks=4))])
+    )
+    sealed, prefetched = stream.submit(batch)
+    assert isinstance(sealed, Published)
+    assert (sealed.sealed_blocks, prefetched.device_blocks) == (2, 4)
+    sent = [operation.publish.sequence_id for operation in daemon.seen["Step"][-1].operations]
+    assert sent[0] == first.id
+    daemon.step_answers.append(Step())
+    assert stream.submit(batch) == []
