@@ -155,9 +155,16 @@ class GrowEntries(Entries):
         return self.plain(at, answer.blocks)
 
     def fail(self, at: int, error: CacheClientError) -> None:
-        """End the sequence's use: its tables name pages that the daemon does not have there."""
+        """End the sequence's use: its tables name pages that the daemon does not have there. After an answer that says
+        nothing, the daemon may have them there, so they never go back to the stock."""
         first = sum(self.counts[:at])
-        self.owners[at].refuse_growth(error, self._run(first, first + self.counts[at]))
+        cells = [] if isinstance(error, DaemonFault) else self._run(first, first + self.counts[at])
+        self.owners[at].refuse_growth(error, cells)
+
+    def fail_all(self, error: CacheClientError) -> None:
+        """End the use of all: the daemon may have grown them, or not."""
+        for owner in self.owners:
+            owner.refuse_growth(error, [])
 
     def _run(self, first: int, last: int) -> list[GroupCells]:
         columns = enumerate(zip(self.pages, self.generations, strict=True))

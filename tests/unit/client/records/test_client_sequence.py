@@ -219,7 +219,7 @@ def test_a_refused_extend_ends_the_sequence_and_keeps_its_pages_for_the_stock() 
     mine, stock, growing = record(blocks=2), Stock([1, 1]), UntoldGrowth(LAYOUT)
     stock.add([common_cells(0, (7,)), common_cells(1, (17,))])
     growing.grow(stock, [mine], [1])
-    growing.take().fail_all(LoadFailed("the load broke"))
+    growing.take().fail(0, LoadFailed("the load broke"))
     with pytest.raises(LoadFailed, match="the load broke"):
         mine.publish(1, b"")
     mine.release().apply(cache_pb2.ReleaseResponse())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cachesvc_client import CacheClient, Lease, Timeouts
+from cachesvc_client import CacheClient, DaemonFault, Lease, StockEmpty, Timeouts
 from cachesvc_client.layouts.families import opaque
 from kvcache.v1 import cache_pb2
 
@@ -71,3 +71,19 @@ def test_a_batch_is_empty_once_it_was_sent(daemon: FakeDaemon, lease: Lease) -> 
     assert sent[0] == first.id
     daemon.step_answers.append(Step())
     assert stream.submit(batch) == []
+
+
+def test_pages_that_the_daemon_may_have_in_a_sequence_are_not_granted_again(daemon: FakeDaemon, lease: Lease) -> None:
+    """An answer that makes no sense does not say whether it grew."""
+    sequence, other = lease.match(b""), lease.match(b"")
+    stream = lease.step(stock_pages=1)
+    daemon.step_answers.append(Step(stock=[cells(0, [5])]))
+    stream.submit()
+    sequence.grow_from_stock()
+    daemon.step_answers.append(Step(results=[published(1)]))
+    stream.submit()
+    with pytest.raises(DaemonFault):
+        sequence.grow_from_stock()
+    sequence.release()
+    with pytest.raises(StockEmpty):
+        other.grow_from_stock()
