@@ -5,6 +5,7 @@ Calls write into these lists, which become the message's bytes, so that no entry
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -173,13 +174,14 @@ class GrowEntries(Entries):
 
 class UntoldGrowth:
     """Growth from stock that the next step tells the daemon. ``step``: the number of that step; steps of a lease are
-    numbered from 1. Used from one thread, as the stock."""
+    numbered from 1. Grows and is taken in one thread, the stock's; other threads may end sequences."""
 
     def __init__(self, layout: Layout) -> None:
         self.step = 1
         self._layout = layout
         self._entries = GrowEntries(len(layout.groups))
         self._has_repeats = False
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._entries.owners)
@@ -225,36 +227,40 @@ class UntoldGrowth:
                 table = record.tables[group]
                 table.put(table.blocks, pages[first : first + count])
                 first += count
-        for record in records:
-            record.growth_step = self.step
-        self._has_repeats = has_repeats
-        self._entries.extend(records, counts, [record.tables[0].blocks for record in records], cells)
+        uptos = [record.tables[0].blocks for record in records]
+        with self._lock:
+            for record in records:
+                record.growth_step = self.step
+            self._has_repeats = has_repeats
+            self._entries.extend(records, counts, uptos, cells)
 
     def withdraw(self, leaving: Iterable[SequenceRecord]) -> None:
         """Tell nothing of sequences that end: what they took goes back to the stock with the end."""
-        untold = {record for record in leaving if self.has(record)}
-        if untold:
-            self._entries = self._entries.merged(untold)
-            for record in untold:
-                record.growth_step = 0
+        with self._lock:
+            untold = {record for record in leaving if self.has(record)}
+            if untold:
+                self._entries = self._entries.merged(untold)
+                for record in untold:
+                    record.growth_step = 0
 
     def take(self) -> GrowEntries:
         """Remove and return the growth for the step that is sent now. Later growth never joins it, even an empty one:
         the answer to the step has no number for it."""
-        entries, self._entries = self._entries, GrowEntries(len(self._layout.groups))
-        if self._has_repeats:
-            entries, self._has_repeats = entries.merged(), False
-        self.step += 1
-        return entries
+        with self._lock:
+            entries, self._entries = self._entries, GrowEntries(len(self._layout.groups))
+            has_repeats, self._has_repeats = self._has_repeats, False
+            self.step += 1
+        return entries.merged() if has_repeats else entries
 
     def put_back(self, refused: GrowEntries) -> None:
         """Have the next step tell growth again, before what came since: the daemon did none of it."""
         if not refused.owners:
             return
-        refused.join(self._entries)
-        self._entries, self._has_repeats = refused, True
-        for record in refused.owners:
-            record.growth_step = self.step
+        with self._lock:
+            refused.join(self._entries)
+            self._entries, self._has_repeats = refused, True
+            for record in refused.owners:
+                record.growth_step = self.step
 
 
 class PublishEntries(Entries):

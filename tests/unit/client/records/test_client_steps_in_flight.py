@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 
 import pytest
 from cachesvc_client import CacheClient, DaemonFault, Lease, StockEmpty, Timeouts
 from cachesvc_client.layouts.families import opaque
+from cachesvc_client.records.entries import GrowEntries, UntoldGrowth
+from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.stock import Stock
 from kvcache.v1 import cache_pb2
 
-from cachesvc.model.answers import Published
+from cachesvc.model.answers import GroupCells, Published
 from tests.unit.rigs.client_rig import FakeDaemon, cells
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
@@ -87,3 +91,28 @@ def test_pages_that_the_daemon_may_have_in_a_sequence_are_not_granted_again(daem
     sequence.release()
     with pytest.raises(StockEmpty):
         other.grow_from_stock()
+
+
+def test_growth_while_another_thread_ends_a_sequence_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, staying, stock, growing = (
+        SequenceRecord(1, LAYOUT),
+        SequenceRecord(2, LAYOUT),
+        Stock([2]),
+        UntoldGrowth(LAYOUT),
+    )
+    stock.add([GroupCells(0, 0, (5, 6), (1, 1))])
+    growing.grow(stock, [ending], [1])
+    grows = threading.Thread(target=growing.grow, args=(stock, [staying], [1]))
+    merged = GrowEntries.merged
+
+    def merged_meanwhile(entries: GrowEntries, leaving: Collection[SequenceRecord] = ()) -> GrowEntries:
+        kept = merged(entries, leaving)
+        if leaving:
+            grows.start()
+            grows.join(0.05)
+        return kept
+
+    monkeypatch.setattr(GrowEntries, "merged", merged_meanwhile)
+    growing.withdraw([ending])
+    grows.join()
+    assert growing.take().owners == [staying]
