@@ -218,16 +218,17 @@ class UntoldGrowth:
             if record.growth_step == self.step:
                 has_repeats = True
         cells = stock.take(sum(counts), records[0].blocks, growth_positions(self._layout, positions))
+        firsts = [record.tables[0].blocks for record in records]
         for group, _, pages, _ in cells:
+            tables = [record.tables[group] for record in records]
             if len(records) == len(pages):
-                append_each([record.tables[group] for record in records], pages)
+                append_each(tables, firsts, pages)
                 continue
-            first = 0
-            for record, count in zip(records, counts, strict=True):
-                table = record.tables[group]
-                table.put(table.blocks, pages[first : first + count])
-                first += count
-        uptos = [record.tables[0].blocks for record in records]
+            taken = 0
+            for table, first, count in zip(tables, firsts, counts, strict=True):
+                table.put(first, pages[taken : taken + count])
+                taken += count
+        uptos = [first + count for first, count in zip(firsts, counts, strict=True)]
         with self._lock:
             for record in records:
                 record.growth_step = self.step

@@ -75,11 +75,10 @@ class BlockTable:
         self.cells = grown
 
 
-def append_each(tables: Iterable[BlockTable], pages: Iterable[int]) -> None:
-    """Add a page to each table: one loop, for a call for each costs as much again."""
-    for table, page in zip(tables, pages, strict=True):
-        at = table.blocks
-        if at == len(table.cells):
+def append_each(tables: Iterable[BlockTable], positions: Iterable[int], pages: Iterable[int]) -> None:
+    """Write a page at the end of each table or behind it: one loop, for a call for each costs as much again."""
+    for table, at, page in zip(tables, positions, pages, strict=True):
+        if at >= len(table.cells):
             table.reserve(at + 1)
         table.cells[at] = page
         table.blocks = at + 1

@@ -204,6 +204,16 @@ def test_growth_of_a_refused_step_is_told_with_what_came_since() -> None:
     assert [pages.tolist() for pages in told.pages] == [[6, 8, 7], [16, 18, 17]]
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_growth_has_one_place_in_the_tables_of_all_groups(blocks: int) -> None:
+    """The daemon's answer had no cells of the window."""
+    mine, stock, growing = SequenceRecord(1, LAYOUT), Stock([2, 2]), UntoldGrowth(LAYOUT)
+    mine.allocate(2).apply(cache_pb2.AllocateResponse(tables=[cells(FULL, (0, 1))]))
+    stock.add([common_cells(0, (7, 8)), common_cells(1, (17, 18))])
+    growing.grow(stock, [mine], [blocks])
+    assert tables(mine) == [[0, 1, 7, 8][: 2 + blocks], [-1, -1, 17, 18][: 2 + blocks]]
+
+
 def test_growth_of_a_sequence_that_ends_is_not_told() -> None:
     first, second, stock, growing = record(blocks=2), record(blocks=2), Stock([3, 3]), UntoldGrowth(LAYOUT)
     stock.add([common_cells(0, (7, 8, 9)), common_cells(1, (17, 18, 19))])
