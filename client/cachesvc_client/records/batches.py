@@ -111,7 +111,7 @@ class StepBatch(Generic[H]):
         if states:
             self._publish_behind(sequence.record, upto_blocks, keys, first_key, states, self.size)
         else:
-            self._publish((sequence.record,), (upto_blocks,), (keys,), (first_key,))
+            self._publish((self.size,), (sequence.record,), (upto_blocks,), (keys,), (first_key,))
             if self.refused and self.size in self.refused:
                 raise self.refused.pop(self.size)
         return self._next_place()
@@ -135,9 +135,10 @@ class StepBatch(Generic[H]):
         uptos, first_keys = one_each(upto_blocks, count), one_each(first_key, count)
         if not len(uptos) == len(first_keys) == (len(keys) or count) == count:
             raise InvalidRequest(f"{count} sequences need a number of blocks each, and keys each or none")
-        self._publish([each.record for each in sequences], uptos, keys or repeat(b"", count), first_keys)
-        self.size += count
-        return range(self.size - count, self.size)
+        places = range(self.size, self.size + count)
+        self.size += count  # first: after a wrong argument, those before it are in the batch
+        self._publish(places, [each.record for each in sequences], uptos, keys or repeat(b"", count), first_keys)
+        return places
 
     @explains_arguments
     def recycle(
@@ -191,16 +192,16 @@ class StepBatch(Generic[H]):
 
     def _publish(
         self,
-        records: Sequence[SequenceRecord],
+        places: Iterable[int],
+        records: Iterable[SequenceRecord],
         uptos: Iterable[int],
         keys: Iterable[PackedKeys],
         first_keys: Iterable[int],
     ) -> None:
-        """Add publishes from the next place on, or their refusals."""
+        """Add publishes, or their refusals, whose results stand at ``places``."""
         self._lease.maker.check()
         entries, reached = self.publishes, self._reached
-        each = zip(records, uptos, keys, first_keys, strict=True)
-        for place, (record, upto, chain, first_key) in enumerate(each, self.size):
+        for place, record, upto, chain, first_key in zip(places, records, uptos, keys, first_keys, strict=True):
             sends_keys = upto > record.known_keys or bool(chain)
             try:
                 if (

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Iterator
 
 import pytest
-from cachesvc_client import CacheClient, DaemonFault, Lease, StockEmpty, Timeouts
+from cachesvc_client import CacheClient, DaemonFault, InvalidRequest, Lease, StockEmpty, Timeouts
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.records.entries import GrowEntries, UntoldGrowth
 from cachesvc_client.records.sequence_record import SequenceRecord
@@ -75,6 +75,19 @@ def test_a_batch_is_empty_once_it_was_sent(daemon: FakeDaemon, lease: Lease) -> 
     assert sent[0] == first.id
     daemon.step_answers.append(Step())
     assert stream.submit(batch) == []
+
+
+def test_a_plural_publish_with_a_wrong_argument_leaves_each_result_its_place(daemon: FakeDaemon, lease: Lease) -> None:
+    first, second, third = (lease.match(b"k" * 64) for _ in range(3))
+    stream = lease.step()
+    batch = stream.batch()
+    with pytest.raises(InvalidRequest):
+        batch.publish_all([first, second], [1, "2"])  # type: ignore[list-item]
+    place = batch.publish(third, 2)
+    daemon.step_answers.append(Step(results=[published(1), published(2)]))
+    results = stream.submit(batch)
+    assert results[place].sealed_blocks == 2
+    assert (results[0].sealed_blocks, first.sealed_blocks) == (1, 1)
 
 
 def test_pages_that_the_daemon_may_have_in_a_sequence_are_not_granted_again(daemon: FakeDaemon, lease: Lease) -> None:
