@@ -23,7 +23,7 @@ from cachesvc_client.core.errors import (
     NotFound,
     error_of,
 )
-from cachesvc_client.records.batches import StepBatch
+from cachesvc_client.records.batches import Recorded, StepBatch
 from cachesvc_client.records.steps import SentStep, StepBook
 from cachesvc_client.records.stock import stock_targets
 from cachesvc_client.wire.attempts import Attempts
@@ -91,7 +91,7 @@ class AsyncStepStream:
             record.stock.due = due_blocks
 
     @explains_arguments
-    def grow_all(self, sequences: Seq[AsyncSequence], blocks: int | Seq[int] = 1) -> None:
+    def grow_all(self, sequences: Seq[Recorded], blocks: int | Seq[int] = 1) -> None:
         """Add ``blocks`` private blocks to the tables of each sequence without a round trip, or as many as a list says
         for each; the next step tells the daemon. ``Sequence.grow_from_stock`` is this for one.
 
