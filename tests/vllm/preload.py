@@ -2,10 +2,11 @@
 
 import multiprocessing
 from importlib import import_module
+from typing import Any
 
 MODULES = ("entrypoints.llm", "v1.engine.core", "v1.engine.llm_engine", "v1.worker.cpu_worker")
 
-starts = import_module("vllm.utils.system_utils")
+starts: Any = import_module("vllm.utils.system_utils")
 starts.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 for module in MODULES:
