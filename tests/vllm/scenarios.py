@@ -44,7 +44,7 @@ def answer_alike(two: Sequence[Engine], alone: Engine, requests: Sequence[Prompt
 
 
 PRIVATE_PAGES = 5
-"""What an engine has for itself at rest, and goes on with where its daemon dies."""
+"""Pages that an engine has for itself at rest, and goes on with where its daemon dies."""
 
 
 def send_and_begin(socket: str, running: Sequence[Engine], prompt: Prompt) -> None:
