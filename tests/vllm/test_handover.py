@@ -10,6 +10,7 @@ from kvcache.v1 import admin_pb2
 from tests.e2e.rig import Node, running_node
 from tests.routers.rig import free_ports
 from tests.vllm.harness import daemon_faults, run_module
+from tests.vllm.long_cases import long
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, engines, random_prompt
 
 WELL = "one-after-another,at-once,bad-words,sent-twice,never-computed"
@@ -31,7 +32,7 @@ def handed_over(runs: str, prefiller: Node, decoder: Node, scheduling: str = "sy
 
 @pytest.mark.parametrize(
     ("runs", "scheduling"),
-    [(WELL, "sync"), (TAILS, "sync"), (TAILS, "async"), ("prefiller-restarts,prefiller-dies", "sync")],
+    [(WELL, "sync"), long(TAILS, "sync"), (TAILS, "async"), ("prefiller-restarts,prefiller-dies", "sync")],
 )
 def test_what_another_node_prefills_is_not_computed_here(runs: str, scheduling: str) -> None:
     [port] = free_ports(1)
