@@ -6,8 +6,8 @@ from typing import Any
 
 MODULES = ("entrypoints.llm", "v1.engine.core", "v1.engine.llm_engine", "v1.worker.cpu_worker")
 
-starts: Any = import_module("vllm.utils.system_utils")
-starts.get_mp_context = lambda: multiprocessing.get_context("fork")
+system_utils: Any = import_module("vllm.utils.system_utils")
+system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 for module in MODULES:
     import_module(f"vllm.{module}")
