@@ -9,6 +9,7 @@ import pytest
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import Node, running_node
+from tests.long_cases import IS_LONG
 from tests.sglang.rig import SglangFleet
 from tests.vllm.rig import BLOCK_TOKENS, PYTHON_VARIABLE, Engine, Fleet, check_daemon, engines, random_prompt
 
@@ -19,7 +20,7 @@ PROMPTS = [random_prompt(500 + each, 6.5, new=20) for each in range(12)]
 
 pytestmark = [
     pytest.mark.skipif(PYTHON_VARIABLE not in os.environ, reason=f"{PYTHON_VARIABLE} names no Python with vLLM"),
-    pytest.mark.skipif("CACHESVC_LONG" not in os.environ, reason="CACHESVC_LONG=1 runs it: a minute and a second venv"),
+    pytest.mark.skipif(not IS_LONG, reason="CACHESVC_LONG=1 runs it: a minute and a second venv"),
 ]
 
 

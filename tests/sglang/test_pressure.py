@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry, multiprocess
 
 from tests.e2e.rig import running_node
+from tests.long_cases import long
 from tests.sglang.rig import SglangFleet
-from tests.vllm.long_cases import long
 from tests.vllm.rig import BLOCK_TOKENS, Engine, engines, random_prompt, random_requests
 
 SMALL_BLOCKS = 48

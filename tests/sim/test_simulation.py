@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 
+from tests.long_cases import IS_LONG
 from tests.sim.meetings import MEETINGS
 from tests.sim.world import FAULTS, SHARED, World, run
 
-SEEDS = 360
+SEEDS = 360 if IS_LONG else 200
 STEPS = 400
 BATCHES = 4
 EVENTS = (

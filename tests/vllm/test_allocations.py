@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.e2e.rig import running_node
-from tests.vllm.long_cases import long
+from tests.long_cases import long
 from tests.vllm.rig import forker
 
 

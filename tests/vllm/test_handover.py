@@ -8,9 +8,9 @@ import pytest
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import Node, running_node
+from tests.long_cases import long
 from tests.routers.rig import free_ports
 from tests.vllm.harness import daemon_faults, run_module
-from tests.vllm.long_cases import long
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, engines, random_prompt
 
 WELL = "one-after-another,at-once,bad-words,sent-twice,never-computed"

@@ -13,8 +13,8 @@ import pytest
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import running_node, short_folder
+from tests.long_cases import long
 from tests.vllm.hybrid_models import GEMMA_3, GEMMA_4, GPT_OSS, QWEN_3_NEXT, HybridModel
-from tests.vllm.long_cases import long
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, Prompt, check_daemon, engines, random_prompt
 from tests.vllm.scenarios import answer_alike
 from tests.vllm.weights import write_checkpoint

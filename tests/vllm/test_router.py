@@ -16,12 +16,12 @@ import pytest
 
 from tests.e2e.rig import Node, running_node, short_folder
 from tests.e2e.storage.network import PORT, Network
+from tests.long_cases import IS_LONG, long
 from tests.routers.rig import PACKAGES_VARIABLE, free_ports, running_router
-from tests.vllm.long_cases import long
 from tests.vllm.rig import BLOCK_TOKENS, Answer, Engine, Fleet, Prompt, engines, random_prompt
 
 pytestmark = pytest.mark.skipif(PACKAGES_VARIABLE not in os.environ, reason="make vllm-test installs the routers")
-REQUESTS = 200 if "CACHESVC_LONG" in os.environ else 8
+REQUESTS = 200 if IS_LONG else 8
 WAIT_S = 120.0
 LENDS = ("--peer-data-port", "0", "--write-policy", "write_through")
 LOSS = 0.01

@@ -12,8 +12,8 @@ from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import Node, running_node, short_folder, wait_until
 from tests.forked_process import ForkedProcess
+from tests.long_cases import long
 from tests.vllm.harness import daemon_faults, run_module
-from tests.vllm.long_cases import long
 from tests.vllm.shape import FULL, STATE, WINDOW, Shape
 
 ALL_KINDS = Shape(groups=(STATE, WINDOW, FULL), pages=200)

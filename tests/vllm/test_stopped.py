@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.rig import running_node
-from tests.vllm.long_cases import long
+from tests.long_cases import long
 from tests.vllm.rig import engines, make_saved_fleet
 from tests.vllm.scenarios import DECODING, stop_until_lost
 

@@ -16,6 +16,7 @@ from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_sy
 from cachesvc_ctl.lab.traces.trace import DEFAULT_BLOCK_TOKENS, TraceRequest, read_trace
 
 from tests.e2e.remote import ROOT
+from tests.long_cases import long
 from tests.oracle import CacheCounts, distinct_blocks, infinite_hits, lru_hits, pool_capacity
 
 TRACES = Path(os.environ.get("CACHESVC_TRACES", ROOT.parent / "shared" / "traces"))
@@ -91,7 +92,7 @@ def test_a_pool_that_holds_everything_counts_as_an_infinite_one(
 
 
 @pytest.mark.skipif(not REAL, reason=f"no traces in {TRACES}; name their folder in CACHESVC_TRACES")
-@pytest.mark.parametrize("percent", [2, 10, 50])
+@pytest.mark.parametrize("percent", [2, long(10), 50])
 @pytest.mark.parametrize("trace", REAL, ids=lambda path: path.name.split(".")[0])
 def test_a_real_trace_counts_as_the_oracle_does(trace: Path, percent: int, tmp_path: Path) -> None:
     requests = list(read_trace(trace, limit=LIMIT))

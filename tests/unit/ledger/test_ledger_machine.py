@@ -29,6 +29,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, Conflict, LoadFailed, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
+from tests.long_cases import IS_LONG
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, Rig, chain, one_group, rig_of, windowed
 from tests.unit.rigs.pin_rules import PROMPTS, PinRules
 
@@ -364,7 +365,7 @@ class LedgerMachine(PinRules, RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(
-    max_examples=200,
+    max_examples=200 if IS_LONG else 120,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -27,6 +27,7 @@ from cachesvc.policy.hazard.segments import LANDMARKS
 from cachesvc.policy.hazard.uses import HostUses
 from cachesvc.policy.shadow import ShadowLru
 from tests.hazard_oracle import Oracle, Prompt
+from tests.long_cases import long
 from tests.unit.rigs.ledger_rig import chain, one_group, prefill, rig_of
 
 BLOCK_TOKENS = 512
@@ -88,7 +89,7 @@ def conversations(seed: int, requests: int) -> Iterator[Prompt]:
             waiting.append((now + 0.02 * output + rng.expovariate(1 / pause), path, pause))
 
 
-@pytest.mark.parametrize(("seed", "blocks"), [(1, 100), (2, 250), (3, 600)])
+@pytest.mark.parametrize(("seed", "blocks"), [(1, 100), long(2, 250), (3, 600)])
 def test_it_hits_as_the_plain_telling_of_the_policy_does(seed: int, blocks: int) -> None:
     prompts = list(conversations(seed, 1500))
     cache, oracle, lru = Cache("hazard", blocks), Oracle(blocks, BLOCK_TOKENS), Cache("lru", blocks)

@@ -21,6 +21,7 @@ from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE
+from tests.long_cases import long
 from tests.unit.rigs.ledger_rig import Rig, chain, rig_of
 
 FULL, WINDOW = 0, 1
@@ -197,7 +198,7 @@ def test_prefill_in_chunks_and_decode_with_rejected_tokens(block: int, window: i
     whole(ones)
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("block", [16, long(32), long(64), 128])
 @pytest.mark.parametrize(("window", "sinks"), [(256, 0), (256, 64), (100, 30), (17, 1)])
 def test_decode_never_holds_more_than_its_bound(block: int, window: int, sinks: int) -> None:
     """The pool has just the bound for each sequence: the next one would find no page."""

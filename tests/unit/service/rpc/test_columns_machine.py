@@ -14,6 +14,7 @@ from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import WritePolicy
+from tests.long_cases import IS_LONG
 from tests.step_operations import with_columns, without_columns
 from tests.unit.rigs.dispatch_rig import Desk, turns
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain, one_group, rig_of, windowed
@@ -276,7 +277,7 @@ def events(desk: Desk) -> list[tuple[int, int, bytes, bytes]]:
 
 TestColumns = ColumnsMachine.TestCase
 TestColumns.settings = settings(
-    max_examples=100,
+    max_examples=100 if IS_LONG else 60,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,
