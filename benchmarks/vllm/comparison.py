@@ -8,7 +8,7 @@ and started again; (f) random requests on two engines with kills, answer by answ
 vLLM alone asked the same way beside it; (g), where it is asked for, the daemon killed while an engine generates, and
 started again; (h), of models with a drafter, that another process's hits are drafted on as an engine's own, and as
 without the daemon; (n), where it is asked for and there are GPUs for two engines, what an engine on other GPUs
-computed, beside a hit of the engine's own.
+computed, beside a hit of the engine's own; (i), where it is asked for, (b) in the midst of requests that decode.
 Engines stay up between parts. Every step has a time limit; logs of all processes lie in ``--folder``.
 """
 
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from benchmarks.support.machine import NO_RESULT, describe_gpu, describe_machine
 from benchmarks.support.recording import write_result
 from benchmarks.vllm import parts
+from benchmarks.vllm.decoding import loads_beside, owner_slowed
 from benchmarks.vllm.fleet import Engine, EngineFailed, Fleet, Shape, progress
 from benchmarks.vllm.models import CASES
 from benchmarks.vllm.replicas import near_hits
@@ -35,7 +36,7 @@ GIB = 1 << 30
 SIZES = (1024, 8192, 32768)
 SHARED, HOST, ALONE, WARM, RESTART, OUTLIVE = 1_000_000, 2_000_000, 4_000_000, 5_000_000, 6_000_000, 7_000_000
 DRAFTED, DRAFTED_TOKENS, DRAFTED_NEW, DRAFTED_REQUESTS = 8_000_000, 1000, 128, 8
-NEAR, TURNS, LEAST_TURNS = 9_000_000, 10_000_000, 12
+NEAR, TURNS, LEAST_TURNS, DECODED = 9_000_000, 10_000_000, 12, 11_000_000
 BATCHES = 1 << 32
 """First seed of each part: no two parts have prompts in common."""
 LOADS = {"1k in, 256 out": (1024, 256), "128 in, 512 out": (128, 512)}
@@ -136,6 +137,9 @@ def beside(run: Run, name: str, kind: str) -> None:
     if run.wants("b") and kind != "plain":
         for engine in engines if "ours-a" not in run.found.get("b", {}) else [peer]:
             run.note("b", engine.name, parts.from_host(engine, options.sizes, options.rounds, HOST))
+    if run.wants("i") and kind != "plain":
+        for engine in engines if "ours-a" not in run.found.get("i", {}) else [peer]:
+            run.note("i", engine.name, loads_beside(engine, options.sizes, options.rounds, DECODED))
     if run.wants("d"):
         pool_tokens = fleet.shape.pool_tokens
         longest = min(fleet.shape.longest - 256, pool_tokens // AGENTS)
@@ -191,6 +195,8 @@ def near(run: Run) -> None:
     for number, other in enumerate(others):
         salt = NEAR + number * 1_000_000
         run.note("n", other.name, near_hits(fleet, owner, other, options.sizes, options.repeats, salt))
+        slowed = owner_slowed(owner, other, sorted(options.sizes)[len(options.sizes) // 2], options.repeats, salt)
+        run.note("n", f"ours-a while {other.name} loads", slowed)
     run.note("n", "verify", fleet.verify(checksums="checksums all" in options.daemon))
     fleet.stop(*names)
 
@@ -247,8 +253,8 @@ def main() -> int:
         Stage("aeh", "", pair),
         Stage("n", "", near),
         Stage("acdh", "plain", lambda run: beside(run, "plain", "plain")),
-        Stage("bd", "offload", lambda run: beside(run, "offload", "offload")),
-        *([Stage("bd", "", lmcache)] if options.lmcache else []),
+        Stage("bdi", "offload", lambda run: beside(run, "offload", "offload")),
+        *([Stage("bdi", "", lmcache)] if options.lmcache else []),
         Stage("k", "plain", control),
         Stage("g", "", daemon_restart),
         Stage("f", "plain", chaos),

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -67,6 +68,11 @@ class Flight:
     steps: int = 0
     """Iterations of the engine until the first token, this one included."""
     cached: int = 0
+    count: int = 0
+    """Tokens so far, the last of them at ``last_s``."""
+    last_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    """Time between one token and the next."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
 
@@ -183,17 +189,19 @@ class Server:
         }
 
     def run(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Ask ``prompts``, ``at_a_time`` of them, none after ``seconds``: what became of each."""
+        """Ask ``prompts``, ``at_a_time`` of them, none after ``seconds``: what became of each. One with ``behind`` is
+        asked when each request under way has that many tokens."""
         begun_s = time.perf_counter()
         flights: dict[str, Flight] = {}
         done: list[dict[str, Any]] = []
-        coming = enumerate(asked["prompts"])
+        waiting = deque(enumerate(asked["prompts"]))
         until_s = begun_s + asked["seconds"]
         while True:
-            while len(flights) < asked["at_a_time"] and time.perf_counter() < until_s:
-                number, prompt = next(coming, (0, None))
-                if prompt is None:
+            while waiting and len(flights) < asked["at_a_time"] and time.perf_counter() < until_s:
+                number, prompt = waiting[0]
+                if any(each.count < prompt.get("behind", 0) for each in flights.values()):
                     break
+                waiting.popleft()
                 name = self._add(prompt)
                 flights[name] = Flight(number, time.perf_counter() - begun_s)
             if not flights:
@@ -204,10 +212,15 @@ class Server:
             for out in outputs:
                 flight, now_s = flights[out.request_id], time.perf_counter() - begun_s
                 said = out.outputs[0]
-                if said.token_ids and not flight.first_s:
-                    flight.first_s, flight.cached = now_s, out.num_cached_tokens or 0
+                if len(said.token_ids) > flight.count:
+                    if flight.count:
+                        flight.gaps_s.append(now_s - flight.last_s)
+                    else:
+                        flight.first_s, flight.cached = now_s, out.num_cached_tokens or 0
+                    flight.count, flight.last_s = len(said.token_ids), now_s
                 if out.finished:
-                    done.append(_told(flights.pop(out.request_id), said, now_s))
+                    told = _told(flights.pop(out.request_id), said, now_s)
+                    done.append({**told, "gaps_s": flight.gaps_s} if asked["gaps"] else told)
         return {"seconds": time.perf_counter() - begun_s, "requests": sorted(done, key=lambda each: each["number"])}
 
     def take_times(self) -> list[float]:

@@ -161,18 +161,20 @@ class Engine:
         progress(f"{self.name} is ready: {json.dumps(self.facts)}")
         return self
 
-    def send(self, prompts: Sequence[Mapping[str, Any]], *, at_a_time: int, seconds: float) -> None:
-        """Ask, and collect later."""
+    def send(self, prompts: Sequence[Mapping[str, Any]], *, at_a_time: int, seconds: float, gaps: bool = False) -> None:
+        """Ask, and collect later. ``gaps``: the time between tokens is wanted too (vLLM)."""
         self._limit_s = seconds + SPARE_SECONDS
-        self._write({"do": "run", "prompts": list(prompts), "at_a_time": at_a_time, "seconds": seconds})
+        self._write({"do": "run", "prompts": list(prompts), "at_a_time": at_a_time, "seconds": seconds, "gaps": gaps})
 
     def collect(self) -> dict[str, Any]:
         """The answer to what was sent. Raises EngineFailed."""
         return dict(self._read(self._limit_s))
 
-    def ask(self, *prompts: Mapping[str, Any], at_a_time: int = 1, seconds: float = SPARE_SECONDS) -> dict[str, Any]:
+    def ask(
+        self, *prompts: Mapping[str, Any], at_a_time: int = 1, seconds: float = SPARE_SECONDS, gaps: bool = False
+    ) -> dict[str, Any]:
         """Call ``send``, then ``collect``."""
-        self.send(prompts, at_a_time=at_a_time, seconds=seconds)
+        self.send(prompts, at_a_time=at_a_time, seconds=seconds, gaps=gaps)
         return self.collect()
 
     def do(self, what: str) -> Any:

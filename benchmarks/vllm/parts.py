@@ -174,13 +174,13 @@ def load(engine: Engine, asked: Sequence[Prompt], at_a_time: int, seconds: float
         "seconds": took_s,
         "output_tokens_s": sum(len(each["tokens"]) for each in requests) / took_s,
         "input_tokens_s": inputs / took_s,
-        "first_ms_p50": _percentile(firsts, 50),
-        "first_ms_p99": _percentile(firsts, 99),
+        "first_ms_p50": percentile(firsts, 50),
+        "first_ms_p99": percentile(firsts, 99),
         "hit_ratio": sum(each["cached"] for each in requests) / max(1, inputs),
     }
     if engine.has_times:
         steps = [each * 1e3 for each in engine.do("take_times")]
-        found |= {"step_ms_p50": _percentile(steps, 50), "step_ms_p99": _percentile(steps, 99), "steps": len(steps)}
+        found |= {"step_ms_p50": percentile(steps, 50), "step_ms_p99": percentile(steps, 99), "steps": len(steps)}
     progress(f"{engine.name} {json.dumps(found)}")
     return found
 
@@ -381,6 +381,7 @@ def _load_ms(engine: Engine) -> dict[str, float]:
     return {"load_ms": sum(engine.do("take_loads")) * 1e3} if engine.has_times else {}
 
 
-def _percentile(values: Sequence[float], percent: int) -> float:
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Value that ``percent`` of the values do not exceed; 0.0 without any."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
