@@ -138,8 +138,9 @@ def beside(run: Run, name: str, kind: str) -> None:
         for engine in engines if "ours-a" not in run.found.get("b", {}) else [peer]:
             run.note("b", engine.name, parts.from_host(engine, options.sizes, options.rounds, HOST))
     if run.wants("i") and kind != "plain":
+        sizes = [size for size in options.sizes if size % fleet.shape.block_tokens] or options.sizes
         for engine in engines if "ours-a" not in run.found.get("i", {}) else [peer]:
-            run.note("i", engine.name, loads_beside(engine, options.sizes, options.rounds, DECODED))
+            run.note("i", engine.name, loads_beside(engine, sizes, min(options.rounds, 3), DECODED))
     if run.wants("d"):
         pool_tokens = fleet.shape.pool_tokens
         longest = min(fleet.shape.longest - 256, pool_tokens // AGENTS)

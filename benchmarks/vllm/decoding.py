@@ -10,9 +10,9 @@ from typing import Any
 from benchmarks.vllm.fleet import Engine, progress
 from benchmarks.vllm.parts import Prompt, first_ms, flood, percentile, prompt
 
-DECODING, DECODING_TOKENS, DECODING_NEW = 8, 128, 256
+DECODING, DECODING_TOKENS, DECODING_NEW = 8, 128, 160
 """Requests that decode meanwhile, their prompts and their answers. The load is asked for in their midst."""
-BEHIND = 64
+BEHIND = 48
 """Tokens that each of them has when the load is asked for."""
 OWNER_NEW = 64
 """Tokens of an answer of each request that decodes while another GPU takes what its engine has computed: about as long
