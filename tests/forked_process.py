@@ -1,4 +1,4 @@
-"""Processes of a Python that has vLLM or SGLang, forked from one that has imported it (``tests.forker``)."""
+"""Processes forked from one that has imported what they need (``tests.forker``)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ ROOT = Path(__file__).parents[1]
 
 class ForkedProcess:
     """The part of ``Popen`` that a test uses, of a process that runs a module as ``python -m`` does, in a session of
-    its own. ``forker``: socket of the process that forks it."""
+    its own. ``forker``: socket of the process that forks it. ``streams``: its standard streams."""
 
-    def __init__(self, forker: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        forker: str,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        streams: tuple[int, int, int],
+    ) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(forker)
-        its_stdin, mine = os.pipe()
-        its_mine, its_stdout = os.pipe()
-        self.stdin = os.fdopen(mine, "w", encoding="utf-8")
-        self.stdout = os.fdopen(its_mine, encoding="utf-8")
-        socket.send_fds(connection, [b"3"], [its_stdin, its_stdout, 2])
-        os.close(its_stdin)
-        os.close(its_stdout)
-        asked = {"module": module, "arguments": arguments, "environment": dict(environment)}
+        socket.send_fds(connection, [b"3"], streams)
+        asked = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": str(Path.cwd())}
         connection.sendall(json.dumps(asked).encode() + b"\n")
         self._connection = connection
         self._told = connection.makefile("r", encoding="utf-8")
@@ -42,13 +43,15 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """Exit code, negative for a signal's number; None while it runs."""
-        if self.returncode is None and not select.select([self._connection], [], [], 0)[0]:
-            return None
-        return self.wait()
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
 
-    def wait(self) -> int:
-        """Wait for its end: its exit code."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end: its exit code. Raises TimeoutExpired after ``timeout`` seconds."""
         if self.returncode is None:
+            if timeout is not None and not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             self.returncode = int(self._told.readline())
             self._told.close()
             self._connection.close()
@@ -59,6 +62,27 @@ class ForkedProcess:
         if self.poll() is None:
             (os.killpg if to_all else os.kill)(self.pid, number)
 
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+class PipedProcess(ForkedProcess):
+    """A forked process that is written to and read from."""
+
+    def __init__(self, forker: str, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        its_stdin, mine = os.pipe()
+        its_mine, its_stdout = os.pipe()
+        self.stdin = os.fdopen(mine, "w", encoding="utf-8")
+        self.stdout = os.fdopen(its_mine, encoding="utf-8")
+        super().__init__(forker, module, arguments, environment, (its_stdin, its_stdout, 2))
+        os.close(its_stdin)
+        os.close(its_stdout)
+
     def end(self) -> int:
         """End its input, and wait for its end: its exit code."""
         with suppress(BrokenPipeError):  # it has ended, and what it has not read is lost
@@ -67,7 +91,7 @@ class ForkedProcess:
         self.stdout.close()
         return code
 
-    def __enter__(self) -> ForkedProcess:
+    def __enter__(self) -> PipedProcess:
         return self
 
     def __exit__(
@@ -83,9 +107,9 @@ class Forker:
         self._environment = environment
         folder = Path(tempfile.mkdtemp(prefix="forker-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        self._socket = str(folder / "s")
+        self.socket = str(folder / "s")
         process = subprocess.Popen(
-            [python, "-m", "tests.forker", self._socket, preload],
+            [python, "-m", "tests.forker", self.socket, preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -99,9 +123,9 @@ class Forker:
             said = process.stdout.readline()
             assert said, f"{preload} could not be imported"
 
-    def start(self, module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> ForkedProcess:
+    def start(self, module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> PipedProcess:
         """Start a process that runs a module. ``variables``: of its environment, beside those of all."""
-        return ForkedProcess(self._socket, module, arguments, {**self._environment, **(variables or {})})
+        return PipedProcess(self.socket, module, arguments, {**self._environment, **(variables or {})})
 
     def run(self, module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> list[str]:
         """Run a module to its end, which must be a good one: the lines that it printed."""

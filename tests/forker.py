@@ -1,4 +1,5 @@
-"""A process that has imported what others need, and forks them: an import of vLLM or SGLang takes ten seconds.
+"""A process that has imported what others need, and forks them: an import of vLLM or SGLang takes ten seconds, that of
+the daemon half of one, a thousand times.
 
     python -m tests.forker SOCKET PRELOAD
 
@@ -29,6 +30,7 @@ def run(asked: dict[str, Any], streams: list[int]) -> int:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
     sys.argv[1:] = asked["arguments"]

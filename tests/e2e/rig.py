@@ -14,6 +14,8 @@ import grpc
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
+from tests.forked_daemon import ForkedDaemon
+
 LOOK_SECONDS = 0.02
 BOUND_SECONDS = 60.0
 FLAGS = ("--backend", "shm", "--device-pool", "64MiB", "--host-pool", "64MiB", "--drain-seconds", "0")
@@ -84,7 +86,7 @@ def short_folder() -> Iterator[Path]:
 @contextmanager
 def running_node(flags: Sequence[str] = (), folder: Path | None = None) -> Iterator[Node]:
     """A daemon; at the end its books are checked and it must stop with exit code 0, unless it was ended before."""
-    daemon = DaemonProcess([*FLAGS, *flags], folder=None if folder is None else str(folder))
+    daemon = ForkedDaemon([*FLAGS, *flags], folder=None if folder is None else str(folder))
     daemon.start()
     try:
         with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:

@@ -18,7 +18,7 @@ import grpc
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from tests.e2e.rig import wait_until
-from tests.forked_process import ForkedProcess, Forker
+from tests.forked_process import Forker, PipedProcess
 from tests.vllm.weights import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def forker() -> Forker:
 class Engine:
     """A vLLM, or an SGLang, that answers lines of JSON."""
 
-    def __init__(self, process: ForkedProcess) -> None:
+    def __init__(self, process: PipedProcess) -> None:
         self.process = process
 
     def wait_ready(self) -> Engine:

@@ -10,11 +10,11 @@ from typing import Any
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import Node, running_node, wait_until
-from tests.forked_process import ForkedProcess
+from tests.forked_process import PipedProcess
 from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, engines, forker, random_prompt
 
 
-def data_parallel(fleet: Fleet, *socket: str) -> ForkedProcess:
+def data_parallel(fleet: Fleet, *socket: str) -> PipedProcess:
     """Two ranks on a daemon, or one plain engine."""
     return forker().start("tests.vllm.ranks_process", str(fleet.folder), *socket)
 
@@ -89,7 +89,7 @@ def multi_connector(socket: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _last_line(process: ForkedProcess) -> str:
+def _last_line(process: PipedProcess) -> str:
     return next(line for line in process.stdout if line.startswith("[["))
 
 

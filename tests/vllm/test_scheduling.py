@@ -11,7 +11,7 @@ from cachesvc_client import CacheClient, PoolExhausted
 from kvcache.v1 import admin_pb2
 
 from tests.e2e.rig import Node, running_node, short_folder, wait_until
-from tests.forked_process import ForkedProcess
+from tests.forked_process import PipedProcess
 from tests.long_cases import long
 from tests.vllm.harness import daemon_faults, run_module
 from tests.vllm.shape import FULL, STATE, WINDOW, Shape
@@ -36,7 +36,7 @@ def announce(node: Node, version: str) -> None:
     node.admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=model.model_id, version=version))
 
 
-def stop(process: ForkedProcess, node: Node, shape: Shape) -> None:
+def stop(process: PipedProcess, node: Node, shape: Shape) -> None:
     """Stop an engine until its lease is lost and its hits are others', and let it go on."""
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: "live" not in node.lease_states().values(), "the silent lease is lost")

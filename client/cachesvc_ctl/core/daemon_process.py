@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from cachesvc.model.text.interpreter import module_command
 
@@ -52,10 +53,9 @@ class DaemonProcess:
         folder = Path(self._made.name if self._made is not None else str(self._folder))
         self.socket = str(folder / "cachesvc.sock")
         self.log = folder / "cachesvcd.log"
-        command = [*self._under, *module_command("cachesvc", "--socket", self.socket, *self._flags)]
         with self.log.open("ab") as log:
             began = log.tell()
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: S603
+            self._process = self._launch(["--socket", self.socket, *self._flags], log)
         until = time.monotonic() + START_SECONDS
         while not self._is_ready(began):
             if self._process.poll() is not None or time.monotonic() > until:
@@ -65,6 +65,10 @@ class DaemonProcess:
                 self._clean_up()
                 raise DaemonFailed(f"the daemon did not start: {reason_of(said) or said[-2000:] or 'it said nothing'}")
             time.sleep(LOOK_SECONDS)  # the log is a file, so that a daemon never blocks on a full pipe
+
+    def _launch(self, flags: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
+        command = [*self._under, *module_command("cachesvc", *flags)]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)  # noqa: S603
 
     def _is_ready(self, began: int) -> bool:
         awaited = {"ready", "host_pool_whole"} if self._is_awaited_whole else {"ready"}

@@ -24,6 +24,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc, event_pb2, event_pb2_grpc
 
 from tests.e2e.engine import PLAIN
 from tests.e2e.rig import FLAGS, short_folder, wait_until
+from tests.forked_daemon import ForkedDaemon
 
 ENGINE, READER, OPERATOR, OLD, FRESH, SECOND, GUESS = (
     f"{name}-secret-of-enough-letters" for name in ("engine", "reader", "operator", "old", "fresh", "second", "guess")
@@ -57,7 +58,7 @@ def guarded(folder: Path, text: str = PLAIN_FILE, *flags: str, under: Sequence[s
     """A daemon with that tokens' file."""
     write_tokens(folder / "tokens.toml", text)
     every = [*FLAGS, "--tokens", str(folder / "tokens.toml"), *flags]
-    with DaemonProcess(every, folder=str(folder), under=under, whole=True) as daemon:
+    with ForkedDaemon(every, folder=str(folder), under=under, whole=True) as daemon:
         yield daemon
 
 
