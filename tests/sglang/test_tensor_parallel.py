@@ -13,10 +13,10 @@ import pytest
 from tests.e2e.rig import Node, running_node, short_folder
 from tests.sglang.rig import SglangFleet
 from tests.vllm.rig import BLOCK_TOKENS, Engine, check_daemon, engines, make_saved_fleet, random_prompt, random_requests
-from tests.vllm.scenarios import answer_alike, replaceable, send_and_begin
+from tests.vllm.scenarios import replaceable, send_and_begin
 
 SMALL_BLOCKS = 72
-REQUESTS = 24
+REQUESTS = 12
 
 TWO_DEVICES = ("--shm-devices", "2", "--checksums", "all", "--load-limit", "16MiB", "--lease-seconds", "600")
 SLOW_AND_FAULTY = ("--shm-devices", "2", "--load-limit", "4MiB", "--lease-seconds", "600", "--fault-copies", "0.1")
@@ -91,7 +91,12 @@ def test_what_one_after_another_finds_is_no_less_than_in_one_cache(two: list[Eng
 
 
 def test_random_requests_are_answered_alike(two: list[Engine], alone: Engine) -> None:
-    answer_alike(two, alone, random_requests(7, REQUESTS), 6)
+    """One at a time on each engine: SGLang's own answers with two ranks depend on what else is in a batch."""
+    requests = random_requests(7, REQUESTS)
+    for pair in zip(requests[::2], requests[1::2], strict=True):
+        for engine, request in zip(two, pair, strict=True):
+            engine.send(request)
+        assert [engine.collect()[0].said for engine in two] == [alone.ask(request)[0].said for request in pair]
 
 
 def test_requests_are_retracted_alike(two: list[Engine], alone: Engine) -> None:
