@@ -3,7 +3,7 @@
 Everything by both ways, the lane and gRPC, one right after the other: the result has a key for each, with the same keys
 below it. ``ping``: an empty call (on gRPC a health check). ``match``: a prompt that is resident whole, 64 tokens a
 block, with its keys at hand and with hashing it anew; ``match_window``: of a model with a windowed group, keys at hand.
-``step``: an iteration of k sequences that each take one more block from the stock, by arrays; ``step_publish``: each
+``step``: an iteration of k sequences that each take one more block from the stock, in one call; ``step_publish``: each
 also seals a block; ``step_ahead``: the same, sent before kernels that run 5 ms and taken behind them; ``step_paced``:
 32 of those once in 10 ms by each of 16 engines that began at random moments. Everything is measured while another
 process keeps the copy streams busy (``--quiet``: with idle streams too), with 1, 4 and 16 client processes.
@@ -32,6 +32,7 @@ from cachesvc_client import (
     Lease,
     PoolExhausted,
     Sequence,
+    StepStream,
     StockEmpty,
     Transport,
     block_keys,
@@ -137,7 +138,7 @@ def show(title: str, figures: object) -> None:
         _line(f"match {int(tokens):,} tokens, one window", row["keys_ready"])
     for kind in ("step", "step_publish", "step_ahead"):
         for count, row in figures[f"{kind}_ms"].items():
-            _line(f"{kind} {count}, by arrays", row)
+            _line(f"{kind} {count}", row)
 
 
 def _line(name: str, figures: Figures) -> None:
@@ -366,15 +367,11 @@ def step_times(
             time.sleep(max(next_s - time.perf_counter(), 0))  # engines begin an iteration so often
             next_s += every_s
             began = time.perf_counter()
+            while not grow_all(stream, sequences):
+                stream.submit()  # a full pool is evicted for the stock a turn's worth at a time
             batch = stream.batch()
-            for sequence in sequences:
-                try:
-                    sequence.grow_from_stock()
-                except StockEmpty:  # a full pool is evicted for the stock a turn's worth at a time
-                    stream.submit()
-                    sequence.grow_from_stock()
-                if publish and turn > 0:
-                    batch.publish(sequence, turn)
+            if publish and turn > 0:
+                batch.publish_all(sequences, turn)
             pending = stream.send(batch)
             sent = time.perf_counter()
             if kernels_s:
@@ -388,6 +385,15 @@ def step_times(
             batch.release(sequence)
         stream.submit(batch)
     return out
+
+
+def grow_all(stream: StepStream, sequences: list[Sequence]) -> bool:
+    """Grow each sequence by a block; False where the stock is short."""
+    try:
+        stream.grow_all(sequences)
+    except StockEmpty:
+        return False
+    return True
 
 
 if __name__ == "__main__":

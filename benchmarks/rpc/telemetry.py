@@ -180,10 +180,9 @@ class Rig:
         times = []
         for turn in range(steps):
             batch = self._stream.batch()
-            for sequence in sequences:
-                sequence.grow_from_stock()
-                if turn:
-                    batch.publish(sequence, turn)
+            self._stream.grow_all(sequences)
+            if turn:
+                batch.publish_all(sequences, turn)
             began = time.perf_counter()
             results = self._stream.submit(batch)
             times.append((time.perf_counter() - began) * 1e3)

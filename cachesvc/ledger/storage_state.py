@@ -248,7 +248,7 @@ class Fetch:
 @dataclass(slots=True, eq=False)
 class Expectation:
     """Blocks that the daemon at ``peer`` computes for requests here, ``keys`` packed from the root on; of one that has
-    ended, the last.
+    ended, the last. ``behind``: keys of blocks behind these, which are fetched where the peer lends them along.
 
     ``ticket``: of its waiters. ``party`` on ``replica`` expects them, was last here at ``wanted_at``, and is patient
     for ``patience`` seconds after ``progress_at``. ``here``: blocks of it that this node had when it asked last, at
@@ -279,11 +279,17 @@ class Expectation:
     has_begun: bool = False
     arrived: int = 0
     end: str = ""
+    behind: bytes = b""
 
     @property
     def blocks(self) -> int:
         """Number of blocks that are expected."""
         return len(self.keys) // KEY_BYTES
+
+    @property
+    def path(self) -> bytes:
+        """Packed keys of these and of those behind them."""
+        return self.keys + self.behind
 
     @property
     def fetching(self) -> int:

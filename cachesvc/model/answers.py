@@ -76,9 +76,9 @@ class Matched(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """First ``blocks`` blocks of a request (0: all), which the daemon at ``peer`` has or will have. ``patience``:
-    seconds without progress after which the rest is not expected any more. ``is_computed``: it has computed them all.
-    ``waits``: the call waits for them."""
+    """First ``blocks`` blocks of a request (0: all), which the daemon at ``peer`` has or will have; others behind them
+    are not waited for, and come where they are lent along. ``patience``: seconds without progress after which the rest
+    is not expected any more. ``is_computed``: it has computed them all. ``waits``: the call waits for them."""
 
     peer: str
     blocks: int = 0

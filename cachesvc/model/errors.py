@@ -67,10 +67,11 @@ class CacheError(Exception):
     """Base of every expected failure. ``str(error)`` says what was wrong and what to do.
 
     Facts are fields, which cross the wire; a field that the sender did not know is None. Errors can be copied and
-    pickled, so they may cross from an engine's worker to its scheduler.
+    pickled, and cross processes. ``sequence_id``: of a call for several sequences, the one that it was refused for.
     """
 
     code: ErrorCode = ErrorCode.INVALID
+    sequence_id: int | None = None
 
     @classmethod
     def from_message(cls, message: str, facts: Mapping[str, int | str] | None = None) -> Self:

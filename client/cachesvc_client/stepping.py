@@ -8,7 +8,7 @@ from typing import Any
 from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.aio.stepping import AsyncPendingStep, AsyncStepStream
-from cachesvc_client.records.batches import StepBatch
+from cachesvc_client.records.batches import Recorded, StepBatch
 from cachesvc_client.sequence import Sequence
 from cachesvc_client.wire.transports.blocking import drive
 
@@ -62,6 +62,15 @@ class StepStream:
     def batch(self) -> StepBatch[Sequence]:
         """An empty batch."""
         return StepBatch(self._lease.record, lambda record: Sequence(AsyncSequence(record, self._lease)))
+
+    def grow_all(self, sequences: Seq[Recorded], blocks: int | Seq[int] = 1) -> None:
+        """Add ``blocks`` private blocks to the tables of each sequence without a round trip, or as many as a list says
+        for each; the next step tells the daemon. ``Sequence.grow_from_stock`` is this for one.
+
+        All or nothing. Raises StockEmpty; what keeps one of them from growing, AlreadyClosed, LoadFailed or Conflict,
+        with its ``sequence_id``; InvalidRequest (no stock, a sequence twice).
+        """
+        self._calls.grow_all(sequences, blocks)
 
     def submit(self, batch: StepBatch[Any] | None = None, timeout_s: float | None = None) -> list[Any]:
         """Send a batch (None: growth and stock alone) and wait for its results; see ``PendingStep.results``."""

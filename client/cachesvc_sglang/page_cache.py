@@ -18,7 +18,8 @@ from cachesvc_client.plugins.daemon.errors import STUCK
 from cachesvc_client.plugins.daemon.node import announced_in
 from cachesvc_client.plugins.daemon.weights_version import WeightsVersion
 from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps.vouching import LOOK_S as LEASE_LOOK_S
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, IncLockRefResult
 

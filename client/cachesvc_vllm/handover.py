@@ -5,6 +5,8 @@
     D   remote_prefiller             the same while P computes; remote_kv_source: any node that has the blocks
 
 Blocks are found by content, so neither side holds anything for the other, and a wrong or late word costs time alone.
+The last block of a prompt, where it is not full, is handed over too (``namespace/tails.py``). It is waited for where
+the prefill has ended; before that it comes with the last full blocks, or is computed: not every prefiller seals it.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def retention_of(request: Any) -> Retention:
 def _expected(
     request: Any, where: Mapping[str, Any], patience_s: float, block_tokens: int, *, is_computed: bool
 ) -> Expected | None:
-    tokens = _number(where.get("remote_num_tokens"))
+    tokens, prompt_tokens = _number(where.get("remote_num_tokens")), int(request.num_tokens)
     host, port = where.get("remote_host"), _number(where.get("remote_port"))
     peer = f"[{host}]:{port}" if isinstance(host, str) and ":" in host else f"{host}:{port}"
     try:
@@ -66,10 +68,18 @@ def _expected(
         if _news.is_new("params"):
             log.warning("remote_params_ignored request=%s why=%s", request.request_id, error)
         return None
-    blocks = 0 if tokens is None else tokens // block_tokens
-    if tokens is not None and not blocks:
-        return None
-    return Expected(peer, blocks, patience_s, is_computed, waits=False)
+    if is_computed and (tokens is None or tokens >= prompt_tokens):
+        return Expected(peer, 0, patience_s, is_computed, waits=False)
+    blocks = (prompt_tokens if tokens is None else min(tokens, prompt_tokens)) // block_tokens
+    return Expected(peer, blocks, patience_s, is_computed, waits=False) if blocks else None
+
+
+def hands_over(request: Any) -> bool:
+    """Return True for a request that is prefilled for another engine: a router says so, and it ends with its prompt, so
+    that nothing is written behind that."""
+    params = request.kv_transfer_params
+    is_asked = isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
+    return is_asked and request.max_tokens == 1
 
 
 def _number(value: object) -> int | None:

@@ -84,13 +84,12 @@ class Loading:
         if not has_load:
             return False
         request.is_loading = True
-        assert request.sequence is not None
         if is_early:
-            self._new_early[name] = EarlyLoad(request.sequence.tickets, tuple(_loaded(request)))
+            self._new_early[name] = EarlyLoad(request.tickets, tuple(_loaded(request)))
             self._early[name] = request
             stats.data["loads"] += 1
         else:
-            self._new[name] = request.sequence.tickets
+            self._new[name] = request.tickets
             self._since_s[name] = time.perf_counter()
         return True
 

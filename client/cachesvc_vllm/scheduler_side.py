@@ -13,7 +13,8 @@ from cachesvc_client.plugins.daemon.node import Node, announced_in
 from cachesvc_client.plugins.daemon.weights_version import WeightsVersion
 from cachesvc_client.plugins.pages.group_tables import Positions
 from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
 
 from cachesvc_vllm.daemon.settings import Settings
@@ -22,7 +23,7 @@ from cachesvc_vllm.loading import Loading
 from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
-from cachesvc_vllm.pages.lengths import blocks_wanted, computed_blocks
+from cachesvc_vllm.pages.lengths import blocks_wanted, computed_blocks, fills_nothing
 from cachesvc_vllm.pages.state_cells import StateCells
 from cachesvc_vllm.steps.first_token import FirstToken
 from cachesvc_vllm.transfers import StepTransfers
@@ -48,8 +49,7 @@ class SchedulerSide:
         those that a drafter reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``).
         ``publisher``: of KV events."""
         self._node = node
-        self._has_lookahead = settings.draft_blocks == "lookahead"
-        self._lookahead_tokens = lookahead_tokens
+        self._has_lookahead, self._lookahead_tokens = settings.draft_blocks == "lookahead", lookahead_tokens
         registration = node.lease.registration
         block_tokens = self._block_tokens = registration.layout.block_tokens
         self._book = PageBook(
@@ -69,11 +69,11 @@ class SchedulerSide:
         self._book.salt = self._weights.salt
         keys = self._book.keys
         self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)
-        has_tails = len(self._book.groups.parts) == 1 and block_tokens > 1 and not lookahead_tokens
-        self._wishes = Wishes(self._keys, settings, self._announcer, step_tokens, block_tokens, has_tails=has_tails)
+        has_whole = len(self._book.groups.parts) == 1 and block_tokens > 1 and not lookahead_tokens
+        wished, has_tails = (self._keys, settings, self._announcer, step_tokens, block_tokens), has_whole and not drafts
+        self._wishes = Wishes(*wished, has_whole=has_whole, has_tails=has_tails)
         self._check = node.page_check()
-        self._vouching = Vouching(lambda: node.lease)
-        self._dropped = Dropped.NOT
+        self._vouching, self._dropped = Vouching(lambda: node.lease), Dropped.NOT
         has_early_loads = len(self._book.groups.parts) == 1
         self._loading = Loading(self._book.find, registration.layout.page_bytes(0) if has_early_loads else 0)
         self._pool: DaemonBlockPool | None = None
@@ -85,8 +85,7 @@ class SchedulerSide:
         self._wanted: Callable[..., int] = partial(blocks_wanted, block_tokens=block_tokens, step_tokens=first_tokens)
         self._unfinished: dict[str, Any] = {}
         self._put_off: set[str] = set()
-        self._first_token = FirstToken()
-        self._watch, self._stats = Stopwatch(), CacheStats()
+        self._first_token, self._watch, self._stats = FirstToken(), Stopwatch(), CacheStats()
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
@@ -109,8 +108,7 @@ class SchedulerSide:
         """Note a new request, which vLLM will schedule."""
         with self._watch:
             self._loading.waiting.add(request.request_id)
-            wish = self._wish(request, None)
-            if wish is not None:
+            if (wish := self._wish(request, None)) is not None:
                 self._book.expect(request.request_id, wish)
 
     def get_computed_blocks(self, request: Any, max_cache_hit_length: int | None = None) -> Any:
@@ -162,7 +160,8 @@ class SchedulerSide:
         wanted = self._wanted(request, new, external_tokens=awaited, lookahead_tokens=num_lookahead_tokens)
         asked = (request, num_new_tokens, local, new_computed_blocks, num_lookahead_tokens, external, *args)
         if pages is not None and self._book.has(pages, wanted, states):
-            if pages.taken_blocks >= wanted and pages.fills_nothing(request, num_new_tokens, self._block_tokens):
+            may_skip = pages.taken_blocks >= wanted and not pages.others  # windows are freed there
+            if may_skip and fills_nothing(request, pages.full_blocks, num_new_tokens, self._block_tokens):
                 return self._manager.empty_kv_cache_blocks
             pool.schedule(pages)
             pool.now.counts_own = True
@@ -216,7 +215,8 @@ class SchedulerSide:
         Raises as ``Loading.begin``."""
         pages = self._book.find(request.request_id)
         if pages is not None and self._loading.begin(pages, external_tokens, self._block_tokens, self._stats):
-            self._count(request, "host_tokens", pages.host_blocks * self._block_tokens)
+            tokens = min(pages.loaded_blocks * self._block_tokens, request.num_tokens)
+            self._count(request, "host_tokens", tokens - pages.hit_blocks * self._block_tokens)
 
     def note_ends(self, ended: Collection[str], failed: Collection[str], invalid_pages: Collection[int]) -> None:
         """Loads of these requests have ended, ours or a sibling's, and an output lacked these pages. vLLM schedules
@@ -249,13 +249,14 @@ class SchedulerSide:
             self._put_off.discard(request.request_id)
             self._book.without_host.discard(request.request_id)
             self._loading.forget(request.request_id)
-            keys = self._keys.of(request)
+            keys, pages = self._keys.of(request), self._book.find(request.request_id)
             self._keys.forget(request.request_id)
-            pages = self._book.find(request.request_id)
             if pages is None:
                 self._book.forget(request.request_id)
             else:
                 self._seal(request, keys)
+                tail_keys = self._wishes.tail_keys(request)
+                self._book.seal(pages, min(len(tail_keys), pages.taken_blocks), tail_keys)
                 self._book.finish(pages, request.num_output_tokens)
             if self._announcer is not None:
                 self._announcer.drop(request.request_id)
@@ -331,8 +332,7 @@ class SchedulerSide:
                 return None
             pages = self._book.shorten(request.request_id, wish, blocks)
             self._pool.show_hits(pages, request.block_hashes)
-        is_exact = (pages.hit_blocks, pages.host_blocks) == (device_blocks, blocks - device_blocks)
-        return pages if is_exact else None
+        return pages if (pages.hit_blocks, pages.host_blocks) == (device_blocks, blocks - device_blocks) else None
 
     def _reserve_and_allocate(
         self, request: Any, wanted: int, states: Positions, allocate: Callable[[], Any], external_tokens: int
@@ -357,7 +357,7 @@ class SchedulerSide:
             self._first_token.admit(is_alone=len(self._unfinished) == 1)
             self._put_off.discard(request.request_id)
             self._count(request, "asked_tokens", request.num_tokens)
-            self._count(request, "device_tokens", pages.hit_blocks * self._block_tokens)
+            self._count(request, "device_tokens", min(pages.hit_blocks * self._block_tokens, request.num_tokens))
             self._count(request, "lost_tokens", pages.lost_blocks * self._block_tokens)
         return blocks
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from cachesvc_client import Registration
-from cachesvc_client.plugins.pages.request_pages import Wish
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cachesvc_client import Expected, Registration
+from cachesvc_client.plugins.pages.wish import Tail, Wish
 from vllm.lora.utils import get_adapter_absolute_path
 
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.vllm_objects import Request
-from cachesvc_vllm.handover import expected_of, retention_of
+from cachesvc_vllm.handover import expected_of, hands_over, retention_of
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.namespace.adapters import Adapters
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
 from cachesvc_vllm.namespace.media import Media
+from cachesvc_vllm.namespace.tails import tail_of
 
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""
@@ -27,7 +31,8 @@ def blocks_ahead(step_tokens: int, registration: Registration) -> int:
 
 class Wishes:
     """``step_tokens``: the most that vLLM schedules in an iteration. ``announcer``: notes the keys of each wish; None:
-    there are no KV events. ``has_tails``: a hit may have all blocks of a request (``RequestPages.tail``)."""
+    there are no KV events. ``has_whole``: a hit may have all blocks of a request (``RequestPages.tail``).
+    ``has_tails``: those, too, that end within a block, where they are handed over."""
 
     def __init__(
         self,
@@ -37,6 +42,7 @@ class Wishes:
         step_tokens: int,
         block_tokens: int,
         *,
+        has_whole: bool = False,
         has_tails: bool = False,
     ) -> None:
         self._keys = keys
@@ -44,6 +50,7 @@ class Wishes:
         self._announcer = announcer
         self._step_tokens = step_tokens
         self._block_tokens = block_tokens
+        self._has_whole = has_whole
         self._has_tails = has_tails
         self._patience_s = settings.remote_patience_ms / 1000
         self._adapters = Adapters(get_adapter_absolute_path)
@@ -57,16 +64,36 @@ class Wishes:
         keys = self._keys.of(request)
         if self._announcer is not None:
             self._announcer.note(request, keys, salt)
-        whole = self._whole_blocks(request) if may_hit and most_tokens is None else 0
-        tokens = request.num_tokens - (not whole) if most_tokens is None else most_tokens
-        most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
         first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
-        expected = expected_of(request, self._patience_s, self._block_tokens) if most else None
-        return Wish(keys, most, first, salt, expected, retention_of(request), whole)
+        expected, retention = expected_of(request, self._patience_s, self._block_tokens), retention_of(request)
+        if may_hit and most_tokens is None and (tail := self._tail(request, keys, expected)) is not None:
+            blocks, free = request.num_tokens // self._block_tokens + 1, self._block_tokens - tail.tokens
+            whole = Wish(keys, blocks, first, salt, expected, retention, blocks)
+            return replace(whole, tail=tail, free_tokens=free, seals_tail=hands_over(request))
+        blocks = self._whole_blocks(request) if may_hit and most_tokens is None else 0
+        tokens = request.num_tokens - (not blocks) if most_tokens is None else most_tokens
+        most = min(tokens // self._block_tokens, len(keys)) if may_hit else 0
+        return Wish(keys, most, first, salt, expected if most else None, retention, blocks)
+
+    def tail_keys(self, request: Request) -> Sequence[bytes]:
+        """Keys of a prompt's blocks with its tail's, of a request that has computed exactly these and hands them over;
+        else none."""
+        is_exact = request.num_computed_tokens == request.num_prompt_tokens and not request.num_in_flight_tokens
+        if not (self._has_tails and is_exact and hands_over(request)):
+            return ()
+        keys, tail = self._keys.of(request), tail_of(request, self._keys.of(request), self._block_tokens)
+        return () if tail is None else [*keys[: request.num_prompt_tokens // self._block_tokens], tail.key]
+
+    def _tail(self, request: Request, keys: Sequence[bytes], expected: Expected | None) -> Tail | None:
+        """The tail that a prompt may find: the same one was handed over before, or now it is."""
+        follows = expected is not None and not expected.is_computed and expected.blocks == len(keys)
+        comes = hands_over(request) or follows or (expected is not None and not expected.blocks)
+        is_prompt = request.num_tokens == request.num_prompt_tokens
+        return tail_of(request, keys, self._block_tokens) if self._has_tails and comes and is_prompt else None
 
     def _whole_blocks(self, request: Request) -> int:
         """Number of blocks of a request that ends with one, where a hit may have all of them."""
-        is_whole = self._has_tails and not request.num_tokens % self._block_tokens
+        is_whole = self._has_whole and not request.num_tokens % self._block_tokens
         return request.num_tokens // self._block_tokens if is_whole else 0
 
     def close(self) -> None:

@@ -95,10 +95,13 @@ def test_what_one_daemon_writes_is_a_hit_of_another_that_runs_already() -> None:
         assert other.store.expects(SCOPE, keys, [PART]) == 25, "and what was read is known"
         one.turning.backend.remove(names[:5])
         one.turning.crank()
-        engine_of(one).close()
-        assert other.fetch(names[:6])[-1] is OK
         with opened(options) as late:
+            pause = threading.Event()
+            while late.fetch(names[:5]) != [MISS] * 5:  # they are removed beside this
+                pause.wait(0.01)
+            engine_of(one).close()
             assert late.fetch(names[:6]) == [MISS] * 5 + [OK]
+        assert other.fetch(names[:6])[-1] is OK
 
 
 def test_a_daemon_that_starts_lists_what_is_there_and_of_which_model() -> None:

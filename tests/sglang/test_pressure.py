@@ -101,7 +101,7 @@ def test_a_step_whose_load_fails_says_nothing_and_its_request_is_computed(
     options = {"disable_overlap_schedule": not is_overlapping, "log_level": "warning"}
     expected = [plain.ask(prompt)[0].said for prompt in EVICTED]
     with (
-        running_node([*SLOW_LOADS, "--fault-copies", "0.3"]) as node,
+        running_node([*SLOW_LOADS, "--load-limit", "1MiB", "--fault-copies", "0.3"]) as node,
         engines(fleet.engine(node.socket, SMALL_BLOCKS, log=str(log), options=options)) as (engine,),
     ):
         for _ in range(ROUNDS):

@@ -21,6 +21,10 @@ REQUESTS = 12
 TWO_DEVICES = ("--shm-devices", "2", "--checksums", "all", "--load-limit", "16MiB", "--lease-seconds", "600")
 SLOW_AND_FAULTY = ("--shm-devices", "2", "--load-limit", "4MiB", "--lease-seconds", "600", "--fault-copies", "0.1")
 
+only_long = pytest.mark.skipif(
+    "CACHESVC_LONG" not in os.environ, reason="CACHESVC_LONG=1 runs it: an engine has two ranks"
+)
+
 EVICTED = [random_prompt(200 + each, 20.5) for each in range(5)]
 """Prompts that drive each other from the device."""
 
@@ -69,11 +73,25 @@ def two(saved: SglangFleet, node: Node) -> Iterator[list[Engine]]:
         yield running
 
 
+def test_an_engine_finds_on_both_ranks_what_the_one_before_it_has_left(
+    saved: SglangFleet, node: Node, alone: Engine
+) -> None:
+    expected = [alone.ask(prompt)[0].said for prompt in EVICTED]
+    assert len(set(expected)) == len(EVICTED)
+    with engines(of_two_ranks(saved, node.socket)) as (first,):
+        assert [first.ask(prompt)[0].said for prompt in EVICTED] == expected
+    with engines(of_two_ranks(saved, node.socket)) as (second,):
+        answers = [second.ask(prompt)[0] for prompt in EVICTED]
+    assert [answer.said for answer in answers] == expected
+    assert [answer.cached for answer in answers] == [20 * BLOCK_TOKENS] * len(EVICTED)
+    assert node.counters()["hit_blocks_host"] >= 20
+
+
+@only_long
 def test_prefixes_are_found_by_another_engine_and_come_from_the_host_to_both_ranks(
     two: list[Engine], alone: Engine, node: Node
 ) -> None:
     expected = [alone.ask(prompt)[0].said for prompt in EVICTED]
-    assert len(set(expected)) == len(EVICTED)
     assert [two[0].ask(prompt)[0].said for prompt in EVICTED] == expected
     for engine in two:
         answers = [engine.ask(prompt)[0] for prompt in EVICTED]
@@ -82,6 +100,7 @@ def test_prefixes_are_found_by_another_engine_and_come_from_the_host_to_both_ran
     assert node.counters()["hit_blocks_host"] >= 20
 
 
+@only_long
 def test_what_one_after_another_finds_is_no_less_than_in_one_cache(two: list[Engine], alone: Engine) -> None:
     assert alone.reset()
     for each, request in enumerate(random_requests(9, 10)):
@@ -90,6 +109,7 @@ def test_what_one_after_another_finds_is_no_less_than_in_one_cache(two: list[Eng
         assert answer.cached >= expected.cached
 
 
+@only_long
 def test_random_requests_are_answered_alike(two: list[Engine], alone: Engine) -> None:
     """One at a time on each engine: SGLang's own answers with two ranks depend on what else is in a batch."""
     requests = random_requests(7, REQUESTS)
@@ -99,12 +119,14 @@ def test_random_requests_are_answered_alike(two: list[Engine], alone: Engine) ->
         assert [engine.collect()[0].said for engine in two] == [alone.ask(request)[0].said for request in pair]
 
 
+@only_long
 def test_requests_are_retracted_alike(two: list[Engine], alone: Engine) -> None:
     requests = [random_prompt(300 + each, 2.5, new=70) for each in range(10)]
     expected = [answer.said for answer in alone.ask(*requests)]
     assert [answer.said for answer in two[0].ask(*requests)] == expected
 
 
+@only_long
 @pytest.mark.parametrize("rank", [1, 0])
 def test_an_engine_one_of_whose_ranks_is_killed_ends_and_leaves_what_it_sealed(
     saved: SglangFleet, node: Node, two: list[Engine], alone: Engine, rank: int
@@ -123,6 +145,7 @@ def test_an_engine_one_of_whose_ranks_is_killed_ends_and_leaves_what_it_sealed(
     assert (answer.said, answer.cached) == (expected, 6 * BLOCK_TOKENS)
 
 
+@only_long
 def test_all_ranks_follow_to_the_next_daemon(two: list[Engine], alone: Engine, node: Node) -> None:
     under_way = [random_prompt(70, 2.5, new=40), random_prompt(71, 2.5, new=100)]
     later = random_prompt(72, 5.5)
@@ -141,6 +164,7 @@ def test_all_ranks_follow_to_the_next_daemon(two: list[Engine], alone: Engine, n
     assert [answer.cached for answer in answers] == [0, 5 * BLOCK_TOKENS]
 
 
+@only_long
 def test_what_did_not_come_to_one_rank_is_computed_by_all(saved: SglangFleet, alone: Engine, tmp_path: Path) -> None:
     log, options = tmp_path / "log", {"log_level": "warning"}
     expected = [alone.ask(prompt)[0].said for prompt in EVICTED]

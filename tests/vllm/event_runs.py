@@ -142,7 +142,7 @@ def main() -> None:
     for index in indexes:
         index.wait_connected()
     told = {"requests": 0, "device": 0, "host": 0}
-    for round_ in range(5):
+    for round_ in range(3):
         rng = random.Random(int(seed) + round_)
         serve(engines, rng, 200, resets=float(resets))
         if round_ < int(deaths):

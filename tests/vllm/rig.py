@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,6 +83,7 @@ def engine_environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(str(ROOT / each) for each in (".", "client", "proto/gen")),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # each process would have a compiler look at its headers, seconds for one sum
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_CI_ENV": "1",
@@ -128,6 +130,10 @@ class Engine:
             return None
         return _answers(json.loads(line))
 
+    def has_answered(self) -> bool:
+        """True where what was sent first has its answers."""
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
     def ask(self, *prompts: Prompt) -> list[Answer]:
         """All in one batch."""
         self.send(*prompts)
@@ -158,7 +164,8 @@ class Engine:
         """Process ids of its ranks, where core and workers have processes of their own."""
         parents = {int(each.name): _parent(each) for each in Path("/proc").iterdir() if each.name.isdigit()}
         grandchildren = [pid for pid, parent in parents.items() if parents.get(parent) == self.process.pid]
-        return [pid for pid in sorted(grandchildren) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        its_tracker = b"resource_tracker"
+        return [pid for pid in sorted(grandchildren) if its_tracker not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def wait_dead(self) -> int:
         """Until it has ended by itself: its exit code."""

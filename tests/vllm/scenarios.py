@@ -43,22 +43,34 @@ def answer_alike(two: Sequence[Engine], alone: Engine, requests: Sequence[Prompt
     return cached, own
 
 
+PRIVATE_PAGES = 5
+"""Pages that an engine has for itself at rest, and goes on with where its daemon dies."""
+
+
 def send_and_begin(socket: str, running: Sequence[Engine], prompt: Prompt) -> None:
-    """Send each engine a request, and wait until it has the pages of its prompt: one that has none when its daemon dies
-    waits for the next daemon."""
+    """Send each engine a request, and wait until it has the pages of its prompt, or its answer, and each engine
+    ``PRIVATE_PAGES``: one that has too few when its daemon dies waits for the next daemon. Nothing is evicted for an
+    engine at rest, so what is cached is evicted first."""
     blocks = -(-len(prompt.tokens) // BLOCK_TOKENS)
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
+        admin.Evict(admin_pb2.EvictRequest(tier="device"))
         begun: set[str] = set()
         for number, engine in enumerate(running, 1):
             engine.send(prompt)
 
-            def has_begun(number: int = number) -> bool:
+            def has_begun(number: int = number, engine: Engine = engine) -> bool:
                 found = admin.ListSequences(admin_pb2.ListSequencesRequest()).sequences
                 begun.update(each.lease_id for each in found if each.blocks >= blocks)
-                return len(begun) == number
+                return len(begun) == number or engine.has_answered()
 
             wait_until(has_begun, "its request has pages")
+
+        def can_go_on() -> bool:
+            leases = admin.ListLeases(admin_pb2.ListLeasesRequest()).leases
+            return all(each.private_pages >= PRIVATE_PAGES for each in leases if each.state == "live")
+
+        wait_until(can_go_on, "each engine has pages for itself")
 
 
 HEAD = random_prompt(70, 20).tokens

@@ -208,6 +208,10 @@ class Engine:
         if self.shape.drafts:
             self._draft()
 
+    def run_all(self) -> None:
+        """Have all kernels run that were launched."""
+        self._run(len(self._under_way))
+
     def check_answers(self) -> int:
         """Each is as far as it goes what the model says; how many are whole."""
         whole = 0

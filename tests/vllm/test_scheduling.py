@@ -58,7 +58,7 @@ def stop(process: ForkedProcess, node: Node, shape: Shape) -> None:
     process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("name", ["plain", "async", "drafts", "lookahead", long("late"), "drop", "resets"])
+@pytest.mark.parametrize("name", ["plain", "async", "drafts", long("lookahead"), long("late"), long("drop"), "resets"])
 def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> None:
     with running_node() as node:
         told = run(name, node, 1)
@@ -70,8 +70,8 @@ def test_each_page_holds_what_was_computed_and_nothing_is_kept(name: str) -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        *("windows-late", "sizes-async", "scratch"),
-        *("states-async", "states-within", long("states-priorities"), "all-kinds"),
+        *("windows-late", "sizes-async", long("scratch")),
+        *("states-async", long("states-within"), long("states-priorities"), "all-kinds"),
     ],
 )
 def test_each_group_holds_what_was_computed(name: str) -> None:
@@ -90,7 +90,7 @@ def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str
 
 
 @pytest.mark.parametrize(
-    "name", ["tight", long("tight-async"), long("tight-lookahead"), "tight-late", "tight-all-kinds"]
+    "name", ["tight", long("tight-async"), long("tight-lookahead"), long("tight-late"), "tight-all-kinds"]
 )
 def test_engines_that_have_each_what_the_others_wait_for_go_on(name: str) -> None:
     with running_node() as node:

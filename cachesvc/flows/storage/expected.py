@@ -90,14 +90,16 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     expected = sharing.expected
     assert expected is not None
     sharing.coming = 0
-    most = min(len(keys) // KEY_BYTES, *filter(None, (max_blocks, expected.blocks)), 1 << 32)
+    given = min(len(keys) // KEY_BYTES, max_blocks or 1 << 32)
+    most = min(given, expected.blocks or given)
     parse_address("expected.peer", expected.peer, least_port=1)
     if core.lenders is None or core.storage is None or not most:
         return None
     is_here = most <= hit.blocks
     name = expected.peer, key_at(keys, most - 1)
     found = call.model.stored.expectations.get(name)
-    known = found if is_here else _find(core, call, keys[: most * KEY_BYTES], expected)
+    behind = keys[most * KEY_BYTES : given * KEY_BYTES]
+    known = found if is_here else _find(core, call, keys[: most * KEY_BYTES], behind, expected)
     if known is None:
         return None
     known.wanted_at = call.now
@@ -127,8 +129,8 @@ def tick_expected(core: Core) -> None:
                 _look(core, model, known, now)
 
 
-def _find(core: Core, call: Call, keys: bytes, expected: Expected) -> Expectation | None:
-    """The expectation of these keys, begun where there is none yet; None where there are too many."""
+def _find(core: Core, call: Call, keys: bytes, behind: bytes, expected: Expected) -> Expectation | None:
+    """The expectation of these keys and those ``behind``, begun where there is none; None where there are too many."""
     all_known = call.model.stored.expectations
     known = all_known.get((expected.peer, keys[-KEY_BYTES:]))
     if known is not None and known.end not in NOT_FINAL:
@@ -140,8 +142,12 @@ def _find(core: Core, call: Call, keys: bytes, expected: Expected) -> Expectatio
     known = Expectation(
         keys, expected.peer, patience, expected.is_computed, 0, call.replica.id, party, call.now, call.now
     )
-    if not _has_share(call.model, party, len(keys)) or len(tickets.running) >= core.limits.running_tickets:
-        known.end, known.keys = ExpectationEnd.CROWDED.value, keys[-KEY_BYTES:]
+    known.behind = behind
+    if (
+        not _has_share(call.model, party, len(keys) + len(behind))
+        or len(tickets.running) >= core.limits.running_tickets
+    ):
+        known.end, known.keys, known.behind = ExpectationEnd.CROWDED.value, keys[-KEY_BYTES:], b""
         core.count(Count.EXPECTATIONS_REFUSED)
     else:
         ticket = tickets.open(call.model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=party)
@@ -161,7 +167,7 @@ def _has_share(model: Model, party: Party, key_bytes: int) -> bool:
     held = Counter(each.party for each in under_way)
     held_bytes = Counter[Party]()
     for each in under_way:
-        held_bytes[each.party] += len(each.keys)
+        held_bytes[each.party] += len(each.keys) + len(each.behind)
     return (
         held.total() < MOST_EXPECTATIONS
         and held[party] < most_of(party, held, MOST_EXPECTATIONS)
@@ -201,7 +207,7 @@ def _ask(core: Core, model: Model, known: Expectation) -> None:
         if known.is_computed and not _comes_here(model, replica, key_at(known.keys, first)):  # evicted, or never sealed
             _end(core, model, known, ExpectationEnd.ABSENT)
         return
-    keys = known.keys[first * KEY_BYTES : (first + ASKED_BLOCKS) * KEY_BYTES]
+    keys = known.path[first * KEY_BYTES : (first + ASKED_BLOCKS) * KEY_BYTES]
     known.asked_at = now
     seconds = max(0.0, min(POLL_SECONDS, known.progress_at + known.patience - now))
     answered = partial(_answered, core, model, known, first, now)
@@ -259,7 +265,7 @@ def _go_on(core: Core, model: Model, known: Expectation) -> None:
 
 def _may_go_beside(model: Model, known: Expectation) -> bool:
     """True where what is lent comes behind the last fetch under way, and may come at the same time."""
-    if len(known.fetches) >= MOST_FETCHES or not known.fetches[-1].leads_to(known.keys, known.lent[0]):
+    if len(known.fetches) >= MOST_FETCHES or not known.fetches[-1].leads_to(known.path, known.lent[0]):
         return False
     return sum(len(each.fetches) for each in model.stored.expectations.values()) < MOST_BESIDE
 
@@ -276,14 +282,15 @@ def _take(core: Core, model: Model, known: Expectation) -> bool:
     if hit is not None and above is None:
         is_behind, start = hit.blocks >= first, hit.blocks
     else:
-        is_behind, start = above is not None and above.leads_to(known.keys, first), first
+        is_behind, start = above is not None and above.leads_to(known.path, first), first
     if replica is None or hit is None or not is_behind:  # the fetch before it brought less
         known.is_beginning, known.lent = False, (0, 0)
         _ask_again(core, model, known)
         return True
-    fetch = model.stored.fetching.get(key_at(known.keys, start)) if start < last else None
-    if start < last and (fetch is None or not fetch.brings(known.keys, start)):
-        begun = begin_fetch(core, model, replica, known.party, known.keys, hit, last - start, above)
+    path = known.path
+    fetch = model.stored.fetching.get(key_at(path, start)) if start < last else None
+    if start < last and (fetch is None or not fetch.brings(path, start)):
+        begun = begin_fetch(core, model, replica, known.party, path, hit, last - start, above)
         if isinstance(begun, Wait):
             return False
         if begun is None:
@@ -339,7 +346,7 @@ def _ask_again(core: Core, model: Model, known: Expectation) -> None:
 
 def _end(core: Core, model: Model, known: Expectation, end: ExpectationEnd) -> None:
     """End an expectation; it is remembered for a while."""
-    known.end, known.keys = end.value, known.keys[-KEY_BYTES:]
+    known.end, known.keys, known.behind = end.value, known.keys[-KEY_BYTES:], b""
     core.count(EXPECTATIONS_ENDED.get(end.value, Count.EXPECTATIONS_ENDED_OTHER))
     model.stored.expectations.move_to_end(known.name)
     if core.ledger.tickets.is_running(known.ticket):
@@ -351,9 +358,9 @@ def _replica_of(model: Model, known: Expectation) -> Replica | None:
 
 
 def _hit(model: Model, replica: Replica, known: Expectation) -> Hit | None:
-    """Longest hit of it here; None where its keys are no chain."""
+    """Longest hit of it here, with what is behind; None where its keys are no chain."""
     try:
-        return model.blocks.find(known.keys, replica.place)
+        return model.blocks.find(known.path, replica.place)
     except KeyMisplaced:
         return None
 

@@ -101,13 +101,13 @@ class LeaseCalls:
             try:
                 await self.settle(record)
                 if not record.is_released:
-                    await self.run(record.release(None))
+                    await self.run(record.release())
             except NotFound as gone:  # nothing is held, which is what was wanted
                 log.debug("release_needless lease=%s why=%s", self.record.id, gone)
             except BaseException:
                 self.record.orphans.append(record)
                 raise
-            self.record.forget(record)
+            self.record.end(record)
 
     async def end_stream(self) -> None:
         """The step stream was closed: its stock goes back."""

@@ -89,7 +89,7 @@ class AsyncSequence(SequenceView):
         Raises StockEmpty (nothing is taken: allocate instead), Conflict (an allocate is under way), InvalidRequest (no
         step stream with a stock).
         """
-        self.grow(self._calls.record, blocks, positions)
+        self._calls.record.grow((self.record,), (blocks,), positions)
 
     @explains_arguments
     async def swap_out(self, *, launch: int | None = None) -> Swapped:
@@ -136,8 +136,8 @@ class AsyncSequence(SequenceView):
         ``output_tokens``, what its request has put out. Raises AlreadyClosed when it was released before,
         InvalidRequest (no such launch).
         """
-        self.require_no_steps()
         lease = self._calls.record
+        lease.require_no_steps(self.record)
         if not self.record.is_released and self.record.end_later(launch, output_tokens):
             lease.hold(self.record)
             return 0
@@ -145,11 +145,12 @@ class AsyncSequence(SequenceView):
         try:
             await self._calls.settle(self.record)
             if not (is_asked_again and self.is_released):
-                await self._calls.run(self.record.release(lease.stock))
+                lease.growing.withdraw((self.record,))
+                await self._calls.run(self.record.release())
         except (*LATER, *INTERRUPTS):
             lease.orphans.append(self.record)
             raise
-        lease.forget(self.record)
+        lease.end(self.record)
         return self.record.freed_pages
 
     async def __aenter__(self) -> AsyncSequence:
@@ -179,9 +180,10 @@ class AsyncSequence(SequenceView):
         )
 
     async def _run(self, build: Callable[[], Operation[T]]) -> T:
-        self.require_no_steps()
+        lease = self._calls.record
+        lease.require_no_steps(self.record)
         await self._calls.settle(self.record)
-        if self.record.growth:
+        if lease.growing.has(self.record):
             await self._calls.flush()
         return await self._calls.run(build())
 

@@ -14,6 +14,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc_client.aio.lease_calls import LeaseCalls
 from cachesvc_client.aio.sequence import AsyncSequence
+from cachesvc_client.core.arguments import explains_arguments, one_each
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -22,8 +23,7 @@ from cachesvc_client.core.errors import (
     NotFound,
     error_of,
 )
-from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.batches import Recorded, StepBatch
 from cachesvc_client.records.steps import SentStep, StepBook
 from cachesvc_client.records.stock import stock_targets
 from cachesvc_client.wire.attempts import Attempts
@@ -90,6 +90,16 @@ class AsyncStepStream:
             record.stock.aim(stock_targets(stock_pages, record.registration.layout))
             record.stock.due = due_blocks
 
+    @explains_arguments
+    def grow_all(self, sequences: Seq[Recorded], blocks: int | Seq[int] = 1) -> None:
+        """Add ``blocks`` private blocks to the tables of each sequence without a round trip, or as many as a list says
+        for each; the next step tells the daemon. ``Sequence.grow_from_stock`` is this for one.
+
+        All or nothing. Raises StockEmpty; what keeps one of them from growing, AlreadyClosed, LoadFailed or Conflict,
+        with its ``sequence_id``; InvalidRequest (no stock, a sequence twice).
+        """
+        self._calls.record.grow([each.record for each in sequences], one_each(blocks, len(sequences)))
+
     async def submit(self, batch: StepBatch[Any] | None = None, timeout_s: float | None = None) -> list[Any]:
         """Send a batch (None: growth and stock alone) and wait for its results; see ``PendingStep.results``."""
         return await (await self.send(batch)).results(timeout_s)
@@ -100,7 +110,12 @@ class AsyncStepStream:
         Raises LimitExceeded (too many steps under way), LeaseLost, AlreadyClosed, DaemonUnavailable.
         """
         self._require_open()
-        await self._prepare(batch)
+        if batch is not None:
+            for owing in [record for record in batch.owners if record.unanswered is not None]:
+                await self._calls.settle(owing)
+        if not self._is_ready:
+            await self._make_way()
+            await self._choose_way()
         step = self._enter(batch)
         return AsyncPendingStep(partial(self._collect, step), partial(self._poll, step))
 
@@ -117,7 +132,7 @@ class AsyncStepStream:
         try:
             if self._book.under_way:
                 await self._collect(self._book.under_way[-1], close_s)
-            if self._book.has_untold:
+            if self._calls.record.growing:
                 await self.submit(timeout_s=close_s)
         except CacheClientError as error:  # what it held goes with the lease
             log.debug("steps_closed_early why=%s", error)
@@ -187,14 +202,6 @@ class AsyncStepStream:
                 raise
             except CacheClientError as refusal:  # what it carried is sent again, or was lost with the lease
                 log.debug("told_step_refused why=%s", refusal)
-
-    async def _prepare(self, batch: StepBatch[Any] | None) -> None:
-        """See to answers that are owed first, and that a step can be sent."""
-        for asked in batch.asked if batch is not None else ():
-            if isinstance(asked.owner, SequenceRecord):
-                await self._calls.settle(asked.owner)
-        await self._make_way()
-        await self._choose_way()
 
     async def _choose_way(self) -> None:
         """Open the stream anew where no step is in flight by gRPC, and there is a lane again or the token is another

@@ -67,6 +67,11 @@ def checks_arguments(call: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+def one_each(value: int | Sequence[int], count: int) -> list[int]:
+    """A number for each of ``count``, from one for all or a list of them."""
+    return [value] * count if isinstance(value, (int, np.integer)) else list(value)
+
+
 def warn_renamed(earlier: str, name: str) -> None:
     """Warn the caller's caller that a name works for one release more."""
     warnings.warn(f"{earlier} is called {name} now", DeprecationWarning, stacklevel=3)

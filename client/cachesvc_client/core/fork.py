@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from types import SimpleNamespace
 from typing import Protocol
 
 from cachesvc_client.core.errors import UsedAfterFork
@@ -18,6 +19,7 @@ class Inherited(Protocol):
 
 
 _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_this = SimpleNamespace(pid=os.getpid())
 
 
 def keep_from_children(handle: Inherited) -> None:
@@ -25,29 +27,30 @@ def keep_from_children(handle: Inherited) -> None:
     _inherited.add(handle)
 
 
-def _forget_inherited() -> None:
+def _begin_child() -> None:
+    _this.pid = os.getpid()
     for handle in list(_inherited):
         handle.forget()
 
 
-os.register_at_fork(after_in_child=_forget_inherited)
+os.register_at_fork(after_in_child=_begin_child)
 
 
 class Maker:
-    """The process that made a handle."""
+    """The process that made a handle. Each call of each handle asks: a comparison, where getpid is a system call."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self._pid: int = _this.pid
 
     @property
     def is_elsewhere(self) -> bool:
         """True in any other process."""
-        return os.getpid() != self._pid
+        return bool(_this.pid != self._pid)
 
     def check(self) -> None:
         """Check the process. Raises UsedAfterFork in any other one."""
-        if os.getpid() != self._pid:
+        if _this.pid != self._pid:
             raise UsedAfterFork(
-                f"this handle of process {self._pid} was used in process {os.getpid()}, which was forked from it; "
+                f"this handle of process {self._pid} was used in process {_this.pid}, which was forked from it; "
                 "connect after the fork, with a client of its own"
             )

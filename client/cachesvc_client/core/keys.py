@@ -180,8 +180,7 @@ class BlockHasher:
         for track, cursor in zip(self._tracks, cursors, strict=True):  # the full block is still to be hashed
             track.cursor = cursor
         parent = self.key(self.blocks - 1) if self.blocks else self.namespace
-        body = parent + struct.pack("<II", self.block_tokens, len(self._tail)) + self._tail.tobytes()
-        return hashlib.blake2b(body + (extras or _NO_EXTRA), digest_size=KEY_BYTES, person=_TAIL_PERSON).digest()
+        return tail_digest(parent, self.block_tokens, self._tail, extras or _NO_EXTRA)
 
     def _hash_blocks(self, raw: bytes, count: int) -> None:
         step = 4 * self.block_tokens
@@ -203,6 +202,14 @@ class BlockHasher:
             body = parent + head + raw[i * step : (i + 1) * step] + tail
             parent = blake2b(body, digest_size=KEY_BYTES, person=_PERSON).digest()
             out += parent
+
+
+def tail_digest(
+    parent: bytes, block_tokens: int, tokens: Sequence[int] | npt.NDArray[np.integer], extras: bytes
+) -> bytes:
+    """Key of the ``tokens`` (each in 0 .. 2^32 - 1) of a block that is not full. Raises InvalidRequest."""
+    body = parent + struct.pack("<II", block_tokens, len(tokens)) + _as_u32(tokens).tobytes()
+    return hashlib.blake2b(body + extras, digest_size=KEY_BYTES, person=_TAIL_PERSON).digest()
 
 
 def packed(keys: PackedKeys) -> memoryview:

@@ -1,144 +1,373 @@
-"""Entries of a step's columns: growth, publishes, recycles and the end of one sequence. No I/O."""
+"""The columns of a step: growth, publishes, recycles and releases of many sequences, a list for each number. No I/O.
+
+Calls write into these lists, which become the message's bytes, so that no entry has an object of its own.
+"""
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, Union
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, ClassVar
 
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import GroupCells, Published, Recycled
-from cachesvc.wire.columns import GROW, NOT_TOLD, PUBLISH, RECYCLE, RELEASE, Column
-from cachesvc_client.core.errors import CacheClientError
-from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc.model.columns import NO_POSITIONS, Positions
+from cachesvc.model.layout import Layout
+from cachesvc.wire.columns import GROW, NOT_TOLD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc_client.core.errors import CacheClientError, DaemonFault, InvalidRequest, error_of
+from cachesvc_client.records.sequence_record import SequenceRecord, note_sealed
 from cachesvc_client.records.stock import Stock
+from cachesvc_client.records.tables import append_each, growth_positions
 from cachesvc_client.wire.messages import parse_publish, parse_recycle
 
-
-@dataclass(slots=True, eq=False)
-class Grow:
-    """Stock pages that became the sequence's cells, up to ``blocks``."""
-
-    column: ClassVar[Column] = GROW
-    owner: SequenceRecord
-    cells: list[GroupCells]
-    blocks: int
-
-    def plain(self, number: int) -> int:
-        """The daemon's answer, a number alone; what the caller sees."""
-        return self.owner.grown(number, self.blocks)
-
-    def take(self, answer: cache_pb2.ExtendResponse) -> int:
-        """The daemon's answer as a message."""
-        return self.plain(answer.blocks)
-
-    def fail(self, error: CacheClientError) -> None:
-        """The daemon has refused it."""
-        self.owner.refuse_growth(error, self.cells)
+NO_PLACE = -1
+"""Place of an entry whose result is not among the step's: the client added it by itself."""
 
 
-@dataclass(slots=True, eq=False)
-class Publish:
-    """Blocks ``[first, upto)`` are sealed. ``keys``: theirs, or empty where Match had them."""
+class Entries(ABC):
+    """Entries of one column, in order. ``owners``: their sequences; ``places``: where their results stand among the
+    step's."""
 
-    column: ClassVar[Column] = PUBLISH
-    owner: SequenceRecord
-    first: int
-    upto: int
-    keys: bytes
+    column: ClassVar[Column]
 
-    def plain(self, number: int) -> Published:
-        """See ``Grow``."""
-        return self.owner.published(self.upto, Published(number, (), (), (), pending=False))
+    def __init__(self) -> None:
+        self.owners: list[SequenceRecord] = []
+        self.places: list[int] = []
 
-    def take(self, answer: cache_pb2.PublishResponse) -> Published:
-        """See ``Grow``."""
-        return self.owner.published(self.upto, parse_publish(answer))
+    def add(self, owner: SequenceRecord, place: int) -> None:
+        """Add an entry of a sequence; its numbers are added beside."""
+        self.owners.append(owner)
+        self.places.append(place)
 
-    def fail(self, error: CacheClientError) -> None:
-        """See ``Grow``."""
-        self.owner.refuse_publish(error)
+    @abstractmethod
+    def write(self, message: cache_pb2.StepColumns) -> None:
+        """Write the column into a message. There are entries."""
+
+    @abstractmethod
+    def plain(self, at: int, number: int) -> Any:
+        """Take in the daemon's answer to an entry, a number alone; what the caller sees."""
+
+    @abstractmethod
+    def parsed(self, at: int, answer: Any) -> Any:
+        """Take in the daemon's answer as a message; what the caller sees."""
+
+    @abstractmethod
+    def fail(self, at: int, error: CacheClientError) -> None:
+        """Undo an entry that the daemon refused."""
+
+    def take(
+        self, numbers: Sequence[int], odd: Mapping[int, cache_pb2.OperationResult], results: dict[int, Any]
+    ) -> None:
+        """Take in the answers to all entries: their numbers, and by entry what is more than a number. ``results``: by
+        place."""
+        for at, (number, place) in enumerate(zip(numbers, self.places, strict=True)):
+            results[place] = self._judge(at, odd[at]) if at in odd else self.plain(at, number)
+
+    def fail_all(self, error: CacheClientError) -> None:
+        """Fail all entries: no answer comes."""
+        for at in range(len(self.owners)):
+            self.fail(at, error)
+
+    def _judge(self, at: int, result: cache_pb2.OperationResult) -> Any:
+        name, kind = OPERATION_NAMES[self.column], result.WhichOneof("result")
+        if kind == name:
+            return self.parsed(at, getattr(result, name))
+        error = operation_error(name, kind, result)
+        self.fail(at, error)
+        return error
+
+    def _ids(self) -> bytes:
+        return array("Q", [owner.id for owner in self.owners]).tobytes()
 
 
-@dataclass(slots=True, eq=False)
-class Recycle:
+class GrowEntries(Entries):
+    """Stock pages that became cells. ``counts``: blocks of each entry; ``uptos``: the table's length with these;
+    ``pages``, ``generations``: by group, of all entries in order."""
+
+    column = GROW
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+        self.uptos: list[int] = []
+        self.pages = [array("i") for _ in range(groups)]
+        self.generations = [array("I") for _ in range(groups)]
+
+    def extend(
+        self,
+        owners: Sequence[SequenceRecord],
+        counts: Sequence[int],
+        uptos: Sequence[int],
+        cells: Iterable[GroupCells],
+    ) -> None:
+        """Add entries. ``cells``: of all of them, a run for each group."""
+        self.owners += owners
+        self.counts += counts
+        self.uptos += uptos
+        for group, _, pages, generations in cells:
+            self.pages[group].extend(pages)
+            self.generations[group].extend(generations)
+
+    def join(self, later: GrowEntries) -> None:
+        """Add the entries of other growth."""
+        self.extend(later.owners, later.counts, later.uptos, later._run(0, sum(later.counts)))
+
+    def merged(self, leaving: Collection[SequenceRecord] = ()) -> GrowEntries:
+        """The same growth with one entry for each sequence. What ``leaving`` ones took is with them afterwards, as
+        ``stranded``."""
+        starts = list(accumulate(self.counts, initial=0))
+        entries: dict[SequenceRecord, list[int]] = {}
+        for at, owner in enumerate(self.owners):
+            entries.setdefault(owner, []).append(at)
+        kept = GrowEntries(len(self.pages))
+        for owner, mine in entries.items():
+            runs = [cells for at in mine for cells in self._run(starts[at], starts[at + 1])]
+            if owner in leaving:
+                owner.stranded += runs
+            else:
+                kept.extend([owner], [sum(self.counts[at] for at in mine)], [self.uptos[mine[-1]]], runs)
+        return kept
+
+    def write(self, message: cache_pb2.StepColumns) -> None:
+        """Write the column."""
+        message.grow_sequences = self._ids()
+        message.grow_counts = _counts(self.counts)
+        for group, (pages, generations) in enumerate(zip(self.pages, self.generations, strict=True)):
+            message.grow.add(group=group, pages=pages.tobytes(), generations=generations.tobytes())
+
+    def take(
+        self, numbers: Sequence[int], odd: Mapping[int, cache_pb2.OperationResult], results: dict[int, Any]
+    ) -> None:
+        """Take in the answers, which are mostly the lengths that are expected."""
+        if odd or numbers != self.uptos:
+            self.places = [NO_PLACE] * len(numbers)
+            super().take(numbers, odd, results)
+
+    def plain(self, at: int, number: int) -> int:
+        """Compare the daemon's length with the client's."""
+        return self.owners[at].grown(number, self.uptos[at])
+
+    def parsed(self, at: int, answer: cache_pb2.ExtendResponse) -> int:
+        """Compare as ``plain``."""
+        return self.plain(at, answer.blocks)
+
+    def fail(self, at: int, error: CacheClientError) -> None:
+        """End the sequence's use: its tables name pages that the daemon does not have there. After an answer that says
+        nothing, the daemon may have them there, so they never go back to the stock."""
+        first = sum(self.counts[:at])
+        cells = [] if isinstance(error, DaemonFault) else self._run(first, first + self.counts[at])
+        self.owners[at].refuse_growth(error, cells)
+
+    def fail_all(self, error: CacheClientError) -> None:
+        """End the use of all: the daemon may have grown them, or not."""
+        for owner in self.owners:
+            owner.refuse_growth(error, [])
+
+    def _run(self, first: int, last: int) -> list[GroupCells]:
+        columns = enumerate(zip(self.pages, self.generations, strict=True))
+        return [GroupCells(group, 0, pages[first:last], tuple(told[first:last])) for group, (pages, told) in columns]
+
+
+class UntoldGrowth:
+    """Growth from stock that the next step tells the daemon. ``step``: the number of that step; steps of a lease are
+    numbered from 1. Grows and is taken in one thread, the stock's; other threads may end sequences."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.step = 1
+        self._layout = layout
+        self._entries = GrowEntries(len(layout.groups))
+        self._has_repeats = False
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries.owners)
+
+    def has(self, record: SequenceRecord) -> bool:
+        """True where the daemon has not been told of growth of the sequence."""
+        return record.growth_step == self.step
+
+    def grow(
+        self,
+        stock: Stock,
+        records: Sequence[SequenceRecord],
+        counts: Sequence[int],
+        positions: Positions = NO_POSITIONS,
+    ) -> None:
+        """Take stock pages as the next cells of each sequence, ``counts`` blocks. ``positions`` (of a single sequence):
+        by windowed group, the new blocks that get a page; left out: all of a window, and none of a state.
+
+        Raises, and takes nothing: what keeps one of them from growing, with its ``sequence_id``; StockEmpty;
+        InvalidRequest.
+        """
+        if len(counts) != len(records):
+            raise InvalidRequest(f"{len(records)} sequences grow, and {len(counts)} numbers of blocks were given")
+        if not records:
+            return
+        if min(counts) < 1:
+            raise InvalidRequest(f"a sequence grows by at least 1 block, got {min(counts)}")
+        if len(records) > 1 and len(set(records)) < len(records):
+            raise InvalidRequest("a sequence is named twice in one call; say how many blocks it grows by")
+        has_repeats = self._has_repeats
+        for record in records:
+            if record.is_released or record.ends_after or record.failure is not None or record.allocations:
+                record.require_growable()
+            if record.growth_step == self.step:
+                has_repeats = True
+        cells = stock.take(sum(counts), records[0].blocks, growth_positions(self._layout, positions))
+        firsts = [record.tables[0].blocks for record in records]
+        for group, _, pages, _ in cells:
+            tables = [record.tables[group] for record in records]
+            if len(records) == len(pages):
+                append_each(tables, firsts, pages)
+                continue
+            taken = 0
+            for table, first, count in zip(tables, firsts, counts, strict=True):
+                table.put(first, pages[taken : taken + count])
+                taken += count
+        uptos = [first + count for first, count in zip(firsts, counts, strict=True)]
+        with self._lock:
+            for record in records:
+                record.growth_step = self.step
+            self._has_repeats = has_repeats
+            self._entries.extend(records, counts, uptos, cells)
+
+    def withdraw(self, leaving: Iterable[SequenceRecord]) -> None:
+        """Tell nothing of sequences that end: what they took goes back to the stock with the end."""
+        with self._lock:
+            untold = {record for record in leaving if self.has(record)}
+            if untold:
+                self._entries = self._entries.merged(untold)
+                for record in untold:
+                    record.growth_step = 0
+
+    def take(self) -> GrowEntries:
+        """Remove and return the growth for the step that is sent now. Later growth never joins it, even an empty one:
+        the answer to the step has no number for it."""
+        with self._lock:
+            entries, self._entries = self._entries, GrowEntries(len(self._layout.groups))
+            has_repeats, self._has_repeats = self._has_repeats, False
+            self.step += 1
+        return entries.merged() if has_repeats else entries
+
+    def put_back(self, refused: GrowEntries) -> None:
+        """Have the next step tell growth again, before what came since: the daemon did none of it."""
+        if not refused.owners:
+            return
+        with self._lock:
+            refused.join(self._entries)
+            self._entries, self._has_repeats = refused, True
+            for record in refused.owners:
+                record.growth_step = self.step
+
+
+class PublishEntries(Entries):
+    """Blocks ``[firsts, uptos)`` are sealed. ``keys``: those of all entries, or none where Match had them;
+    ``sends_keys``: which of both, None without entries."""
+
+    column = PUBLISH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.firsts: list[int] = []
+        self.uptos: list[int] = []
+        self.keys = bytearray()
+        self.sends_keys: bool | None = None
+
+    def write(self, message: cache_pb2.StepColumns) -> None:
+        """Write the column."""
+        message.publish_sequences = self._ids()
+        message.publish_first = array("I", self.firsts).tobytes()
+        message.publish_counts = _counts([upto - first for first, upto in zip(self.firsts, self.uptos, strict=True)])
+        if self.keys:
+            message.publish_keys = bytes(self.keys)
+
+    def take(
+        self, numbers: Sequence[int], odd: Mapping[int, cache_pb2.OperationResult], results: dict[int, Any]
+    ) -> None:
+        """Take in the answers; entries with one number of sealed blocks share a result."""
+        if odd:
+            super().take(numbers, odd, results)
+            return
+        note_sealed(self.owners, self.uptos, numbers)
+        shared = Published(NO_PLACE, (), (), (), pending=False)
+        for number, place in zip(numbers, self.places, strict=True):
+            if number != shared.sealed_blocks:
+                shared = Published(number, (), (), (), pending=False)
+            results[place] = shared
+
+    def plain(self, at: int, number: int) -> Published:
+        """Note what is sealed."""
+        return self.owners[at].published(self.uptos[at], Published(number, (), (), (), pending=False))
+
+    def parsed(self, at: int, answer: cache_pb2.PublishResponse) -> Published:
+        """Note what is sealed, and duplicates."""
+        return self.owners[at].published(self.uptos[at], parse_publish(answer))
+
+    def fail(self, at: int, error: CacheClientError) -> None:
+        """Undo a publish."""
+        self.owners[at].refuse_publish(error)
+
+
+class RecycleEntries(Entries):
     """``tokens`` are computed, of a layout without windows."""
 
-    column: ClassVar[Column] = RECYCLE
-    owner: SequenceRecord
-    tokens: int
+    column = RECYCLE
 
-    def plain(self, number: int) -> Recycled:
-        """See ``Grow``."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[int] = []
+
+    def write(self, message: cache_pb2.StepColumns) -> None:
+        """Write the column."""
+        message.recycle_sequences = self._ids()
+        message.recycle_tokens = array("Q", self.tokens).tobytes()
+
+    def plain(self, _: int, number: int) -> Recycled:
+        """Pages that were given back."""
         return Recycled(number, ())
 
-    def take(self, answer: cache_pb2.RecycleResponse) -> Recycled:
-        """See ``Grow``."""
+    def parsed(self, _: int, answer: cache_pb2.RecycleResponse) -> Recycled:
+        """Pages that were given back."""
         return parse_recycle(answer)
 
-    def fail(self, error: CacheClientError) -> None:
-        """See ``Grow``."""
+    def fail(self, at: int, error: CacheClientError) -> None:
+        """No-op: spares of the sequence went by an operation, and a later recycle names as many tokens."""
 
 
-@dataclass(slots=True, eq=False)
-class Release:
-    """The sequence ends; pages that the daemon never saw in it go back to ``stock``."""
+class ReleaseEntries(Entries):
+    """Sequences end."""
 
-    column: ClassVar[Column] = RELEASE
-    owner: SequenceRecord
-    stock: Stock | None
+    column = RELEASE
 
-    def plain(self, number: int) -> int:
-        """See ``Grow``."""
-        return self.owner.released(number, self.stock)
+    def write(self, message: cache_pb2.StepColumns) -> None:
+        """Write the column."""
+        message.release_sequences = self._ids()
+        tokens = [owner.output_tokens for owner in self.owners]
+        if any(told is not None for told in tokens):
+            told = [NOT_TOLD if each is None else each for each in tokens]
+            message.release_output_tokens = array("I", told).tobytes()
 
-    def take(self, answer: cache_pb2.ReleaseResponse) -> int:
-        """See ``Grow``."""
-        return self.plain(answer.freed_pages)
+    def plain(self, at: int, number: int) -> int:
+        """Pages that came back."""
+        return self.owners[at].released(number)
 
-    def fail(self, error: CacheClientError) -> None:
-        """See ``Grow``."""
-        self.owner.refuse_release(error)
+    def parsed(self, at: int, answer: cache_pb2.ReleaseResponse) -> int:
+        """Pages that came back."""
+        return self.plain(at, answer.freed_pages)
 
-
-Entry: TypeAlias = Union[Grow, Publish, Recycle, Release]  # noqa: UP007 - an alias that is looked at when it runs
-
-
-def pack_entries(columns: dict[Column, list[Any]], groups: int, message: cache_pb2.StepColumns) -> None:
-    """Put the entries into the message that carries them."""
-    if grown := columns[GROW]:
-        pages, generations = [array("i") for _ in range(groups)], [array("I") for _ in range(groups)]
-        counts = []
-        for entry in grown:
-            before = len(pages[0])
-            for group, _, its_pages, its_generations in entry.cells:
-                pages[group].extend(its_pages)
-                generations[group].extend(its_generations)
-            counts.append(len(pages[0]) - before)
-        message.grow_sequences = _ids(grown)
-        message.grow_counts = _counts(counts)
-        for group in range(groups):
-            message.grow.add(group=group, pages=pages[group].tobytes(), generations=generations[group].tobytes())
-    if published := columns[PUBLISH]:
-        message.publish_sequences = _ids(published)
-        message.publish_first = array("I", [entry.first for entry in published]).tobytes()
-        message.publish_counts = _counts([entry.upto - entry.first for entry in published])
-        message.publish_keys = b"".join([entry.keys for entry in published])
-    if recycled := columns[RECYCLE]:
-        message.recycle_sequences = _ids(recycled)
-        message.recycle_tokens = array("Q", [entry.tokens for entry in recycled]).tobytes()
-    released = columns[RELEASE]
-    message.release_sequences = _ids(released)
-    if any(entry.owner.output_tokens is not None for entry in released):
-        tokens = [NOT_TOLD if (told := entry.owner.output_tokens) is None else told for entry in released]
-        message.release_output_tokens = array("I", tokens).tobytes()
+    def fail(self, at: int, error: CacheClientError) -> None:
+        """Note whether the daemon still holds the sequence."""
+        self.owners[at].refuse_release(error)
 
 
-def _ids(entries: Sequence[Entry]) -> bytes:
-    return array("Q", [entry.owner.id for entry in entries]).tobytes()
+def operation_error(name: str, kind: str | None, result: cache_pb2.OperationResult) -> CacheClientError:
+    """The error of an operation whose result is none of its ``name``."""
+    return error_of(result.error) if kind == "error" else DaemonFault(f"the answer to {name} is a {kind}")
 
 
 def _counts(counts: Sequence[int]) -> bytes:
-    return b"" if all(count == 1 for count in counts) else array("I", counts).tobytes()
+    return b"" if counts.count(1) == len(counts) else array("I", counts).tobytes()

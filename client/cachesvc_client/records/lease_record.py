@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -14,9 +14,11 @@ import grpc
 from kvcache.v1 import lease_pb2
 
 from cachesvc.model.answers import Prefetched, TicketView
+from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
+    Conflict,
     DaemonUnavailable,
     DeadlineExceeded,
     InvalidRequest,
@@ -32,6 +34,7 @@ from cachesvc_client.core.fork import Maker
 from cachesvc_client.core.keys import PackedKeys, as_bytes
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
+from cachesvc_client.records.entries import UntoldGrowth
 from cachesvc_client.records.launches import Launches
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
@@ -67,7 +70,8 @@ class LeaseRecord:
 
     ``blocks_per_sequence``: the most that a sequence may have, ``most_stock_pages`` those of a stock, all groups
     together; 0 where the daemon does not tell.
-    ``growing``: sequences that took stock pages since the last step. ``orphans``: sequences whose Match or Release
+    ``growing``: growth from stock since the last step; ``answered_step``: number of the last step that has ended, and
+    all before it have. ``orphans``: sequences whose Match or Release
     never got an answer, or whose Release has to be tried again; they are looked after before the next Match.
     ``clock_seconds``: what new sequences say of the time in a trace that is replayed.
     ``ending``: sequences that were released while launches used them, each of which goes once those are complete; and
@@ -98,7 +102,8 @@ class LeaseRecord:
         self.silence_limit_s = opened.silence_limit_ms / 1000
         self.registration = registration
         self.stock: Stock | None = None
-        self.growing: dict[int, SequenceRecord] = {}
+        self.growing = UntoldGrowth(registration.layout)
+        self.answered_step = 0
         self.orphans: list[SequenceRecord] = []
         self.launches = Launches()
         self.ending: list[SequenceRecord] = []
@@ -217,11 +222,31 @@ class LeaseRecord:
         sequence.clock_seconds = self.clock_seconds
         return sequence
 
-    def forget(self, sequence: SequenceRecord) -> None:
-        """Note the end of a sequence."""
+    def grow(
+        self, sequences: Sequence[SequenceRecord], counts: Sequence[int], positions: Positions = NO_POSITIONS
+    ) -> None:
+        """Take stock pages as the next cells of sequences, see ``UntoldGrowth.grow``. Raises InvalidRequest without a
+        stock."""
+        self.maker.check()
+        if self.stock is None:
+            raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")
+        self.growing.grow(self.stock, sequences, counts, positions)
+
+    def require_no_steps(self, sequence: SequenceRecord) -> None:
+        """Raises Conflict while operations of the sequence are under way in a step."""
+        if sequence.last_step > self.answered_step:
+            raise Conflict(
+                f"sequence {sequence.id} has operations under way in a step; collect the step's results first"
+            )
+
+    def end(self, sequence: SequenceRecord) -> None:
+        """Note the end of a sequence: stock pages that the daemon did not have in it are in stock again."""
+        self.growing.withdraw((sequence,))
+        if sequence.stranded and self.stock is not None:
+            self.stock.add(sequence.stranded)
+        sequence.stranded = []
         with self._lock:
             self._used_ids.discard(sequence.id)
-        self.growing.pop(sequence.id, None)
 
     def is_quiesced(self, quiesced: bool | None) -> bool:
         """The caller's word that no kernel uses the pool any more, or for None what the launches say."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ from cachesvc_client.core.fork import Maker
 from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys, as_bytes, packed
 from cachesvc_client.records.launches import Due, GiveBacks, Launches
-from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import (
     NO_DEAD,
     NO_STATES,
@@ -34,7 +33,6 @@ from cachesvc_client.records.tables import (
     States,
     as_cells,
     dead_blocks,
-    growth_positions,
     named_states,
     put_states,
 )
@@ -72,9 +70,10 @@ class SequenceRecord:
     """Block tables and cursors of one sequence, as of the last answer.
 
     ``loading``: blocks that ``tickets`` bring, or brought. ``sealed_blocks``: blocks known to be shared;
-    ``asked_blocks``: up to where publishing was asked for. ``growth``: stock pages in the table that the daemon has not
-    been told of. ``allocations`` counts allocate operations without an answer, ``steps`` operations of all kinds that
-    went out in a step. ``give_backs``: what the next recycles give back. ``output_tokens``: of its request, at its end.
+    ``asked_blocks``: up to where publishing was asked for. ``allocations`` counts allocate operations without an
+    answer. ``last_step``: number of the last step that carries something of it, ``growth_step``: of the one that tells
+    of its last growth from stock; ``stranded``: stock pages that the daemon does not have in it.
+    ``give_backs``: what the next recycles give back. ``output_tokens``: of its request, at its end.
     ``clock_seconds``: the time in a replay's trace.
     ``retention``: hint of its engine. ``ends_after``: launch that its release waits for, 0: none.
     """
@@ -90,7 +89,6 @@ class SequenceRecord:
         self.tickets: tuple[TicketView, ...] = ()
         self.loading = range(0)
         self.give_backs = GiveBacks(self.launches)
-        self.growth: list[GroupCells] = []
         self.stranded: list[GroupCells] = []
         self.swap_tickets: tuple[TicketView, ...] = ()
         self.is_released = self.is_swapped_out = self.has_failed_load = False
@@ -101,7 +99,7 @@ class SequenceRecord:
         self.retention = Retention.DEFAULT
         self.failure: CacheClientError | None = None
         self.unanswered: Operation[Any] | None = None
-        self.allocations = self.steps = 0
+        self.allocations = self.last_step = self.growth_step = 0
         self._cursors: dict[int, int] = {}
 
     @property
@@ -129,7 +127,7 @@ class SequenceRecord:
         self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
     ) -> Operation[Allocated]:
         """Make the tables ``blocks`` long. ``positions``: by windowed group, the new blocks that get a page."""
-        self._require_usable()
+        self.require_usable()
 
         self.allocations += 1
 
@@ -155,7 +153,8 @@ class SequenceRecord:
     ) -> Operation[Published]:
         """Seal blocks up to ``upto_blocks``, and ``states``. ``keys``: from block ``first_key`` on, or empty where
         known."""
-        first, wanted = self.begin_publish(upto_blocks, keys, first_key=first_key)
+        self.maker.check()
+        first, wanted = self.begin_publish(upto_blocks, keys, first_key)
         named = named_states(states)
 
         def apply(response: cache_pb2.PublishResponse) -> Published:
@@ -166,11 +165,12 @@ class SequenceRecord:
         request = build_publish(self.id, first, upto_blocks - first, wanted, named)
         return self._operation(PUBLISH, request, apply, self.refuse_publish)
 
-    def begin_publish(self, upto_blocks: int, keys: PackedKeys, *, first_key: int = 0) -> tuple[int, bytes]:
+    def begin_publish(self, upto_blocks: int, keys: PackedKeys, first_key: int = 0) -> tuple[int, bytes]:
         """Note that blocks up to ``upto_blocks`` are published. Returns the first of them, and their keys to send:
         empty where ``keys`` is and Match had them. Given keys are always sent: the daemon compares them with Match's.
         They begin at block ``first_key``."""
-        self._require_usable()
+        if self.is_released or self.ends_after or self.failure is not None:
+            self.require_usable()
         first = self.asked_blocks
         if upto_blocks < first:
             raise InvalidRequest(
@@ -192,13 +192,9 @@ class SequenceRecord:
 
     def published(self, upto_blocks: int, answer: Published) -> Published:
         """The answer to what was asked for up to ``upto_blocks``."""
-        self.sealed_blocks = answer.sealed_blocks
-        if answer.sealed_blocks < upto_blocks:
-            self.asked_blocks = answer.sealed_blocks
-        self.known_keys = max(self.known_keys, upto_blocks)
+        note_sealed((self,), (upto_blocks,), (answer.sealed_blocks,))
         if answer.duplicate_positions:
             self._take_sealed(answer)
-        self.tickets = ()  # the daemon publishes only what has been loaded
         return answer
 
     def refuse_publish(self, error: CacheClientError) -> None:
@@ -215,13 +211,13 @@ class SequenceRecord:
     def due(self, computed_tokens: int, launch: int | None, dead: Mapping[int, int] = NO_DEAD) -> Due:
         """Pages and windows to give back now that ``computed_tokens`` are computed. ``dead``: by windowed group, the
         first block that is needed still, where the engine knows better."""
-        self._require_usable()
+        self.require_usable()
         self.give_backs.hold_windows(computed_tokens, launch, dead_blocks(self.layout, dead))
         return self.give_backs.take_due()
 
     def drop_pages(self, group: int, pages: Sequence[int]) -> None:
         """Take own pages of a windowed group out of the table; the next recycle gives them back."""
-        self._require_usable()
+        self.require_usable()
         if group not in self.layout.window_groups:
             raise InvalidRequest(f"group {group} has no window: its pages stay in the table until the end")
         self.tables[group].forget(pages)
@@ -245,7 +241,7 @@ class SequenceRecord:
 
     def swap_out(self, launch: int | None = None) -> Operation[Swapped]:
         """Take the sequence off the device, which only ``launch`` and those before it use."""
-        self._require_usable()
+        self.require_usable()
         if pending := self.launches.pending(launch):
             raise Conflict(
                 f"launch {pending} may still write sequence {self.id}, and {self.launches.completed} is the last that "
@@ -264,7 +260,7 @@ class SequenceRecord:
 
     def swap_in(self, *, short_suffix: bool = False) -> Operation[Swapped]:
         """Bring the sequence back."""
-        self._require_usable()
+        self.require_usable()
 
         def apply(response: cache_pb2.SwapResponse) -> Swapped:
             answer = parse_swap(response)
@@ -276,30 +272,25 @@ class SequenceRecord:
 
         return self._operation(SWAP, build_swap(self.id, SWAP_IN, short_suffix=short_suffix), apply)
 
-    def release(self, stock: Stock | None) -> Operation[int]:
-        """End the sequence; stock pages that the daemon never saw in it go back to the stock."""
+    def release(self) -> Operation[int]:
+        """End the sequence."""
         self.maker.check()
         if self.is_released:
             raise AlreadyClosed(f"sequence {self.id} was released before")
-        return self._operation(
-            RELEASE,
-            build_release(self.id, self.output_tokens, self.clock_seconds),
-            lambda response: self.released(response.freed_pages, stock),
-            self.refuse_release,
-        )
+        request = build_release(self.id, self.output_tokens, self.clock_seconds)
+        return self._operation(RELEASE, request, lambda each: self.released(each.freed_pages), self.refuse_release)
 
-    def released(self, freed_pages: int, stock: Stock | None) -> int:
+    def released(self, freed_pages: int) -> int:
         """The daemon has ended it."""
         self._end()
         self.freed_pages = freed_pages
-        if stock is not None:
-            stock.add(self.growth + self.stranded)
-        self.growth, self.stranded = [], []
         return freed_pages
 
     def refuse_release(self, error: CacheClientError) -> None:
         """The daemon has not ended it, or it had ended before."""
         self.is_released = isinstance(error, NotFound | LeaseLost | DaemonUnavailable | AlreadyClosed)
+        if self.stranded and self.failure is None:  # the tables name pages that the daemon was not told of
+            self.failure = error
 
     def end_later(self, launch: int | None, output_tokens: int | None = None) -> bool:
         """True where the release has to wait for ``launch`` (None: the newest): nothing else can be done with it then.
@@ -315,20 +306,11 @@ class SequenceRecord:
         self.ends_after = self.launches.pending(launch)
         return self.ends_after > 0
 
-    def grow(self, stock: Stock, blocks: int, positions: Positions = NO_POSITIONS) -> None:
-        """Take stock pages as the next cells; the next step tells the daemon. ``positions``: by windowed group, the new
-        blocks that get a page; left out: all of a window, and none of a state. Raises StockEmpty."""
-        self._require_usable()
+    def require_growable(self) -> None:
+        """Raises what keeps the sequence from growing, with its ``sequence_id``."""
+        self.require_usable()
         if self.allocations:
-            raise Conflict(f"sequence {self.id} has an allocate without an answer; collect it, then grow")
-        cells = stock.take(blocks, self.blocks, growth_positions(self.layout, positions))
-        self._put(cells)
-        self.growth += cells
-
-    def take_growth(self) -> list[GroupCells]:
-        """Growth that the daemon does not know of, for the message at hand."""
-        growth, self.growth = self.growth, []
-        return growth
+            raise self._named(Conflict(f"sequence {self.id} has an allocate without an answer; collect it, then grow"))
 
     def grown(self, blocks: int, expected: int) -> int:
         """The daemon's table is ``blocks`` long after growing to ``expected``."""
@@ -367,12 +349,17 @@ class SequenceRecord:
             )
             raise self.failure
 
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
+        """Raises what keeps the sequence from being used, with its ``sequence_id``."""
         self.maker.check()
         if self.is_released or self.ends_after:
-            raise AlreadyClosed(f"sequence {self.id} was released; match again")
+            raise self._named(AlreadyClosed(f"sequence {self.id} was released; match again"))
         if self.failure is not None:
-            raise copy(self.failure)
+            raise self._named(copy(self.failure))
+
+    def _named(self, error: CacheClientError) -> CacheClientError:
+        error.sequence_id = self.id
+        return error
 
     def _end(self, _: CacheClientError | None = None) -> None:
         self.is_released = True
@@ -398,3 +385,14 @@ class SequenceRecord:
         for cells in answer.duplicates:
             self.tables[cells.group].put_at(answer.duplicate_positions, cells.pages)
         self.give_backs.add_spares((cells.group, page) for cells in answer.spares for page in cells.pages)
+
+
+def note_sealed(records: Iterable[SequenceRecord], uptos: Iterable[int], sealed: Iterable[int]) -> None:
+    """Note how many blocks are sealed of each sequence that asked for ``uptos``."""
+    for record, upto, blocks in zip(records, uptos, sealed, strict=True):
+        record.sealed_blocks = blocks
+        if blocks < upto:
+            record.asked_blocks = blocks
+        if upto > record.known_keys:
+            record.known_keys = upto
+        record.tickets = ()  # the daemon publishes only what has been loaded

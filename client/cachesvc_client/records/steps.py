@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from kvcache.v1 import cache_pb2
 
-from cachesvc.wire.columns import ANSWER_FIELDS, GROW, ODD, OPERATION_NAMES, PUBLISH, RECYCLE, RELEASE, Column
+from cachesvc.wire.columns import ANSWER_FIELDS, IN_ORDER, ODD, Column
 from cachesvc.wire.convert import unpack_numbers
 from cachesvc_client.core.errors import (
     CacheClientError,
@@ -21,14 +21,14 @@ from cachesvc_client.core.errors import (
     error_of,
 )
 from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.entries import Entry, Grow, Release, pack_entries
+from cachesvc_client.records.entries import NO_PLACE, Entries, GrowEntries, operation_error
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.wire.messages import build_recycle, parse_recycle
-from cachesvc_client.wire.methods import HELD, Operation
 from cachesvc_client.wire.methods import RECYCLE as RECYCLE_CALL
 from cachesvc_client.wire.methods import RELEASE as RELEASE_CALL
+from cachesvc_client.wire.methods import Operation
 
 STEPS_UNDER_WAY = 16
 """Steps that may be sent before the first is collected: an engine runs one or two ahead."""
@@ -39,17 +39,20 @@ MOST_ENDED = 256
 
 @dataclass(slots=True, eq=False)
 class SentStep:
-    """A step in flight. ``asked``: subjects of its results, in order; ``entries`` and ``operations`` are what was sent,
-    of which growth and some releases are the client's own. ``ended``: sequences that it releases. ``is_quiet``: the
-    caller collects no results."""
+    """A step in flight. ``number``: among the lease's; ``size``: number of its results. ``growth``, the other
+    ``entries`` of columns, and ``operations``, with their places, are what was sent: growth and some releases are the
+    client's own. ``ended``: sequences that it releases. ``results``: by place. ``is_quiet``: the caller collects none.
+    """
 
     request: cache_pb2.StepRequest
-    asked: list[Operation[Any] | Entry]
-    entries: dict[Column, list[Any]]
-    operations: list[Operation[Any]]
+    number: int
+    size: int
+    growth: GrowEntries
+    entries: Sequence[Entries]
+    operations: list[tuple[int, Operation[Any]]]
     ended: list[SequenceRecord]
+    results: dict[int, Any]
     is_quiet: bool = False
-    results: dict[int, Any] = field(default_factory=dict)
     error: CacheClientError | None = None
     is_answered: bool = False
 
@@ -58,11 +61,8 @@ class SentStep:
         assert self.is_answered
         if self.error is not None:
             raise self.error
-        return [self.results.get(id(asked), 0) for asked in self.asked] if self.asked else []
-
-    def all(self) -> list[Operation[Any] | Entry]:
-        """Everything that was sent."""
-        return [*(entry for column in self.entries.values() for entry in column), *self.operations]
+        results = self.results
+        return [results.get(place, 0) for place in range(self.size)]
 
 
 class StepBook:
@@ -83,11 +83,6 @@ class StepBook:
         return self._room
 
     @property
-    def has_untold(self) -> bool:
-        """True when the daemon does not know of all growth from stock: once the stock is gone it never could."""
-        return any(record.growth for record in self._lease.growing.values())
-
-    @property
     def is_full(self) -> bool:
         """True when no step can be sent until an answer was taken in."""
         return len(self.under_way) >= STEPS_UNDER_WAY
@@ -101,49 +96,48 @@ class StepBook:
             )
 
     def enter(self, batch: StepBatch[Any] | None) -> SentStep:
-        """Number a batch and put the growth of sequences before it, and releases that waited for launches. There is
-        room: see ``require_room``."""
+        """Number a batch and put the growth of sequences before it, and releases that waited for launches. The batch is
+        empty then. There is room: see ``require_room``."""
         lease = self._lease
-        asked = batch.asked if batch is not None else []
-        entries: dict[Column, list[Any]] = {GROW: [], PUBLISH: [], RECYCLE: [], RELEASE: []}
-        operations: list[Operation[Any]] = []
-        ended: list[SequenceRecord] = []
-        if lease.growing:
-            grown = [record for record in lease.growing.values() if record.growth]
-            lease.growing.clear()
-            entries[GROW] = [Grow(record, record.take_growth(), record.blocks) for record in grown]
-        if lease.ending:
-            ended = lease.take_ended([each.owner for each in asked], MOST_ENDED)
-            entries[RELEASE] = [Release(record, lease.stock) for record in ended]
-        for each in asked:
-            if not isinstance(each, Operation):
-                entries[each.column].append(each)
-            elif each.method is not HELD:
-                operations.append(each)
-            elif isinstance(each.owner, SequenceRecord):
-                lease.ending.append(each.owner)
+        batch = StepBatch(lease, _no_handle) if batch is None else batch
+        self._end_sequences(batch)
+        number, growth, operations = lease.growing.step, lease.growing.take(), batch.operations
         request = cache_pb2.StepRequest(lease_id=lease.id, request_id=lease.next_request_id())
-        if batch is not None and batch.no_wait:
+        if batch.no_wait:
             request.no_wait = True
         if lease.stock is not None:
             request.stock_pages.extend(lease.stock.targets)
             request.stock_due = lease.stock.due
             if lease.stock.has_surplus:
-                operations.append(_give_back_surplus(lease.stock))
-        groups = len(lease.registration.layout.groups)
-        if any(entries.values()):
-            pack_entries(entries, groups, request.columns)
-        if operations:
-            request.operations.extend(map(_as_message, operations))
-        released: list[Any] = [entry.owner for entry in entries[RELEASE]]
-        released += [each.owner for each in operations if each.method is RELEASE_CALL]
-        step = SentStep(request, asked, entries, operations, released)
-        if asked or ended or operations or entries[GROW]:
-            for sent_one in step.all():
-                if isinstance(sent_one.owner, SequenceRecord):
-                    sent_one.owner.steps += 1
+                operations.append((NO_PLACE, _give_back_surplus(lease.stock)))
+        ended = batch.releases.owners.copy()
+        entries = (growth, batch.publishes, batch.recycles, batch.releases)  # as ``IN_ORDER``
+        for each in entries:
+            if each.owners:
+                each.write(request.columns)
+                for owner in each.owners:
+                    owner.last_step = number
+        for _, operation in operations:
+            request.operations.append(_as_message(operation))
+            if isinstance(operation.owner, SequenceRecord):
+                operation.owner.last_step = number
+                if operation.method is RELEASE_CALL:
+                    ended.append(operation.owner)
+        step = SentStep(request, number, batch.size, growth, entries, operations, ended, batch.refused)
+        batch.clear()
         self.under_way.append(step)
         return step
+
+    def _end_sequences(self, batch: StepBatch[Any]) -> None:
+        """Add releases that waited for launches to a batch, and take growth back that it need not tell."""
+        lease = self._lease
+        if lease.ending:
+            for record in lease.take_ended(batch.owners, MOST_ENDED):
+                batch.releases.add(record, NO_PLACE)
+        for record in batch.held:
+            lease.hold(record)
+        if batch.releases.owners and lease.growing:
+            lease.growing.withdraw(set(batch.releases.owners).difference(batch.publishes.owners))
 
     def answer(self, response: cache_pb2.StepResponse) -> None:
         """Take in the answer of the oldest step."""
@@ -151,13 +145,11 @@ class StepBook:
             self.refuse_one(response.request_id, error_of(response.error))
             return
         step = self._next(response.request_id)
-        if len(response.results) != len(step.request.operations):
-            self._end(
-                step, DaemonFault(f"{len(response.results)} results for {len(step.request.operations)} operations")
-            )
+        if len(response.results) != len(step.operations):
+            self._end(step, DaemonFault(f"{len(response.results)} results for {len(step.operations)} operations"))
             return
         try:
-            numbers, odd = _read_answer(step, response.columns)
+            told, odd = _read_answer(step, response.columns)
         except DaemonFault as fault:
             self._end(step, fault)
             return
@@ -166,18 +158,14 @@ class StepBook:
         if self._lease.stock is not None:
             for cells in response.stock:
                 self._lease.stock.add_packed(cells.group, cells.pages, cells.generations)
-        for column, entries in step.entries.items():
-            if not entries:
-                continue
-            for index, (entry, number) in enumerate(zip(entries, numbers[column].tolist(), strict=False)):
-                result = odd.get((column, index)) if odd else None
-                self._keep(step, entry, entry.plain(number) if result is None else _take_entry(entry, result))
-        if step.operations:
-            for operation, message in zip(step.operations, response.results, strict=True):
-                self._keep(step, operation, _take(operation, message))
-        if step.ended:
-            self._hold_again(step)
-        step.is_answered = True
+        for entries, numbers in zip(step.entries, told, strict=True):
+            if numbers:
+                entries.take(numbers, odd.get(entries.column, _NOTHING_ODD), step.results)
+        for (place, operation), message in zip(step.operations, response.results, strict=True):
+            step.results[place] = _take(operation, message)
+            if isinstance(operation.owner, SequenceRecord) and operation.owner.is_released:
+                self._lease.end(operation.owner)
+        self._finish(step)
 
     def refuse(self, error: CacheClientError) -> None:
         """Fail every step in flight: no answer will come."""
@@ -187,12 +175,9 @@ class StepBook:
     def refuse_one(self, request_id: int, error: CacheClientError) -> None:
         """Note that the daemon refused the oldest step before it did any of it: the next step reports its growth."""
         step = self._next(request_id)
-        if not isinstance(error, LeaseLost):
-            for entry in step.entries[GROW]:
-                entry.owner.growth = entry.cells + entry.owner.growth
-                entry.owner.steps -= 1
-                self._lease.growing[entry.owner.id] = entry.owner
-            step.entries[GROW] = []
+        if not isinstance(error, LeaseLost) and step.growth.owners:
+            self._lease.growing.put_back(step.growth)
+            step.entries = step.entries[1:]
         self._end(step, error)
 
     def _next(self, request_id: int) -> SentStep:
@@ -202,55 +187,57 @@ class StepBook:
             raise DaemonFault(f"an answer came for step {request_id}, which is not the next one")
         return step
 
-    def _keep(self, step: SentStep, asked: Operation[Any] | Entry, result: Any) -> None:
-        step.results[id(asked)] = result
-        owner = asked.owner
-        if isinstance(owner, SequenceRecord):
-            owner.steps -= 1
-            if owner.is_released:
-                self._lease.forget(owner)
-
-    def _hold_again(self, step: SentStep) -> None:
-        """Move releases that the daemon did not do to a later step: it holds the sequences' pages until then."""
-        for record in step.ended:
-            if not record.is_released:
-                self._lease.hold(record)
-
     def _end(self, step: SentStep, error: CacheClientError) -> None:
         """Fail all operations of a step: no result comes."""
-        for each in step.all():
-            if isinstance(each.owner, SequenceRecord):
-                each.owner.steps -= 1
-            each.fail(error)
-        self._hold_again(step)
+        for entries in step.entries:
+            entries.fail_all(error)
+        for _, operation in step.operations:
+            operation.fail(error)
+        step.error = error
+        self._finish(step)
         if isinstance(error, LeaseLost):
             self._lease.lose(error)
-        step.error = error
+
+    def _finish(self, step: SentStep) -> None:
+        """Note that a step has ended. Releases that the daemon did not do go with a later one: it holds the sequences'
+        pages until then."""
+        for record in step.ended:
+            if record.is_released:
+                self._lease.end(record)
+            else:
+                self._lease.hold(record)
+        self._lease.answered_step = step.number
         step.is_answered = True
 
 
-Told = dict[Column, npt.NDArray[np.uint32]]
-"""The answers of each column."""
-NO_NUMBERS = np.empty(0, np.uint32)
-Odd = dict[tuple[Column, int], cache_pb2.OperationResult]
+Odd = dict[Column, dict[int, cache_pb2.OperationResult]]
+"""Results of entries that are more than a number, by column and entry."""
+_NOTHING_ODD: dict[int, cache_pb2.OperationResult] = {}
+_NAMES = [ANSWER_FIELDS[column] for column in IN_ORDER]
+_columns_of = attrgetter(*_NAMES)
 _ODD_BYTES = ODD.to_bytes(4, "little")
 
 
-def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[Told, Odd]:
-    """The numbers of each column, and the results of entries that are more than a number. Raises DaemonFault."""
-    odd = {(each.column, each.index): each.result for each in answer.odd} if len(answer.odd) else {}
-    numbers: Told = {}
-    for column, entries in step.entries.items():
-        raw, wanted = getattr(answer, ANSWER_FIELDS[column]), len(entries)
-        if not (raw or wanted):
-            numbers[column] = NO_NUMBERS
-            continue
-        told = numbers[column] = np.frombuffer(raw, np.uint32) if raw and len(raw) % 4 == 0 else NO_NUMBERS
-        if len(told) != wanted:
-            raise DaemonFault(f"{ANSWER_FIELDS[column]} has {len(told)} answers for {wanted} entries")
-        if _ODD_BYTES in raw and any((column, at) not in odd for at in np.flatnonzero(told == ODD).tolist()):
-            raise DaemonFault(f"{ANSWER_FIELDS[column]} has entries without an answer")
-    return numbers, odd
+def _read_answer(step: SentStep, answer: cache_pb2.StepColumnsAnswer) -> tuple[list[list[int]], Odd]:
+    """The numbers of each column, and what is more than a number. Raises DaemonFault."""
+    odd: Odd = {}
+    for each in answer.odd if len(answer.odd) else ():
+        odd.setdefault(each.column, {})[each.index] = each.result
+    told: list[list[int]] = []
+    for name, raw, entries in zip(_NAMES, _columns_of(answer), step.entries, strict=True):
+        if len(raw) != 4 * len(entries.owners):
+            raise DaemonFault(f"{name} has {len(raw) / 4:g} answers for {len(entries.owners)} entries")
+        numbers = memoryview(raw).cast("I").tolist() if raw else []
+        if _ODD_BYTES in raw:
+            known = odd.get(entries.column, _NOTHING_ODD)
+            if any(number == ODD and at not in known for at, number in enumerate(numbers)):
+                raise DaemonFault(f"{name} has entries without an answer")
+        told.append(numbers)
+    return told, odd
+
+
+def _no_handle(_: SequenceRecord) -> SequenceRecord:
+    raise AssertionError("a batch without operations opens no sequence")
 
 
 def _give_back_surplus(stock: Stock) -> Operation[Any]:
@@ -263,22 +250,9 @@ def _take(operation: Operation[Any], result: cache_pb2.OperationResult) -> Any:
     kind = result.WhichOneof("result")
     if kind == operation.method.step_field:
         return operation.apply(getattr(result, kind))
-    error = _error(operation.method.step_field, kind, result)
+    error = operation_error(operation.method.step_field, kind, result)
     operation.end_with(error)
     return error
-
-
-def _take_entry(entry: Entry, result: cache_pb2.OperationResult) -> Any:
-    name, kind = OPERATION_NAMES[entry.column], result.WhichOneof("result")
-    if kind == name:
-        return entry.take(getattr(result, name))
-    error = _error(name, kind, result)
-    entry.fail(error)
-    return error
-
-
-def _error(name: str, kind: str | None, result: cache_pb2.OperationResult) -> CacheClientError:
-    return error_of(result.error) if kind == "error" else DaemonFault(f"the answer to {name} is a {kind}")
 
 
 def _as_message(operation: Operation[Any]) -> cache_pb2.StepOperation:

@@ -24,10 +24,10 @@ class Stock:
     def __init__(self, targets: Sequence[int], pools: Sequence[Sequence[int]] = ()) -> None:
         if any(target < 0 for target in targets):
             raise InvalidRequest(f"a stock's targets cannot be negative, got {list(targets)}")
-        self.targets = tuple(targets)
         self.due = 0
         self._pools = tuple(map(tuple, pools)) or tuple((group,) for group in range(len(targets)))
         self._at = {group: at for at, groups in enumerate(self._pools) for group in groups}
+        self._set(targets)
         self._pages = [array("i") for _ in self._pools]
         self._generations = [array("I") for _ in self._pools]
 
@@ -48,42 +48,44 @@ class Stock:
         """Set other targets: steps fill up to them, and give back what is above. Raises InvalidRequest."""
         if len(targets) != len(self.targets) or any(target < 0 for target in targets):
             raise InvalidRequest(f"a stock of {len(self.targets)} groups cannot have the targets {list(targets)}")
-        self.targets = tuple(targets)
+        self._set(targets)
 
     @property
     def is_full(self) -> bool:
         """True where no pool has less than its targets."""
-        return all(len(pages) >= self._target(groups) for groups, pages in zip(self._pools, self._pages, strict=True))
+        return all(len(pages) >= target for pages, target in zip(self._pages, self._pool_targets, strict=True))
 
     @property
     def has_surplus(self) -> bool:
         """True where a pool has more than its targets."""
-        return any(len(pages) > self._target(groups) for groups, pages in zip(self._pools, self._pages, strict=True))
+        return any(len(pages) > target for pages, target in zip(self._pages, self._pool_targets, strict=True))
 
     def take_surplus(self) -> tuple[GroupCells, ...]:
         """Take what is above the targets, newest first."""
         surplus = []
-        for groups, pages, generations in zip(self._pools, self._pages, self._generations, strict=True):
-            target = self._target(groups)
+        pools = zip(self._pools, self._pages, self._generations, self._pool_targets, strict=True)
+        for groups, pages, generations, target in pools:
             if len(pages) > target:
                 surplus.append(GroupCells(groups[0], 0, tuple(pages[target:]), tuple(generations[target:])))
                 del pages[target:], generations[target:]
         return tuple(surplus)
 
-    def _target(self, groups: Sequence[int]) -> int:
-        return sum(self.targets[group] for group in groups)
+    def _set(self, targets: Sequence[int]) -> None:
+        self.targets = tuple(targets)
+        self._pool_targets = [sum(targets[group] for group in groups) for groups in self._pools]
 
     def add(self, granted: Iterable[GroupCells]) -> None:
-        """Take in pages that the daemon granted, or that came back unused."""
+        """Take in pages that the daemon granted, or that came back unused: generations first, since an abandoned
+        sequence may end in another thread than the one that takes."""
         for cells in granted:
             at = self._at[cells.group]
             if NO_PAGE in cells.pages:
                 pairs = [pair for pair in zip(cells.pages, cells.generations, strict=True) if pair[0] != NO_PAGE]
-                self._pages[at].extend([page for page, _ in pairs])
                 self._generations[at].extend([generation for _, generation in pairs])
+                self._pages[at].extend([page for page, _ in pairs])
             else:
-                self._pages[at].extend(cells.pages)
                 self._generations[at].extend(cells.generations)
+                self._pages[at].extend(cells.pages)
 
     def add_packed(self, group: int, pages: bytes, generations: bytes) -> None:
         """``add`` for packed int32 page ids and uint32 generations."""

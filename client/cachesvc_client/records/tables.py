@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
@@ -25,16 +25,19 @@ _NO_CELLS: Pages = np.empty(0, np.int32)
 
 
 class BlockTable:
-    """Grows at its end; cells change in place when a page is swapped for a sealed one, or recycled."""
+    """Grows at its end; cells change in place when a page is swapped for a sealed one, or recycled. ``cells``: with
+    those that are reserved."""
+
+    __slots__ = ("blocks", "cells")
 
     def __init__(self) -> None:
-        self._cells = _NO_CELLS
+        self.cells = _NO_CELLS
         self.blocks = 0
 
     @property
     def pages(self) -> Pages:
         """``[blocks]``, -1 where there is no page; read-only, good until the next call for the sequence."""
-        view = self._cells[: self.blocks]
+        view = self.cells[: self.blocks]
         view.flags.writeable = False
         return view
 
@@ -42,33 +45,43 @@ class BlockTable:
         """Write cells from ``first_block`` on; the table grows to hold them."""
         end = first_block + len(pages)
         if self.blocks or first_block:
-            self._reserve(end)
-            self._cells[first_block:end] = pages
+            self.reserve(end)
+            self.cells[first_block:end] = pages
         else:
-            self._cells = np.array(pages, np.int32)
+            self.cells = np.array(pages, np.int32)
         self.blocks = max(self.blocks, end)
 
     def put_at(self, positions: Sequence[int], pages: Sequence[int]) -> None:
         """Write cells at given positions, which are in the table."""
         assert not positions or max(positions) < self.blocks
-        self._cells[list(positions)] = pages
+        self.cells[list(positions)] = pages
 
     def clear(self, first_block: int, end_block: int) -> None:
         """Forget the pages of ``[first_block, end_block)``."""
-        self._cells[first_block : min(end_block, self.blocks)] = NO_PAGE
+        self.cells[first_block : min(end_block, self.blocks)] = NO_PAGE
 
     def forget(self, pages: Sequence[int]) -> None:
         """Forget some pages, wherever they are."""
-        mine = self._cells[: self.blocks]
+        mine = self.cells[: self.blocks]
         mine[np.isin(mine, pages)] = NO_PAGE
 
-    def _reserve(self, blocks: int) -> None:
-        if blocks <= len(self._cells):
+    def reserve(self, blocks: int) -> None:
+        """Make room for a table of ``blocks`` blocks."""
+        if blocks <= len(self.cells):
             return
-        grown = np.empty(max(blocks, 2 * len(self._cells), _LEAST_CAPACITY), np.int32)
-        grown[: self.blocks] = self._cells[: self.blocks]
+        grown = np.empty(max(blocks, 2 * len(self.cells), _LEAST_CAPACITY), np.int32)
+        grown[: self.blocks] = self.cells[: self.blocks]
         grown[self.blocks :] = NO_PAGE
-        self._cells = grown
+        self.cells = grown
+
+
+def append_each(tables: Iterable[BlockTable], positions: Iterable[int], pages: Iterable[int]) -> None:
+    """Write a page at the end of each table or behind it: one loop, for a call for each costs as much again."""
+    for table, at, page in zip(tables, positions, pages, strict=True):
+        if at >= len(table.cells):
+            table.reserve(at + 1)
+        table.cells[at] = page
+        table.blocks = at + 1
 
 
 def named_states(states: States) -> list[GroupCells]:

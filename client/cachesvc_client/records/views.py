@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.model.answers import TicketView
-from cachesvc.model.columns import NO_POSITIONS, Positions
-from cachesvc_client.core.errors import CacheClientError, Conflict, InvalidRequest
+from cachesvc_client.core.errors import CacheClientError, Conflict
 from cachesvc_client.core.keys import BlockHasher, ExtraKey
 from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
@@ -187,15 +186,3 @@ class SequenceView:
     def is_released(self) -> bool:
         """True once ``release`` was called: nothing else can be done with the sequence."""
         return self.record.is_released or self.record.ends_after > 0
-
-    def grow(self, lease: LeaseRecord, blocks: int, positions: Positions = NO_POSITIONS) -> None:
-        """Take ``blocks`` blocks of the lease's stock as the next cells. Raises StockEmpty, InvalidRequest."""
-        if lease.stock is None:
-            raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")
-        self.record.grow(lease.stock, blocks, positions)
-        lease.growing[self.id] = self.record
-
-    def require_no_steps(self) -> None:
-        """Raises Conflict while operations of the sequence are under way in a step."""
-        if self.record.steps:
-            raise Conflict(f"sequence {self.id} has operations under way in a step; collect the step's results first")

@@ -46,8 +46,6 @@ RECYCLE = Method("CacheService", "Recycle", cache_pb2.RecycleRequest, cache_pb2.
 RELEASE = Method("CacheService", "Release", cache_pb2.ReleaseRequest, cache_pb2.ReleaseResponse, "release")
 PREFETCH = Method("CacheService", "Prefetch", cache_pb2.PrefetchRequest, cache_pb2.PrefetchResponse, "prefetch")
 WAIT_TICKETS = Method("CacheService", "WaitTickets", cache_pb2.WaitTicketsRequest, cache_pb2.WaitTicketsResponse)
-HELD = Method("CacheService", "Release", cache_pb2.ReleaseRequest, cache_pb2.ReleaseResponse)
-"""A release in a batch that waits for launches: it is sent by a later step."""
 STEP = Method("CacheService", "Step", cache_pb2.StepRequest, cache_pb2.StepResponse)
 
 SUBSCRIBE = Method("EventService", "Subscribe", event_pb2.SubscribeRequest, event_pb2.SubscribeResponse)

@@ -124,6 +124,10 @@ class Request(HashedRequest, Protocol):
     """A request in vLLM's scheduler."""
 
     num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_in_flight_tokens: int
+    max_tokens: int
     mm_features: Sequence[Feature] | None
     prompt_embeds: object
     lora_request: NamedLoraRequest | None

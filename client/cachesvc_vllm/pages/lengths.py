@@ -16,6 +16,16 @@ def computed_blocks(
     return min(max(0, computed_tokens - in_flight_tokens - redrafted_tokens) // block_tokens, keys)
 
 
+def fills_nothing(request: Any, full_blocks: int, new_tokens: int, block_tokens: int) -> bool:
+    """Return True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs, has a slot for each
+    token, and ``full_blocks`` full blocks that vLLM has reported: most of what decoding costs there, in most
+    iterations."""
+    if new_tokens <= 0:
+        return False
+    tokens = request.num_computed_tokens + new_tokens
+    return min(int(tokens) // block_tokens, len(request.block_hashes)) <= full_blocks
+
+
 def blocks_wanted(
     request: Any,
     new_tokens: int,

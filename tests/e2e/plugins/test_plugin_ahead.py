@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from cachesvc_client import CacheClient, Expected
 from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.wish import Wish
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.e2e.rig import Node, running_node, wait_until
@@ -69,8 +70,10 @@ def test_what_ends_in_its_first_iteration_is_found_by_the_next(node: Node) -> No
 def test_all_that_may_run_next_are_matched_and_reserved_with_the_first(node: Node) -> None:
     with book_of(node, ahead_blocks=32) as book:
         coming = {f"r{each}": some_hashes(9) for each in range(5)}
+        node.daemon.process.send_signal(signal.SIGSTOP)  # the first match has no answer before all have come
         for request_id, hashes in coming.items():
             book.expect(request_id, wish(hashes))
+        node.daemon.process.send_signal(signal.SIGCONT)
         first = book.begin("r0", wish(coming["r0"]))
         book.begin("r1", wish(coming["r1"]))
         after = book.find("r2")

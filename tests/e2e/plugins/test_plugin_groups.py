@@ -8,7 +8,8 @@ import pytest
 from cachesvc_client import CacheClient, Lease
 from cachesvc_client.plugins.pages.group_tables import GroupTable
 from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_vllm.daemon.slab_layout import slab_layout
 
 from cachesvc.model.words import NO_PAGE

@@ -291,7 +291,7 @@ from tests.unit.rigs.vllm_rig import layers_outermost
 share = Share("m", slab_layout(layers_outermost(64)), 64)
 node = Node(Settings(socket=sys.argv[1]), "e", share, flags=FLAGS, attaches=False)
 node.start()
-ctypes.PyDLL(None).sleep(4)  # holds the interpreter: no other thread of this process runs
+ctypes.PyDLL(None).sleep(6)  # holds the interpreter: no other thread of this process runs
 print("lost" if node.lease.is_lost else "lives", flush=True)
 node.lease.match(b"").release()
 node.close()
@@ -299,7 +299,7 @@ node.close()
 
 
 def test_an_engine_that_holds_its_interpreter_keeps_its_lease() -> None:
-    with running_node(["--lease-seconds", "1"]) as node:
+    with running_node(["--lease-seconds", "2"]) as node:
         done = subprocess.run(
             [sys.executable, "-c", HOLD, node.socket], cwd=ROOT, capture_output=True, text=True, check=False
         )

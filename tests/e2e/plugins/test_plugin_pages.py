@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from cachesvc_client import CacheClient, Lease
 from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_vllm.daemon.slab_layout import slab_layout
 from cachesvc_vllm.pages.lengths import computed_blocks
 from kvcache.v1 import lease_pb2, lease_pb2_grpc

@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 from cachesvc_client import Expected
 from cachesvc_client.wire.messages import build_match
-from cachesvc_vllm.handover import answer_of, expected_of
+from cachesvc_vllm.handover import answer_of, expected_of, hands_over
 
+PROMPT_TOKENS = 110
 PLACE = {"remote_host": "10.0.0.1", "remote_port": 7100}
 READY = Expected("10.0.0.1:7100", 3, 5.0, is_computed=True, waits=False)
-WHOLE, RUNNING = READY._replace(blocks=0), READY._replace(blocks=0, is_computed=False)
+WHOLE, RUNNING = READY._replace(blocks=0), READY._replace(is_computed=False)
 
 
 def request(params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
     return SimpleNamespace(
-        request_id="r", kv_transfer_params=params, num_computed_tokens=100, status=SimpleNamespace(name=status)
+        request_id="r",
+        kv_transfer_params=params,
+        num_computed_tokens=100,
+        num_tokens=PROMPT_TOKENS,
+        max_tokens=1,
+        status=SimpleNamespace(name=status),
     )
 
 
@@ -29,6 +35,9 @@ def request(params: Any, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
             READY,
         ),
         ({"do_remote_prefill": True, **PLACE}, WHOLE),
+        ({"do_remote_prefill": True, **PLACE, "remote_num_tokens": PROMPT_TOKENS}, WHOLE),
+        ({"remote_prefiller": {**PLACE, "remote_num_tokens": 64}}, RUNNING._replace(blocks=2)),
+        ({"remote_prefiller": {**PLACE, "remote_num_tokens": 1 << 62}}, RUNNING),
         ({"do_remote_prefill": True, **PLACE, "remote_num_tokens": 1 << 62}, WHOLE),
         ({"remote_prefiller": {**PLACE, "kv_request_id": "x"}}, RUNNING),
         ({"remote_kv_source": PLACE}, WHOLE),
@@ -81,3 +90,22 @@ def test_a_router_that_asks_for_it_learns_where_the_blocks_are() -> None:
 )
 def test_there_is_no_answer_where_nothing_is_lent_or_asked(params: Any, address: str, status: str) -> None:
     assert answer_of(request(params, status), address, "e", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "max_tokens", "is_handed_over"),
+    [
+        ({"do_remote_decode": True}, 1, True),
+        ({"do_remote_decode": True}, 2, False),  # it writes on in the prompt's last block
+        ({"do_remote_decode": False}, 1, False),
+        ({"do_remote_prefill": True, **PLACE}, 1, False),
+        (None, 1, False),
+        ("words", 1, False),
+    ],
+)
+def test_a_prompt_is_handed_over_by_a_request_that_ends_with_it(
+    params: Any, max_tokens: int, *, is_handed_over: bool
+) -> None:
+    asked = request(params)
+    asked.max_tokens = max_tokens
+    assert hands_over(asked) is is_handed_over

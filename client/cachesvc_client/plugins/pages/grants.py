@@ -83,6 +83,8 @@ class Grants:
         assert request.sequence is not None
         if request.sequence.blocks < request.sequence.hit_blocks or request.is_growing:
             return False
+        if request.lacks_tail and request.has_lent_tail:
+            return False
         return self.stock_pages >= request.missing_pages(growth)
 
     def grow(self, request: RequestPages, blocks: int, states: Positions) -> bool:
@@ -206,7 +208,7 @@ class Grants:
         wanting = [(request, request, request.growth(blocks, states))]
         wanting += [(other, other, other.growth(other.first_blocks, NO_POSITIONS)) for other in others]
         tails = [(each, each.tail) for each, _, _ in wanting if each.tail is not None and each.lacks_tail]
-        wanting += [(each, tail, Growth(1, {})) for each, tail in tails]
+        wanting += [(each, tail, Growth(max(1, tail.loaded_blocks), {})) for each, tail in tails]
         try:
             batch = self.stream.batch()
             batch.no_wait = no_wait

@@ -178,6 +178,17 @@ class GroupTable:
             del self.states[position]
         return ready
 
+    def take_replaced(self, tables: Sequence[Pages], dead: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Pages ``(group, page)`` of cells that are dead and for which another engine's were sealed: the kernels had
+        this request's own until now. A state's page stays where it was granted, and goes with that cell."""
+        first, end = self.given_back, min(self.parts.dead_pages(dead), len(self.pages))
+        if self.is_state or end <= first:
+            return []
+        self.given_back = end
+        cells = self.parts.pages(tables, first, end)
+        mine = zip(self.parts.groups_at(first), self.pages[first:end], cells, strict=False)
+        return [(group, page) for group, page, cell in mine if NO_PAGE != page != cell]
+
     def drop_pages(self, first: int, end: int) -> list[int]:
         """Take the pages of cells out of the table."""
         end = min(end, len(self.pages))

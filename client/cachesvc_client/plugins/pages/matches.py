@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 from cachesvc_client import CacheClientError, DeadlineExceeded, PoolExhausted
 from cachesvc_client.plugins.daemon.errors import News
 from cachesvc_client.plugins.pages.group_tables import EngineGroups
-from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps.outbox import Answer, Outbox
 
 MOST_RENEWED = 8
@@ -26,7 +28,10 @@ log = logging.getLogger(__name__)
 class Matches:
     """``pack``: the daemon's keys of hashes and a salt. ``abandon``: takes requests that ended before their match had
     an answer, and have a sequence since. ``ahead``: requests that were asked for and not admitted: up to
-    ``ahead_blocks`` blocks. At most one message is under way. Used from the engine's scheduler thread."""
+    ``ahead_blocks`` blocks. ``plain``: requests that are matched without their tail. At most one message is under way.
+    Used from the engine's scheduler thread.
+
+    A hit that ends with a tail is matched twice: with the tail, until no more of it comes, and then up to it."""
 
     def __init__(
         self,
@@ -34,11 +39,15 @@ class Matches:
         groups: EngineGroups,
         abandon: Callable[[RequestPages], None],
         ahead_blocks: int,
+        plain: set[str],
+        clock: Callable[[], float],
     ) -> None:
         self._groups = groups
         self._pack = pack
         self._abandon = abandon
         self._ahead_blocks = ahead_blocks
+        self._plain = plain
+        self._clock = clock
         self.ahead: dict[str, RequestPages] = {}
         self._coming: dict[str, Wish] = {}
         self._sent: list[RequestPages] = []
@@ -69,7 +78,9 @@ class Matches:
         waiting = [each for each in self.ahead.values() if each.wants_match]
         others = (each for each in waiting if not (each.is_coming or self.is_recent(each, outbox, now_s)))
         whole = (  # a shorter wish would find less each time
-            (each.request_id, each.wish) for each in others if each.wish is not None and not each.is_shortened
+            (each.request_id, next_wish(each, each.wish))
+            for each in others
+            if each.wish is not None and not each.is_shortened
         )
         return coming_again(waiting, now_s) | dict(islice(whole, MOST_RENEWED))
 
@@ -93,12 +104,15 @@ class Matches:
         wishes = {**(first or {}), **self._next_coming(is_alone=not first)}
         if not wishes:
             return []
+        for request_id in self._plain & wishes.keys():
+            wishes[request_id] = without_tail(wishes[request_id])
         batch = outbox.stream.batch()
         for wish in wishes.values():
-            keys = self._pack(wish.hashes, wish.salt) if wish.most_blocks else b""
+            keys = self._pack(wish.matched_hashes, wish.salt)
             expected = wish.expected if wish.most_blocks else None
             batch.match(keys, max_blocks=wish.most_blocks, expected=expected, retention=wish.retention)
-        tails = {each: RequestPages.begin(self._groups, each, now_s) for each in wishes if wishes[each].may_be_whole}
+        whole = [each for each, wish in wishes.items() if wish.may_be_whole and not wish.goes_on]
+        tails = {each: RequestPages.begin(self._groups, each, now_s) for each in whole}
         for _ in tails:
             batch.match(b"", max_blocks=0)
         requests = [
@@ -114,7 +128,7 @@ class Matches:
             for request_id, wish in wishes.items()
         ]
         try:
-            outbox.send(batch, partial(self._take, requests, tails))
+            outbox.send(batch, partial(self._take, outbox, requests, tails))
         except CacheClientError as error:
             refused("match", next(iter(wishes)), error)
             return []
@@ -143,7 +157,9 @@ class Matches:
             request.is_matching = False
         self._sent = []
 
-    def _take(self, requests: list[RequestPages], tails: dict[str, RequestPages], answer: Answer) -> None:
+    def _take(
+        self, outbox: Outbox, requests: list[RequestPages], tails: dict[str, RequestPages], answer: Answer
+    ) -> None:
         if self._sent is requests:
             self._sent = []
         begun = [*requests, *tails.values()]
@@ -154,12 +170,81 @@ class Matches:
                 refused("match", request.request_id, result)
             else:
                 request.match(result)
+                self._renew(request)
         for request in requests:
             tail = tails.get(request.request_id)
             if tail is not None and tail.sequence is not None and not request.take_tail(tail):
                 self._abandon(tail)
             if request.is_forgotten and request.sequence is not None:
                 self._abandon(request)
+        self._set_apart(outbox, [each for each in requests if _has_come_with_tail(each)])
+
+    def _set_apart(self, outbox: Outbox, requests: list[RequestPages]) -> None:
+        """Match those again, up to their tails, that fill these blocks: what the sequence has there has another key."""
+        if not requests:
+            return
+        batch = outbox.stream.batch()
+        for request in requests:
+            beside = RequestPages.begin(self._groups, request.request_id, request.begun_s)
+            if not request.set_apart(beside):
+                self._abandon(beside)
+            assert request.wish is not None
+            keys, blocks = self._pack(request.wish.hashes, request.wish.salt), request.wish.whole_blocks - 1
+            batch.match(keys, max_blocks=blocks, retention=request.wish.retention)
+        self._sent = requests
+        try:
+            outbox.send(batch, partial(self._take_apart, requests))
+        except CacheClientError as error:
+            self._take_apart(requests, error)
+
+    def _take_apart(self, requests: list[RequestPages], answer: Answer) -> None:
+        if self._sent is requests:
+            self._sent = []
+        results = [answer] * len(requests) if isinstance(answer, CacheClientError) else answer
+        for request, result in zip(requests, results, strict=True):
+            request.is_matching = False
+            tail = request.tail
+            if isinstance(result, CacheClientError):
+                refused("match", request.request_id, result)
+                self._plain.add(request.request_id)
+            else:
+                if tail is not None and result.hit_blocks + 1 < tail.loaded_blocks:
+                    request.tail = None
+                    self._abandon(tail)
+                request.match(result)
+                self._renew(request)
+            if request.is_forgotten:
+                self._abandon(request)
+
+    def _renew(self, request: RequestPages) -> None:
+        """A match is as old as its answer, which may have taken longer than a match holds."""
+        if not request.is_coming:
+            request.begun_s = self._clock()
+
+
+def next_wish(last: RequestPages | None, wish: Wish) -> Wish:
+    """Return the next match of a request. It expects nothing where the last one found that nothing is coming: the
+    engine does not wait for a match that expects blocks, and while its turns take longer than a match holds, each
+    request would be without an answer in each turn. Nor does it where the last one expected nothing, and was not sent
+    or refused."""
+    if last is None:
+        return wish
+    if last.sequence is not None:
+        expects = last.sequence.coming_blocks > 0
+    else:
+        expects = last.wish is None or last.wish.expected is not None
+    return wish if expects else replace(wish, expected=None)
+
+
+def _has_come_with_tail(request: RequestPages) -> bool:
+    """True of a request that waits with a match that may have its tail, where no more of it is on its way."""
+    goes_on = request.wish is not None and request.wish.goes_on
+    return goes_on and request.sequence is not None and not (request.is_forgotten or request.sequence.coming_blocks)
+
+
+def without_tail(wish: Wish) -> Wish:
+    """Return the match up to the tail."""
+    return wish if wish.tail is None else replace(wish, most_blocks=wish.whole_blocks - 1, whole_blocks=0, tail=None)
 
 
 def coming_again(requests: Iterable[RequestPages], now_s: float) -> dict[str, Wish]:

@@ -20,11 +20,12 @@ from dataclasses import replace
 from cachesvc_client import Lease, LeaseLost
 from cachesvc_client.plugins.pages.grants import Grants
 from cachesvc_client.plugins.pages.group_tables import NO_POSITIONS, AllParts, Positions, engine_groups
-from cachesvc_client.plugins.pages.matches import Matches
+from cachesvc_client.plugins.pages.matches import Matches, next_wish
 from cachesvc_client.plugins.pages.private_pages import PrivatePages
-from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.request_pages import RequestPages
 from cachesvc_client.plugins.pages.salts import salted
 from cachesvc_client.plugins.pages.untold import Sealing, Untold
+from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps.giving_way import Clock, GivingWay
 from cachesvc_client.plugins.steps.outbox import Outbox
 
@@ -55,11 +56,11 @@ class PageBook:
         self.untold = Untold()
         most = stock_blocks, step_blocks, most_requests
         self._grants = Grants(lease, self.groups, *most, part=self.untold.ready, pack=self.keys, clock=clock)
-        self._matches = Matches(self.keys, self.groups, self.untold.ready.ended.append, ahead_blocks)
-        self._private = PrivatePages()
-        self.salt = b""
-        self._way = GivingWay(clock)
         self.without_host: set[str] = set()
+        abandon = self.untold.ready.ended.append
+        self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
+        self._private, self.salt = PrivatePages(), b""
+        self._way = GivingWay(clock)
         self.held_blocks = 0
         self.drops_last = self.is_adrift = self.is_moving = False
 
@@ -104,7 +105,7 @@ class PageBook:
         if known is not None:
             self.outbox.wait_if_idle(lambda: known.is_coming or not known.is_matching)
         is_usable = known is not None and (known.is_matching or self._is_fresh(known, wish))
-        begun = known if known is not None and is_usable else self._match(request_id, wish)
+        begun = known if known is not None and is_usable else self._match(request_id, next_wish(known, wish))
         while begun.host_blocks and request_id in self.without_host:
             begun = self.shorten(request_id, wish, begun.hit_blocks)
         drops = self.drops_last and not (begun.is_shortened or begun.is_coming)
@@ -310,7 +311,7 @@ class PageBook:
             if not self._send_matches({request_id: wish}):
                 self._matches.expect(request_id, wish)
         if request_id not in self._requests:
-            placeholder = RequestPages.begin(self.groups, request_id, self._clock())
+            placeholder = RequestPages.begin(self.groups, request_id, self._clock(), wish=wish)
             self._requests[request_id] = self._matches.ahead[request_id] = placeholder
         begun = self._requests[request_id]
         self.outbox.wait_if_idle(lambda: begun.is_coming or not begun.is_matching)

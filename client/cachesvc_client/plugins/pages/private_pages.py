@@ -36,7 +36,7 @@ class PrivatePages:
     def lengthen(self, request: RequestPages, blocks: int, states: Positions) -> bool:
         """Make a request's table ``blocks`` long, with pages for ``states``; False where there are too few pages, or
         what it was to load will not come."""
-        if request.rows < request.loaded_blocks:
+        if request.rows < request.shared_blocks or (request.lacks_tail and request.has_lent_tail):
             return False
         growth = request.growth(blocks, states)
         if request.missing_pages(growth) > len(self._pages):

@@ -8,19 +8,22 @@ its table names in that place. A worker copies the sealed page there before the 
     the kernels' table   | sealed | sealed |  tail  |   ...
 
 The tail's page is that of a sequence beside the request's, without keys, and goes back with it.
+A prompt that ends within a block may be a hit too (``Tail``). Then the sequence beside the request's has
+the sealed page, and the copy goes into the request's own one, which it fills and publishes like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from cachesvc.model.answers import TicketView
 from cachesvc.model.words import NO_PAGE
-from cachesvc_client import Expected, Retention
 from cachesvc_client import Sequence as DaemonSequence
 from cachesvc_client.layouts.parts import Parts
 from cachesvc_client.plugins.pages.group_tables import EngineGroups, GroupTable, Growth, Positions
+from cachesvc_client.plugins.pages.wish import Wish
 
 MATCH_HOLDS_S = 0.05
 """A request that waits for room is matched again after so long: others may have computed more of it by then."""
@@ -28,29 +31,6 @@ MATCH_HOLDS_S = 0.05
 COMING_HOLDS_S = 0.005
 """A request whose blocks another node computes is matched again after so long, with others in one message. Half of it
 is what a request waits on average when all is here: the bytes of a prompt of 1,500 tokens take some 30 ms."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """Match of a request: at most ``most_blocks`` blocks of ``hashes``. ``first_blocks``: as many as are taken first,
-    hits included. ``salt``: what the hashes are mixed with (``Adapters.salt``). ``expected``: what another node
-    computes of it. ``retention``: the client's hint on its blocks. ``whole_blocks``: length of a request that ends with
-    a block, of which a hit may have all; 0: the last block is computed anyway. ``follows_layers``: each layer of the
-    engine waits for its part of a load."""
-
-    hashes: Sequence[bytes]
-    most_blocks: int
-    first_blocks: int
-    salt: bytes = b""
-    expected: Expected | None = None
-    retention: Retention = Retention.DEFAULT
-    whole_blocks: int = 0
-    follows_layers: bool = False
-
-    @property
-    def may_be_whole(self) -> bool:
-        """True where the hit may be all of the request."""
-        return 0 < self.whole_blocks == self.most_blocks
 
 
 LONE = Parts((0,))
@@ -79,8 +59,8 @@ class RequestPages:
     of it, which the daemon cannot vouch for: it is not shared. ``is_matching``: its match has no answer yet;
     ``is_forgotten``: and the request ended meanwhile. ``was_refused``: the pool had no pages for it. ``is_admitted``:
     the engine takes its pages once others of its pass have theirs. ``wish``: that it was matched by, in the iteration
-    ``step``; None: by none. ``tail``: of a whole hit, what has the page that is its last block's here; ``copy``: where
-    that page's content comes from, until a step has it."""
+    ``step``; None: by none. ``tail``: of a whole hit, the sequence beside it; ``copy``: the page that is copied for it,
+    until a step has it."""
 
     request_id: str
     begun_s: float
@@ -199,7 +179,10 @@ class RequestPages:
     @property
     def wants_match(self) -> bool:
         """True while it waits with nothing but the answer to its match."""
-        has_pages = self.rows > self.hit_blocks or (self.tail is not None and bool(self.tail.pages))
+        if self.has_lent_tail:
+            has_pages = self.rows > self.shown_blocks
+        else:
+            has_pages = self.rows > self.hit_blocks or (self.tail is not None and bool(self.tail.pages))
         return not (self.is_matching or self.is_growing or has_pages)
 
     @property
@@ -225,21 +208,26 @@ class RequestPages:
         is_like = self.salt == wish.salt and self.loaded_blocks <= wish.most_blocks
         return not self.held and self.is_usable and is_like
 
-    def fills_nothing(self, request: Any, new_tokens: int, block_tokens: int) -> bool:
-        """True where an allocation would do nothing for a request that runs, has a slot for each token, and whose
-        full blocks are reported: most of what decoding costs there, in most iterations. With several groups, it may
-        free what has left a window."""
-        if self.others or new_tokens <= 0:
-            return False
-        tokens = request.num_computed_tokens + new_tokens
-        full = min(int(tokens) // block_tokens, len(request.block_hashes))
-        return full <= self.full_blocks
-
     def match(self, sequence: DaemonSequence) -> None:
-        """Begin with a hit."""
+        """Begin with a hit, behind which a lent ``tail`` is one block more."""
         self.sequence = sequence
         self.hit_blocks, self.host_blocks = sequence.device_blocks, sequence.host_blocks
+        if self.tail is not None:
+            is_in_place = not (self.host_blocks or self.tail.host_blocks)
+            self.hit_blocks += is_in_place
+            self.host_blocks += not is_in_place
         self.take_cells()
+
+    def set_apart(self, beside: RequestPages) -> bool:
+        """Leave the match, which may have a tail, to ``beside``: the request is matched again, up to the tail. False
+        where the hit does not reach it."""
+        is_whole = self.wish is not None and self.loaded_blocks == self.wish.whole_blocks
+        assert self.sequence is not None
+        beside.match(self.sequence)
+        self.tail = beside if is_whole else None
+        self.sequence, self.pages, self.is_matching = None, [], True
+        self.hit_blocks = self.host_blocks = 0
+        return is_whole
 
     def take_tail(self, tail: RequestPages) -> bool:
         """Have ``tail`` for the last block; False where the hit does not reach it."""
@@ -254,13 +242,25 @@ class RequestPages:
         return is_whole and (self.tail is None or (self.lacks_tail and self.was_refused))
 
     @property
+    def has_lent_tail(self) -> bool:
+        """True where the sequence beside its own has the sealed page, and the request's own one gets the copy."""
+        return self.tail is not None and self.tail.loaded_blocks > 0
+
+    @property
+    def tickets(self) -> tuple[TicketView, ...]:
+        """Loads of its blocks."""
+        assert self.sequence is not None
+        beside = self.tail.sequence if self.tail is not None and self.has_lent_tail else None
+        return self.sequence.tickets + (() if beside is None else beside.tickets)
+
+    @property
     def spare_pages(self) -> int:
         """Number of pages that the engine has not taken, of all groups."""
         return len(self.pages) - self.taken + sum(each.spare for each in self.others)
 
     @property
     def loaded_blocks(self) -> int:
-        """Number of leading blocks that are not this request's own."""
+        """Number of leading blocks of its hit."""
         return self.hit_blocks + self.host_blocks
 
     @property
@@ -270,12 +270,17 @@ class RequestPages:
 
     def outside_tokens(self, block_tokens: int) -> int:
         """Number of tokens of these that the engine does not compute: the last one of a request is computed always."""
-        return self.outside_blocks * block_tokens - (self.tail is not None)
+        return self.outside_blocks * block_tokens - self._computed_tokens
 
     def blocks_of(self, tokens: int, block_tokens: int) -> int:
         """Number of blocks of the hit that the engine takes with ``tokens`` tokens."""
-        is_whole = self.tail is not None and tokens == self.loaded_blocks * block_tokens - 1
+        is_whole = self.tail is not None and tokens == self.loaded_blocks * block_tokens - self._computed_tokens
         return self.loaded_blocks if is_whole else tokens // block_tokens
+
+    @property
+    def _computed_tokens(self) -> int:
+        """Number of slots of a whole hit that are no part of it: the last token's, and those behind it."""
+        return 0 if self.tail is None or self.wish is None else 1 + self.wish.free_tokens
 
     def offer(self, local_tokens: int, block_tokens: int) -> int:
         """Number of tokens to load behind those that were found in place; 0 where the engine leaves out a part of them.
@@ -288,8 +293,8 @@ class RequestPages:
 
     @property
     def lacks_tail(self) -> bool:
-        """True where its last block has no page of its own yet."""
-        return self.tail is not None and not self.tail.pages
+        """True where the sequence beside its own has no page for the last block yet."""
+        return self.tail is not None and self.tail.rows < max(1, self.tail.loaded_blocks)
 
     def has_pages(self, blocks: int, states: Positions) -> bool:
         """True where the engine can take ``blocks`` blocks, and ``states``."""
@@ -355,8 +360,11 @@ class RequestPages:
         self.taken += pages
         self.held += pages
         if self.tail is not None and first < self.loaded_blocks <= self.taken:
-            last, (page,) = self.loaded_blocks - 1, self.tail.pages
-            self.copy, self.pages[last] = PageCopy(self.pages[last], page), page
+            last, mine = self.loaded_blocks - 1, self.tail.pages[-1]
+            if self.has_lent_tail:
+                self.copy = PageCopy(mine, self.pages[last])
+            else:
+                self.copy, self.pages[last] = PageCopy(self.pages[last], mine), mine
         return self.pages[first : self.taken]
 
     def take_states(self, blocks: int) -> dict[int, dict[int, int]]:
@@ -364,26 +372,16 @@ class RequestPages:
         return {each.state_group: ready for each in self.others if each.states and (ready := each.take_states(blocks))}
 
     def take_replaced(self, dead: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Pages ``(group, page)`` of cells that are dead and for which another engine's were sealed: the kernels had
-        this request's own until now."""
+        """Take pages ``(group, page)`` of ``dead`` cells for which another engine's were sealed."""
         assert self.sequence is not None
-        tables, replaced = self.sequence.tables, []
-        for each in self.others:
-            if each.is_state:
-                continue  # its page stays where it was granted, and goes with that cell
-            first, end = each.given_back, min(each.parts.dead_pages(dead), len(each.pages))
-            if end > first:
-                cells = each.parts.pages(tables, first, end)
-                mine = zip(each.parts.groups_at(first), each.pages[first:end], cells, strict=False)
-                replaced += [(group, page) for group, page, cell in mine if NO_PAGE != page != cell]
-                each.given_back = end
-        return replaced
+        tables = self.sequence.tables
+        return [replaced for each in self.others for replaced in each.take_replaced(tables, dead)]
 
     def private_pages(self) -> list[int]:
         """Pages that only this request ever wrote, and that were neither published nor given back."""
         tables = ((each.pages, max(self.first_private_of(each), each.told)) for each in self.others)
         rest = [page for pages, at in tables for page in pages[at:] if page != NO_PAGE]
-        rest += [] if self.tail is None else self.tail.pages
+        rest += [] if self.tail is None or self.has_lent_tail else self.tail.pages
         return self.pages[self.first_private * self.lead_parts.count :] + rest
 
     def first_private_of(self, table: GroupTable) -> int:
@@ -393,4 +391,9 @@ class RequestPages:
     @property
     def first_private(self) -> int:
         """Number of leading blocks that are others' too, or were to be."""
-        return max(self.wanted, self.loaded_blocks)
+        return max(self.wanted, self.shared_blocks)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Number of leading blocks whose pages this request only reads."""
+        return self.loaded_blocks - self.has_lent_tail

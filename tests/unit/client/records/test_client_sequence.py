@@ -16,9 +16,10 @@ from cachesvc_client.core.errors import (
     LeaseLost,
     LoadFailed,
     NotOwned,
+    StockEmpty,
 )
 from cachesvc_client.layouts.families import gqa_windowed
-from cachesvc_client.records.entries import Grow, pack_entries
+from cachesvc_client.records.entries import UntoldGrowth
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tables import BlockTable
@@ -27,7 +28,6 @@ from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.answers import GroupCells
-from cachesvc.wire.columns import GROW, PUBLISH, RECYCLE, RELEASE
 from cachesvc.wire.convert import pack_numbers, unpack_numbers, unpack_pages
 from tests.unit.rigs.client_rig import cells
 
@@ -138,31 +138,102 @@ def test_recycle_empties_the_window_behind_its_cursor_and_never_the_sinks() -> N
     assert tables(mine) == [[0, 1, 2, 3, 4, 5], [100, -1, -1, 103, 104, 105]]
 
 
-def test_growth_goes_out_as_one_extend_with_generations() -> None:
-    mine, stock = record(blocks=2), Stock([2, 2])
+def test_growth_goes_out_as_one_entry_with_generations() -> None:
+    mine, stock, growing = record(blocks=2), Stock([2, 2]), UntoldGrowth(LAYOUT)
     stock.add([common_cells(0, (7, 8)), common_cells(1, (17, 18))])
-    mine.grow(stock, 1)
-    mine.grow(stock, 1)
+    growing.grow(stock, [mine], [1])
+    growing.grow(stock, [mine], [1])
     assert tables(mine) == [[0, 1, 7, 8], [100, 101, 17, 18]]
-    growth = Grow(mine, mine.take_growth(), mine.blocks)
+    assert growing.has(mine)
+    growth = growing.take()
     message = cache_pb2.StepColumns()
-    pack_entries({GROW: [growth], PUBLISH: [], RECYCLE: [], RELEASE: []}, 2, message)
+    growth.write(message)
     assert [unpack_pages(group.pages).tolist() for group in message.grow] == [[7, 8], [17, 18]]
     assert [len(group.generations) for group in message.grow] == [8, 8]
     assert unpack_numbers(message.grow_counts) == [2]
-    assert mine.growth == []
-    assert growth.plain(4) == 4
+    assert not growing.has(mine)
+    assert not growing
+    growth.take([4], {}, {})
     mine.allocate(5)
 
 
-def test_a_refused_extend_ends_the_sequence_and_release_saves_its_pages() -> None:
-    mine, stock = record(blocks=2), Stock([1, 1])
+def test_a_table_of_another_length_in_the_daemon_ends_the_sequence() -> None:
+    mine, stock, growing = record(blocks=2), Stock([1, 1]), UntoldGrowth(LAYOUT)
     stock.add([common_cells(0, (7,)), common_cells(1, (17,))])
-    mine.grow(stock, 1)
-    Grow(mine, mine.take_growth(), mine.blocks).fail(LoadFailed("the load broke"))
+    growing.grow(stock, [mine], [1])
+    growing.take().take([4], {}, {})
+    with pytest.raises(Conflict, match="has 4 blocks in the daemon and 3 here") as refused:
+        mine.publish(1, b"")
+    assert refused.value.sequence_id == mine.id
+
+
+def test_sequences_grow_together_or_not_at_all() -> None:
+    first, second, stock, growing = record(blocks=2), record(blocks=1), Stock([3, 3]), UntoldGrowth(LAYOUT)
+    second.id = 2
+    stock.add([common_cells(0, (7, 8, 9)), common_cells(1, (17, 18, 19))])
+    for counts in ([1, 3], [1, 0], [1]):
+        with pytest.raises((StockEmpty, InvalidRequest)):
+            growing.grow(stock, [first, second], counts)
+    with pytest.raises(InvalidRequest, match="named twice"):
+        growing.grow(stock, [first, first], [1, 1])
+    second.failure = LoadFailed("the load broke")
+    with pytest.raises(LoadFailed) as refused:
+        growing.grow(stock, [first, second], [1, 2])
+    assert refused.value.sequence_id == 2
+    assert (stock.pages, len(growing), first.blocks) == ((3, 3), 0, 2)
+    second.failure = None
+    growing.grow(stock, [first, second], [1, 2])
+    assert tables(first) == [[0, 1, 7], [100, 101, 17]]
+    assert tables(second) == [[0, 8, 9], [100, 18, 19]]
+    message = cache_pb2.StepColumns()
+    growing.take().write(message)
+    assert unpack_numbers(message.grow_counts) == [1, 2]
+    assert [unpack_pages(group.pages).tolist() for group in message.grow] == [[7, 8, 9], [17, 18, 19]]
+
+
+def test_growth_of_a_refused_step_is_told_with_what_came_since() -> None:
+    first, second, stock, growing = record(blocks=2), record(blocks=2), Stock([4, 4]), UntoldGrowth(LAYOUT)
+    stock.add([common_cells(0, (6, 7, 8, 9)), common_cells(1, (16, 17, 18, 19))])
+    growing.grow(stock, [first, second], [1, 1])
+    refused = growing.take()
+    growing.grow(stock, [first], [1])
+    growing.put_back(refused)
+    assert growing.has(second)
+    told = growing.take()
+    assert (told.owners, told.counts, told.uptos) == ([first, second], [2, 1], [4, 3])
+    assert [pages.tolist() for pages in told.pages] == [[6, 8, 7], [16, 18, 17]]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_growth_has_one_place_in_the_tables_of_all_groups(blocks: int) -> None:
+    """The daemon's answer had no cells of the window."""
+    mine, stock, growing = SequenceRecord(1, LAYOUT), Stock([2, 2]), UntoldGrowth(LAYOUT)
+    mine.allocate(2).apply(cache_pb2.AllocateResponse(tables=[cells(FULL, (0, 1))]))
+    stock.add([common_cells(0, (7, 8)), common_cells(1, (17, 18))])
+    growing.grow(stock, [mine], [blocks])
+    assert tables(mine) == [[0, 1, 7, 8][: 2 + blocks], [-1, -1, 17, 18][: 2 + blocks]]
+
+
+def test_growth_of_a_sequence_that_ends_is_not_told() -> None:
+    first, second, stock, growing = record(blocks=2), record(blocks=2), Stock([3, 3]), UntoldGrowth(LAYOUT)
+    stock.add([common_cells(0, (7, 8, 9)), common_cells(1, (17, 18, 19))])
+    growing.grow(stock, [first, second], [1, 1])
+    growing.grow(stock, [first], [1])
+    growing.withdraw([first])
+    told = growing.take()
+    assert (told.owners, told.counts) == ([second], [1])
+    assert [(cells.group, list(cells.pages)) for cells in first.stranded] == [(0, [7]), (1, [17]), (0, [9]), (1, [19])]
+
+
+def test_a_refused_extend_ends_the_sequence_and_keeps_its_pages_for_the_stock() -> None:
+    mine, stock, growing = record(blocks=2), Stock([1, 1]), UntoldGrowth(LAYOUT)
+    stock.add([common_cells(0, (7,)), common_cells(1, (17,))])
+    growing.grow(stock, [mine], [1])
+    growing.take().fail(0, LoadFailed("the load broke"))
     with pytest.raises(LoadFailed, match="the load broke"):
         mine.publish(1, b"")
-    mine.release(stock).apply(cache_pb2.ReleaseResponse())
+    mine.release().apply(cache_pb2.ReleaseResponse())
+    stock.add(mine.stranded)
     assert stock.pages == (1, 1)
 
 
@@ -174,13 +245,13 @@ def test_a_short_suffix_is_told_where_there_is_one() -> None:
 
 
 def test_growing_over_an_allocate_without_an_answer_is_refused() -> None:
-    mine, stock = record(blocks=2), Stock([1, 1])
+    mine, stock, growing = record(blocks=2), Stock([1, 1]), UntoldGrowth(LAYOUT)
     stock.add([common_cells(0, (7,)), common_cells(1, (17,))])
     allocate = mine.allocate(3)
     with pytest.raises(Conflict, match="allocate without an answer"):
-        mine.grow(stock, 1)
+        growing.grow(stock, [mine], [1])
     allocate.end_with(NotOwned("no"))
-    mine.grow(stock, 1)
+    growing.grow(stock, [mine], [1])
     assert stock.pages == (0, 0)
 
 
@@ -229,22 +300,22 @@ def test_a_failed_load_makes_every_further_call_say_so_but_release() -> None:
         mine.end_loads(parse_tickets([ticket("load", failed=True)]))
     with pytest.raises(LoadFailed, match="broken wire"):
         mine.recycle(1)
-    mine.release(None).apply(cache_pb2.ReleaseResponse(freed_pages=4))
+    mine.release().apply(cache_pb2.ReleaseResponse(freed_pages=4))
 
 
 def test_releasing_twice_raises_and_so_does_any_use_after_it() -> None:
     mine = record()
-    assert mine.release(None).apply(cache_pb2.ReleaseResponse(freed_pages=8)) == 8
-    for use in (lambda: mine.release(None), lambda: mine.publish(1, b""), lambda: mine.recycle(0)):
+    assert mine.release().apply(cache_pb2.ReleaseResponse(freed_pages=8)) == 8
+    for use in (mine.release, lambda: mine.publish(1, b""), lambda: mine.recycle(0)):
         with pytest.raises(AlreadyClosed, match="released"):
             use()
 
 
 def test_a_release_that_was_refused_ends_the_handle_but_a_late_one_does_not() -> None:
     mine = record()
-    mine.release(None).end_with(DeadlineExceeded("busy", was_answered=True))
+    mine.release().end_with(DeadlineExceeded("busy", was_answered=True))
     assert not mine.is_released
-    mine.release(None).end_with(LeaseLost("lease-1", "gone"))
+    mine.release().end_with(LeaseLost("lease-1", "gone"))
     assert mine.is_released
 
 

@@ -13,9 +13,11 @@ from cachesvc_client import (
     DaemonFault,
     DaemonUnavailable,
     DeadlineExceeded,
+    InvalidRequest,
     Lease,
     LeaseLost,
     LimitExceeded,
+    LoadFailed,
     NotOwned,
     NotSupported,
     PoolExhausted,
@@ -151,6 +153,81 @@ def test_a_release_gives_growth_that_nobody_was_told_of_back_to_the_stock(daemon
     other.grow_from_stock()
     assert other.tables[0].tolist() == [5]
     assert len(daemon.seen["Step"]) == 1
+
+
+def test_one_bad_sequence_of_a_plural_publish_keeps_no_other_from_it(daemon: FakeDaemon, lease: Lease) -> None:
+    sequences = [lease.match(b"k" * 96) for _ in range(4)]
+    stream = lease.step()
+    sequences[1].record.failure = LoadFailed("the load broke")
+    batch = stream.batch()
+    places = batch.publish_all(sequences, [1, 1, 4, 2])  # of the third Match was told 3 keys
+    published = [Result(publish=cache_pb2.PublishResponse(sealed_blocks=blocks)) for blocks in (1, 2)]
+    daemon.step_answers.append(Step(results=published))
+    results = stream.submit(batch)
+    assert list(places) == [0, 1, 2, 3]
+    assert [type(each) for each in results] == [Published, LoadFailed, InvalidRequest, Published]
+    assert [each.sealed_blocks for each in results if isinstance(each, Published)] == [1, 2]
+    assert [each.record.asked_blocks for each in sequences] == [1, 0, 0, 2]
+    with pytest.raises(InvalidRequest, match="3 sequences need"):
+        stream.batch().publish_all(sequences[:3], [1, 2])
+
+
+def test_publishes_with_keys_and_without_travel_in_one_step(daemon: FakeDaemon, lease: Lease) -> None:
+    """The column has the keys of all its entries or of none: the others are operations, and hold up none behind."""
+    known, first, unknown, last = lease.match(b"k" * 64), lease.match(b"k" * 64), lease.match(b""), lease.match(b"")
+    stream = lease.step()
+    batch = stream.batch()
+    batch.publish_all([unknown, known, last, first], 2, [b"u" * 64, b"", b"l" * 64, b""])
+    sealed = Result(publish=cache_pb2.PublishResponse(sealed_blocks=2))
+    daemon.step_answers.append(Step(results=[sealed, sealed, sealed, refusal(ErrorCode.NOT_OWNED)]))
+    results = stream.submit(batch)
+    sent = [operation.publish for operation in daemon.seen["Step"][-1].operations]
+    assert [each.sequence_id for each in sent] == [unknown.id, last.id, known.id, first.id]
+    assert [each.keys for each in sent] == [b"u" * 64, b"l" * 64, b"", b""]
+    assert [type(each) for each in results] == [Published, Published, Published, NotOwned]
+
+
+def test_sequences_grow_in_one_call_and_the_next_step_tells(daemon: FakeDaemon, lease: Lease) -> None:
+    sequences = [lease.match(b"") for _ in range(3)]
+    stream = lease.step(stock_pages=6)
+    daemon.step_answers.append(Step(stock=[cells(0, range(5, 11))]))
+    stream.submit()
+    sequences[2].record.failure = LoadFailed("the load broke")
+    with pytest.raises(LoadFailed) as refused:
+        stream.grow_all(sequences)
+    assert refused.value.sequence_id == sequences[2].id
+    stream.grow_all(sequences[:2])
+    stream.grow_all(sequences[:2], [1, 2])
+    assert [each.tables[0].tolist() for each in sequences[:2]] == [[5, 7], [6, 8, 9]]
+    daemon.step_answers.append(Step(results=[Result(extend=cache_pb2.ExtendResponse(blocks=n)) for n in (2, 3)]))
+    pending = stream.send()
+    with pytest.raises(Conflict, match="under way in a step"):
+        sequences[0].publish(1, b"k" * 32)
+    assert pending.results() == []
+    told = [operation.extend for operation in daemon.seen["Step"][-1].operations]
+    assert [(each.sequence_id, each.pages[0].pages) for each in told] == [
+        (sequences[0].id, cells(0, [5, 7]).pages),
+        (sequences[1].id, cells(0, [6, 8, 9]).pages),
+    ]
+
+
+def test_growth_of_a_refused_step_goes_with_the_next(daemon: FakeDaemon, lease: Lease) -> None:
+    sequence = lease.match(b"")
+    stream = lease.step(stock_pages=2)
+    daemon.step_answers += [
+        Step(stock=[cells(0, [5, 6])]),
+        Step(error=cache_pb2.OperationError(code=ErrorCode.LIMIT.value, message="no")),
+        Step(results=[Result(extend=cache_pb2.ExtendResponse(blocks=2))]),
+    ]
+    stream.submit()
+    sequence.grow_from_stock()
+    with pytest.raises(LimitExceeded):
+        stream.submit()
+    sequence.grow_from_stock()
+    stream.submit()
+    (told,) = daemon.seen["Step"][-1].operations
+    assert told.extend.pages == [cells(0, [5, 6])]
+    sequence.release()
 
 
 def test_steps_may_run_ahead_and_collecting_a_later_one_takes_in_those_before(daemon: FakeDaemon, lease: Lease) -> None:

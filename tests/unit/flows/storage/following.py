@@ -60,11 +60,13 @@ class Following:
         process_arrived(self.rig.core, TOKEN + b"other", 2, 1)
         self.lease = self.rig.lease("other")
 
-    def look(self, *, is_computed: bool = False, patience: float = 5.0, peer: str = PEER) -> tuple[int, int]:
+    def look(
+        self, *, is_computed: bool = False, patience: float = 5.0, peer: str = PEER, blocks: int = 0
+    ) -> tuple[int, int]:
         """Blocks that are here, and that are coming, by a Match that does not wait."""
-        answer = self.ask(Expected(peer, 0, patience, is_computed, waits=False))()
+        answer = self.ask(Expected(peer, blocks, patience, is_computed, waits=False))()
         while isinstance(answer, Wait) and not answer.tickets:
-            answer = self.ask(Expected(peer, 0, patience, is_computed, waits=False))()
+            answer = self.ask(Expected(peer, blocks, patience, is_computed, waits=False))()
         if isinstance(answer, Wait):  # of the usual fetch, once nothing is expected any more
             return -1, 0
         self.rig.run(release, self.lease, self.number)

@@ -43,6 +43,30 @@ def test_each_piece_is_fetched_as_it_is_sealed() -> None:
     assert not following.rig.core.ledger.tickets.running
 
 
+def test_what_is_lent_behind_what_is_expected_comes_along() -> None:
+    following = Following()
+    assert following.look(blocks=6) == (0, 6)
+    assert following.lenders.asked == [(8, flow.POLL_SECONDS)]
+    following.promise(3, 5)
+    following.at.tell(range(3), LENT)
+    assert following.look(blocks=6) == (3, 3)
+    following.promise(5)
+    following.at.tell(range(5), LENT)
+    assert following.look(blocks=6) == (8, 0)
+    assert following.ended("arrived") == 1
+    assert following.rig.core.counters["expected_blocks"] == 8
+
+
+def test_what_is_behind_what_is_expected_is_not_waited_for() -> None:
+    following = Following()
+    following.look(blocks=6)
+    following.promise(6, 2)
+    following.at.tell(range(6), LENT)
+    assert following.ended("arrived") == 1
+    assert following.look(blocks=6)[1] == 0
+    assert not following.rig.core.ledger.tickets.running or following.storage.fetches[1:], "of the usual fetch alone"
+
+
 def test_a_fetch_that_brings_nothing_is_tried_again_though_a_question_waits_behind_it() -> None:
     following = Following()
     following.look()

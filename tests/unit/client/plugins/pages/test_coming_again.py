@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from cachesvc_client import Sequence
+import pytest
+from cachesvc_client import Expected, Sequence
 from cachesvc_client.layouts.parts import Parts
-from cachesvc_client.plugins.pages.matches import MOST_AGAIN, coming_again
-from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.matches import MOST_AGAIN, coming_again, next_wish
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.wish import Wish
 
 
 @dataclass
@@ -35,3 +37,22 @@ def test_one_that_is_larger_than_the_bound_is_matched_again_too() -> None:
 
 def test_what_is_recent_or_has_come_is_not_matched_again() -> None:
     assert coming_again([waiting("new", 999.999, 1), waiting("here", 0.0, 1, coming=0)], 1000.0) == {}
+
+
+EXPECTS = Wish([], most_blocks=4, first_blocks=1, expected=Expected("10.0.0.1:7100", waits=False))
+EXPECTS_NOTHING = Wish([], most_blocks=4, first_blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("last", "following"),
+    [
+        (None, EXPECTS),
+        (waiting("a", 0.0, 4), EXPECTS),
+        (waiting("a", 0.0, 4, coming=0), EXPECTS_NOTHING),
+        (RequestPages("noted", 0.0), EXPECTS),
+        (RequestPages("refused", 0.0, wish=EXPECTS), EXPECTS),
+        (RequestPages("not sent, or refused", 0.0, wish=EXPECTS_NOTHING), EXPECTS_NOTHING),
+    ],
+)
+def test_a_request_expects_more_until_nothing_more_was_coming(last: RequestPages | None, following: Wish) -> None:
+    assert next_wish(last, EXPECTS) == following

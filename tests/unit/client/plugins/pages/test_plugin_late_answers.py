@@ -12,7 +12,8 @@ import pytest
 from cachesvc_client import CacheClient, Lease, Timeouts
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages, Wish
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps import outbox
 from kvcache.v1 import cache_pb2
 

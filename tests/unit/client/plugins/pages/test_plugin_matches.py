@@ -10,9 +10,12 @@ import pytest
 from cachesvc_client import CacheClient, Expected, Lease, Timeouts
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import COMING_HOLDS_S, MATCH_HOLDS_S, RequestPages, Wish
+from cachesvc_client.plugins.pages.request_pages import COMING_HOLDS_S, MATCH_HOLDS_S, RequestPages
+from cachesvc_client.plugins.pages.wish import Tail, Wish
 from kvcache.v1 import cache_pb2
 
+from cachesvc.model.errors import ErrorCode
+from cachesvc.model.keys import KEY_BYTES
 from tests.unit.rigs.client_rig import FakeDaemon, cells
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
@@ -20,17 +23,22 @@ Result = cache_pb2.OperationResult
 EXPECTED = Expected("10.0.0.1:7100", 4, 10.0, is_computed=False, waits=False)
 HALF_S = COMING_HOLDS_S / 2
 FIRST_BLOCKS = 5
+ENDS_WITHIN = Wish(
+    [b"x" * 32, b"y" * 32], 3, 3, expected=EXPECTED, whole_blocks=3, tail=Tail(b"z" * 32, 2), free_tokens=2
+)
+"""Two blocks and a tail."""
+WITH_TAIL, UP_TO_TAIL = (3, 3, True), (2, 2, False)
 
 
 class Engine(deque[cache_pb2.StepResponse]):
     """A book with a clock of its own, and the answers of its daemon: each match finds ``device_blocks`` in place, and
-    ``coming_blocks`` are on their way."""
+    ``coming_blocks`` are on their way. ``refuses``: the most blocks of a match that is refused once."""
 
     def __init__(self, daemon: FakeDaemon, lease: Lease) -> None:
         super().__init__()
         self.now_s = 0.0
         self.coming_blocks = 4
-        self.device_blocks = 0
+        self.device_blocks = self.refuses = 0
         self._steps = daemon.seen["Step"]
         daemon.step_answers = self
         self.book = PageBook(lease, 1, 2 * FIRST_BLOCKS, lambda: self.now_s)
@@ -42,18 +50,30 @@ class Engine(deque[cache_pb2.StepResponse]):
     def _result_of(self, operation: cache_pb2.StepOperation) -> cache_pb2.OperationResult:
         if not operation.HasField("match"):
             return Result(release=cache_pb2.ReleaseResponse())
+        if self.refuses == operation.match.max_blocks:
+            self.refuses = 0
+            return Result(error=cache_pb2.OperationError(code=ErrorCode.LIMIT.value, message="keys"))
         found = min(self.device_blocks, operation.match.max_blocks)
         hit = cache_pb2.MatchResponse(device_blocks=found, coming_blocks=self.coming_blocks)
         if found:
             hit.tables.append(cells(0, range(1, found + 1)))
         return Result(match=hit)
 
-    def begin(self, name: str, expected: Expected | None = None) -> RequestPages:
+    def begin(self, name: str, expected: Expected | None = None, *, wish: Wish | None = None) -> RequestPages:
         """Have vLLM look at a request of four blocks, and take in every answer that is on its way."""
-        wish = Wish([name.encode() * 32] * 4, 4, FIRST_BLOCKS, expected=expected)
+        wish = wish or Wish([name.encode() * 32] * 4, 4, FIRST_BLOCKS, expected=expected)
         self.book.begin(name, wish)
         self.take_answers()
         return self.book.begin(name, wish)
+
+    def matched(self) -> list[tuple[int, int, bool]]:
+        """Number of keys of each match, the most blocks, and whether it expects some."""
+        matches = [each.match for step in self._steps for each in step.operations if each.HasField("match")]
+        return [(len(each.keys) // KEY_BYTES, each.max_blocks, each.HasField("expected")) for each in matches]
+
+    def released(self) -> int:
+        """Number of sequences that were released."""
+        return sum(each.HasField("release") for step in self._steps for each in step.operations)
 
     def take_answers(self) -> None:
         """Let time pass until every step has its answer: no wait of the engine's."""
@@ -149,3 +169,63 @@ def test_a_drafter_s_last_block_is_left_out_once_all_has_come(engine: Engine) ->
     engine.now_s += COMING_HOLDS_S
     engine.iterate()
     assert engine.begin("a", EXPECTED).hit_blocks == 3
+
+
+def test_a_prompt_with_a_tail_is_matched_up_to_it_once_the_tail_has_come(engine: Engine) -> None:
+    engine.coming_blocks, engine.device_blocks = 1, 2
+    pages = engine.begin("a", wish=ENDS_WITHIN)
+    assert pages.is_coming
+    assert set(engine.matched()) == {WITH_TAIL}, "what is on its way is matched once"
+    engine.coming_blocks, engine.device_blocks = 0, 3
+    engine.now_s += COMING_HOLDS_S
+    engine.iterate()
+    pages = engine.begin("a", wish=ENDS_WITHIN)
+    assert engine.matched()[-2:] == [WITH_TAIL, UP_TO_TAIL]
+    assert (pages.is_coming, pages.hit_blocks, pages.shown_blocks, pages.rows) == (False, 3, 2, 2)
+    assert pages.tail is not None
+    assert pages.tail.pages == [1, 2, 3]
+    engine.book.forget("a")
+    engine.iterate()
+    assert engine.released() == len(engine.matched()), "with what has the tail"
+
+
+def test_a_prompt_whose_tail_does_not_come_goes_on_without(engine: Engine) -> None:
+    engine.coming_blocks, engine.device_blocks = 0, 2
+    pages = engine.begin("a", wish=ENDS_WITHIN)
+    assert engine.matched() == [WITH_TAIL, UP_TO_TAIL], "its sequence is to have the key of the full block"
+    assert (pages.hit_blocks, pages.tail) == (2, None)
+    engine.iterate()
+    assert engine.released() == 1
+
+
+def test_a_request_that_ends_between_its_two_matches_gives_both_back(engine: Engine) -> None:
+    engine.coming_blocks, engine.device_blocks = 0, 3
+    pages = engine.book.begin("a", ENDS_WITHIN)
+    engine.book.outbox.wait(lambda: pages.tail is not None)
+    assert (pages.is_matching, pages.is_coming) == (True, True)
+    engine.book.forget("a")
+    engine.take_answers()
+    engine.iterate()
+    assert engine.released() == 2
+
+
+def test_a_prompt_that_cannot_be_matched_beside_its_tail_goes_on_without(engine: Engine) -> None:
+    engine.coming_blocks, engine.device_blocks, engine.refuses = 0, 3, 2
+    engine.begin("a", wish=ENDS_WITHIN)
+    pages = engine.begin("a", wish=ENDS_WITHIN)
+    assert engine.matched() == [WITH_TAIL, UP_TO_TAIL, (*UP_TO_TAIL[:2], True)]
+    assert (pages.hit_blocks, pages.tail) == (2, None)
+    engine.iterate()
+    assert engine.released() == 1
+
+
+@pytest.mark.parametrize("wish", [Wish([b"a" * 32] * 4, 4, FIRST_BLOCKS, expected=EXPECTED), ENDS_WITHIN])
+def test_an_engine_whose_turns_take_longer_than_a_match_holds_gets_what_has_come(engine: Engine, wish: Wish) -> None:
+    engine.coming_blocks, engine.device_blocks = 0, wish.most_blocks
+    engine.begin("a", wish=wish)
+    engine.now_s += 2 * MATCH_HOLDS_S
+    pages = engine.book.begin("a", wish)
+    assert (pages.is_coming, pages.hit_blocks) == (False, wish.most_blocks)
+    engine.now_s += 2 * MATCH_HOLDS_S
+    engine.iterate()
+    assert not engine.book.begin("a", wish).is_coming, "nor is it matched for more while it waits for its turn"
