@@ -236,14 +236,13 @@ class PageCache(EngineCache):
             self._book.adopt(self.node.lease)
 
     def begin_step(self, requests: Sequence[Any]) -> None:
-        """A step with these requests is launched: report the last one to the daemon meanwhile."""
+        """A step with these requests is launched: nothing is sent to the daemon before its kernels are."""
         self._loads.begin_step(each.last_node for each in requests if isinstance(each.last_node, RequestPages))
         self._end_pass()
         self._reserved.clear()
         self._in_flight += 1
         self._book.begin_step()
         self._vouching.begin_step(computes=True)
-        self._book.flush()
 
     def end_launch(self, result: object) -> None:
         """A step was launched, and ``result`` will be its output."""
@@ -256,10 +255,10 @@ class PageCache(EngineCache):
         self._book.untold.begin_output()
 
     def end_output(self) -> None:
-        """The output was handed out, and ended requests were released."""
+        """The output was handed out, and ended requests were released: report that to the daemon, while the next step
+        is computed."""
         self._book.untold.end_output(computes=self._in_flight > 0)
-        if not self._in_flight:  # there may be no step after this
-            self._book.flush(is_last=True)
+        self._book.flush(is_last=not self._in_flight)  # there may be no step after this
         if not self._book.is_adrift:
             self._check.step()
         if self._metrics is not None:

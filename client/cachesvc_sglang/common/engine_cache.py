@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -14,6 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from cachesvc_sglang.common.prompts import PromptKeys
+from cachesvc_sglang.common.transfers import to_device
 
 ROOT = "root"
 """Node of a match that is no request's, or has no answer yet: none is admitted with it."""
@@ -108,7 +110,7 @@ class EngineCache(BasePrefixCache):  # type: ignore[misc]
     def _indices(self, pages: list[int]) -> Any:
         """Slots of all tokens of these pages."""
         device = self.token_to_kv_pool_allocator.device
-        firsts = torch.tensor(pages, dtype=torch.int64).to(device, non_blocking=True).view(-1, 1)
+        firsts = to_device(np.array(pages, np.int64), device).view(-1, 1)
         return (firsts * self.page_size + torch.arange(self.page_size, device=device)).reshape(-1)
 
     def _protect(self, request: Any, up_to: int) -> None:
