@@ -275,11 +275,11 @@ class PageCache(EngineCache):
         """Match for a request's ``tokens``, at most ``most_tokens`` of them; the last one is computed."""
         first = -(-len(tokens) // self.page_size)
         if self._is_off or not may_share(request):
-            return Wish((), 0, first)
+            return Wish((), 0, first, takes_all=True)
         hashes = self._keys_of(request).extend(tokens)
         most = max(0, len(tokens) - 1) if most_tokens is None else min(most_tokens, len(tokens))
         blocks = min(most // self.page_size, len(hashes))
-        return Wish(hashes, blocks, first, follows_layers=self._book.is_empty)
+        return Wish(hashes, blocks, first, follows_layers=self._book.is_empty, takes_all=True)
 
     def _next_lease(self) -> str:
         """The lease to move to; empty while there is none, or pages are in use."""

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 class Matches:
     """``pack``: the daemon's keys of hashes and a salt. ``abandon``: takes requests that ended before their match had
-    an answer, and have a sequence since. ``ahead``: requests that were asked for and not admitted: up to
-    ``ahead_blocks`` blocks. ``plain``: requests that are matched without their tail. At most one message is under way.
-    Used from the engine's scheduler thread.
+    an answer, and have a sequence since. ``take_pages``: takes the answers for pages that were asked for with a match.
+    ``ahead``: requests that were asked for and not admitted: up to ``ahead_blocks`` blocks. ``plain``: requests that
+    are matched without their tail. At most one message is under way. Used from the engine's scheduler thread.
 
     A hit that ends with a tail is matched twice: with the tail, until no more of it comes, and then up to it."""
 
@@ -41,6 +41,7 @@ class Matches:
         ahead_blocks: int,
         plain: set[str],
         clock: Callable[[], float],
+        take_pages: Callable[[Sequence[RequestPages], float, Answer], None],
     ) -> None:
         self._groups = groups
         self._pack = pack
@@ -48,6 +49,7 @@ class Matches:
         self._ahead_blocks = ahead_blocks
         self._plain = plain
         self._clock = clock
+        self._take_pages = take_pages
         self.ahead: dict[str, RequestPages] = {}
         self._coming: dict[str, Wish] = {}
         self._sent: list[RequestPages] = []
@@ -97,8 +99,11 @@ class Matches:
         self._coming.pop(request_id, None)
         self.ahead.pop(request_id, None)
 
-    def send(self, outbox: Outbox, now_s: float, first: dict[str, Wish] | None = None) -> list[RequestPages]:
-        """Ask for ``first``, and requests that have come first; not while a message is under way. Those asked for."""
+    def send(
+        self, outbox: Outbox, now_s: float, first: dict[str, Wish] | None = None, *, is_idle: bool = False
+    ) -> list[RequestPages]:
+        """Ask for ``first``, and requests that have come first; not while a message is under way. Those asked for.
+        ``is_idle``: no request has a page, so one that is alone may take its own with its match."""
         if self._sent or not outbox.has_room:
             return []
         wishes = {**(first or {}), **self._next_coming(is_alone=not first)}
@@ -106,12 +111,20 @@ class Matches:
             return []
         for request_id in self._plain & wishes.keys():
             wishes[request_id] = without_tail(wishes[request_id])
+        whole = [each for each, wish in wishes.items() if wish.may_be_whole and not wish.goes_on]
         batch = outbox.stream.batch()
+        is_alone = is_idle and len(wishes) == 1 and not (self.ahead or whole or self._plain & wishes.keys())
         for wish in wishes.values():
             keys = self._pack(wish.matched_hashes, wish.salt)
             expected = wish.expected if wish.most_blocks else None
-            batch.match(keys, max_blocks=wish.most_blocks, expected=expected, retention=wish.retention)
-        whole = [each for each, wish in wishes.items() if wish.may_be_whole and not wish.goes_on]
+            batch.match(
+                keys,
+                max_blocks=wish.most_blocks,
+                expected=expected,
+                retention=wish.retention,
+                upto_blocks=wish.first_blocks if is_alone and wish.takes_all else 0,
+                short_suffix=not wish.follows_layers,
+            )
         tails = {each: RequestPages.begin(self._groups, each, now_s) for each in whole}
         for _ in tails:
             batch.match(b"", max_blocks=0)
@@ -128,7 +141,7 @@ class Matches:
             for request_id, wish in wishes.items()
         ]
         try:
-            outbox.send(batch, partial(self._take, outbox, requests, tails))
+            outbox.send(batch, partial(self._take, outbox, requests, tails, now_s))
         except CacheClientError as error:
             refused("match", next(iter(wishes)), error)
             return []
@@ -158,13 +171,18 @@ class Matches:
         self._sent = []
 
     def _take(
-        self, outbox: Outbox, requests: list[RequestPages], tails: dict[str, RequestPages], answer: Answer
+        self,
+        outbox: Outbox,
+        requests: list[RequestPages],
+        tails: dict[str, RequestPages],
+        asked_s: float,
+        answer: Answer,
     ) -> None:
         if self._sent is requests:
             self._sent = []
         begun = [*requests, *tails.values()]
         results = [answer] * len(begun) if isinstance(answer, CacheClientError) else answer
-        for request, result in zip(begun, results, strict=True):
+        for request, result in zip(begun, results[: len(begun)], strict=True):
             request.is_matching = False
             if isinstance(result, CacheClientError):
                 refused("match", request.request_id, result)
@@ -177,6 +195,8 @@ class Matches:
                 self._abandon(tail)
             if request.is_forgotten and request.sequence is not None:
                 self._abandon(request)
+        if results[len(begun) :] and requests[0].sequence is not None:
+            self._take_pages(requests, asked_s, results[len(begun) :])
         self._set_apart(outbox, [each for each in requests if _has_come_with_tail(each)])
 
     def _set_apart(self, outbox: Outbox, requests: list[RequestPages]) -> None:

@@ -57,8 +57,8 @@ class PageBook:
         most = stock_blocks, step_blocks, most_requests
         self._grants = Grants(lease, self.groups, *most, part=self.untold.ready, pack=self.keys, clock=clock)
         self.without_host: set[str] = set()
-        abandon = self.untold.ready.ended.append
-        self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
+        abandon, take = self.untold.ready.ended.append, self._grants.take_allocations
+        self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock, take)
         self._private, self.salt = PrivatePages(), b""
         self._way = GivingWay(clock)
         self.held_blocks = 0
@@ -339,7 +339,7 @@ class PageBook:
         backs off."""
         if self._way.is_away:
             return False
-        sent = self._matches.send(self.outbox, self._clock(), first)
+        sent = self._matches.send(self.outbox, self._clock(), first, is_idle=self.is_empty)
         for request in sent:
             self._give_back(self._requests.get(request.request_id))
             self._requests[request.request_id] = request
