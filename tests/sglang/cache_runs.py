@@ -110,10 +110,10 @@ class Scheduling:
         """Compute a request that has its pages, and end it."""
         self.finish(request, self.launch(request))
 
-    def launch(self, request: Request) -> object:
-        """Launch a request that has its pages; its step's result."""
+    def launch(self, request: Request, further_blocks: int = 0) -> object:
+        """Launch a request that has the pages of its prompt, and further ones; its step's result."""
         result = object()
-        assert self.cache.take([request], [len(request.origin_input_ids)])
+        assert self.cache.take([request], [(request.blocks + further_blocks) * PAGE_TOKENS])
         self.cache.begin_step([request])
         self.cache.end_launch(result)
         return result
@@ -180,13 +180,14 @@ def loaded_and_given_back(at: Scheduling) -> dict[str, Any]:
 
 
 def messages_before_output(at: Scheduling) -> dict[str, Any]:
-    """Requests that are alone, computed, found in place and on the host; messages from each one's coming to its first
-    token."""
+    """Requests that are alone, found in place, on the host and not at all; messages from each one's coming to its first
+    token, which comes once its next step is launched, for which it gets a further page."""
     sent = {}
     at.serve(Request("away", 1, 12))
     at.serve(Request("large", 2, PAGES - 1))
+    at.serve(Request("near", 4, 12))
     for name, request in {
-        "in_place": Request("in place", 2, PAGES - 1),
+        "in_place": Request("in place", 4, 12),
         "from_host": Request("from host", 1, 12),
         "computed": Request("computed", 3, 12),
     }.items():
@@ -197,8 +198,14 @@ def messages_before_output(at: Scheduling) -> dict[str, Any]:
         if found.host_blocks:
             at.load(request)
         result = at.launch(request)
+        request.kv.kv_allocated_len = request.blocks * PAGE_TOKENS
+        assert at.cache.reserve_decode([request])
+        next_result = at.launch(request, 1)
         sent[name] = [found.hit_blocks, found.host_blocks, at.messages - before]
-        at.finish(request, result)
+        at.cache.begin_output()
+        assert not at.cache.take_void(result)
+        at.cache.end_output()
+        at.finish(request, next_result)
     return sent
 
 

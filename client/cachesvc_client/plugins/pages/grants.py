@@ -216,12 +216,11 @@ class Grants:
                 assert grown.sequence is not None
                 is_whole = not (each.wish and each.wish.follows_layers)
                 batch.allocate(grown.sequence, wanted, short_suffix=is_whole, positions=positions)
-            self.outbox.send(batch, partial(self.take_allocations, [each for each, _, _ in wanting], self._clock()))
+            self.outbox.send(batch, partial(self._take_allocations, [each for each, _, _ in wanting], self._clock()))
         except CacheClientError as error:
             refused("allocate", request.request_id, error)
 
-    def take_allocations(self, requests: Sequence[RequestPages], asked_s: float, answer: Answer) -> None:
-        """Take in what came of requests' pages that were asked for at ``asked_s``."""
+    def _take_allocations(self, requests: Sequence[RequestPages], asked_s: float, answer: Answer) -> None:
         results = [answer] * len(requests) if isinstance(answer, CacheClientError) else answer
         for request, result in zip(requests, results, strict=True):
             if isinstance(result, Allocated):

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 class Matches:
     """``pack``: the daemon's keys of hashes and a salt. ``abandon``: takes requests that ended before their match had
-    an answer, and have a sequence since. ``take_pages``: takes the answers for pages that were asked for with a match.
-    ``ahead``: requests that were asked for and not admitted: up to ``ahead_blocks`` blocks. ``plain``: requests that
-    are matched without their tail. At most one message is under way. Used from the engine's scheduler thread.
+    an answer, and have a sequence since. ``ahead``: requests that were asked for and not admitted: up to
+    ``ahead_blocks`` blocks. ``plain``: requests that are matched without their tail. At most one message is under way.
+    Used from the engine's scheduler thread.
 
     A hit that ends with a tail is matched twice: with the tail, until no more of it comes, and then up to it."""
 
@@ -41,7 +41,6 @@ class Matches:
         ahead_blocks: int,
         plain: set[str],
         clock: Callable[[], float],
-        take_pages: Callable[[Sequence[RequestPages], float, Answer], None],
     ) -> None:
         self._groups = groups
         self._pack = pack
@@ -49,7 +48,6 @@ class Matches:
         self._ahead_blocks = ahead_blocks
         self._plain = plain
         self._clock = clock
-        self._take_pages = take_pages
         self.ahead: dict[str, RequestPages] = {}
         self._coming: dict[str, Wish] = {}
         self._sent: list[RequestPages] = []
@@ -141,7 +139,7 @@ class Matches:
             for request_id, wish in wishes.items()
         ]
         try:
-            outbox.send(batch, partial(self._take, outbox, requests, tails, now_s))
+            outbox.send(batch, partial(self._take, outbox, requests, tails))
         except CacheClientError as error:
             refused("match", next(iter(wishes)), error)
             return []
@@ -171,18 +169,13 @@ class Matches:
         self._sent = []
 
     def _take(
-        self,
-        outbox: Outbox,
-        requests: list[RequestPages],
-        tails: dict[str, RequestPages],
-        asked_s: float,
-        answer: Answer,
+        self, outbox: Outbox, requests: list[RequestPages], tails: dict[str, RequestPages], answer: Answer
     ) -> None:
         if self._sent is requests:
             self._sent = []
         begun = [*requests, *tails.values()]
         results = [answer] * len(begun) if isinstance(answer, CacheClientError) else answer
-        for request, result in zip(begun, results[: len(begun)], strict=True):
+        for request, result in zip(begun, results, strict=False):  # behind them: pages, or that there are none yet
             request.is_matching = False
             if isinstance(result, CacheClientError):
                 refused("match", request.request_id, result)
@@ -195,8 +188,6 @@ class Matches:
                 self._abandon(tail)
             if request.is_forgotten and request.sequence is not None:
                 self._abandon(request)
-        if results[len(begun) :] and requests[0].sequence is not None:
-            self._take_pages(requests, asked_s, results[len(begun) :])
         self._set_apart(outbox, [each for each in requests if _has_come_with_tail(each)])
 
     def _set_apart(self, outbox: Outbox, requests: list[RequestPages]) -> None:

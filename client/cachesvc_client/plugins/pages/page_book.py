@@ -57,8 +57,8 @@ class PageBook:
         most = stock_blocks, step_blocks, most_requests
         self._grants = Grants(lease, self.groups, *most, part=self.untold.ready, pack=self.keys, clock=clock)
         self.without_host: set[str] = set()
-        abandon, take = self.untold.ready.ended.append, self._grants.take_allocations
-        self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock, take)
+        abandon = self.untold.ready.ended.append
+        self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
         self._private, self.salt = PrivatePages(), b""
         self._way = GivingWay(clock)
         self.held_blocks = 0
