@@ -16,6 +16,8 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
+from cachesvc_sglang.common.transfers import to_device
+
 
 class PageAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     """Takes the place of SGLang's paged allocator, and does what that does until ``bind``. ``batch``: the one that is
@@ -125,7 +127,7 @@ class PageAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         parts = [
             slots_of(table, first, end, self.page_size) for table, first, end in zip(tables, firsts, ends, strict=True)
         ]
-        return torch.from_numpy(np.concatenate(parts)).to(self.device, non_blocking=True)
+        return to_device(np.concatenate(parts), self.device)
 
 
 class DaemonBudget(PrefillBudget):  # type: ignore[misc]

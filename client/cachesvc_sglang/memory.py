@@ -20,6 +20,8 @@ from cachesvc_client.plugins.namespace.facts import display_name, named
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc_sglang.errors import EngineRefused
 from cachesvc_sglang.identity import engine_facts
+from cachesvc_sglang.ranks.links import FollowerLinks, LeaderLink
+from cachesvc_sglang.ranks.rank_group import ranks_of_engine
 from cachesvc_sglang.refusals import LATENT_POOL, require_pool, require_supported
 from cachesvc_sglang.settings import EngineSettings, flags_of, read_settings
 
@@ -30,11 +32,19 @@ log = logging.getLogger("sglang.srt." + __name__)
 
 class PoolMemory:
     """The daemon's side of a KV pool: what ``lay_over_slab`` leaves there for the cache. ``settings``: as read at the
-    start."""
+    start. ``followers`` or ``leader``: links to the other ranks of the engine; neither for an engine of one rank."""
 
-    def __init__(self, node: Node, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        node: Node,
+        settings: EngineSettings,
+        followers: FollowerLinks | None = None,
+        leader: LeaderLink | None = None,
+    ) -> None:
         self.node = node
         self.settings = settings
+        self.followers = followers
+        self.leader = leader
 
 
 def lay_over_slab(pool: Any) -> None:
@@ -47,26 +57,34 @@ def lay_over_slab(pool: Any) -> None:
     model_config = model_config_of(arguments)
     require_supported(arguments, settings)
     require_pool(pool)
-    layout = pool_layout(pool)
-    facts = engine_facts(arguments, model_config, layout, settings.model)
+    ranks = ranks_of_engine()
+    layout = pool_layout(pool, ranks.size)
     shown = display_name(arguments.model_path)
     pages = pool.size // pool.page_size + RESERVED_PAGES
-    share = Share(
-        named("sglang", facts), layout, pages, _devices(), shown, -(-model_config.context_len // pool.page_size)
-    )
-    log.info("shares_as model=%s name=%s facts=%s", share.model, shown, facts)
+
+    def of_this_rank() -> tuple[tuple[str, ...], str, str]:
+        if not ranks.is_first:
+            return _devices(), "", ""
+        facts = engine_facts(arguments, model_config, layout, settings.model)
+        model = named("sglang", facts)
+        log.info("shares_as model=%s name=%s facts=%s", model, shown, facts)
+        return _devices(), model, new_instance(f"sglang-{os.getpid()}")
+
+    starts = ranks.all(of_this_rank)
+    (_, model, instance), *_ = starts
+    devices = tuple(each for start in starts for each in start[0])
+    share = Share(model, layout, pages, devices, shown, -(-model_config.context_len // pool.page_size))
     flags = flags_of(pool.page_size)
-    instance = new_instance(f"sglang-{os.getpid()}")
-    node = Node(settings, instance, share, flags=flags, attaches=True, keeps=True)
+    node = Node(settings, instance, share, flags=flags, attaches=True, keeps=ranks.is_first, rank=ranks.rank)
     try:
-        node.start()
+        ranks.all(node.start)
         slab = node.pool.memory(GROUP)
         node.comes_back = slab.can_map_over
         node.keep_address()
         rows = pool.size + pool.page_size
         for name in _shapes(pool):
             setattr(pool, f"{name}_buffer", [_rows(node, layer, name)[:rows] for layer in range(pool.layer_num)])
-        pool.cachesvc = PoolMemory(node, settings)
+        pool.cachesvc = PoolMemory(node, settings, *ranks.connect())
     except DaemonUnavailable as gone:
         node.close()
         raise EngineRefused(f"no cachesvcd answers at {node.socket_path} ({gone}): start it first") from gone
@@ -75,15 +93,17 @@ def lay_over_slab(pool: Any) -> None:
         raise
 
 
-def pool_layout(pool: Any) -> Layout:
-    """Layout of SGLang's pool: K and V of each layer, or its latents, token by token."""
+def pool_layout(pool: Any, ranks: int = 1) -> Layout:
+    """Layout of SGLang's pool: K and V of each layer, or its latents, token by token. ``ranks``: of the engine, each of
+    which has its own heads, or all latents."""
     dtype = str(pool.store_dtype).removeprefix("torch.")
     planes = [
         Plane(name, layer, GROUP, (pool.page_size, *shape), dtype)
         for layer in range(pool.layer_num)
         for name, shape in _shapes(pool).items()
     ]
-    return Layout(pool.page_size, 1, (PlaneGroup(GROUP),), tuple(planes))
+    is_replicated = ranks > 1 and type(pool).__name__ == LATENT_POOL
+    return Layout(pool.page_size, ranks, (PlaneGroup(GROUP, replicated=is_replicated),), tuple(planes))
 
 
 def _shapes(pool: Any) -> dict[str, tuple[int, int]]:

@@ -21,24 +21,14 @@ from cachesvc_client.plugins.pages.page_book import PageBook
 from cachesvc_client.plugins.pages.request_pages import RequestPages
 from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps.vouching import LOOK_S as LEASE_LOOK_S
-from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
-from sglang.srt.mem_cache.base_prefix_cache import (
-    BasePrefixCache,
-    CacheRequestOutcome,
-    DecLockRefResult,
-    EvictResult,
-    IncLockRefResult,
-    MatchResult,
-)
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, IncLockRefResult
 
 from cachesvc.model.layout import Layout
+from cachesvc_sglang.common.engine_cache import ROOT, EngineCache
+from cachesvc_sglang.common.host_loads import HostLoads
+from cachesvc_sglang.common.metrics import CacheMetrics
+from cachesvc_sglang.common.prompts import may_share
 from cachesvc_sglang.errors import EngineRefused
-from cachesvc_sglang.host_loads import HostLoads
-from cachesvc_sglang.metrics import CacheMetrics
-from cachesvc_sglang.prompts import PromptKeys, may_share
-
-ROOT = "root"
-"""Node of a match that is no request's, or has no answer yet: none is admitted with it."""
 
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""
@@ -46,24 +36,14 @@ AHEAD_DIVISOR = 8
 log = logging.getLogger("sglang.srt." + __name__)
 
 
-class PageCache(BasePrefixCache):  # type: ignore[misc]
+class PageCache(EngineCache):
     """``context``: SGLang's ``TreeCacheBuildContext``. Used from SGLang's scheduler thread."""
 
     def __init__(self, context: Any) -> None:
-        params = context.params
-        self.req_to_token_pool = params.req_to_token_pool
-        self.token_to_kv_pool_allocator = allocator = params.token_to_kv_pool_allocator
-        self.page_size = params.page_size
-        self.disable = False
-        self.root_node = ROOT
-        self.sliding_window_size = None
+        super().__init__(context)
+        params, allocator = context.params, self.token_to_kv_pool_allocator
         pool = allocator.get_kvcache()
-        memory = pool.cachesvc
-        self.node, self._settings = memory.node, memory.settings
-        self._is_off = bool(context.disable_radix_cache)
         registration = self.node.lease.registration
-        self._namespace = registration.namespace
-        self._pool_blocks = allocator.num_pages
         step_tokens = params.chunked_prefill_size or self._pool_blocks * self.page_size
         ahead = min(step_tokens // self.page_size, self._pool_blocks // AHEAD_DIVISOR)
         self._book = PageBook(self.node.lease, self._settings.stock_blocks, ahead)
@@ -72,18 +52,13 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
             self._settings.weights_version, announced_in(registration), self.node.announced_weights
         )
         self._book.salt = self._weights.salt
-        self._vouching = Vouching(lambda: self.node.lease)
         self._check = self.node.page_check()
-        self._keys: dict[str, PromptKeys] = {}
         self._metrics = self._make_metrics(registration.layout) if params.enable_metrics else None
-        self._loads = HostLoads(self.node, self._book.without_host, pool.layer_num, self._metrics)
+        followers = pool.cachesvc.followers
+        self._loads = HostLoads(self.node, self._book.without_host, pool.layer_num, self._metrics, followers)
         pool.register_layer_transfer_counter(self._loads)
-        self._void: object = None
-        self._has_void_step = False
         self._looked_at: RequestPages | None = None
         self._reserved: dict[str, RequestPages] = {}
-        self._rows: dict[str, Any] = {}
-        self._in_flight = 0
         allocator.bind(self)
 
     # -- matches -----------------------------------------------------------------------------------------------------
@@ -112,18 +87,12 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         self._looked_at = node if isinstance(node, RequestPages) else None
         return IncLockRefResult()
 
-    def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
-        """No-op: pins end with the request."""
-        return DecLockRefResult()
-
     def path_device_indices(self, node: Any) -> Any:
         """Slots of what a match has found in place, and of what SGLang was told to load."""
         if not isinstance(node, RequestPages):
             return torch.empty(0, dtype=torch.int64)
         blocks = node.loaded_blocks if self._loads.is_used(node) else node.hit_blocks
-        device = self.token_to_kv_pool_allocator.device
-        pages = torch.tensor(node.pages[:blocks], dtype=torch.int64).to(device, non_blocking=True).view(-1, 1)
-        return (pages * self.page_size + torch.arange(self.page_size, device=device)).reshape(-1)
+        return self._indices(node.pages[:blocks])
 
     def init_load_back(self, params: Any) -> Any:
         """Load what the host has of a request that has its pages. None where others run: SGLang asks again, until all
@@ -204,10 +173,7 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         if may_share(req) and not self._is_off:
             keys = self._keys_of(req).extend(req.full_untruncated_fill_ids[:up_to])
             self._book.seal(pages, min(blocks, pages.taken, len(keys)), keys)
-        req.kv.cache_protected_len = max(req.kv.cache_protected_len, blocks * self.page_size)
-
-    def free_kv_row(self, kv: Any, ranges: Any) -> None:
-        """No-op: ``on_release`` gives back all pages of a request."""
+        self._protect(req, up_to)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """The request has ended, or was retracted."""
@@ -228,31 +194,12 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
             self._book.forget(handle.rid)
             self._forget(handle.rid, ends=True)
 
-    def evict(self, params: Any) -> Any:
-        """No-op: the daemon evicts."""
-        return EvictResult()
-
     def reset(self) -> None:
         """Go on under the keys of the weights that the engine has now."""
         self._weights.reset()
         self._book.change_keys(self._weights.salt)
         for rid in [*self._keys]:
             self._forget(rid, ends=True)
-
-    def protected_size(self) -> int:
-        """Tokens of other engines' pages, and of hits in use: all that is neither to be had nor this engine's own."""
-        own = sum(
-            -(-each.kv_allocated_len // self.page_size) * self.page_size - each.cache_protected_len
-            for each in self._rows.values()
-        )
-        return int(self.total_size() - self.available_tokens() - own)
-
-    def total_size(self) -> int:
-        """Tokens of the pool."""
-        return int(self._pool_blocks * self.page_size)
-
-    def pretty_print(self) -> None:
-        """No-op: ``cachesvc show`` prints the index."""
 
     def release_host_resources(self) -> None:
         """End the lease. Idempotent."""
@@ -280,7 +227,8 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         """Go on under the new lease, where there is one. Nothing uses any page."""
         self._settle()
         self._book.is_moving = True
-        if not self._book.is_empty or not self.node.back_id or not self.node.move(self.node.back_id):
+        next_lease = self._next_lease()
+        if not next_lease or not self.node.move(next_lease):
             return
         self._check = self.node.page_check()  # the model may have another number
         self._loads.forget_all()
@@ -288,43 +236,29 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
             self._book.adopt(self.node.lease)
 
     def begin_step(self, requests: Sequence[Any]) -> None:
-        """A step with these requests is launched: report the last one to the daemon meanwhile."""
+        """A step with these requests is launched: nothing is sent to the daemon before its kernels are."""
         self._loads.begin_step(each.last_node for each in requests if isinstance(each.last_node, RequestPages))
         self._end_pass()
         self._reserved.clear()
         self._in_flight += 1
         self._book.begin_step()
         self._vouching.begin_step(computes=True)
-        self._book.flush()
 
     def end_launch(self, result: object) -> None:
         """A step was launched, and ``result`` will be its output."""
         if self._loads.end_launch():
             self._void, self._has_void_step = result, True
 
-    def take_void_step(self) -> bool:
-        """True, once, where a load of a step failed: all requests are to begin anew."""
-        was_void, self._has_void_step = self._has_void_step, False
-        return was_void
-
-    def take_void(self, result: object) -> bool:
-        """True for the output of a step whose load failed: it is not handed out."""
-        if result is None or result is not self._void:
-            return False
-        self._void = None
-        return True
-
     def begin_output(self) -> None:
         """A step's output has come, and its kernels have ended. Raises PagesLapsed."""
-        self._in_flight -= 1
-        self._vouching.end_step(Dropped.NOT)
+        super().begin_output()
         self._book.untold.begin_output()
 
     def end_output(self) -> None:
-        """The output was handed out, and ended requests were released."""
+        """The output was handed out, and ended requests were released: report that to the daemon, while the next step
+        is computed."""
         self._book.untold.end_output(computes=self._in_flight > 0)
-        if not self._in_flight:  # there may be no step after this
-            self._book.flush(is_last=True)
+        self._book.flush(is_last=not self._in_flight)  # there may be no step after this
         if not self._book.is_adrift:
             self._check.step()
         if self._metrics is not None:
@@ -337,31 +271,19 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
         self.init_metrics_collector()
         return CacheMetrics(self.metrics_collector, self.page_size, layout.page_bytes(0))
 
-    def _found(self, node: Any, device_blocks: int, host_blocks: int) -> Any:
-        return MatchResult(
-            device_prefix_len=device_blocks * self.page_size,
-            last_device_node=node,
-            last_host_node=node,
-            best_match_node=node,
-            host_hit_length=host_blocks * self.page_size,
-        )
-
-    def _keys_of(self, request: Any) -> PromptKeys:
-        keys = self._keys.get(request.rid)
-        if keys is None:
-            keys = PromptKeys(self._namespace, self.page_size, request.extra_key, request.cache_salt)
-            self._keys[request.rid] = keys
-        return keys
-
     def _wish(self, request: Any, tokens: Sequence[int], most_tokens: int | None) -> Wish:
         """Match for a request's ``tokens``, at most ``most_tokens`` of them; the last one is computed."""
         first = -(-len(tokens) // self.page_size)
         if self._is_off or not may_share(request):
-            return Wish((), 0, first)
+            return Wish((), 0, first, takes_all=True)
         hashes = self._keys_of(request).extend(tokens)
         most = max(0, len(tokens) - 1) if most_tokens is None else min(most_tokens, len(tokens))
         blocks = min(most // self.page_size, len(hashes))
-        return Wish(hashes, blocks, first, follows_layers=self._book.is_empty)
+        return Wish(hashes, blocks, first, follows_layers=self._book.is_empty, takes_all=True)
+
+    def _next_lease(self) -> str:
+        """The lease to move to; empty while there is none, or pages are in use."""
+        return self.node.back_id if self._book.is_empty else ""
 
     def _end_pass(self) -> None:
         """A pass of admissions is over: what it took is held, and the rest may be given back."""
@@ -377,7 +299,5 @@ class PageCache(BasePrefixCache):  # type: ignore[misc]
             self._book.without_host.discard(rid)
 
     def _settle(self) -> None:
-        """Wait for the kernels under way: SGLang needs the pages of a retracted request at once."""
-        if self._in_flight and self.node.pool.is_on_gpu:
-            torch.cuda.synchronize()
+        self._synchronize()
         self._book.untold.settle()

@@ -37,6 +37,8 @@ def make_cache(context: Any) -> Any:
     """Make the cache of an engine: SGLang's factory, called in its scheduler's process. Raises EngineRefused."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from cachesvc_sglang.follower import FollowingCache
+    from cachesvc_sglang.leader import LeadingCache
     from cachesvc_sglang.page_cache import PageCache
     from cachesvc_sglang.refusals import require_cache
     from cachesvc_sglang.steps import HOOKS
@@ -45,7 +47,10 @@ def make_cache(context: Any) -> Any:
     for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.apply_hooks()
-    return PageCache(context)
+    memory = context.params.token_to_kv_pool_allocator.get_kvcache().cachesvc
+    if memory.leader is not None:
+        return FollowingCache(context)
+    return PageCache(context) if memory.followers is None else LeadingCache(context)
 
 
 def available_bytes(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> int:

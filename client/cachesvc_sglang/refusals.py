@@ -11,7 +11,13 @@ from cachesvc_sglang.settings import VARIABLE, EngineSettings
 TESTED = ((0, 5, 23),)
 """Releases of SGLang that the plugin was tested with: its hooks are on functions that each release may change."""
 
-SINGLE = ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "nnodes")
+SINGLE = {
+    "pp_size": "stages of a pipeline have other layers, and a daemon's ranks have the same",
+    "attn_cp_size": "ranks would have parts of a prompt's tokens, and a page has all of its block's",
+    "dcp_size": "ranks would have parts of a block's tokens, and a page has all of them",
+    "nnodes": "all ranks of an engine are on one daemon, which has the GPUs of one node",
+}
+"""Options that must be 1, and why. ``tp_size`` may be more."""
 
 OFF = (
     "enable_hierarchical_cache",
@@ -22,7 +28,6 @@ OFF = (
     "enable_lmcache",
     "enable_flexkv",
     "enable_kv_cache_sharding",
-    "enable_dp_attention",
     "enable_pdmux",
     "enable_two_batch_overlap",
     "enable_streaming_session",
@@ -56,9 +61,17 @@ def require_options(arguments: Any) -> None:
             "--max-total-tokens is not set: the KV pool is the daemon's, and all engines of a model name its size; "
             "take what fits in --device-pool"
         )
-    for name in SINGLE:
+    for name, why in SINGLE.items():
         if getattr(arguments, name, 1) != 1:
-            raise EngineRefused(f"{_flag(name)} is {getattr(arguments, name)}, and only 1 is supported: leave it out")
+            raise EngineRefused(
+                f"{_flag(name)} is {getattr(arguments, name)}, and only 1 is supported: {why}; leave it out"
+            )
+    if getattr(arguments, "enable_dp_attention", False):
+        raise EngineRefused(
+            "--enable-dp-attention is not supported with --radix-cache-backend cachesvc: its ranks serve different "
+            "requests, and a daemon's ranks have the same pages; leave it out, and start an engine for each GPU or "
+            "for each --tp-size GPUs instead"
+        )
     if getattr(arguments, "enable_memory_saver", False):
         raise EngineRefused(
             "--enable-memory-saver is not supported with --radix-cache-backend cachesvc: KV memory is the daemon's, "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cachesvc_sglang.allocator import PageAllocator
-from cachesvc_sglang.page_cache import PageCache
+from cachesvc_sglang.common.engine_cache import EngineCache
 
 
 def allocate(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,7 +28,7 @@ def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **
     """Begin an iteration."""
     received = original(scheduler, *args, **kwargs)
     cache = scheduler.tree_cache
-    if isinstance(cache, PageCache):
+    if isinstance(cache, EngineCache):
         cache.begin_iteration()
         if scheduler._engine_paused:  # noqa: SLF001 - SGLang's own pause
             return received
@@ -44,7 +44,7 @@ def update_running_batch(original: Callable[..., Any], scheduler: Any, batch: An
     """Retract requests until the rest can decode. SGLang would abort the last one; the pages that it lacks may be
     another engine's, which ends some time, so it waits for its turn again."""
     cache = scheduler.tree_cache
-    if isinstance(cache, PageCache) and not scheduler._reqs_finishing_inflight(batch):  # noqa: SLF001 - no other way
+    if isinstance(cache, EngineCache) and not scheduler._reqs_finishing_inflight(batch):  # noqa: SLF001 - no other way
         while batch.reqs and not cache.reserve_decode(_best(batch)) and not cache.reserve_decode(batch.reqs):
             _retract(scheduler, batch, _order(batch)[-1])
     return original(scheduler, batch)
@@ -84,14 +84,14 @@ def add_request_to_queue(original: Callable[..., Any], scheduler: Any, request: 
     """Match a request that waits from now on."""
     original(scheduler, request, *args, **kwargs)
     cache = scheduler.tree_cache
-    if isinstance(cache, PageCache) and scheduler.waiting_queue and scheduler.waiting_queue[-1] is request:
+    if isinstance(cache, EngineCache) and scheduler.waiting_queue and scheduler.waiting_queue[-1] is request:
         cache.expect(request)
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Begin a step."""
     cache = scheduler.tree_cache
-    if not isinstance(cache, PageCache):
+    if not isinstance(cache, EngineCache):
         return original(scheduler, batch, *args, **kwargs)
     cache.begin_step(batch.reqs)
     result = original(scheduler, batch, *args, **kwargs)
@@ -103,7 +103,7 @@ def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: An
     """Take a step's output, unless a load failed that it was computed on: then its requests begin anew. Raises
     PagesLapsed before any token leaves the engine."""
     cache = scheduler.tree_cache
-    if not isinstance(cache, PageCache):
+    if not isinstance(cache, EngineCache):
         original(scheduler, batch, result)
         return
     if getattr(result, "copy_done", None) is not None:

@@ -101,13 +101,26 @@ class Scheduling:
         while self.cache.init_load_back(params) is None:
             pass
 
+    @property
+    def messages(self) -> int:
+        """Number of messages that were sent to the daemon for steps."""
+        return self.node.lease.record.growing.step
+
     def run(self, request: Request) -> None:
         """Compute a request that has its pages, and end it."""
-        tokens = len(request.origin_input_ids)
-        assert self.cache.take([request], [tokens])
+        self.finish(request, self.launch(request))
+
+    def launch(self, request: Request, further_blocks: int = 0) -> object:
+        """Launch a request that has the pages of its prompt, and further ones; its step's result."""
         result = object()
+        assert self.cache.take([request], [(request.blocks + further_blocks) * PAGE_TOKENS])
         self.cache.begin_step([request])
         self.cache.end_launch(result)
+        return result
+
+    def finish(self, request: Request, result: object) -> None:
+        """Take the output of a request, and end it."""
+        tokens = len(request.origin_input_ids)
         self.cache.begin_output()
         assert not self.cache.take_void(result)
         self.cache.checkpoint(request, up_to=tokens - 1)
@@ -166,6 +179,36 @@ def loaded_and_given_back(at: Scheduling) -> dict[str, Any]:
     return {"from_host": from_host, "in_place": found.device_prefix_len, "on_host": found.host_hit_length}
 
 
+def messages_before_output(at: Scheduling) -> dict[str, Any]:
+    """Requests that are alone, found in place, on the host and not at all; messages from each one's coming to its first
+    token, which comes once its next step is launched, for which it gets a further page."""
+    sent = {}
+    at.serve(Request("away", 1, 12))
+    at.serve(Request("large", 2, PAGES - 1))
+    at.serve(Request("near", 4, 12))
+    for name, request in {
+        "in_place": Request("in place", 4, 12),
+        "from_host": Request("from host", 1, 12),
+        "computed": Request("computed", 3, 12),
+    }.items():
+        before = at.messages
+        at.cache.expect(request)
+        assert at.reserve(request)
+        found = request.last_node
+        if found.host_blocks:
+            at.load(request)
+        result = at.launch(request)
+        request.kv.kv_allocated_len = request.blocks * PAGE_TOKENS
+        assert at.cache.reserve_decode([request])
+        next_result = at.launch(request, 1)
+        sent[name] = [found.hit_blocks, found.host_blocks, at.messages - before]
+        at.cache.begin_output()
+        assert not at.cache.take_void(result)
+        at.cache.end_output()
+        at.finish(request, next_result)
+    return sent
+
+
 def switched_off(at: Scheduling) -> dict[str, Any]:
     """An engine with ``--disable-radix-cache`` serves a prompt beside one that shares."""
     off = Scheduling(at.node.socket_path, switched_off.__name__, is_off=True)
@@ -213,7 +256,13 @@ def load_failed(at: Scheduling) -> dict[str, Any]:
 
 RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
     each.__name__: each
-    for each in (aborted_before_its_match, admitted_beside_one_without_room, loaded_and_given_back, switched_off)
+    for each in (
+        aborted_before_its_match,
+        admitted_beside_one_without_room,
+        loaded_and_given_back,
+        messages_before_output,
+        switched_off,
+    )
 }
 
 

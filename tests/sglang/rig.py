@@ -65,6 +65,7 @@ def forker() -> Forker:
         "OMP_NUM_THREADS": "1",
         "SGLANG_USE_CPU_ENGINE": "1",
         "PYTHONWARNINGS": "ignore",
+        "TORCHDYNAMO_DISABLE": "1",  # a rank of several compiles a function of SGLang's at its first request: 9 s
     }
     return Forker(os.environ[PYTHON_VARIABLE], "tests.sglang.preload", environment)
 

@@ -44,6 +44,11 @@ def test_a_request_whose_load_failed_is_asked_for_again_and_computes_what_it_lac
     assert failed == {"is_asked_for_again": True, "is_admitted": True, "from_host": 0, "has_slots": True}
 
 
+def test_one_message_to_the_daemon_comes_before_the_first_token_of_a_request_that_is_alone(found: Found) -> None:
+    """Blocks found in place and on the host, and the messages: a second one would be a wait, or stand before a step."""
+    assert found["messages_before_output"] == {"in_place": [12, 0, 1], "from_host": [0, 12, 1], "computed": [0, 0, 1]}
+
+
 def test_with_its_radix_cache_off_an_engine_finds_nothing_and_seals_nothing(found: Found) -> None:
     assert found["switched_off"] == {"others_find": 0, "it_finds": 0}
 

@@ -79,14 +79,20 @@ class StepBatch(Generic[H]):
         waited_seconds: float = 0,
         expected: Expected | None = None,
         retention: Retention = Retention.DEFAULT,
+        upto_blocks: int = 0,
+        short_suffix: bool = False,
     ) -> int:
-        """Open a sequence; the result is its handle."""
+        """Open a sequence; the result is its handle. With ``upto_blocks``, which no hit exceeds, the batch goes on with
+        its ``allocate``, whose result comes next."""
         record = self._lease.new_sequence(sequence_id)
         record.retention = retention
         operation: Operation[Any] = record.open(keys, max_blocks, waited_seconds, expected)
         take = operation.apply
         operation.apply = lambda response: self._make_handle(take(response))
-        return self._add(operation)
+        place = self._add(operation)
+        if upto_blocks:
+            self._add(record.allocate(upto_blocks, short_suffix=short_suffix))
+        return place
 
     @renamed(blocks="upto_blocks")
     @explains_arguments

@@ -32,7 +32,11 @@ def context(pool: object) -> Any:
         ({"page_size": 1}, "--page-size is 1"),
         ({"max_total_tokens": None}, "--max-total-tokens is not set"),
         ({"enable_memory_saver": True}, "stop the engine to free its weights: its blocks stay"),
-        ({"tp_size": 2}, "--tp-size is 2, and only 1 is supported"),
+        ({"pp_size": 2}, "--pp-size is 2, and only 1 is supported: stages of a pipeline have other layers"),
+        ({"attn_cp_size": 2}, "--attn-cp-size is 2, and only 1 is supported: ranks would have parts of a prompt"),
+        ({"dcp_size": 2}, "--dcp-size is 2, and only 1 is supported: ranks would have parts of a block"),
+        ({"nnodes": 2}, "--nnodes is 2, and only 1 is supported: all ranks of an engine are on one daemon"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention is not supported .* serve different requests"),
         ({"enable_pdmux": True}, "--enable-pdmux is not supported"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is not supported"),
@@ -40,7 +44,7 @@ def context(pool: object) -> Any:
     ],
 )
 def test_an_option_that_cannot_be_served_is_refused_by_its_name(given: dict[str, object], reason: str) -> None:
-    require_options(options())
+    require_options(options(tp_size=2))
     with pytest.raises(EngineRefused, match=reason):
         require_options(options(**given))
 

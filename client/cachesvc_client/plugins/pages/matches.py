@@ -97,8 +97,11 @@ class Matches:
         self._coming.pop(request_id, None)
         self.ahead.pop(request_id, None)
 
-    def send(self, outbox: Outbox, now_s: float, first: dict[str, Wish] | None = None) -> list[RequestPages]:
-        """Ask for ``first``, and requests that have come first; not while a message is under way. Those asked for."""
+    def send(
+        self, outbox: Outbox, now_s: float, first: dict[str, Wish] | None = None, *, is_idle: bool = False
+    ) -> list[RequestPages]:
+        """Ask for ``first``, and requests that have come first; not while a message is under way. Those asked for.
+        ``is_idle``: no request has a page, so one that is alone may take its own with its match."""
         if self._sent or not outbox.has_room:
             return []
         wishes = {**(first or {}), **self._next_coming(is_alone=not first)}
@@ -106,12 +109,20 @@ class Matches:
             return []
         for request_id in self._plain & wishes.keys():
             wishes[request_id] = without_tail(wishes[request_id])
+        whole = [each for each, wish in wishes.items() if wish.may_be_whole and not wish.goes_on]
         batch = outbox.stream.batch()
+        is_alone = is_idle and len(wishes) == 1 and not (self.ahead or whole or self._plain & wishes.keys())
         for wish in wishes.values():
             keys = self._pack(wish.matched_hashes, wish.salt)
             expected = wish.expected if wish.most_blocks else None
-            batch.match(keys, max_blocks=wish.most_blocks, expected=expected, retention=wish.retention)
-        whole = [each for each, wish in wishes.items() if wish.may_be_whole and not wish.goes_on]
+            batch.match(
+                keys,
+                max_blocks=wish.most_blocks,
+                expected=expected,
+                retention=wish.retention,
+                upto_blocks=wish.first_blocks if is_alone and wish.takes_all else 0,
+                short_suffix=not wish.follows_layers,
+            )
         tails = {each: RequestPages.begin(self._groups, each, now_s) for each in whole}
         for _ in tails:
             batch.match(b"", max_blocks=0)
@@ -164,7 +175,7 @@ class Matches:
             self._sent = []
         begun = [*requests, *tails.values()]
         results = [answer] * len(begun) if isinstance(answer, CacheClientError) else answer
-        for request, result in zip(begun, results, strict=True):
+        for request, result in zip(begun, results, strict=False):  # behind them: pages, or that there are none yet
             request.is_matching = False
             if isinstance(result, CacheClientError):
                 refused("match", request.request_id, result)

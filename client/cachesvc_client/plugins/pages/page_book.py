@@ -339,7 +339,7 @@ class PageBook:
         backs off."""
         if self._way.is_away:
             return False
-        sent = self._matches.send(self.outbox, self._clock(), first)
+        sent = self._matches.send(self.outbox, self._clock(), first, is_idle=self.is_empty)
         for request in sent:
             self._give_back(self._requests.get(request.request_id))
             self._requests[request.request_id] = request

@@ -24,7 +24,8 @@ class Wish:
     computes of it. ``retention``: the client's hint on its blocks. ``whole_blocks``: length of a request of which a hit
     may have all; 0: the last block is computed anyway. ``tail``: the last of these blocks, where it is not full; it has
     room for ``free_tokens`` tokens more. ``seals_tail``: the request ends with it, and seals it. ``follows_layers``:
-    each layer of the engine waits for its part of a load."""
+    each layer of the engine waits for its part of a load. ``takes_all``: no hit exceeds ``first_blocks``, and the
+    engine takes all of them at once. A request that is alone is then matched and given its pages in one message."""
 
     hashes: Sequence[bytes]
     most_blocks: int
@@ -37,6 +38,7 @@ class Wish:
     free_tokens: int = 0
     seals_tail: bool = False
     follows_layers: bool = False
+    takes_all: bool = False
 
     @property
     def may_be_whole(self) -> bool:

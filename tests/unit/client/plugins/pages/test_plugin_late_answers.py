@@ -23,18 +23,22 @@ from tests.unit.rigs.client_rig import FakeDaemon, cells, hang_until
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
 Result = cache_pb2.OperationResult
 NOT_NOW = cache_pb2.OperationError(code=ErrorCode.LIMIT.value, message="calls in flight")
+FULL = cache_pb2.OperationError(code=ErrorCode.EXHAUSTED.value, message="no pages")
+ALL_AT_ONCE = Wish((), 0, 40, takes_all=True)
 MANY = 2 * outbox.MOST_UNDER_WAY
 """More than the client's 16 steps, with what each request sends."""
 
 
 class Engine(deque[cache_pb2.StepResponse]):
-    """A book, and the answers of its daemon, which has pages enough. ``refused``: steps to refuse."""
+    """A book, and the answers of its daemon, which has pages enough. ``refused``: steps to refuse; ``refuses_pages``:
+    it has none."""
 
     def __init__(self, daemon: FakeDaemon, lease: Lease) -> None:
         super().__init__()
         self._steps = daemon.seen["Step"]
         self._lengths: dict[int, int] = {}
         self.refused = 0
+        self.refuses_pages = False
         self.now_s = 1.0
         daemon.step_answers = self
         self.book = PageBook(lease, 1, 4, clock=lambda: self.now_s)
@@ -51,6 +55,8 @@ class Engine(deque[cache_pb2.StepResponse]):
             return Result(match=cache_pb2.MatchResponse())
         if operation.HasField("release"):
             return Result(release=cache_pb2.ReleaseResponse())
+        if self.refuses_pages:
+            return Result(error=FULL)
         number, blocks = operation.allocate.sequence_id, operation.allocate.blocks
         first, self._lengths[number] = self._lengths.get(number, 0), blocks
         return Result(allocate=cache_pb2.AllocateResponse(tables=[cells(0, range(first, blocks), first_block=first)]))
@@ -186,3 +192,49 @@ def test_a_load_comes_layer_by_layer_where_the_engine_follows_it(
     assert engine.book.reserve(request, 40)
     (asked,) = (each.allocate for step in daemon.seen["Step"] for each in step.operations if each.HasField("allocate"))
     assert asked.short_suffix is not follows_layers
+
+
+def operations(daemon: FakeDaemon) -> list[list[str]]:
+    """Kinds of the operations of each step that has some."""
+    kinds = ([str(each.WhichOneof("operation")) for each in step.operations] for step in daemon.seen["Step"])
+    return [each for each in kinds if each]
+
+
+def test_a_request_that_is_alone_is_matched_and_given_its_pages_in_one_message(
+    daemon: FakeDaemon, engine: Engine
+) -> None:
+    engine.book.expect("a", ALL_AT_ONCE)
+    request = engine.book.begin("a", ALL_AT_ONCE)
+    assert engine.book.reserve(request, 40)
+    assert operations(daemon) == [["match", "allocate"]]
+    assert sum(engine.book.outbox.take_waits()) <= 1
+    assert len(request.pages) == 40
+
+
+def test_requests_that_wait_beside_others_are_given_their_pages_later(daemon: FakeDaemon, engine: Engine) -> None:
+    for name in "ab":
+        engine.book.expect(name, ALL_AT_ONCE)
+    first = engine.book.begin("a", ALL_AT_ONCE)
+    assert engine.book.reserve(first, 40)
+    engine.book.take(first, 40)
+    engine.book.begin("b", ALL_AT_ONCE)
+    assert operations(daemon) == [["match", "allocate"], ["match"]]
+
+
+def test_a_request_that_is_refused_its_pages_with_its_match_asks_for_them_when_it_is_scheduled(
+    daemon: FakeDaemon, engine: Engine
+) -> None:
+    engine.refuses_pages = True
+    request = engine.book.begin("a", ALL_AT_ONCE)
+    engine.refuses_pages = False
+    assert engine.book.reserve(request, 40)
+    assert operations(daemon) == [["match", "allocate"], ["allocate"]]
+
+
+def test_of_a_request_that_ends_before_it_has_its_match_and_pages_nothing_stays(
+    daemon: FakeDaemon, engine: Engine
+) -> None:
+    engine.book.expect("a", ALL_AT_ONCE)
+    engine.book.forget("a")
+    engine.settle()
+    assert operations(daemon) == [["match", "allocate"], ["release"]]

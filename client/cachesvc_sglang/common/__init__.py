@@ -1,0 +1,1 @@
+"""Parts of an engine's cache that all of its ranks have."""

@@ -1,0 +1,124 @@
+"""SGLang's prefix cache as every rank of an engine has it: what asks the daemon nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefResult,
+    EvictResult,
+    MatchResult,
+)
+
+from cachesvc_sglang.common.prompts import PromptKeys
+from cachesvc_sglang.common.transfers import to_device
+
+ROOT = "root"
+"""Node of a match that is no request's, or has no answer yet: none is admitted with it."""
+
+
+class EngineCache(BasePrefixCache):  # type: ignore[misc]
+    """``context``: SGLang's ``TreeCacheBuildContext``. Used from SGLang's scheduler thread."""
+
+    def __init__(self, context: Any) -> None:
+        params = context.params
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
+        self.disable = False
+        self.root_node = ROOT
+        self.sliding_window_size = None
+        memory = allocator.get_kvcache().cachesvc
+        self.node, self._settings = memory.node, memory.settings
+        self._is_off = bool(context.disable_radix_cache)
+        self._pool_blocks = allocator.num_pages
+        self._vouching = Vouching(lambda: self.node.lease)
+        self._namespace = self.node.lease.registration.namespace
+        self._keys: dict[str, PromptKeys] = {}
+        self._rows: dict[str, Any] = {}
+        self._in_flight = 0
+        self._void: object = None
+        self._has_void_step = False
+
+    def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
+        """No-op: pins end with the request."""
+        return DecLockRefResult()
+
+    def free_kv_row(self, kv: Any, ranges: Any) -> None:
+        """No-op: ``on_release`` gives back all pages of a request."""
+
+    def evict(self, params: Any) -> Any:
+        """No-op: the daemon evicts."""
+        return EvictResult()
+
+    def protected_size(self) -> int:
+        """Tokens of other engines' pages, and of hits in use: all that is neither to be had nor this engine's own."""
+        own = sum(
+            -(-each.kv_allocated_len // self.page_size) * self.page_size - each.cache_protected_len
+            for each in self._rows.values()
+        )
+        return int(self.total_size() - self.available_tokens() - own)
+
+    def available_tokens(self) -> int:
+        """Tokens that can be had."""
+        raise NotImplementedError
+
+    def total_size(self) -> int:
+        """Tokens of the pool."""
+        return int(self._pool_blocks * self.page_size)
+
+    def pretty_print(self) -> None:
+        """No-op: ``cachesvc show`` prints the index."""
+
+    def take_void_step(self) -> bool:
+        """True, once, where a load of a step failed: all requests are to begin anew."""
+        was_void, self._has_void_step = self._has_void_step, False
+        return was_void
+
+    def take_void(self, result: object) -> bool:
+        """True for the output of a step whose load failed: it is not handed out."""
+        if result is None or result is not self._void:
+            return False
+        self._void = None
+        return True
+
+    def begin_output(self) -> None:
+        """A step's output has come, and its kernels have ended. Raises PagesLapsed."""
+        self._in_flight -= 1
+        self._vouching.end_step(Dropped.NOT)
+
+    def _found(self, node: Any, device_blocks: int, host_blocks: int) -> Any:
+        return MatchResult(
+            device_prefix_len=device_blocks * self.page_size,
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+            host_hit_length=host_blocks * self.page_size,
+        )
+
+    def _keys_of(self, request: Any) -> PromptKeys:
+        keys = self._keys.get(request.rid)
+        if keys is None:
+            keys = PromptKeys(self._namespace, self.page_size, request.extra_key, request.cache_salt)
+            self._keys[request.rid] = keys
+        return keys
+
+    def _indices(self, pages: list[int]) -> Any:
+        """Slots of all tokens of these pages."""
+        device = self.token_to_kv_pool_allocator.device
+        firsts = to_device(np.array(pages, np.int64), device).view(-1, 1)
+        return (firsts * self.page_size + torch.arange(self.page_size, device=device)).reshape(-1)
+
+    def _protect(self, request: Any, up_to: int) -> None:
+        """Note that the request has computed its tokens up to here."""
+        end = up_to // self.page_size * self.page_size
+        request.kv.cache_protected_len = max(request.kv.cache_protected_len, end)
+
+    def _synchronize(self) -> None:
+        """Wait for the kernels under way: SGLang needs the pages of a retracted request at once."""
+        if self._in_flight and self.node.pool.is_on_gpu:
+            torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""Tensor parallelism: a scheduler for each rank, of which the first one decides."""
