@@ -24,6 +24,7 @@ from cachesvc_client import Sequence as DaemonSequence
 from cachesvc_client.layouts.parts import Parts
 from cachesvc_client.plugins.pages.group_tables import EngineGroups, GroupTable, Growth, Positions
 from cachesvc_client.plugins.pages.wish import Wish
+from cachesvc_client.records.tables import cells_of
 
 MATCH_HOLDS_S = 0.05
 """A request that waits for room is matched again after so long: others may have computed more of it by then."""
@@ -298,15 +299,14 @@ class RequestPages:
 
     def has_pages(self, blocks: int, states: Positions) -> bool:
         """True where the engine can take ``blocks`` blocks, and ``states``."""
-        has_states = not (self.others and any(self._lacking(states).values()))
-        return self.rows >= blocks and not self.lacks_tail and has_states
+        return self.rows >= blocks and not (self.lacks_tail or (self.others and any(self._lacking(states).values())))
 
     def growth(self, blocks: int, states: Positions) -> Growth:
         """Length and new cells with which the table has these. Pages come with new blocks alone, so a state in a hole
         of the table makes it longer."""
         first = max(self.rows, self.loaded_blocks)
         if not self.others:
-            return Growth(max(blocks, first), {})
+            return Growth(max(blocks, first))
         lacking = self._lacking(states)
         end = max(blocks, first, first + max(map(len, lacking.values()), default=0))
         positions = {}
@@ -336,9 +336,9 @@ class RequestPages:
         assert self.sequence is not None
         if self.tail is not None and self.lacks_tail:
             self.tail.take_cells()
-        if self.sequence.blocks <= self.rows:
+        if self.sequence.record.blocks <= self.rows:
             return
-        tables = self.sequence.tables
+        tables = cells_of(self.sequence.record.tables)
         self.pages += self.lead_parts.pages(tables, len(self.pages))
         for each in self.others:
             each.read(tables, self.loaded_blocks)
