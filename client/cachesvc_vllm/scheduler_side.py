@@ -148,6 +148,10 @@ class SchedulerSide:
         assert pool is not None
         if self._loading.is_void(pages):
             return None
+        if pages is not None and self._book.goes_on and not (local or external):
+            new, ahead, block_tokens = num_new_tokens, num_lookahead_tokens, self._block_tokens
+            if fills_nothing(request, pages, new, ahead, block_tokens):
+                return self._manager.empty_kv_cache_blocks
         if pages is not None and not pages.taken:
             taken_blocks = pages.blocks_of(local + external, self._block_tokens)
             if taken_blocks < pages.hit_blocks + pages.host_blocks:
@@ -164,9 +168,6 @@ class SchedulerSide:
         wanted = self._wanted(request, new, external_tokens=awaited, lookahead_tokens=num_lookahead_tokens)
         asked = (request, num_new_tokens, local, new_computed_blocks, num_lookahead_tokens, external, *args)
         if pages is not None and self._book.has(pages, wanted, states):
-            may_skip = pages.taken_blocks >= wanted and not pages.others  # windows are freed there
-            if may_skip and fills_nothing(request, pages.full_blocks, num_new_tokens, self._block_tokens):
-                return self._manager.empty_kv_cache_blocks
             pool.schedule(pages)
             pool.now.counts_own = True
             blocks = self._allocate(*asked, **kwargs)

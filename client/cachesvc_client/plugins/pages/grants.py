@@ -137,8 +137,9 @@ class Grants:
 
     @property
     def is_low(self) -> bool:
-        """True where the stock has less than half of its target."""
-        return 2 * self.stock_pages < self.demand.target
+        """True where the stock may not last for an iteration."""
+        stock = self._lease.record.stock
+        return stock is not None and stock.blocks < self.demand.least
 
     @property
     def room(self) -> int | None:

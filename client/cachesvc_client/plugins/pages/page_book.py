@@ -127,10 +127,15 @@ class PageBook:
         self._matches.forget(request_id)
         self._give_back(self._requests.pop(request_id, None))
 
+    @property
+    def goes_on(self) -> bool:
+        """True where requests that run may go on in their pages."""
+        return not self.is_adrift and not self.is_moving
+
     def has(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
         """True where a request that runs has these pages already, and may go on in them. A loss of the daemon is
         noticed elsewhere, in each iteration."""
-        return request.taken > 0 and request.has_pages(blocks, states) and not self.is_adrift and not self.is_moving
+        return request.taken > 0 and request.has_pages(blocks, states) and self.goes_on
 
     def is_ready(self, request: RequestPages, blocks: int) -> bool:
         """False where a request that waits would be scheduled with ``blocks`` blocks, and what the daemon has to say of
