@@ -60,7 +60,7 @@ class StepStream:
 
     @property
     def is_silent(self) -> bool:
-        """True where no answer has come that was not taken in. Asks the system for no more than one read."""
+        """True where no answer has come that was not taken in."""
         return self._calls.is_silent
 
     def resize(self, stock_pages: int | Seq[int], due_blocks: int = 0) -> None:

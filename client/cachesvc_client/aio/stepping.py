@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -33,9 +34,15 @@ log = logging.getLogger(__name__)
 class AsyncPendingStep:
     """A step that was sent."""
 
-    def __init__(self, stream: AsyncStepStream, step: SentStep) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        step: SentStep,
+        collect: Callable[[SentStep, float | None], Awaitable[list[Any]]],
+        poll: Callable[[SentStep], Awaitable[bool]],
+    ) -> None:
         self._step = step
+        self._collect = collect
+        self._poll = poll
 
     @property
     def is_answered(self) -> bool:
@@ -45,7 +52,7 @@ class AsyncPendingStep:
     async def poll(self) -> bool:
         """Take in answers that have come, without waiting; True once this step's is among them, or none will come.
         ``results`` then tells at once."""
-        return await self._stream.poll(self._step)
+        return await self._poll(self._step)
 
     async def results(self, timeout_s: float | None = None) -> list[Any]:
         """Results of the batch's operations, one each, in order: a result, or a CacheClientError (not raised). Answers
@@ -54,7 +61,7 @@ class AsyncPendingStep:
         Raises DeadlineExceeded (ask again for the same step), DaemonUnavailable, and what refused the step as a whole,
         such as LeaseLost.
         """
-        return await self._stream.collect(self._step, timeout_s)
+        return await self._collect(self._step, timeout_s)
 
 
 class AsyncStepStream:
@@ -117,29 +124,12 @@ class AsyncStepStream:
         if not self._is_ready:
             await self._make_way()
             await self._choose_way()
-        return AsyncPendingStep(self, self._enter(batch))
+        return AsyncPendingStep(self._enter(batch), self._collect, self._poll)
 
     @property
     def is_silent(self) -> bool:
         """True where no answer has come that was not taken in."""
         return self._line is not None and self._line.is_silent
-
-    async def collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
-        """Take in answers until that of ``step`` has come; its results. Raises as ``AsyncPendingStep.results``."""
-        if not step.is_answered:
-            limit_s = self._calls.connection.timeouts.step_s if timeout_s is None else timeout_s
-            deadline_s = time.monotonic() + limit_s
-            if not await self._take_until(step, deadline_s, deadline_s):
-                raise DeadlineExceeded(f"no answer to the step within {limit_s:g} s; ask again for its results")
-        return step.outcome()
-
-    async def poll(self, step: SentStep) -> bool:
-        """Take in what has come; True once the answer to ``step`` is among it. A stream that broke is opened again,
-        which takes its time."""
-        now_s = time.monotonic()
-        if self._line is None:
-            return step.is_answered
-        return await self._take_until(step, now_s, now_s + self._calls.connection.timeouts.step_s)
 
     async def tell(self) -> None:
         """Send growth, and releases that waited for launches, in a step whose results are not collected. Raises as
@@ -153,7 +143,7 @@ class AsyncStepStream:
         close_s = self._calls.connection.timeouts.close_s
         try:
             if self._book.under_way:
-                await self.collect(self._book.under_way[-1], close_s)
+                await self._collect(self._book.under_way[-1], close_s)
             if self._calls.record.growing:
                 await self.submit(timeout_s=close_s)
         except CacheClientError as error:  # what it held goes with the lease
@@ -169,6 +159,23 @@ class AsyncStepStream:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def _collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
+        """Take in answers until that of ``step`` has come; its results. Raises as ``AsyncPendingStep.results``."""
+        if not step.is_answered:
+            limit_s = self._calls.connection.timeouts.step_s if timeout_s is None else timeout_s
+            deadline_s = time.monotonic() + limit_s
+            if not await self._take_until(step, deadline_s, deadline_s):
+                raise DeadlineExceeded(f"no answer to the step within {limit_s:g} s; ask again for its results")
+        return step.outcome()
+
+    async def _poll(self, step: SentStep) -> bool:
+        """Take in what has come; True once the answer to ``step`` is among it. A stream that broke is opened again,
+        which takes its time."""
+        now_s = time.monotonic()
+        if self._line is None:
+            return step.is_answered
+        return await self._take_until(step, now_s, now_s + self._calls.connection.timeouts.step_s)
 
     async def _take_until(self, step: SentStep, deadline_s: float, renewed_s: float) -> bool:
         """Take in answers until that of ``step`` has come; False at the deadline. ``renewed_s``: the deadline for a
@@ -204,7 +211,7 @@ class AsyncStepStream:
         """Take in the oldest answers where too many steps are in flight and the caller collects none."""
         while self._book.is_full and self._book.under_way[0].is_quiet:
             try:
-                await self.collect(self._book.under_way[0], None)
+                await self._collect(self._book.under_way[0], None)
             except DeadlineExceeded:
                 raise
             except CacheClientError as refusal:  # what it carried is sent again, or was lost with the lease

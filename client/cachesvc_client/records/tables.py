@@ -79,11 +79,6 @@ class BlockTable:
         self.cells = grown
 
 
-def cells_of(tables: Iterable[BlockTable]) -> list[Pages]:
-    """Pages of each table, to be read at once."""
-    return [table.cells[: table.blocks] for table in tables]
-
-
 def append_each(tables: Iterable[BlockTable], positions: Iterable[int], pages: Iterable[int]) -> None:
     """Write a page at the end of each table or behind it: one loop, for a call for each costs as much again."""
     for table, at, page in zip(tables, positions, pages, strict=True):

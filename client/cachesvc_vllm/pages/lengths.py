@@ -18,9 +18,7 @@ def computed_blocks(
     return min(max(0, computed_tokens - in_flight_tokens - redrafted_tokens) // block_tokens, keys)
 
 
-def fills_nothing(
-    request: Any, pages: RequestPages, new_tokens: int, lookahead_tokens: int, block_tokens: int
-) -> bool:
+def fills_nothing(request: Any, pages: RequestPages, new_tokens: int, lookahead_tokens: int, block_tokens: int) -> bool:
     """Return True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs: it has a slot for
     each token, and vLLM has reported the blocks that are full. That is most of what decoding costs there, in most
     iterations. False for requests with windows or states, which are freed there."""

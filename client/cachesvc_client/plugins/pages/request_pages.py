@@ -24,7 +24,6 @@ from cachesvc_client import Sequence as DaemonSequence
 from cachesvc_client.layouts.parts import Parts
 from cachesvc_client.plugins.pages.group_tables import EngineGroups, GroupTable, Growth, Positions
 from cachesvc_client.plugins.pages.wish import Wish
-from cachesvc_client.records.tables import cells_of
 
 MATCH_HOLDS_S = 0.05
 """A request that waits for room is matched again after so long: others may have computed more of it by then."""
@@ -336,9 +335,9 @@ class RequestPages:
         assert self.sequence is not None
         if self.tail is not None and self.lacks_tail:
             self.tail.take_cells()
-        if self.sequence.record.blocks <= self.rows:
+        if self.sequence.blocks <= self.rows:
             return
-        tables = cells_of(self.sequence.record.tables)
+        tables = self.sequence.tables
         self.pages += self.lead_parts.pages(tables, len(self.pages))
         for each in self.others:
             each.read(tables, self.loaded_blocks)
