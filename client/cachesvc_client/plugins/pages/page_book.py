@@ -1,9 +1,9 @@
-"""Page accounting of an engine: the daemon grants a request's pages, and one step an iteration reports their use.
+"""Page accounting of an engine: the daemon grants a request's pages, and steps of its iterations report their use.
 
 Used from the engine's scheduler thread alone, which waits for the daemon only while nothing runs, or where a running
 request would be preempted otherwise (``steps/outbox.py``):
 
-    a request comes       its match is sent, with those of others that have come
+    a request comes       its match is sent while nothing runs; else, with those of others, when the first is scheduled
     it is scheduled       its match is there, and its pages are in stock or were asked for ahead; else it comes again
     an iteration is made  growth, computed blocks and ended requests are reported; the answer fills the stock
 
