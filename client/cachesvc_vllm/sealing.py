@@ -47,6 +47,8 @@ class Sealing:
     def seal_filled(self, filling: dict[str, tuple[Any, int]]) -> None:
         """Seal what an output has computed of requests that have full blocks, by id and up to where; those are taken
         out that have no more of them."""
+        if not filling:
+            return
         for request_id, (request, full_blocks) in list(filling.items()):
             if request.is_finished() or self.seal(request) >= full_blocks or self._book.find(request_id) is None:
                 del filling[request_id]

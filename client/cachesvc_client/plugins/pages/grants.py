@@ -82,9 +82,10 @@ class Grants:
     def has_stock(self, request: RequestPages, growth: Growth) -> bool:
         """True where the stock has enough for a request; a hit's own pages must be asked for first."""
         assert request.sequence is not None
-        if request.sequence.record.blocks < request.sequence.hit_blocks or request.is_growing:
+        record = request.sequence.record
+        if record.blocks < record.matched.device_blocks + record.matched.host_blocks or request.is_growing:
             return False
-        if request.lacks_tail and request.has_lent_tail:
+        if request.tail is not None and request.lacks_tail and request.has_lent_tail:
             return False
         return self.stock_pages >= request.missing_pages(growth)
 

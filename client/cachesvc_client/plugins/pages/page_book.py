@@ -93,11 +93,10 @@ class PageBook:
         return self._grants.outbox
 
     def expect(self, request_id: str, wish: Wish) -> None:
-        """Note a request. It is matched at once while nothing runs, else with all that have come by the time that the
-        engine schedules."""
+        """Note a request. The first that comes while nothing runs is matched at once; others are, with all that have
+        come, when the engine schedules one of them."""
         self._matches.expect(request_id, wish)
-        if not self.outbox.runs() and self.is_with_daemon():
-            self.outbox.poll()
+        if not (self._matches.are_under_way or self.outbox.runs()) and self.is_with_daemon():
             self._send_matches()
 
     def begin(self, request_id: str, wish: Wish) -> RequestPages:

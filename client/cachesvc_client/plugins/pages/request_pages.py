@@ -318,6 +318,8 @@ class RequestPages:
     def missing_pages(self, growth: Growth) -> int:
         """Number of pages that it takes to grow so far."""
         rows = max(0, growth.blocks - self.rows) + self.lacks_tail
+        if not self.others:
+            return rows * self.lead_parts.count
         return rows * self.row_pages + sum(map(len, growth.positions.values()))
 
     def _lacking(self, states: Positions) -> dict[int, list[int]]:
@@ -335,7 +337,7 @@ class RequestPages:
         assert self.sequence is not None
         if self.tail is not None and self.lacks_tail:
             self.tail.take_cells()
-        if self.sequence.blocks <= self.rows:
+        if self.sequence.blocks * self.lead_parts.count <= len(self.pages):
             return
         tables = self.sequence.tables
         self.pages += self.lead_parts.pages(tables, len(self.pages))

@@ -114,15 +114,18 @@ class Untold:
 
     def begin_step(self) -> None:
         """Note that what is fresh was said without an output: kernels of the last output were the last to write it."""
-        self._late.add(self._fresh)
+        if self.is_late:
+            self._late.add(self._fresh)
 
     def begin_output(self) -> None:
         """An output has come: all kernels before its step's have ended."""
-        self.ready.add(self._late)
+        if self.is_late:
+            self.ready.add(self._late)
 
     def end_output(self, *, computes: bool) -> None:
         """Note the end of an output. Without ``computes`` workers have waited for all kernels."""
-        (self._late if computes else self.ready).add(self._fresh)
+        if self.is_late:
+            (self._late if computes else self.ready).add(self._fresh)
 
     def settle(self) -> None:
         """Let all be used by this engine itself, whose kernels run one after another."""
