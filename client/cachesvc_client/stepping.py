@@ -28,6 +28,11 @@ class PendingStep:
         """
         return drive(self._calls.results(timeout_s))
 
+    @property
+    def is_answered(self) -> bool:
+        """True once its answer was taken in, or none will come: ``results`` tells at once."""
+        return self._calls.is_answered
+
     def poll(self) -> bool:
         """Take in answers that have come, without waiting; True once this step's is among them, or none will come.
         ``results`` then tells at once."""
@@ -52,6 +57,11 @@ class StepStream:
         """Device pages of each group that eviction could give, as ``free_pages``: their blocks are unpinned. Some take
         a transfer, such as their write-back, before they are free."""
         return self._calls.evictable_pages
+
+    @property
+    def is_silent(self) -> bool:
+        """True where no answer has come that was not taken in."""
+        return self._calls.is_silent
 
     def resize(self, stock_pages: int | Seq[int], due_blocks: int = 0) -> None:
         """Keep ``stock_pages`` in stock from the next step on, for every group or for each; it gives back what is above

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 def expected_of(request: Any, patience_s: float, block_tokens: int) -> Expected | None:
     """Read what another node computes of a request, as a router says; None: nothing, or nothing that can be read."""
     params = request.kv_transfer_params
-    if not isinstance(params, Mapping):
+    if not params or not isinstance(params, Mapping):
         return None
     if params.get("do_remote_prefill"):
         return _expected(request, params, patience_s, block_tokens, is_computed=True)
@@ -45,7 +45,9 @@ def retention_of(request: Any) -> Retention:
     """Return the client's hint on a request's blocks: ``retention`` in its ``kv_transfer_params``, "once" or "keep".
     Another word is logged and ignored: a hint fails no request."""
     params = request.kv_transfer_params
-    said = params.get("retention", Retention.DEFAULT.value) if isinstance(params, Mapping) else Retention.DEFAULT.value
+    if not params or not isinstance(params, Mapping) or "retention" not in params:
+        return Retention.DEFAULT
+    said = params["retention"]
     try:
         return Retention(said)
     except ValueError:
@@ -78,7 +80,7 @@ def hands_over(request: Any) -> bool:
     """Return True for a request that is prefilled for another engine: a router says so, and it ends with its prompt, so
     that nothing is written behind that."""
     params = request.kv_transfer_params
-    is_asked = isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
+    is_asked = bool(params) and isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
     return is_asked and request.max_tokens == 1
 
 
@@ -93,7 +95,7 @@ def answer_of(request: Any, address: str, engine_id: str, ranks: int) -> dict[st
     """Answer a router that asked where the decoding engine finds the blocks; None: it did not. ``address``: where this
     engine's daemon lends."""
     params = request.kv_transfer_params
-    if not isinstance(params, Mapping) or not params.get("do_remote_decode") or not address:
+    if not params or not isinstance(params, Mapping) or not params.get("do_remote_decode") or not address:
         return None
     if request.status.name == ABORTED:
         return None

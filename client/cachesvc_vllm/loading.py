@@ -59,9 +59,11 @@ class Loading:
 
     def is_awaited(self, request: RequestPages, running: Collection[str]) -> bool:
         """True where vLLM is to schedule a request once its load has come; False where it has none, or an early one."""
+        if not request.host_blocks:
+            return False
         is_early = (not running and self.waiting <= {request.request_id}) or self._is_short(request)
         self._early_next = request.request_id if is_early and self._block_bytes else ""
-        return request.host_blocks > 0 and not self._early_next
+        return not self._early_next
 
     def _is_short(self, request: RequestPages) -> bool:
         """True where a step with others may wait for a request's load: no longer one is before it on the link."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -23,9 +23,11 @@ from cachesvc_vllm.loading import Loading
 from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
-from cachesvc_vllm.pages.lengths import blocks_wanted, computed_blocks, fills_nothing
+from cachesvc_vllm.pages.lengths import blocks_wanted, fills_nothing
 from cachesvc_vllm.pages.state_cells import StateCells
+from cachesvc_vllm.sealing import Sealing
 from cachesvc_vllm.steps.first_token import FirstToken
+from cachesvc_vllm.steps.pace import Pace
 from cachesvc_vllm.transfers import StepTransfers
 from cachesvc_vllm.waiting import free_waiting
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
@@ -69,6 +71,7 @@ class SchedulerSide:
         self._book.salt = self._weights.salt
         keys = self._book.keys
         self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)
+        self._sealing = Sealing(self._book, self._keys, self._announcer, block_tokens, lookahead_tokens)
         has_whole = len(self._book.groups.parts) == 1 and block_tokens > 1 and not lookahead_tokens
         wished, has_tails = (self._keys, settings, self._announcer, step_tokens, block_tokens), has_whole and not drafts
         self._wishes = Wishes(*wished, has_whole=has_whole, has_tails=has_tails)
@@ -85,7 +88,8 @@ class SchedulerSide:
         self._wanted: Callable[..., int] = partial(blocks_wanted, block_tokens=block_tokens, step_tokens=first_tokens)
         self._unfinished: dict[str, Any] = {}
         self._put_off: set[str] = set()
-        self._first_token, self._watch, self._stats = FirstToken(), Stopwatch(), CacheStats()
+        self._first_token, self._pace = FirstToken(), Pace()
+        self._watch, self._stats = Stopwatch(), CacheStats()
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
@@ -144,6 +148,10 @@ class SchedulerSide:
         assert pool is not None
         if self._loading.is_void(pages):
             return None
+        if pages is not None and self._book.goes_on and not (local or external):
+            new, ahead, block_tokens = num_new_tokens, num_lookahead_tokens, self._block_tokens
+            if fills_nothing(request, pages, new, ahead, block_tokens):
+                return self._manager.empty_kv_cache_blocks
         if pages is not None and not pages.taken:
             taken_blocks = pages.blocks_of(local + external, self._block_tokens)
             if taken_blocks < pages.hit_blocks + pages.host_blocks:
@@ -160,9 +168,6 @@ class SchedulerSide:
         wanted = self._wanted(request, new, external_tokens=awaited, lookahead_tokens=num_lookahead_tokens)
         asked = (request, num_new_tokens, local, new_computed_blocks, num_lookahead_tokens, external, *args)
         if pages is not None and self._book.has(pages, wanted, states):
-            may_skip = pages.taken_blocks >= wanted and not pages.others  # windows are freed there
-            if may_skip and fills_nothing(request, pages.full_blocks, num_new_tokens, self._block_tokens):
-                return self._manager.empty_kv_cache_blocks
             pool.schedule(pages)
             pool.now.counts_own = True
             blocks = self._allocate(*asked, **kwargs)
@@ -216,7 +221,7 @@ class SchedulerSide:
         pages = self._book.find(request.request_id)
         if pages is not None and self._loading.begin(pages, external_tokens, self._block_tokens, self._stats):
             tokens = min(pages.loaded_blocks * self._block_tokens, request.num_tokens)
-            self._count(request, "host_tokens", tokens - pages.hit_blocks * self._block_tokens)
+            self._count(request, host_tokens=tokens - pages.hit_blocks * self._block_tokens)
 
     def note_ends(self, ended: Collection[str], failed: Collection[str], invalid_pages: Collection[int]) -> None:
         """Loads of these requests have ended, ours or a sibling's, and an output lacked these pages. vLLM schedules
@@ -235,10 +240,10 @@ class SchedulerSide:
         self._dropped = Dropped.REPEATED if repeats else Dropped.LOST
 
     def take_transfers(self, *, is_empty: bool) -> StepTransfers:
-        """Message to the workers, once an iteration is scheduled: report the last one to the daemon, or later where a
-        lone request needs its first token."""
+        """Message to the workers, once an iteration is scheduled: report the last ones to the daemon, or later
+        (``Pace``, and where a lone request needs its first token)."""
         with self._watch:
-            if self._first_token.may_report():
+            if self._first_token.may_report() and self._pace.is_due(is_urgent=self._book.is_urgent):
                 self._book.flush()
         return self._loading.take_step(is_empty=is_empty, next_lease=self.next_lease)
 
@@ -249,15 +254,8 @@ class SchedulerSide:
             self._put_off.discard(request.request_id)
             self._book.without_host.discard(request.request_id)
             self._loading.forget(request.request_id)
-            keys, pages = self._keys.of(request), self._book.find(request.request_id)
-            self._keys.forget(request.request_id)
-            if pages is None:
-                self._book.forget(request.request_id)
-            else:
-                self._seal(request, keys)
-                tail_keys = self._wishes.tail_keys(request)
-                self._book.seal(pages, min(len(tail_keys), pages.taken_blocks), tail_keys)
-                self._book.finish(pages, request.num_output_tokens)
+            self._wishes.forget(request.request_id)
+            self._sealing.end(request, self._wishes.tail_keys(request))
             if self._announcer is not None:
                 self._announcer.drop(request.request_id)
 
@@ -268,10 +266,7 @@ class SchedulerSide:
         computes = self._vouching.end_step(dropped)
         with self._watch:
             self._book.untold.begin_output()
-            filling = self._pool.now.filling
-            for request_id, (request, full_blocks) in list(filling.items()):
-                if request.is_finished() or self._seal(request) >= full_blocks or self._book.find(request_id) is None:
-                    del filling[request_id]
+            self._sealing.seal_filled(self._pool.now.filling)
             self._book.untold.end_output(computes=computes)
             is_first = self._first_token.take_output()
             if not self._unfinished:  # there may be no iteration after this
@@ -304,10 +299,11 @@ class SchedulerSide:
         self._wishes.close()
         self._node.close()
 
-    def _count(self, request: Any, name: str, tokens: int) -> None:
+    def _count(self, request: Any, **tokens: int) -> None:
         """Tokens of an admission. What a request finds again after a preemption or a failed load is no prompt's hit."""
-        again = request.num_preemptions or request.request_id in self._book.without_host
-        self._stats.data[f"preempted_{name}" if again else name] += tokens
+        is_again = request.num_preemptions or request.request_id in self._book.without_host
+        for name, count in tokens.items():
+            self._stats.data[f"preempted_{name}" if is_again else name] += count
 
     def _look(self) -> None:
         """Check the lease once in an iteration, before it schedules anything: lost pages are used no more."""
@@ -356,9 +352,9 @@ class SchedulerSide:
             self._unfinished[request.request_id] = request
             self._first_token.admit(is_alone=len(self._unfinished) == 1)
             self._put_off.discard(request.request_id)
-            self._count(request, "asked_tokens", request.num_tokens)
-            self._count(request, "device_tokens", min(pages.hit_blocks * self._block_tokens, request.num_tokens))
-            self._count(request, "lost_tokens", pages.lost_blocks * self._block_tokens)
+            tokens, block_tokens = request.num_tokens, self._block_tokens
+            in_place, lost = min(pages.hit_blocks * block_tokens, tokens), pages.lost_blocks * block_tokens
+            self._count(request, asked_tokens=tokens, device_tokens=in_place, lost_tokens=lost)
         return blocks
 
     def _reserve(self, request: Any, blocks: int, states: Positions) -> RequestPages | None:
@@ -376,23 +372,6 @@ class SchedulerSide:
         if self._book.is_adrift:
             free_waiting(self._manager, self._book, self._unfinished, self._loading)
         return None
-
-    def _seal(self, request: Any, keys: Sequence[bytes] | None = None) -> int:
-        if keys is None:
-            keys = self._keys.of(request)
-        full_blocks = computed_blocks(
-            computed_tokens=request.num_computed_tokens,
-            in_flight_tokens=request.num_in_flight_tokens,
-            block_tokens=self._block_tokens,
-            keys=len(keys),
-            redrafted_tokens=max(0, self._lookahead_tokens - 1),
-        )
-        pages = self._book.find(request.request_id)
-        if pages is not None:
-            if self._announcer is not None:
-                self._announcer.note(request, keys, pages.salt)
-            self._book.seal(pages, min(full_blocks, pages.taken_blocks), keys)
-        return full_blocks
 
     def _leave_if_back(self) -> None:
         """Return after a loss: once there is a new lease, preempt everything; then ask the workers to move."""

@@ -54,16 +54,33 @@ class Wishes:
         self._has_tails = has_tails
         self._patience_s = settings.remote_patience_ms / 1000
         self._adapters = Adapters(get_adapter_absolute_path)
+        self._kept: dict[str, tuple[tuple[int, int | None, bool], Wish]] = {}
 
     def of(self, request: Request, most_tokens: int | None, *, may_hit: bool) -> Wish | None:
-        """Return what a request is matched for, at most ``most_tokens`` of it; None while its adapter is read."""
+        """Return what a request is matched for, at most ``most_tokens`` of it; None while its adapter is read. A
+        request that waits is asked for in each iteration: one without adapter keeps its last match."""
+        asked = int(request.num_tokens), most_tokens, may_hit
+        kept = self._kept.get(request.request_id)
+        if kept is not None and kept[0] == asked:
+            wish: Wish | None = kept[1]
+        else:
+            wish = self._make(request, most_tokens, may_hit=may_hit)
+            if wish is not None and request.lora_request is None:
+                self._kept[request.request_id] = asked, wish
+        if wish is not None and self._announcer is not None:
+            self._announcer.note(request, wish.hashes, wish.salt)
+        return wish
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._kept.pop(request_id, None)
+
+    def _make(self, request: Request, most_tokens: int | None, *, may_hit: bool) -> Wish | None:
         salt = self._adapters.salt(request.lora_request)
         if salt is None:
             return None
         salt = self._media.salt(request.mm_features, salt)
         keys = self._keys.of(request)
-        if self._announcer is not None:
-            self._announcer.note(request, keys, salt)
         first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
         expected, retention = expected_of(request, self._patience_s, self._block_tokens), retention_of(request)
         if may_hit and most_tokens is None and (tail := self._tail(request, keys, expected)) is not None:
@@ -86,10 +103,12 @@ class Wishes:
 
     def _tail(self, request: Request, keys: Sequence[bytes], expected: Expected | None) -> Tail | None:
         """The tail that a prompt may find: the same one was handed over before, or now it is."""
+        if not self._has_tails:
+            return None
         follows = expected is not None and not expected.is_computed and expected.blocks == len(keys)
         comes = hands_over(request) or follows or (expected is not None and not expected.blocks)
         is_prompt = request.num_tokens == request.num_prompt_tokens
-        return tail_of(request, keys, self._block_tokens) if self._has_tails and comes and is_prompt else None
+        return tail_of(request, keys, self._block_tokens) if comes and is_prompt else None
 
     def _whole_blocks(self, request: Request) -> int:
         """Number of blocks of a request that ends with one, where a hit may have all of them."""

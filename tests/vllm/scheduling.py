@@ -176,7 +176,9 @@ class Engine:
         """Kernels take longer than the daemon's making room, too."""
         book = self.connector._scheduler._book  # noqa: SLF001 - as its hooks do, which come once in an iteration
         while not (book.outbox.is_empty and book._lease.record.stock.is_full):  # noqa: SLF001
-            book.top_up()
+            book.outbox.poll()
+            if book.outbox.is_empty:
+                book.flush()
 
     def waiting_for_loads(self) -> int:
         """Number of requests that are being loaded from the host."""

@@ -72,7 +72,9 @@ class Shape:
     def layout(self) -> Layout:
         """Layout that its engine registers."""
         if len(self.groups) == 1:
-            return Layout(BLOCK_TOKENS, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (self.page_bytes,), "uint8"),))
+            return Layout(
+                self.block_tokens, 1, (PlaneGroup(GROUP),), (Plane("kv", 0, GROUP, (self.page_bytes,), "uint8"),)
+            )
         groups, planes = [], []
         for index, each in enumerate(self.groups):
             group = PlaneGroup(f"g{index}", window_tokens=each.window_tokens, is_state=each.is_state, pool=POOL)

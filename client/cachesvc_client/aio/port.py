@@ -156,6 +156,11 @@ class AsyncLine:
         """Send a request after those before it."""
         self._requests.put_nowait(request)
 
+    @property
+    def is_silent(self) -> bool:
+        """False where ``get`` has something to tell at once."""
+        return self._answers.empty()
+
     async def get(self, deadline_s: float | None) -> Any:
         """The next answer, how the stream ended, NUDGE, or None at the deadline."""
         try:

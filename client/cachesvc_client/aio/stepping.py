@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import Any
 
 import grpc
@@ -36,15 +35,24 @@ class AsyncPendingStep:
     """A step that was sent."""
 
     def __init__(
-        self, collect: Callable[[float | None], Awaitable[list[Any]]], poll: Callable[[], Awaitable[bool]]
+        self,
+        step: SentStep,
+        collect: Callable[[SentStep, float | None], Awaitable[list[Any]]],
+        poll: Callable[[SentStep], Awaitable[bool]],
     ) -> None:
+        self._step = step
         self._collect = collect
         self._poll = poll
+
+    @property
+    def is_answered(self) -> bool:
+        """True once its answer was taken in, or none will come: ``results`` tells at once."""
+        return self._step.is_answered
 
     async def poll(self) -> bool:
         """Take in answers that have come, without waiting; True once this step's is among them, or none will come.
         ``results`` then tells at once."""
-        return await self._poll()
+        return await self._poll(self._step)
 
     async def results(self, timeout_s: float | None = None) -> list[Any]:
         """Results of the batch's operations, one each, in order: a result, or a CacheClientError (not raised). Answers
@@ -53,7 +61,7 @@ class AsyncPendingStep:
         Raises DeadlineExceeded (ask again for the same step), DaemonUnavailable, and what refused the step as a whole,
         such as LeaseLost.
         """
-        return await self._collect(timeout_s)
+        return await self._collect(self._step, timeout_s)
 
 
 class AsyncStepStream:
@@ -116,8 +124,12 @@ class AsyncStepStream:
         if not self._is_ready:
             await self._make_way()
             await self._choose_way()
-        step = self._enter(batch)
-        return AsyncPendingStep(partial(self._collect, step), partial(self._poll, step))
+        return AsyncPendingStep(self._enter(batch), self._collect, self._poll)
+
+    @property
+    def is_silent(self) -> bool:
+        """True where no answer has come that was not taken in."""
+        return self._line is not None and self._line.is_silent
 
     async def tell(self) -> None:
         """Send growth, and releases that waited for launches, in a step whose results are not collected. Raises as
@@ -149,15 +161,17 @@ class AsyncStepStream:
         await self.close()
 
     async def _collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
-        """Take in answers until that of ``step`` has come; its results."""
-        limit_s = self._calls.connection.timeouts.step_s if timeout_s is None else timeout_s
-        deadline_s = time.monotonic() + limit_s
-        if not await self._take_until(step, deadline_s, deadline_s):
-            raise DeadlineExceeded(f"no answer to the step within {limit_s:g} s; ask again for its results")
+        """Take in answers until that of ``step`` has come; its results. Raises as ``AsyncPendingStep.results``."""
+        if not step.is_answered:
+            limit_s = self._calls.connection.timeouts.step_s if timeout_s is None else timeout_s
+            deadline_s = time.monotonic() + limit_s
+            if not await self._take_until(step, deadline_s, deadline_s):
+                raise DeadlineExceeded(f"no answer to the step within {limit_s:g} s; ask again for its results")
         return step.outcome()
 
     async def _poll(self, step: SentStep) -> bool:
-        """Take in what has come. A stream that broke is opened again, which takes its time."""
+        """Take in what has come; True once the answer to ``step`` is among it. A stream that broke is opened again,
+        which takes its time."""
         now_s = time.monotonic()
         if self._line is None:
             return step.is_answered

@@ -209,7 +209,10 @@ class UntoldGrowth:
             return
         if min(counts) < 1:
             raise InvalidRequest(f"a sequence grows by at least 1 block, got {min(counts)}")
-        if len(records) > 1 and len(set(records)) < len(records):
+        if len(records) == 1:
+            self._grow_alone(stock, records[0], counts[0], positions)
+            return
+        if len(set(records)) < len(records):
             raise InvalidRequest("a sequence is named twice in one call; say how many blocks it grows by")
         has_repeats = self._has_repeats
         for record in records:
@@ -234,6 +237,25 @@ class UntoldGrowth:
                 record.growth_step = self.step
             self._has_repeats = has_repeats
             self._entries.extend(records, counts, uptos, cells)
+
+    def _grow_alone(self, stock: Stock, record: SequenceRecord, count: int, positions: Positions) -> None:
+        if record.is_released or record.ends_after or record.failure is not None or record.allocations:
+            record.require_growable()
+        first = record.tables[0].blocks
+        cells = stock.take(count, first, growth_positions(self._layout, positions))
+        for group, _, pages, _ in cells:
+            record.tables[group].put(first, pages)
+        with self._lock:
+            if record.growth_step == self.step:
+                self._has_repeats = True
+            record.growth_step = self.step
+            entries = self._entries
+            entries.owners.append(record)
+            entries.counts.append(count)
+            entries.uptos.append(first + count)
+            for group, _, pages, generations in cells:
+                entries.pages[group].extend(pages)
+                entries.generations[group].extend(generations)
 
     def withdraw(self, leaving: Iterable[SequenceRecord]) -> None:
         """Tell nothing of sequences that end: what they took goes back to the stock with the end."""

@@ -118,7 +118,7 @@ class StepBook:
                 for owner in each.owners:
                     owner.last_step = number
         for _, operation in operations:
-            request.operations.append(_as_message(operation))
+            _add_message(request, operation)
             if isinstance(operation.owner, SequenceRecord):
                 operation.owner.last_step = number
                 if operation.method is RELEASE_CALL:
@@ -255,9 +255,8 @@ def _take(operation: Operation[Any], result: cache_pb2.OperationResult) -> Any:
     return error
 
 
-def _as_message(operation: Operation[Any]) -> cache_pb2.StepOperation:
+def _add_message(step: cache_pb2.StepRequest, operation: Operation[Any]) -> None:
     field_name = operation.method.step_field
     if not field_name:
         raise InvalidRequest(f"a step cannot carry {operation.method.name}")
-    fields: dict[str, Any] = {field_name: operation.request}
-    return cache_pb2.StepOperation(**fields)
+    getattr(step.operations.add(), field_name).CopyFrom(operation.request)

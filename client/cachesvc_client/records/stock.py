@@ -26,7 +26,8 @@ class Stock:
             raise InvalidRequest(f"a stock's targets cannot be negative, got {list(targets)}")
         self.due = 0
         self._pools = tuple(map(tuple, pools)) or tuple((group,) for group in range(len(targets)))
-        self._at = {group: at for at, groups in enumerate(self._pools) for group in groups}
+        at_of = {group: at for at, groups in enumerate(self._pools) for group in groups}
+        self._at = [at_of[group] for group in range(len(targets))]
         self._set(targets)
         self._pages = [array("i") for _ in self._pools]
         self._generations = [array("I") for _ in self._pools]
@@ -42,7 +43,11 @@ class Stock:
     @property
     def pages(self) -> tuple[int, ...]:
         """Number of pages in the stock of each group's pool."""
-        return tuple(len(self._pages[self._at[group]]) for group in range(len(self.targets)))
+        return tuple(map(self.count, range(len(self.targets))))
+
+    def count(self, group: int) -> int:
+        """Return the number of pages in the stock of a group's pool."""
+        return len(self._pages[self._at[group]])
 
     def aim(self, targets: Sequence[int]) -> None:
         """Set other targets: steps fill up to them, and give back what is above. Raises InvalidRequest."""
@@ -98,21 +103,19 @@ class Stock:
         Raises StockEmpty, and takes nothing, if a pool is short; InvalidRequest."""
         if blocks < 1:
             raise InvalidRequest(f"take at least 1 block, got {blocks}")
-        last = first_block + blocks
-        for group, named in positions.items():
-            if any(not first_block <= position < last for position in named) or len(set(named)) < len(named):
-                raise InvalidRequest(
-                    f"positions of group {group} must be of the new blocks [{first_block}, {last}), each once; got "
-                    f"{list(named)[:8]}"
-                )
+        if positions:
+            _check_positions(positions, first_block, first_block + blocks)
         self.require(blocks, positions)
         cells = []
-        for group in range(len(self.targets)):
-            mine = positions.get(group)
-            pages, generations = self._take(group, blocks if mine is None else len(mine))
+        for group, at in enumerate(self._at):
+            mine = positions.get(group) if positions else None
+            count = blocks if mine is None else len(mine)
+            pages, generations = self._pages[at], self._generations[at]
+            taken, told = pages[:count], generations[:count]
+            del pages[:count], generations[:count]
             if mine is not None:
-                pages, generations = _spread(pages, generations, blocks, first_block, mine)
-            cells.append(GroupCells(group, first_block, tuple(pages), tuple(generations)))
+                taken, told = _spread(taken, told, blocks, first_block, mine)
+            cells.append(GroupCells(group, first_block, tuple(taken), tuple(told)))
         return tuple(cells)
 
     def require(self, blocks: int, positions: Positions = NO_POSITIONS) -> None:
@@ -121,7 +124,7 @@ class Stock:
             needed = blocks * len(groups)
             if positions:
                 needed = sum(len(positions[group]) if group in positions else blocks for group in groups)
-            if len(pages) < needed:
+            if needed > len(pages):
                 raise StockEmpty.from_message(
                     f"wanted {blocks} blocks of the stock, which has {list(self.pages)} pages by group (targets "
                     f"{list(self.targets)}); allocate, or go on after the next step"
@@ -136,12 +139,14 @@ class Stock:
                 del pages[:], generations[:]
         return tuple(drained)
 
-    def _take(self, group: int, count: int) -> tuple[array[int], array[int]]:
-        at = self._at[group]
-        pages, generations = self._pages[at], self._generations[at]
-        taken = pages[:count], generations[:count]
-        del pages[:count], generations[:count]
-        return taken
+
+def _check_positions(positions: Positions, first_block: int, last: int) -> None:
+    for group, named in positions.items():
+        if any(not first_block <= position < last for position in named) or len(set(named)) < len(named):
+            raise InvalidRequest(
+                f"positions of group {group} must be of the new blocks [{first_block}, {last}), each once; got "
+                f"{list(named)[:8]}"
+            )
 
 
 def _spread(

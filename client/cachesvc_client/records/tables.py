@@ -45,8 +45,12 @@ class BlockTable:
         """Write cells from ``first_block`` on; the table grows to hold them."""
         end = first_block + len(pages)
         if self.blocks or first_block:
-            self.reserve(end)
-            self.cells[first_block:end] = pages
+            if end > len(self.cells):
+                self.reserve(end)
+            if len(pages) == 1:
+                self.cells[first_block] = pages[0]
+            else:
+                self.cells[first_block:end] = pages
         else:
             self.cells = np.array(pages, np.int32)
         self.blocks = max(self.blocks, end)

@@ -170,7 +170,7 @@ class SequenceView:
         self.record.maker.check()
         if self.record.is_swapped_out:
             raise Conflict(f"sequence {self.id} is swapped out and has no pages; swap it in first")
-        return tuple(table.pages for table in self.record.tables)
+        return tuple([table.pages for table in self.record.tables])
 
     @property
     def tickets(self) -> tuple[TicketView, ...]:

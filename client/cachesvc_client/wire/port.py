@@ -45,6 +45,10 @@ class StepLine(Protocol):
     def put(self, request: cache_pb2.StepRequest) -> None:
         """Send a step after those before it."""
 
+    @property
+    def is_silent(self) -> bool:
+        """False where ``get`` may have something to tell at once."""
+
     async def get(self, deadline_s: float | None) -> Any:
         """The next answer, a grpc.RpcError for how the stream ended, or None at the deadline."""
 
@@ -57,6 +61,10 @@ class Line(Protocol):
 
     metadata: Metadata
     is_lane: bool
+
+    @property
+    def is_silent(self) -> bool:
+        """False where ``get`` may have something to tell at once."""
 
     def put(self, request: Any) -> None:
         """Send a request after those before it."""

@@ -25,14 +25,14 @@ from cachesvc.model.words import NO_PAGE
 
 
 class RequestBlock(KVCacheBlock):  # type: ignore[misc]
-    """A page in the table of one request. ``table``: of its group, None for the leading one."""
+    """A page in the table of one request. ``table``: of its group, None for the leading one; ``uses``: its own."""
 
     __slots__ = ("position", "request", "table")
 
     def __init__(
-        self, page: int, request: RequestPages, pool: BlockPool, position: int, table: GroupTable | None = None
+        self, page: int, request: RequestPages, pool: BlockPool, position: int, table: GroupTable | None, uses: int
     ) -> None:
-        super().__init__(page, pool=pool)
+        super().__init__(page, uses, pool=pool)
         self.request = request
         self.position = position
         self.table = table
@@ -109,7 +109,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             page = request.pages[cell] if table is None else table.page_at(cell)
             if page == NO_PAGE:
                 return None
-            found.append(RequestBlock(page, request, self, cell, table))
+            found.append(RequestBlock(page, request, self, cell, table, 0))
         return found
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -142,10 +142,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             first, table = len(self.manager.req_to_blocks[request.request_id]), request.table_of(self.group)
             pages = table.take(first, num_blocks)
             self.book.hold(request, num_blocks)
-        blocks = [RequestBlock(page, request, self, first + at, table) for at, page in enumerate(pages)]
-        for block in blocks:
-            block.ref_cnt = 1
-        return blocks
+        return [RequestBlock(page, request, self, first + at, table, 1) for at, page in enumerate(pages)]
 
     def cache_full_blocks(
         self,

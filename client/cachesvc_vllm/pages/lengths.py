@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cachesvc_client.plugins.pages.request_pages import RequestPages
+
 
 def computed_blocks(
     *, computed_tokens: int, in_flight_tokens: int, block_tokens: int, keys: int, redrafted_tokens: int = 0
@@ -16,14 +18,15 @@ def computed_blocks(
     return min(max(0, computed_tokens - in_flight_tokens - redrafted_tokens) // block_tokens, keys)
 
 
-def fills_nothing(request: Any, full_blocks: int, new_tokens: int, block_tokens: int) -> bool:
-    """Return True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs, has a slot for each
-    token, and ``full_blocks`` full blocks that vLLM has reported: most of what decoding costs there, in most
-    iterations."""
-    if new_tokens <= 0:
+def fills_nothing(request: Any, pages: RequestPages, new_tokens: int, lookahead_tokens: int, block_tokens: int) -> bool:
+    """Return True where ``KVCacheManager.allocate_slots`` would do nothing for a request that runs: it has a slot for
+    each token, and vLLM has reported the blocks that are full. That is most of what decoding costs there, in most
+    iterations. False for requests with windows or states, which are freed there."""
+    if new_tokens <= 0 or not pages.taken or pages.others or pages.tail is not None:
         return False
     tokens = request.num_computed_tokens + new_tokens
-    return min(int(tokens) // block_tokens, len(request.block_hashes)) <= full_blocks
+    has_slots = tokens + lookahead_tokens <= pages.taken_blocks * block_tokens
+    return bool(has_slots and tokens < (pages.full_blocks + 1) * block_tokens)
 
 
 def blocks_wanted(

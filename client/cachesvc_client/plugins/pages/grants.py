@@ -47,12 +47,13 @@ class Grants:
         self._part, self._pack = part, pack
         self._clock = clock
         self._short_until_s = self._stocked_s = 0.0
+        self._aimed = (0, 0)
 
     def adopt(self, lease: Lease) -> None:
         """Go on under another lease."""
         self.demand.rest()
         self.outbox = Outbox(lease.step(self.demand.base), self.outbox.waits, self.outbox.runs)
-        self._lease = lease
+        self._lease, self._aimed = lease, (0, 0)
 
     @property
     def stream(self) -> StepStream:
@@ -76,14 +77,15 @@ class Grants:
         """Number of pages in the stock of the leading group's pool."""
         stock = self._lease.record.stock
         assert stock is not None
-        return stock.pages[self._lead]
+        return stock.count(self._lead)
 
     def has_stock(self, request: RequestPages, growth: Growth) -> bool:
         """True where the stock has enough for a request; a hit's own pages must be asked for first."""
         assert request.sequence is not None
-        if request.sequence.blocks < request.sequence.hit_blocks or request.is_growing:
+        record = request.sequence.record
+        if record.blocks < record.matched.device_blocks + record.matched.host_blocks or request.is_growing:
             return False
-        if request.lacks_tail and request.has_lent_tail:
+        if request.tail is not None and request.lacks_tail and request.has_lent_tail:
             return False
         return self.stock_pages >= request.missing_pages(growth)
 
@@ -100,7 +102,7 @@ class Grants:
                 request.tail.sequence.grow_from_stock()
                 self.demand.take(1)
             if new:
-                request.sequence.grow_from_stock(new, positions=growth.positions)
+                self._lease.record.grow((request.sequence.record,), (new,), growth.positions)
         except CacheClientError as error:
             refused("grow", request.request_id, error)
             return False
@@ -120,13 +122,25 @@ class Grants:
         stock = self._lease.record.stock
         if stock is None:  # the stream was closed
             return False
-        self.stream.resize(self.demand.target, self.demand.due)
+        self._aim()
         if stock.has_surplus:
             return True
         if stock.is_full or self._clock() < self._stocked_s:
             return False
         self._stocked_s = self._clock() + SHORT_PAUSE_S
         return True
+
+    def _aim(self) -> None:
+        aim = self.demand.target, self.demand.due
+        if aim != self._aimed:
+            self.stream.resize(*aim)
+            self._aimed = aim
+
+    @property
+    def is_low(self) -> bool:
+        """True where the stock may not last for an iteration."""
+        stock = self._lease.record.stock
+        return stock is not None and stock.blocks < self.demand.least
 
     @property
     def room(self) -> int | None:
@@ -151,7 +165,7 @@ class Grants:
         try:
             batch = self.stream.batch()
             put_reports(batch, self._part, self._pack)
-            self.stream.resize(self.demand.target, self.demand.due)
+            self._aim()
             self.outbox.send(batch, _take_report)
             self._part.clear()
         except CacheClientError as error:
@@ -185,10 +199,11 @@ class Grants:
             self.report()
         self.outbox.wait_if_idle(never)
 
-    def top_up(self) -> None:
-        """Take in what has come, and have the stock filled where the last step found too little."""
+    def top_up(self, *, are_waiting: bool) -> None:
+        """Take in what has come, and have the stock filled where the last step found too little: while requests wait,
+        or where the stock is low."""
         self.outbox.poll()
-        if self.outbox.is_empty and self.wants_stock:
+        if self.outbox.is_empty and (are_waiting or self.is_low) and self.wants_stock:
             self.report()
 
     def ask(

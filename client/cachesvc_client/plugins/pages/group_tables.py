@@ -34,7 +34,7 @@ class Growth(NamedTuple):
     """Length of a request's tables, and by state group the new blocks that get a page."""
 
     blocks: int
-    positions: dict[int, list[int]]
+    positions: Mapping[int, list[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,11 @@ class Matches:
         return bool(self._sent)
 
     @property
+    def are_waiting(self) -> bool:
+        """True while requests wait for their turn."""
+        return bool(self.ahead or self._coming)
+
+    @property
     def waiting_blocks(self) -> int:
         """First blocks of requests that wait for their turn, as far as they have none."""
         ahead = sum(max(0, each.first_blocks - each.rows) for each in self.ahead.values() if not each.is_coming)

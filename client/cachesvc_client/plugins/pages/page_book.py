@@ -1,9 +1,9 @@
-"""Page accounting of an engine: the daemon grants a request's pages, and one step an iteration reports their use.
+"""Page accounting of an engine: the daemon grants a request's pages, and steps of its iterations report their use.
 
 Used from the engine's scheduler thread alone, which waits for the daemon only while nothing runs, or where a running
 request would be preempted otherwise (``steps/outbox.py``):
 
-    a request comes       its match is sent, with those of others that have come
+    a request comes       its match is sent while nothing runs; else, with those of others, when the first is scheduled
     it is scheduled       its match is there, and its pages are in stock or were asked for ahead; else it comes again
     an iteration is made  growth, computed blocks and ended requests are reported; the answer fills the stock
 
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cachesvc_client import Lease, LeaseLost
+from cachesvc_client.plugins.pages.asking import Asking
 from cachesvc_client.plugins.pages.grants import Grants
 from cachesvc_client.plugins.pages.group_tables import NO_POSITIONS, AllParts, Positions, engine_groups
 from cachesvc_client.plugins.pages.matches import Matches, next_wish
@@ -59,6 +60,7 @@ class PageBook:
         self.without_host: set[str] = set()
         abandon = self.untold.ready.ended.append
         self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
+        self._asking = Asking(self._grants, self._matches, self._drop_idle)
         self._private, self.salt = PrivatePages(), b""
         self._way = GivingWay(clock)
         self.held_blocks = 0
@@ -91,10 +93,10 @@ class PageBook:
         return self._grants.outbox
 
     def expect(self, request_id: str, wish: Wish) -> None:
-        """Note a request. It is matched at once, or with those that come until the last match has its answer."""
+        """Note a request. The first that comes while nothing runs is matched at once; others are, with all that have
+        come, when the engine schedules one of them."""
         self._matches.expect(request_id, wish)
-        if self.is_with_daemon():
-            self.outbox.poll()
+        if not (self._matches.are_under_way or self.outbox.runs()) and self.is_with_daemon():
             self._send_matches()
 
     def begin(self, request_id: str, wish: Wish) -> RequestPages:
@@ -124,10 +126,15 @@ class PageBook:
         self._matches.forget(request_id)
         self._give_back(self._requests.pop(request_id, None))
 
+    @property
+    def goes_on(self) -> bool:
+        """True where requests that run may go on in their pages."""
+        return not self.is_adrift and not self.is_moving
+
     def has(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
         """True where a request that runs has these pages already, and may go on in them. A loss of the daemon is
         noticed elsewhere, in each iteration."""
-        return request.taken > 0 and request.has_pages(blocks, states) and not self.is_adrift and not self.is_moving
+        return request.taken > 0 and request.has_pages(blocks, states) and self.goes_on
 
     def is_ready(self, request: RequestPages, blocks: int) -> bool:
         """False where a request that waits would be scheduled with ``blocks`` blocks, and what the daemon has to say of
@@ -142,7 +149,7 @@ class PageBook:
             return True
         if any(each.is_state for each in request.others) and not request.host_blocks:
             return True  # how long its first chunk is, the engine knows alone
-        self._ask_ahead(request, blocks, NO_POSITIONS)
+        self._asking.ahead(request, blocks, NO_POSITIONS)
         return not request.is_growing
 
     def reserve(self, request: RequestPages, blocks: int, states: Positions = NO_POSITIONS) -> bool:
@@ -156,21 +163,22 @@ class PageBook:
         if self.is_moving or request.sequence is None:
             return False
         is_urgent = request.taken > 0 or not self.outbox.runs()
-        if request.is_growing and is_urgent:
-            self.outbox.wait(lambda: not request.is_growing)
         if request.is_growing:
-            return False
+            if is_urgent:
+                self.outbox.wait(lambda: not request.is_growing)
+            if request.is_growing:
+                return False
         request.take_cells()
         if request.has_pages(blocks, states) or self._grants.grow(request, blocks, states):
             return True
         if not is_urgent:
-            self._ask_ahead(request, blocks, states)
+            self._asking.ahead(request, blocks, states)
             return False
         if self.untold.ready.ended or self.untold.ready.dead:  # the engine has freed pages for this
             self._grants.report()
         elif self._grants.is_short:
             return False
-        if self._ask(request, blocks, states):
+        if self._asking.now(request, blocks, states):
             return True
         self._grants.pause()
         return False
@@ -224,8 +232,9 @@ class PageBook:
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         """The first ``blocks`` blocks are computed: all engines' from the next ``flush`` on."""
         if blocks > request.wanted and request.is_shared and not self.is_adrift:
+            states = request.take_states(blocks) if request.others else {}
+            self.untold.seal(request, Sealing(blocks, hashes, states), is_prompt=blocks > request.wanted + 1)
             request.wanted = blocks
-            self.untold.seal(request, Sealing(blocks, hashes, request.take_states(blocks)))
 
     def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
         """Count the blocks that the engine may take, ``request``'s reservation and its untouched hits included."""
@@ -247,7 +256,8 @@ class PageBook:
             self.outbox.wait()
             self._grants.demand.rest()
         else:
-            self._send_matches(self._matches.stale(self.outbox, self._clock()))
+            if self._matches.are_waiting:
+                self._send_matches(self._matches.stale(self.outbox, self._clock()))
             running = len(self._requests) - len(self._matches.ahead)
             self._grants.demand.look(running, self._matches.waiting_blocks)
         self._grants.report_if_due()
@@ -257,10 +267,16 @@ class PageBook:
         self.untold.begin_step()
         self._matches.step += 1
 
+    @property
+    def is_urgent(self) -> bool:
+        """True where ``flush`` has more to tell than what decoding leaves, or the stock may not last."""
+        return self._matches.are_waiting or self.untold.ready.is_urgent or self._grants.is_low
+
     def top_up(self) -> None:
-        """Take in what has come, and have the stock filled where the last step found too little."""
+        """Take in what has come, and have the stock filled where the last step found too little for what waits, or
+        much too little."""
         if self.is_with_daemon():
-            self._grants.top_up()
+            self._grants.top_up(are_waiting=self._matches.are_waiting)
 
     def ask_room(self) -> None:
         """Have the daemon say anew what is free: the engine found it too little, and others may have ended since."""
@@ -344,37 +360,6 @@ class PageBook:
             self._give_back(self._requests.get(request.request_id))
             self._requests[request.request_id] = request
         return bool(sent)
-
-    def _ask_ahead(self, request: RequestPages, blocks: int, states: Positions) -> None:
-        """Ask the daemon for pages of a request that waits, and go on. Where it had none, take those of the stock, and
-        first give back what other requests hold that wait."""
-        if request.is_growing or self._grants.is_short or not self.outbox.has_room:
-            return
-        if request.was_refused:
-            request.was_refused = False
-            self._drop_idle(request)
-            self._grants.grow_some(request, blocks)
-        self._grants.ask(request, blocks, states, self._matches.wanting(request), no_wait=True)
-
-    def _ask(self, request: RequestPages, blocks: int, states: Positions) -> bool:
-        """Ask the daemon for pages; where it has too few, with what this engine can spare: hits of requests that wait,
-        and its stock. True once the request has them; False at once where an answer does not come in time."""
-        if self._allocate(request, blocks, states):
-            return True
-        assert request.sequence is not None
-        if self._grants.is_late(request):
-            return False
-        if self._drop_idle(request) and self._allocate(request, blocks, states):
-            return True
-        hit_blocks = request.sequence.hit_blocks
-        if request.rows < hit_blocks and not self._allocate(request, hit_blocks, NO_POSITIONS):
-            return False
-        self._grants.grow_some(request, blocks)
-        return request.has_pages(blocks, states) or self._allocate(request, blocks, states)
-
-    def _allocate(self, request: RequestPages, blocks: int, states: Positions) -> bool:
-        others = [] if request.taken or self._grants.is_short else self._matches.wanting(request)
-        return not request.is_growing and self._grants.allocate(request, blocks, states, others)
 
     def _drop_idle(self, but_for: RequestPages | None = None) -> bool:
         """Give back what requests pin that the engine has not admitted; True where there was one."""

@@ -19,8 +19,8 @@ Pack = Callable[[Sequence[bytes], bytes], bytes]
 
 def put_reports(batch: Any, part: Reports, pack: Pack) -> None:
     """Add all that ``part`` has to a batch."""
-    for request, sealing in part.sealing.items():
-        _publish(batch, request, sealing, pack)
+    if part.sealing:
+        _publish(batch, part.sealing, pack)
     ended = set(part.ended)
     for request, dead in part.dead.items():
         if request not in ended:
@@ -29,13 +29,29 @@ def put_reports(batch: Any, part: Reports, pack: Pack) -> None:
         _release(batch, request)
 
 
-def _publish(batch: Any, request: RequestPages, sealing: Sealing, pack: Pack) -> None:
+def _publish(batch: Any, sealings: Mapping[RequestPages, Sealing], pack: Pack) -> None:
+    """Those without states are entries of one column: it has the keys of all, or of none where Match had them."""
+    plain: list[tuple[RequestPages, int, int, Sequence[bytes]]] = []
+    sends_keys = False
+    for request, sealing in sealings.items():
+        assert request.sequence is not None
+        record, blocks = request.sequence.record, sealing.blocks
+        first = min(record.asked_blocks, blocks)
+        if sealing.states:
+            _publish_states(batch, request, sealing, first, pack)
+        elif blocks > first:
+            plain.append((request, first, blocks, sealing.keys))
+            sends_keys = sends_keys or blocks > record.known_keys
+    if plain:
+        keys = [pack(keys[first:blocks], each.salt) for each, first, blocks, keys in plain] if sends_keys else ()
+        sequences, firsts = [each.sequence for each, *_ in plain], [first for _, first, *_ in plain]
+        batch.publish_all(sequences, [blocks for *_, blocks, _ in plain], keys, first_key=firsts)
+
+
+def _publish_states(batch: Any, request: RequestPages, sealing: Sealing, first: int, pack: Pack) -> None:
     assert request.sequence is not None
-    record, blocks = request.sequence.record, sealing.blocks
-    first = min(record.asked_blocks, blocks)
-    if blocks <= first and not sealing.states:
-        return
-    keys = b"" if blocks <= record.known_keys else pack(sealing.keys[first:blocks], request.salt)
+    blocks = sealing.blocks
+    keys = b"" if blocks <= request.sequence.record.known_keys else pack(sealing.keys[first:blocks], request.salt)
     try:
         batch.publish(request.sequence, max(blocks, first), keys, first_key=first, states=sealing.states)
     except CacheClientError as error:

@@ -298,15 +298,14 @@ class RequestPages:
 
     def has_pages(self, blocks: int, states: Positions) -> bool:
         """True where the engine can take ``blocks`` blocks, and ``states``."""
-        has_states = not (self.others and any(self._lacking(states).values()))
-        return self.rows >= blocks and not self.lacks_tail and has_states
+        return self.rows >= blocks and not (self.lacks_tail or (self.others and any(self._lacking(states).values())))
 
     def growth(self, blocks: int, states: Positions) -> Growth:
         """Length and new cells with which the table has these. Pages come with new blocks alone, so a state in a hole
         of the table makes it longer."""
         first = max(self.rows, self.loaded_blocks)
         if not self.others:
-            return Growth(max(blocks, first), {})
+            return Growth(max(blocks, first))
         lacking = self._lacking(states)
         end = max(blocks, first, first + max(map(len, lacking.values()), default=0))
         positions = {}
@@ -319,6 +318,8 @@ class RequestPages:
     def missing_pages(self, growth: Growth) -> int:
         """Number of pages that it takes to grow so far."""
         rows = max(0, growth.blocks - self.rows) + self.lacks_tail
+        if not self.others:
+            return rows * self.lead_parts.count
         return rows * self.row_pages + sum(map(len, growth.positions.values()))
 
     def _lacking(self, states: Positions) -> dict[int, list[int]]:
@@ -336,7 +337,7 @@ class RequestPages:
         assert self.sequence is not None
         if self.tail is not None and self.lacks_tail:
             self.tail.take_cells()
-        if self.sequence.blocks <= self.rows:
+        if self.sequence.blocks * self.lead_parts.count <= len(self.pages):
             return
         tables = self.sequence.tables
         self.pages += self.lead_parts.pages(tables, len(self.pages))

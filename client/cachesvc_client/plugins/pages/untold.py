@@ -34,20 +34,30 @@ class Sealing:
 
 @dataclass(slots=True)
 class Reports:
-    """Reports to make. ``dead``: by group, the first block that a request may still read."""
+    """Reports to make. ``dead``: by group, the first block that a request may still read. ``has_prompts``: blocks of
+    prompts are among those that are computed."""
 
     sealing: dict[RequestPages, Sealing] = field(default_factory=dict)
     dead: dict[RequestPages, dict[int, int]] = field(default_factory=dict)
     ended: list[RequestPages] = field(default_factory=list)
+    has_prompts: bool = False
 
     def __bool__(self) -> bool:
         """True where there is a report to make."""
         return bool(self.sealing or self.dead or self.ended)
 
+    @property
+    def is_urgent(self) -> bool:
+        """True where it tells of more than decoding: others can use pages that come back, and prompts."""
+        return self.has_prompts or bool(self.ended or self.dead)
+
     def add(self, other: Reports) -> None:
         """Take all that ``other`` has, which is newer."""
+        if not other:
+            return
         for request, sealing in other.sealing.items():
             self.seal(request, sealing)
+        self.has_prompts |= other.has_prompts
         for request, dead in other.dead.items():
             self.dead.setdefault(request, {}).update(dead)
         self.ended += other.ended
@@ -65,6 +75,7 @@ class Reports:
         self.sealing.clear()
         self.dead.clear()
         self.ended.clear()
+        self.has_prompts = False
 
 
 class Untold:
@@ -83,9 +94,11 @@ class Untold:
         """True where requests that have ended will give pages back without anything else."""
         return bool(self._late.ended or self._fresh.ended)
 
-    def seal(self, request: RequestPages, sealing: Sealing) -> None:
+    def seal(self, request: RequestPages, sealing: Sealing, *, is_prompt: bool = False) -> None:
         """Note what is computed."""
-        self._newest.seal(request, sealing)
+        newest = self._newest
+        newest.seal(request, sealing)
+        newest.has_prompts |= is_prompt
 
     def recycle(self, request: RequestPages, dead: Mapping[int, int]) -> None:
         """Note that the request reads no block before these, by group."""
@@ -101,15 +114,18 @@ class Untold:
 
     def begin_step(self) -> None:
         """Note that what is fresh was said without an output: kernels of the last output were the last to write it."""
-        self._late.add(self._fresh)
+        if self.is_late:
+            self._late.add(self._fresh)
 
     def begin_output(self) -> None:
         """An output has come: all kernels before its step's have ended."""
-        self.ready.add(self._late)
+        if self.is_late:
+            self.ready.add(self._late)
 
     def end_output(self, *, computes: bool) -> None:
         """Note the end of an output. Without ``computes`` workers have waited for all kernels."""
-        (self._late if computes else self.ready).add(self._fresh)
+        if self.is_late:
+            (self._late if computes else self.ready).add(self._fresh)
 
     def settle(self) -> None:
         """Let all be used by this engine itself, whose kernels run one after another."""
@@ -120,6 +136,7 @@ class Untold:
         """Seal none of what is computed."""
         for part in (self.ready, self._late, self._fresh):
             part.sealing.clear()
+            part.has_prompts = False
 
     def clear(self) -> None:
         """Forget it all."""

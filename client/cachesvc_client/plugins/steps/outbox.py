@@ -18,6 +18,9 @@ from cachesvc_client import CacheClientError, DeadlineExceeded, PendingStep, Ste
 ANSWER_S = 1.0
 """An engine's scheduler waits no longer for an answer: what it is about waits, and everything else goes on."""
 
+LOOK_S = 0.0001
+"""No answer comes sooner, and each of an iteration's many requests would look: a look is a system call."""
+
 MOST_UNDER_WAY = 8
 """Steps without an answer, after which no other is sent. The client allows 16."""
 
@@ -51,6 +54,7 @@ class Outbox:
         self.runs = runs
         self.stream = stream
         self._under_way: deque[tuple[PendingStep, Take]] = deque()
+        self._look_s = 0.0
 
     @property
     def is_empty(self) -> bool:
@@ -78,9 +82,9 @@ class Outbox:
         self._under_way.append((self.stream.send(batch), take))
 
     def poll(self) -> None:
-        """Take in the answers that have come."""
-        while self._under_way and self._under_way[0][0].poll():
-            self._take_first()
+        """Take in the answers that have come; another look follows ``LOOK_S`` after one that found none."""
+        if self._under_way and time.monotonic() >= self._look_s:
+            self._look()
 
     def wait_if_idle(self, is_done: Callable[[], bool]) -> None:
         """Wait, unless requests run."""
@@ -89,7 +93,7 @@ class Outbox:
 
     def wait(self, is_done: Callable[[], bool] = never) -> None:
         """Wait until ``is_done``, all answers have come, or ``ANSWER_S`` has passed."""
-        self.poll()
+        self._look()
         if is_done() or not self._under_way:
             return
         if self.runs():
@@ -107,6 +111,14 @@ class Outbox:
                     return
             except CacheClientError as error:
                 log.debug("step_refused why=%s", error)
+            self._take_first()
+
+    def _look(self) -> None:
+        while self._under_way:
+            step = self._under_way[0][0]
+            if not step.is_answered and (self.stream.is_silent or not step.poll()):
+                self._look_s = time.monotonic() + LOOK_S
+                return
             self._take_first()
 
     def _take_first(self) -> None:

@@ -190,6 +190,11 @@ class BlockingLine:
         """Send a request after those before it."""
         self._requests.put(request)
 
+    @property
+    def is_silent(self) -> bool:
+        """False where ``get`` has something to tell at once."""
+        return self._answers.empty()
+
     async def get(self, deadline_s: float | None) -> Any:
         """The next answer, how the stream ended, NUDGE, or None at the deadline."""
         try:
@@ -238,6 +243,14 @@ class LaneSteps:
             self._lane.send_step(request, self._inbox, self._sent)
         except grpc.RpcError as failure:  # the waiter for the answer gets the error
             log.debug("step_unsent why=%s", failure)
+
+    @property
+    def is_silent(self) -> bool:
+        """False where ``get`` has something to tell at once."""
+        try:
+            return not self._lane.wait(self._inbox, -math.inf)
+        except grpc.RpcError:
+            return False
 
     async def get(self, deadline_s: float | None) -> Any:
         """The next answer, how the stream ended, or None at the deadline."""

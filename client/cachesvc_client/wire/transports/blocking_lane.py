@@ -163,12 +163,13 @@ class BlockingLane(LaneEnd):
     def _read(self, inbox: Inbox, deadline_s: float) -> bool:
         """Read once what comes; False at the deadline. Raises grpc.RpcError at the lane's end."""
         left_s = deadline_s - time.monotonic()
-        if left_s < LOOK_S and not self._poll(select.POLLIN, max(left_s, 0)):
+        is_over = left_s <= 0
+        if not is_over and left_s < LOOK_S and not self._poll(select.POLLIN, left_s):
             return False
         try:
-            count = self._socket.recv_into(self._reader.room())
-        except BlockingIOError:  # LOOK_S has passed
-            return True
+            count = self._socket.recv_into(self._reader.room(), 0, socket.MSG_DONTWAIT if is_over else 0)
+        except BlockingIOError:  # nothing has come, or LOOK_S has passed
+            return not is_over
         except OSError as error:
             self.end(f"it broke: {error.strerror}")
             raise self._broke() from error

@@ -143,7 +143,7 @@ def test_what_another_node_computes_leaves_others_their_room_ahead(engine: Engin
     engine.book.outbox.runs = lambda: True
     for name in "cd":
         engine.book.expect(name, Wish([name.encode() * 32] * 4, 4, FIRST_BLOCKS))
-        engine.take_answers()
+    engine.iterate()
     assert all(engine.book.find(name) is not None for name in "cd"), "both are matched ahead of their turn"
 
 
