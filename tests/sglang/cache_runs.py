@@ -181,7 +181,8 @@ def loaded_and_given_back(at: Scheduling) -> dict[str, Any]:
 
 def messages_before_output(at: Scheduling) -> dict[str, Any]:
     """Requests that are alone, found in place, on the host and not at all; messages from each one's coming to its first
-    token, which comes once its next step is launched, for which it gets a further page."""
+    token, which comes once its next step is launched, for which it gets a further page. And one beside which another
+    one waits then."""
     sent = {}
     at.serve(Request("away", 1, 12))
     at.serve(Request("large", 2, PAGES - 1))
@@ -190,6 +191,7 @@ def messages_before_output(at: Scheduling) -> dict[str, Any]:
         "in_place": Request("in place", 4, 12),
         "from_host": Request("from host", 1, 12),
         "computed": Request("computed", 3, 12),
+        "beside": Request("beside", 6, 12),
     }.items():
         before = at.messages
         at.cache.expect(request)
@@ -200,6 +202,8 @@ def messages_before_output(at: Scheduling) -> dict[str, Any]:
         result = at.launch(request)
         request.kv.kv_allocated_len = request.blocks * PAGE_TOKENS
         assert at.cache.reserve_decode([request])
+        if name == "beside":
+            at.cache.expect(Request("waits", 5, 1))
         next_result = at.launch(request, 1)
         sent[name] = [found.hit_blocks, found.host_blocks, at.messages - before]
         at.cache.begin_output()

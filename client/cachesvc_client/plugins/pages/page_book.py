@@ -59,8 +59,7 @@ class PageBook:
         self.without_host: set[str] = set()
         abandon = self.untold.ready.ended.append
         self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
-        self._private, self.salt = PrivatePages(), b""
-        self._way = GivingWay(clock)
+        self._private, self._way, self.salt = PrivatePages(), GivingWay(clock), b""
         self.held_blocks = 0
         self.drops_last = self.is_adrift = self.is_moving = False
 
@@ -236,11 +235,11 @@ class PageBook:
         room = self._grants.room
         return not_held if room is None else min(not_held, room + spare)
 
-    def flush(self, *, is_last: bool = False) -> None:
+    def flush(self, *, is_last: bool = False, for_waiting: bool = False) -> None:
         """Send what has been computed and what has ended, and the next matches; answers are taken in later.
         ``is_last``: no iteration may follow, unless requests wait: wait for what is on its way, and let the stock go
-        back to its base."""
-        if not self.is_with_daemon():
+        back to its base. ``for_waiting``: only where requests wait."""
+        if not self.is_with_daemon() or (for_waiting and not self._matches.waiting_blocks):
             return
         self.outbox.poll()
         if is_last and not self._requests and not self._matches.waiting_blocks:
