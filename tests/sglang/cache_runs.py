@@ -20,7 +20,8 @@ from tests.sglang.stubs import install
 install()
 
 from cachesvc_client.plugins.daemon.node import RESERVED_PAGES, Node, Share, new_instance  # noqa: E402
-from cachesvc_sglang.memory import PoolMemory  # noqa: E402 - the stubs come first
+from cachesvc_sglang.allocator import DaemonBudget  # noqa: E402 - the stubs come first
+from cachesvc_sglang.memory import PoolMemory  # noqa: E402
 from cachesvc_sglang.page_cache import PageCache  # noqa: E402
 from cachesvc_sglang.settings import EngineSettings, flags_of  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome  # noqa: E402
@@ -213,6 +214,17 @@ def messages_before_output(at: Scheduling) -> dict[str, Any]:
     return sent
 
 
+def next_chunk(at: Scheduling) -> dict[str, Any]:
+    """A request that has the pages of its prompt takes most of the pool; tokens of the next chunk, and what is left."""
+    large, tokens = Request("large", 1, PAGES - 6), 10 * PAGE_TOKENS
+    assert at.reserve(large)
+    result = at.launch(large)
+    budget = DaemonBudget(SimpleNamespace(page_size=PAGE_TOKENS, available_size=at.cache.available_tokens), at.cache)
+    chunk, left = budget.available_chunk_tokens(tokens), budget.remaining_total
+    at.finish(large, result)
+    return {"is_whole": chunk == tokens, "is_more_than_is_left": 0 < left < tokens}
+
+
 def switched_off(at: Scheduling) -> dict[str, Any]:
     """An engine with ``--disable-radix-cache`` serves a prompt beside one that shares."""
     off = Scheduling(at.node.socket_path, switched_off.__name__, is_off=True)
@@ -265,6 +277,7 @@ RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
         admitted_beside_one_without_room,
         loaded_and_given_back,
         messages_before_output,
+        next_chunk,
         switched_off,
     )
 }

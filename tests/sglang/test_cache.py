@@ -55,6 +55,11 @@ def test_while_a_request_waits_a_step_s_launch_sends_what_is_to_be_sent(found: F
     assert found["messages_before_output"]["beside"] == [0, 0, 3]
 
 
+def test_a_request_s_next_chunk_is_whole_on_a_pool_that_is_nearly_full(found: Found) -> None:
+    """SGLang would cut it to what is left. Were more of it free a moment later, a second request would be cut too."""
+    assert found["next_chunk"] == {"is_whole": True, "is_more_than_is_left": True}
+
+
 def test_with_its_radix_cache_off_an_engine_finds_nothing_and_seals_nothing(found: Found) -> None:
     assert found["switched_off"] == {"others_find": 0, "it_finds": 0}
 
