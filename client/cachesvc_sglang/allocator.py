@@ -143,6 +143,11 @@ class DaemonBudget(PrefillBudget):  # type: ignore[misc]
         """Tokens that a further prompt may take now."""
         return int(super().remaining_current) + int(self.tree_cache.reserved_tokens())
 
+    def available_chunk_tokens(self, chunk_limit: int) -> int:
+        """Tokens of a request's next chunk: it has the pages of its whole prompt. A chunk that was bounded by what is
+        free would leave others room in its pass once the daemon has more, and SGLang ends at a second one in chunks."""
+        return chunk_limit
+
     def check_prefill(
         self, *, extend_input_len: int, total_tokens: int, chunk_limit: int | None, **_: Any
     ) -> tuple[bool, int | None]:

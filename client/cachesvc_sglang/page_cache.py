@@ -236,13 +236,15 @@ class PageCache(EngineCache):
             self._book.adopt(self.node.lease)
 
     def begin_step(self, requests: Sequence[Any]) -> None:
-        """A step with these requests is launched: nothing is sent to the daemon before its kernels are."""
+        """A step with these requests is launched. Others that wait are matched anew meanwhile; where none does,
+        nothing is sent to the daemon before the kernels are."""
         self._loads.begin_step(each.last_node for each in requests if isinstance(each.last_node, RequestPages))
         self._end_pass()
         self._reserved.clear()
         self._in_flight += 1
         self._book.begin_step()
         self._vouching.begin_step(computes=True)
+        self._book.flush(for_waiting=True)
 
     def end_launch(self, result: object) -> None:
         """A step was launched, and ``result`` will be its output."""

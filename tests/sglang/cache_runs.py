@@ -20,7 +20,8 @@ from tests.sglang.stubs import install
 install()
 
 from cachesvc_client.plugins.daemon.node import RESERVED_PAGES, Node, Share, new_instance  # noqa: E402
-from cachesvc_sglang.memory import PoolMemory  # noqa: E402 - the stubs come first
+from cachesvc_sglang.allocator import DaemonBudget  # noqa: E402 - the stubs come first
+from cachesvc_sglang.memory import PoolMemory  # noqa: E402
 from cachesvc_sglang.page_cache import PageCache  # noqa: E402
 from cachesvc_sglang.settings import EngineSettings, flags_of  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome  # noqa: E402
@@ -181,7 +182,8 @@ def loaded_and_given_back(at: Scheduling) -> dict[str, Any]:
 
 def messages_before_output(at: Scheduling) -> dict[str, Any]:
     """Requests that are alone, found in place, on the host and not at all; messages from each one's coming to its first
-    token, which comes once its next step is launched, for which it gets a further page."""
+    token, which comes once its next step is launched, for which it gets a further page. And one beside which another
+    one waits then."""
     sent = {}
     at.serve(Request("away", 1, 12))
     at.serve(Request("large", 2, PAGES - 1))
@@ -190,6 +192,7 @@ def messages_before_output(at: Scheduling) -> dict[str, Any]:
         "in_place": Request("in place", 4, 12),
         "from_host": Request("from host", 1, 12),
         "computed": Request("computed", 3, 12),
+        "beside": Request("beside", 6, 12),
     }.items():
         before = at.messages
         at.cache.expect(request)
@@ -200,6 +203,8 @@ def messages_before_output(at: Scheduling) -> dict[str, Any]:
         result = at.launch(request)
         request.kv.kv_allocated_len = request.blocks * PAGE_TOKENS
         assert at.cache.reserve_decode([request])
+        if name == "beside":
+            at.cache.expect(Request("waits", 5, 1))
         next_result = at.launch(request, 1)
         sent[name] = [found.hit_blocks, found.host_blocks, at.messages - before]
         at.cache.begin_output()
@@ -207,6 +212,17 @@ def messages_before_output(at: Scheduling) -> dict[str, Any]:
         at.cache.end_output()
         at.finish(request, next_result)
     return sent
+
+
+def next_chunk(at: Scheduling) -> dict[str, Any]:
+    """A request that has the pages of its prompt takes most of the pool; tokens of the next chunk, and what is left."""
+    large, tokens = Request("large", 1, PAGES - 6), 10 * PAGE_TOKENS
+    assert at.reserve(large)
+    result = at.launch(large)
+    budget = DaemonBudget(SimpleNamespace(page_size=PAGE_TOKENS, available_size=at.cache.available_tokens), at.cache)
+    chunk, left = budget.available_chunk_tokens(tokens), budget.remaining_total
+    at.finish(large, result)
+    return {"is_whole": chunk == tokens, "is_more_than_is_left": 0 < left < tokens}
 
 
 def switched_off(at: Scheduling) -> dict[str, Any]:
@@ -261,6 +277,7 @@ RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
         admitted_beside_one_without_room,
         loaded_and_given_back,
         messages_before_output,
+        next_chunk,
         switched_off,
     )
 }

@@ -46,7 +46,18 @@ def test_a_request_whose_load_failed_is_asked_for_again_and_computes_what_it_lac
 
 def test_one_message_to_the_daemon_comes_before_the_first_token_of_a_request_that_is_alone(found: Found) -> None:
     """Blocks found in place and on the host, and the messages: a second one would be a wait, or stand before a step."""
-    assert found["messages_before_output"] == {"in_place": [12, 0, 1], "from_host": [0, 12, 1], "computed": [0, 0, 1]}
+    sent = found["messages_before_output"]
+    assert (sent["in_place"], sent["from_host"], sent["computed"]) == ([12, 0, 1], [0, 12, 1], [0, 0, 1])
+
+
+def test_while_a_request_waits_a_step_s_launch_sends_what_is_to_be_sent(found: Found) -> None:
+    """Its own message, the other one's match, and the step's: a new match has its answer before it is needed."""
+    assert found["messages_before_output"]["beside"] == [0, 0, 3]
+
+
+def test_a_request_s_next_chunk_is_whole_on_a_pool_that_is_nearly_full(found: Found) -> None:
+    """SGLang would cut it to what is left. Were more of it free a moment later, a second request would be cut too."""
+    assert found["next_chunk"] == {"is_whole": True, "is_more_than_is_left": True}
 
 
 def test_with_its_radix_cache_off_an_engine_finds_nothing_and_seals_nothing(found: Found) -> None:
