@@ -20,16 +20,21 @@ def test_what_is_urgent_is_reported_at_once_with_all_that_has_gathered() -> None
     assert [pace.is_due(is_urgent=False) for _ in range(MOST_GATHERED)].index(True) == MOST_GATHERED - 1
 
 
+def urgent(untold: Untold) -> bool:
+    """Return whether what is ready goes at once."""
+    return untold.ready.is_urgent
+
+
 def test_prompts_and_ends_are_urgent_and_the_next_block_of_an_answer_is_not() -> None:
     untold, request = Untold(), RequestPages("r", 0)
     untold.seal(request, Sealing(5, [b"k"] * 5))
-    assert not untold.ready.is_urgent
+    assert not urgent(untold)
     untold.seal(request, Sealing(9, [b"k"] * 9), is_prompt=True)
-    assert untold.ready.is_urgent
+    assert urgent(untold)
     untold.clear()
-    assert not untold.ready.is_urgent
+    assert not urgent(untold)
     untold.end(request)
-    assert untold.ready.is_urgent
+    assert urgent(untold)
 
 
 def test_a_prompt_stays_urgent_where_a_drafter_holds_its_blocks_back() -> None:
@@ -37,6 +42,6 @@ def test_a_prompt_stays_urgent_where_a_drafter_holds_its_blocks_back() -> None:
     untold.is_late = True
     untold.seal(RequestPages("r", 0), Sealing(9, [b"k"] * 9), is_prompt=True)
     untold.end_output(computes=True)
-    assert not untold.ready.is_urgent
+    assert not urgent(untold)
     untold.begin_output()
-    assert untold.ready.is_urgent
+    assert urgent(untold)
