@@ -11,7 +11,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tools import tables_compatibility, tables_eviction, tables_running, tables_sglang, tables_storage, tables_vllm
+from tools import (
+    tables_compatibility,
+    tables_eviction,
+    tables_running,
+    tables_sglang,
+    tables_storage,
+    tables_vllm,
+    tables_vllm_runs,
+)
 from tools.results import RESULTS, ROOT
 from tools.results import load as _load
 from tools.results import rows as _rows
@@ -372,23 +380,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "fuzz": tables_running.fuzz,
     "telemetry": tables_running.telemetry,
     "inspection": tables_running.inspection,
-    "storage-calls": tables_storage.storage_calls,
-    "storage-engines": tables_storage.storage_engines,
-    "storage-ttft": tables_storage.storage_ttft,
-    "storage-peers": tables_storage.storage_peers,
-    "storage-handover": tables_storage.storage_handover,
-    "storage-fleet": tables_storage.storage_fleet,
+    **tables_storage.TABLES,
     "gpus": tables_running.gpus,
     "gpus-peers": tables_running.gpus_peers,
     "gpus-beside": tables_running.gpus_beside,
     "gpus-4": lambda: tables_running.gpus("gpus-4.json"),
     "gpus-8": lambda: tables_running.gpus("gpus-8.json"),
     "gpus-8-beside": lambda: tables_running.gpus_beside("gpus-8.json"),
-    "sglang-first-tokens": tables_sglang.first_tokens,
-    "sglang-throughput": tables_sglang.throughput,
-    "vllm-ranks": tables_vllm.ranks,
-    "vllm-models": tables_vllm.models,
-    "vllm-features": tables_vllm.features,
+    **tables_sglang.TABLES,
+    **tables_vllm_runs.TABLES,
+    **tables_vllm.TABLES,
 }
 
 

@@ -123,3 +123,13 @@ def storage_fleet() -> str:
     cells += [f"{found['right_first']:.1%} of {found['prompts']}", f"{found['digest_bytes'] / 1024:.0f} KiB"]
     head = ["peers", "Match, absent, p50 / p99 ms", "without peers", "p99 ratio", "right peer first", "digests"]
     return rows(head, [cells], found["machine"])
+
+
+TABLES = {
+    "storage-calls": storage_calls,
+    "storage-engines": storage_engines,
+    "storage-ttft": storage_ttft,
+    "storage-peers": storage_peers,
+    "storage-handover": storage_handover,
+    "storage-fleet": storage_fleet,
+}

@@ -78,3 +78,10 @@ def _shown(row: dict[str, Any]) -> list[str]:
 
 def _remarks(row: dict[str, Any]) -> str:
     return "; ".join(row[name] for name in ("refused", "note") if name in row)
+
+
+TABLES = {
+    "vllm-ranks": ranks,
+    "vllm-models": models,
+    "vllm-features": features,
+}
