@@ -78,8 +78,9 @@ class PageCache(EngineCache):
         pages = self._book.find(request.rid)
         if pages is None or not self._loads.look(pages):
             pages = self._book.begin(request.rid, wish)
-        if pages.is_matching:  # its hit would come after SGLang was told of none, and be computed over
+        if pages.is_matching:  # its hit would come after a match that reported none, and be computed over
             return self._found(ROOT, 0, 0)
+        self._looked_at = pages
         return self._found(pages, pages.hit_blocks, pages.host_blocks)
 
     def inc_lock_ref(self, node: Any) -> Any:
@@ -115,8 +116,12 @@ class PageCache(EngineCache):
         return int(self._book.free_blocks(self._pool_blocks, None) * self.page_size)
 
     def reserved_tokens(self) -> int:
-        """Tokens that this pass has reserved, and that are not allocated yet."""
-        return int(sum(each.spare_pages for each in self._reserved.values()) * self.page_size)
+        """Tokens that this pass has reserved, and that are not allocated yet. Pages that came with the match of the
+        request that SGLang looks at are among them: for the daemon they are in use."""
+        reserved, looked_at = sum(each.spare_pages for each in self._reserved.values()), self._looked_at
+        if looked_at is not None and not looked_at.taken and looked_at.request_id not in self._reserved:
+            reserved += max(0, len(looked_at.pages) - looked_at.hit_blocks)
+        return int(reserved * self.page_size)
 
     def ask_room(self) -> None:
         """Have the daemon say anew what is free."""
@@ -215,7 +220,8 @@ class PageCache(EngineCache):
         if not lease.is_sure:
             with suppress(CacheClientError):  # the lease says it from now on; without an answer, the end asks again
                 lease.make_sure(LEASE_LOOK_S)
-        self._book.is_with_daemon()
+        if self._book.is_with_daemon() and not self._in_flight:
+            self._book.rest()
 
     @property
     def is_to_move(self) -> bool:
@@ -289,6 +295,7 @@ class PageCache(EngineCache):
 
     def _end_pass(self) -> None:
         """A pass of admissions is over: what it took is held, and the rest may be given back."""
+        self._looked_at = None
         for pages in self._reserved.values():
             pages.is_admitted = False
 

@@ -25,7 +25,7 @@ from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.lengths import blocks_wanted, fills_nothing
 from cachesvc_vllm.pages.state_cells import StateCells
-from cachesvc_vllm.sealing import Sealing
+from cachesvc_vllm.sealing import Sealer
 from cachesvc_vllm.steps.first_token import FirstToken
 from cachesvc_vllm.steps.pace import Pace
 from cachesvc_vllm.transfers import StepTransfers
@@ -71,7 +71,7 @@ class SchedulerSide:
         self._book.salt = self._weights.salt
         keys = self._book.keys
         self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)
-        self._sealing = Sealing(self._book, self._keys, self._announcer, block_tokens, lookahead_tokens)
+        self._sealing = Sealer(self._book, self._keys, self._announcer, block_tokens, lookahead_tokens)
         has_whole = len(self._book.groups.parts) == 1 and block_tokens > 1 and not lookahead_tokens
         wished, has_tails = (self._keys, settings, self._announcer, step_tokens, block_tokens), has_whole and not drafts
         self._wishes = Wishes(*wished, has_whole=has_whole, has_tails=has_tails)

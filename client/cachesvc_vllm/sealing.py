@@ -12,7 +12,7 @@ from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
 from cachesvc_vllm.pages.lengths import computed_blocks
 
 
-class Sealing:
+class Sealer:
     """``announcer``: notes the keys of what is sealed; None: there are no KV events. ``lookahead_tokens``: those that a
     drafter reads ahead. Used from vLLM's scheduler thread."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -30,6 +31,8 @@ from cachesvc.model.layout import Layout, Plane, PlaneGroup  # noqa: E402
 
 PAGE_TOKENS = 16
 PAGES = 40
+BOUND_S = 30.0
+"""Time in which a page of another engine must have come, on any machine."""
 LAYOUT = Layout(PAGE_TOKENS, 1, (PlaneGroup("full"),), (Plane("kv", 0, "full", (PAGE_TOKENS, 64), "uint8"),))
 
 
@@ -225,6 +228,36 @@ def next_chunk(at: Scheduling) -> dict[str, Any]:
     return {"is_whole": chunk == tokens, "is_more_than_is_left": 0 < left < tokens}
 
 
+def larger_than_half(at: Scheduling) -> dict[str, Any]:
+    """A request that is alone takes more than half of the pool: whether SGLang admits it in its first pass."""
+    large = Request("large", 1, PAGES * 5 // 8)
+    at.cache.expect(large)
+    at.match(large)
+    tokens = len(large.origin_input_ids)
+    budget = DaemonBudget(SimpleNamespace(page_size=PAGE_TOKENS, available_size=at.cache.available_tokens), at.cache)
+    is_admitted, _ = budget.check_prefill(extend_input_len=tokens, total_tokens=tokens + PAGE_TOKENS, chunk_limit=None)
+    at.abort(large)
+    return {"is_admitted": is_admitted}
+
+
+def aborted_while_idle(at: Scheduling) -> dict[str, Any]:
+    """A request that waits is aborted, and nothing follows in its engine: whether another engine gets its pages."""
+    other = Scheduling(at.node.socket_path, aborted_while_idle.__name__)
+    try:
+        waits, wants = Request("waits", 1, PAGES * 3 // 4), Request("wants", 2, PAGES * 3 // 4)
+        assert at.reserve(waits)
+        is_beside = other.reserve(wants)
+        at.abort(waits)
+        at.cache.begin_iteration()
+        until_s = time.monotonic() + BOUND_S
+        while not (has_room := other.reserve(wants)) and time.monotonic() < until_s:
+            other.cache.begin_iteration()
+        other.abort(wants)
+    finally:
+        other.cache.release_host_resources()
+    return {"is_beside": is_beside, "has_room": has_room}
+
+
 def switched_off(at: Scheduling) -> dict[str, Any]:
     """An engine with ``--disable-radix-cache`` serves a prompt beside one that shares."""
     off = Scheduling(at.node.socket_path, switched_off.__name__, is_off=True)
@@ -274,7 +307,9 @@ RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
     each.__name__: each
     for each in (
         aborted_before_its_match,
+        aborted_while_idle,
         admitted_beside_one_without_room,
+        larger_than_half,
         loaded_and_given_back,
         messages_before_output,
         next_chunk,

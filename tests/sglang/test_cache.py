@@ -60,6 +60,15 @@ def test_a_request_s_next_chunk_is_whole_on_a_pool_that_is_nearly_full(found: Fo
     assert found["next_chunk"] == {"is_whole": True, "is_more_than_is_left": True}
 
 
+def test_a_request_that_is_alone_may_take_more_than_half_of_the_pool(found: Found) -> None:
+    """Its pages come with its match, and the daemon counts them as used: SGLang would look for as many again."""
+    assert found["larger_than_half"] == {"is_admitted": True}
+
+
+def test_pages_of_an_aborted_request_come_back_while_its_engine_rests(found: Found) -> None:
+    assert found["aborted_while_idle"] == {"is_beside": False, "has_room": True}
+
+
 def test_with_its_radix_cache_off_an_engine_finds_nothing_and_seals_nothing(found: Found) -> None:
     assert found["switched_off"] == {"others_find": 0, "it_finds": 0}
 

@@ -80,10 +80,13 @@ class EngineCache(BasePrefixCache):  # type: ignore[misc]
         return was_void
 
     def take_void(self, result: object) -> bool:
-        """True for the output of a step whose load failed: it is not handed out."""
+        """True for the output of a step whose load failed: it is not handed out. Its kernels have ended then: without
+        the overlap scheduler nothing else waits for them, and its pages are given back."""
         if result is None or result is not self._void:
             return False
         self._void = None
+        if self.node.pool.is_on_gpu:
+            torch.cuda.synchronize()
         return True
 
     def begin_output(self) -> None:

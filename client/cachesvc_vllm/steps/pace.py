@@ -1,8 +1,9 @@
-"""Pace of reports: what decoding leaves gathers over a few iterations, for a message costs more than what it says.
+"""Pace of reports: those of decoding requests are sent together, once in four iterations.
 
-In most iterations of a decoding batch some requests fill a block and take the next one from the stock. The daemon may
-hear of it later: a stock page is the engine's anyway, and the block of an answer is looked for with the next turn. What
-others wait for goes at once (``PageBook.is_urgent``): matches, blocks of prompts, pages that come back.
+In most iterations of a decoding batch some requests fill a block and take the next one from the stock. A message costs
+more than its content, and the daemon may get this content later: a stock page is the engine's anyway, and the block of
+an answer is matched with the next turn. Matches, blocks of prompts, returned pages and a low stock are sent at once
+(``PageBook.is_urgent``).
 """
 
 from __future__ import annotations

@@ -136,11 +136,10 @@ class Grants:
             self.stream.resize(*aim)
             self._aimed = aim
 
-    @property
-    def is_low(self) -> bool:
-        """True where the stock may not last for an iteration."""
+    def is_low(self, running: int) -> bool:
+        """True where the stock may not last for an iteration of ``running`` requests."""
         stock = self._lease.record.stock
-        return stock is not None and stock.blocks < self.demand.least
+        return stock is not None and stock.blocks < self.demand.least(running)
 
     @property
     def room(self) -> int | None:
@@ -199,11 +198,11 @@ class Grants:
             self.report()
         self.outbox.wait_if_idle(never)
 
-    def top_up(self, *, are_waiting: bool) -> None:
+    def top_up(self, running: int, *, are_waiting: bool) -> None:
         """Take in what has come, and have the stock filled where the last step found too little: while requests wait,
-        or where the stock is low."""
+        or where the stock is low for ``running`` requests."""
         self.outbox.poll()
-        if self.outbox.is_empty and (are_waiting or self.is_low) and self.wants_stock:
+        if self.outbox.is_empty and (are_waiting or self.is_low(running)) and self.wants_stock:
             self.report()
 
     def ask(

@@ -180,7 +180,7 @@ class Matches:
             self._sent = []
         begun = [*requests, *tails.values()]
         results = [answer] * len(begun) if isinstance(answer, CacheClientError) else answer
-        for request, result in zip(begun, results, strict=False):  # behind them: pages, or that there are none yet
+        for request, result in zip(begun, results[: len(begun)], strict=True):  # the allocation of a lone one follows
             request.is_matching = False
             if isinstance(result, CacheClientError):
                 refused("match", request.request_id, result)

@@ -233,7 +233,9 @@ class PageBook:
         """The first ``blocks`` blocks are computed: all engines' from the next ``flush`` on."""
         if blocks > request.wanted and request.is_shared and not self.is_adrift:
             states = request.take_states(blocks) if request.others else {}
-            self.untold.seal(request, Sealing(blocks, hashes, states), is_prompt=blocks > request.wanted + 1)
+            self.untold.seal(
+                request, Sealing(blocks, hashes, states), is_prompt=blocks > request.wanted + 1 or not request.wanted
+            )
             request.wanted = blocks
 
     def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
@@ -258,9 +260,21 @@ class PageBook:
         else:
             if self._matches.are_waiting:
                 self._send_matches(self._matches.stale(self.outbox, self._clock()))
-            running = len(self._requests) - len(self._matches.ahead)
-            self._grants.demand.look(running, self._matches.waiting_blocks)
+            self._grants.demand.look(self._running, self._matches.waiting_blocks)
         self._grants.report_if_due()
+
+    def rest(self) -> None:
+        """Nothing runs: report what has ended without an output, such as a request that was aborted while it waited. So
+        other engines get its pages."""
+        self.outbox.poll()
+        self.untold.settle()
+        if self.untold:
+            self._grants.report_if_due()
+
+    @property
+    def _running(self) -> int:
+        """Number of requests that were admitted."""
+        return len(self._requests) - len(self._matches.ahead)
 
     def begin_step(self) -> None:
         """An iteration is scheduled."""
@@ -270,13 +284,13 @@ class PageBook:
     @property
     def is_urgent(self) -> bool:
         """True where ``flush`` has more to tell than what decoding leaves, or the stock may not last."""
-        return self._matches.are_waiting or self.untold.ready.is_urgent or self._grants.is_low
+        return self._matches.are_waiting or self.untold.ready.is_urgent or self._grants.is_low(self._running)
 
     def top_up(self) -> None:
         """Take in what has come, and have the stock filled where the last step found too little for what waits, or
         much too little."""
         if self.is_with_daemon():
-            self._grants.top_up(are_waiting=self._matches.are_waiting)
+            self._grants.top_up(self._running, are_waiting=self._matches.are_waiting)
 
     def ask_room(self) -> None:
         """Have the daemon say anew what is free: the engine found it too little, and others may have ended since."""

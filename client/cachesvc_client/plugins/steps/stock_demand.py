@@ -26,14 +26,12 @@ def most_in_stock(step_blocks: int, requests: int, pool_blocks: int, limit: int)
 
 
 class StockDemand:
-    """``base``: target of an engine that runs nothing. ``most``: the largest. ``least``: what an iteration takes where
-    each request that runs takes a block."""
+    """``base``: target of an engine that runs nothing. ``most``: the largest."""
 
     def __init__(self, base: int, most: int = 0) -> None:
         self.base = base
         self.most = max(base, most)
         self.target = base
-        self.least = 0
         self._taken = 0
         self._recent = 0.0
         self._rests = True
@@ -43,6 +41,10 @@ class StockDemand:
         """Blocks that other blocks are evicted for: none while nothing runs."""
         return 0 if self._rests else self.target
 
+    def least(self, running: int) -> int:
+        """Return what an iteration takes where each of ``running`` requests takes a block."""
+        return min(running, self.most)
+
     def take(self, blocks: int) -> None:
         """Note blocks that an allocation took."""
         self._taken += blocks
@@ -50,14 +52,12 @@ class StockDemand:
     def rest(self) -> None:
         """Nothing runs and nothing waits: go back to the base."""
         self._taken, self._recent, self.target, self._rests = 0, 0.0, self.base, True
-        self.least = 0
 
     def look(self, running: int, waiting_blocks: int) -> int:
         """Return the target of the step that is sent now. ``running``: requests that may take a block each;
         ``waiting_blocks``: first blocks of those that wait."""
         self._recent = max(self._taken, STEP_SHARE * self._recent)
         self._taken, self._rests = 0, False
-        self.least = min(running, self.most)
         wanted = min(self.most, max(self.base, running + max(round(self._recent), waiting_blocks)))
         if wanted > self.target or wanted <= self.target - self.target // SLACK_DIVISOR:
             self.target = wanted

@@ -41,10 +41,6 @@ def test_an_engine_that_runs_nothing_keeps_its_base_and_has_nothing_evicted() ->
 
 def test_a_block_for_each_request_that_runs_is_the_least() -> None:
     demand = StockDemand(4, 50)
-    assert demand.least == 0
-    demand.look(running=16, waiting_blocks=0)
-    assert demand.least == 16
-    demand.look(running=64, waiting_blocks=0)
-    assert demand.least == 50, "a stock cannot have more"
-    demand.rest()
-    assert demand.least == 0
+    assert demand.least(0) == 0
+    assert demand.least(16) == 16
+    assert demand.least(64) == 50, "a stock cannot have more"
