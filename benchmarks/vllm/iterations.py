@@ -117,7 +117,7 @@ class Load:
             prompt = [self._rng.randrange(VOCABULARY) for _ in range(PROMPT)]
             params = SamplingParams(max_tokens=ANSWER + self._rng.randrange(-JITTER, JITTER), ignore_eos=True)
             self._coming.append(Request(f"r{self._made}", prompt, params, None, block_hasher=self._hasher))
-        time.sleep(STEP_S)
+        time.sleep(STEP_S)  # a model would compute meanwhile, and the daemon answer
         if last is not None:
             self._scheduler.update_from_output(*last)
         stats = self._connector.get_kv_connector_stats()

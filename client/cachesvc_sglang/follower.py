@@ -17,7 +17,7 @@ from cachesvc_sglang.common.calls import LEASE, Called, prompt_call, requests_ca
 from cachesvc_sglang.common.engine_cache import ROOT, EngineCache
 from cachesvc_sglang.common.prompts import may_share
 from cachesvc_sglang.common.rank_loads import RankLoads
-from cachesvc_sglang.ranks.links import Call, LeaderLink, Record
+from cachesvc_sglang.ranks.links import Call, LeaderLink, RanksDiverged, Record
 
 log = logging.getLogger("sglang.srt." + __name__)
 
@@ -197,7 +197,8 @@ class FollowingCache(EngineCache):
         self._free_tokens, self._reserved_tokens = record.free_tokens, record.reserved_tokens
         for rid, (first, new) in record.pages.items():
             pages = self._followed[rid].pages
-            assert len(pages) == first
+            if len(pages) != first:
+                raise RanksDiverged(f"this rank has {len(pages)} pages of request {rid} where rank 0 had sent {first}")
             pages += new
         return record.answer
 
