@@ -1,4 +1,4 @@
-"""A file is one idea, and a function fits on a screen."""
+"""Outer limits of a file and a function: a subject decides where a file ends, not these."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from tests.style.tree import list_functions, read_texts
 
-FILE_LINES = 400
-FUNCTION_LINES = 60
+FILE_LINES = 900
+FUNCTION_LINES = 100
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h", ".proto", ".sh")
 
 
@@ -27,7 +27,7 @@ def test_functions_are_short() -> None:
 def test_a_function_of_the_limit_passes_and_one_line_more_does_not() -> None:
     body = "    x = 1\n" * (FUNCTION_LINES - 1)
     assert list(find_long_functions(f"def fits():\n{body}")) == []
-    assert list(find_long_functions(f"@wraps\nasync def grows():\n{body}    y = 2\n")) == ["2 grows: 61 lines"]
+    assert list(find_long_functions(f"@wraps\nasync def grows():\n{body}    y = 2\n")) == ["2 grows: 101 lines"]
     assert count_lines("one\ntwo\n") == 2
 
 
