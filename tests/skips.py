@@ -1,7 +1,7 @@
 """Reasons for which a test may be skipped: what each run of the tests may leave out, and which goal makes up for it.
 
-A test that is skipped everywhere is no test. With ``CACHESVC_SKIPS=listed``, which ``.ci/run`` sets, a skip for any other
-reason fails the run (``tests/conftest.py``).
+A test that is skipped everywhere is no test. With ``CACHESVC_SKIPS=listed``, which ``.ci/run`` sets, a skip for any
+other reason fails the run (``tests/conftest.py``).
 """
 
 from __future__ import annotations
