@@ -206,6 +206,9 @@ class DeviceMemory(Protocol):
         """Reason why a device no longer works for this process, and never will; empty while it does. Raises
         NotFound."""
 
+    def require_answer(self, device: str) -> None:
+        """Raises Unavailable where a device does not work, or its mover does not answer now; waits for that one."""
+
     def probe(self) -> None:
         """Find out which devices still work, for ``fault``. Any thread; waits for drivers, raises nothing."""
 

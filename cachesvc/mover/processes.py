@@ -213,6 +213,10 @@ class MoverProcesses:
         """Reason why a device does not work now; empty while it does."""
         return self._mover(device).fault
 
+    def require_answer(self, device: str) -> None:
+        """Ask a device's mover for a sign of life. Raises Unavailable."""
+        self._mover(device).life().ask("hello")
+
     def probe(self) -> None:
         """Ask every mover for its device, all at once. Waits for no answer that takes long."""
         at_once([partial(self._probe, device) for device in self._at])

@@ -229,6 +229,10 @@ class CudaBackend:
         self._gpu(device)
         return self._health[device].reason
 
+    def require_answer(self, device: str) -> None:
+        """Raises Unavailable for a GPU that is known not to work."""
+        self._health[device].check()
+
     def probe(self) -> None:
         """Ask every GPU that works for its free memory: one that fell off the bus is known before the next copy. One
         whose copies do not end hangs: they fail. Waits for no answer that takes long."""

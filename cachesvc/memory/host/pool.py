@@ -157,10 +157,11 @@ class HostPool:
             return self._free.free_bytes
 
     def plan(self, without: Iterable[HostSlab] = ()) -> FreeRanges:
-        """A copy of what is free, or would be without these slabs."""
+        """A copy of what is free, or would be without these slabs, which may be released meanwhile."""
         with self._changed:
             free = self._free.copy()  # on its own from here on
-        if gone := [slab.places for slab in without]:
+            gone = [slab.places for slab in without if not slab.is_released]
+        if gone:
             free.give_back(np.concatenate(gone))
         return free
 

@@ -225,6 +225,9 @@ class ShmBackend:
         self._check_device(device)
         return ""
 
+    def require_answer(self, device: str) -> None:
+        """No-op: there is no driver to ask."""
+
     def probe(self) -> None:
         """No-op: there is no driver to ask."""
 
