@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -75,6 +76,7 @@ class Life:
         self._settings = settings
         self._claim = claim
         self._process: MoverProcess | None = None
+        self._sign_channel: Channel | None = None
         self._is_ours = False
         self._is_let_go = True  # it may go on without this life
         self._learning = threading.Lock()
@@ -106,6 +108,11 @@ class Life:
             self._is_ours, self.pid = True, hello["pid"]
             told = self.ask("open", descriptors=(jobs.fd, ends.fd, *self._claim()), **self._settings.told())
             self.facts = told.head
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                self.ask("watch", descriptors=(theirs.fileno(),))
+            self._signs, self._sign_channel = ours, Channel(ours, self.kill)
             undo.pop_all()
         self._is_let_go = False
         self._watcher = threading.Thread(target=self._watch, name=f"mover-{self._settings.device}", daemon=True)
@@ -126,6 +133,18 @@ class Life:
         """Ask the mover, from any thread. Raises what it refuses with, and Unavailable where it is gone, or has not
         answered in ``seconds`` seconds: then it is ended."""
         return self._channel.ask(name, seconds, descriptors=descriptors, **fields)
+
+    def probe(self, seconds: float) -> str:
+        """Ask whether the device works, whatever else the mover is asked meanwhile; returns what is wrong, or nothing.
+        Raises as ``ask``: a mover that is silent for ``seconds`` seconds is ended."""
+        assert self._sign_channel is not None, "it was started"
+        fault: str = self._sign_channel.ask("probe", seconds).head["fault"]
+        return fault
+
+    def require_answer(self, seconds: float) -> None:
+        """Ask for a sign of life; no driver is asked. Raises as ``probe``."""
+        assert self._sign_channel is not None, "it was started"
+        self._sign_channel.ask("alive", seconds)
 
     def open_sheet(self, number: int, before: MappedSheet | None = None) -> MappedSheet:
         """Make words of a model, which go on where those of ``before`` stood, and have the mover write them and
@@ -210,6 +229,8 @@ class Life:
         self._is_let_go = False
         process.kill()
         self._channel.break_off()
+        if self._sign_channel is not None:
+            self._sign_channel.break_off()
 
     def hurry(self) -> None:
         """The daemon stops: a mover that owes an answer has ``HURRY_SECONDS`` more, and is ended then."""
@@ -235,6 +256,7 @@ class Life:
         for ring in self._rings:
             ring.close()
         self._connection.close()
+        self._signs.close()
 
     def _watch(self) -> None:
         """Root of a thread: wait for the end of the connection, on whichever side, then of the process, and say so."""

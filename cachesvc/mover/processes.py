@@ -215,7 +215,7 @@ class MoverProcesses:
 
     def require_answer(self, device: str) -> None:
         """Ask a device's mover for a sign of life. Raises Unavailable."""
-        self._mover(device).life().ask("hello")
+        self._mover(device).require_answer()
 
     def probe(self) -> None:
         """Ask every mover for its device, all at once. Waits for no answer that takes long."""

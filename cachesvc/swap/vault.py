@@ -1,8 +1,8 @@
 """Allocator of pools: device slabs from the backend, host slabs from the host pool.
 
 Making and freeing device memory waits for drivers, so it may be done on any thread, by one at a time for each device:
-``open_replica``, ``close_model`` and ``close_retired``. Host memory waits for none: ``open_host`` and ``free_retired``, on
-any thread. Everything else is called where the ledger is and never waits.
+``open_replica``, ``close_model`` and ``close_retired``. Host memory waits for none: ``open_host`` and ``free_retired``
+may be called on any thread. Everything else is called where the ledger is and never waits.
 A model of which something is still to be made or freed is not in the ledger.
 """
 

@@ -137,6 +137,31 @@ def test_a_mover_that_hangs_is_replaced(heard: Heard) -> None:
     movers.close()
 
 
+def test_a_mover_that_hangs_is_replaced_while_it_owes_an_answer(heard: Heard) -> None:
+    """Its watchdog asks on a connection of its own."""
+    movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__, probe_seconds=0.2)
+    movers.start()
+    movers.listen(lambda _: None)
+    os.kill(movers.mover_pids()["shm-0"], signal.SIGSTOP)
+    refused: list[Exception] = []
+
+    def make() -> None:
+        try:
+            movers.create_slab("shm-0", 4096)
+        except Unavailable as error:
+            refused.append(error)
+
+    making = threading.Thread(target=make)
+    making.start()
+    with pytest.raises(Unavailable):
+        movers.require_answer("shm-0")
+    making.join()
+    assert len(refused) == 1
+    heard.wait("mover_started")
+    movers.require_answer("shm-0")
+    movers.close()
+
+
 def test_host_memory_that_comes_while_there_is_no_mover_is_there_for_the_next(rig: Rig, heard: Heard) -> None:
     movers, held = movers_of(rig), threading.Event()
 

@@ -37,8 +37,8 @@ HOST_BYTES = 1 << 20
 
 
 class GatedBackend(ShmBackend):
-    """``begun`` counts slabs that are asked for. Each waits for a permit, and ends with ``breaks`` where it is set; those
-    of the second device wait for none. ``silent``: devices that do not answer."""
+    """``begun`` counts slabs that are asked for on the first device. Each waits for a permit, and ends with ``breaks``
+    where it is set. ``silent``: devices that do not answer."""
 
     def __init__(self, devices: int = 1) -> None:
         super().__init__(devices, POOL_BYTES, timeline_words=64)
