@@ -199,6 +199,15 @@ class DeviceMemory(Protocol):
         """Make a chunk of host memory copyable; returns its region. ``fd``: the memory file that it is, which movers
         in processes of their own need."""
 
+    def has_host(self, device: str, region: int) -> bool:
+        """True where a device can copy from and to a chunk of host memory."""
+
+    def tell_hosts(self, on_host: Callable[[str], None]) -> None:
+        """Tell ``on_host(device)``, from a thread, when a device can reach chunks that it could not at first."""
+
+    def lacking_hosts(self) -> dict[str, tuple[int, str]]:
+        """Devices that refuse chunks of host memory: how many, and why the last of them."""
+
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
         """Set another byte budget in one direction for every device; 0 is none."""
 

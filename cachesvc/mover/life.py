@@ -10,7 +10,6 @@ import os
 import select
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -81,8 +80,6 @@ class Life:
         self._is_let_go = True  # it may go on without this life
         self._learning = threading.Lock()
         self._known: set[int] = set()
-        self._waiting: deque[HostChunk] = deque()
-        self._refused: dict[int, Exception] = {}
         self.facts: dict[str, Any] = {}
         self.pid = 0
         self.lingers = False  # it was killed and does not end: it may still write
@@ -162,31 +159,28 @@ class Life:
             undo.pop_all()
         return sheet
 
-    def learn_hosts(self, chunks: Sequence[HostChunk]) -> None:
-        """Have the mover map and pin chunks of host memory, each once. Those that other threads bring meanwhile go with
-        them, several at a time: one by one they are pinned more slowly than filled. Raises as ``ask``."""
-        self._waiting.extend(chunks)
+    def learn_hosts(self, chunks: Sequence[HostChunk]) -> dict[int, Exception]:
+        """Have the mover map and pin chunks of host memory, each once, several at a time: one by one they are pinned
+        more slowly than filled. Returns the errors of those that it refuses, by region. Raises MoverGone."""
+        refused: dict[int, Exception] = {}
         with self._learning:
-            while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_DESCRIPTORS))]
-                if new := [chunk for chunk in batch if chunk.region not in self._known]:
-                    self._learn_batch(new)
-            for chunk in chunks:
-                if (error := self._refused.pop(chunk.region, None)) is not None:
-                    raise error
+            new = [chunk for chunk in chunks if chunk.region not in self._known]
+            for first in range(0, len(new), MOST_DESCRIPTORS):
+                batch = new[first : first + MOST_DESCRIPTORS]
+                refused |= self._learn_batch(batch)
+                self._known.update(chunk.region for chunk in batch if chunk.region not in refused)
+        return refused
 
-    def _learn_batch(self, batch: Sequence[HostChunk]) -> None:
+    def _learn_batch(self, batch: Sequence[HostChunk]) -> dict[int, Exception]:
         sizes, files = [(chunk.region, chunk.size_bytes) for chunk in batch], [chunk.fd for chunk in batch]
         try:
             told = self.ask("register_hosts", descriptors=files, chunks=sizes).head["refused_of"]
-        except (CacheError, MoverFault) as error:  # the sender of a chunk must learn of it
-            self._refused.update((chunk.region, error) for chunk in batch)
-            return
-        for chunk, refused in zip(batch, told, strict=True):
-            if refused is None:
-                self._known.add(chunk.region)
-            else:
-                self._refused[chunk.region] = error_again(*refused)
+        except MoverGone:
+            raise
+        except (CacheError, MoverFault) as error:
+            return {chunk.region: error for chunk in batch}
+        pairs = zip(batch, told, strict=True)
+        return {chunk.region: error_again(*refused) for chunk, refused in pairs if refused is not None}
 
     def learn_peer(self, region: int, handle: Handle, fd: int | None) -> None:
         """Have the mover map another one's slab, once. Raises as ``ask``."""

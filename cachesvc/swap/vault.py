@@ -77,7 +77,8 @@ class Shared(NamedTuple):
 class _Holding:
     """Slabs and handles of one model. ``page_bytes``: of a page of each group. ``news``: (group, run) pairs that
     arrived before it was ``announced``, not reported yet. ``lost``: slabs, with their devices, of replicas of which
-    another device lost its memory; some are gone by now."""
+    another device lost its memory; some are gone by now. ``serving``: devices of replicas that are there or being made:
+    host pages are usable once these can reach them."""
 
     host: list[list[HostSlab]]
     page_bytes: list[int]
@@ -87,6 +88,7 @@ class _Holding:
     news: list[tuple[int, Run]] = field(default_factory=list)
     is_announced: bool = False
     lost: dict[int, list[tuple[str, Slab]]] = field(default_factory=dict)
+    serving: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def slabs(self) -> Iterable[tuple[str, Slab]]:
         """Every device slab, with its device."""
@@ -99,6 +101,8 @@ class _Holding:
 
     def lose(self, device: str) -> None:
         """A device lost its memory: replicas that had some there are not given out any more."""
+        for replica in [number for number, devices in self.serving.items() if device in devices]:
+            del self.serving[replica]
         for replica in [number for number, devices in self.devices.items() if device in devices]:
             ranks = zip(self.devices.pop(replica), self.replicas.pop(replica), strict=True)
             self.lost[replica] = [(where, slab) for where, rank in ranks for slab in unique(rank)]
@@ -111,6 +115,17 @@ class _Leaving:
     device: str
     close: Callable[[], None]
     size_bytes: int
+
+
+def _readers(holding: _Holding, replicas: Iterable[tuple[str, ...]]) -> dict[HostSlab, set[str]]:
+    """Devices of some replicas that copy from and to each host slab: all ranks' where they share one."""
+    slabs: dict[HostSlab, set[str]] = {}
+    for ranks in holding.host:
+        for rank, slab in enumerate(ranks):
+            mine = slabs.setdefault(slab, set())
+            for devices in replicas:
+                mine.update(devices if len(ranks) == 1 else devices[rank : rank + 1])
+    return slabs
 
 
 def unique(slabs: Iterable[S]) -> Iterable[S]:
@@ -229,8 +244,19 @@ class Vault:
         had elsewhere."""
         with self._lock:
             self._losses[device] += 1
+            losing = [holding for holding in self._models.values() if device in sum(holding.serving.values(), ())]
             for holding in self._models.values():
                 holding.lose(device)
+        for holding in losing:
+            self._serve(holding)
+
+    def _serve(self, holding: _Holding) -> None:
+        """Wait for the devices of a model's replicas with its host pages, and for no others."""
+        with self._lock:
+            every = list(holding.serving.values())
+        for slab, readers in _readers(holding, every).items():
+            if readers:  # without a replica its pages stay as they are
+                self._pool.serve(slab, frozenset(readers))
 
     def has_replica(self, model: int, replica: int) -> bool:
         """False where a device lost its memory since the replica was begun."""
@@ -244,7 +270,9 @@ class Vault:
         made: dict[int, list[HostSlab]] = {pool[0]: [] for pool in layout.host_pools}
         with ExitStack() as undo:
             for group, rank, page_bytes in PoolSizes(layout).host_slabs:
-                slab = self._pool.reserve(page_bytes, pages[group], devices[rank])
+                is_one = layout.host_ranks(group) == 1
+                readers = frozenset(devices if is_one else (devices[rank],))
+                slab = self._pool.reserve(page_bytes, pages[group], devices[rank], readers)
                 undo.callback(self._pool.release, slab)
                 made[group].append(slab)
             by_group = {group: made[pool[0]] for pool in layout.host_pools for group in pool}
@@ -274,8 +302,14 @@ class Vault:
         """Make the device slabs of a replica, zeroed. Raises PoolExhausted, Unavailable, with nothing made."""
         with self._lock:
             losses = [self._losses[device] for device in devices]
+            holding = self._models[model]
+            holding.serving[replica] = devices
         ranks: list[list[Slab]] = []
         with ExitStack() as undo:
+            undo.callback(self._stop_serving, holding, replica)
+            self._serve(holding)  # first: what comes from here on waits for these devices
+            for host_slab, readers in _readers(holding, [devices]).items():
+                self._pool.require_reach(host_slab, readers)
             for device in devices:
                 mine: dict[int, Slab] = {}
                 for pool in layout.pools:
@@ -286,7 +320,6 @@ class Vault:
             self._engine.attach_replica(model, replica, devices, ranks, pages)
             undo.pop_all()
         with self._lock:
-            holding = self._models[model]
             holding.replicas[replica] = ranks
             holding.devices[replica] = devices
             for device, rank in zip(devices, ranks, strict=True):
@@ -294,6 +327,11 @@ class Vault:
             for device, before in zip(devices, losses, strict=True):
                 if self._losses[device] != before:  # it may be of what was lost
                     holding.lose(device)
+
+    def _stop_serving(self, holding: _Holding, replica: int) -> None:
+        with self._lock:
+            holding.serving.pop(replica, None)
+        self._serve(holding)
 
     def close_model(self, model: int) -> None:
         """Free the memory of a model that did not come into the ledger, and of other retired ones."""
