@@ -102,6 +102,7 @@ class MoverProcesses:
         }
         self._asked: set[str] = set()  # devices whose probe is not answered yet
         self._start_seconds = start_seconds
+        self._probe_seconds = probe_seconds
         self._running = False
         self._budget: HostBudget | None = None
 
@@ -375,6 +376,8 @@ class MoverProcesses:
         if figures := self._figures.get(device):
             life.ask("plan_by", figures=figures)
         refused = life.learn_hosts([HostChunk(each, chunk.view.nbytes, chunk.fd) for each, chunk in chunks.items()])
+        if refused and (fault := life.probe(self._probe_seconds)):
+            raise Unavailable(f"{device} cannot take host memory: {fault}")
         self._note_chunks(device, life, list(chunks), refused)
         self._peers.begin(device, life)
 
@@ -403,6 +406,8 @@ class MoverProcesses:
                 with self._lock:
                     self._end_teaching(device)
                 return
+            if refused:
+                self._at[device].probe()  # of a GPU that broke a new mover asks again
             self._note_chunks(device, life, due, refused)
 
     def _end_teaching(self, device: str) -> None:
