@@ -70,7 +70,7 @@ class Replica:
     is_making_room: bool = False
 
 
-class Coming(NamedTuple):
+class PendingReplica(NamedTuple):
     """Replica whose device pools are being made; its memory is counted."""
 
     devices: tuple[str, ...]
@@ -106,7 +106,7 @@ class Model:
     display_name: str = ""
     weights_version: str = ""
     replicas: list[Replica] = field(default_factory=list)
-    coming: dict[int, Coming] = field(default_factory=dict)
+    coming: dict[int, PendingReplica] = field(default_factory=dict)
     lost: list[Replica] = field(default_factory=list)
     compared: Compared = field(default_factory=Compared)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)

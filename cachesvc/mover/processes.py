@@ -1,7 +1,7 @@
 """The movers of all devices as processes: the daemon's memory and its movers in one, without any device's driver here.
 
-Regions have the daemon's numbers. Every mover is told of each chunk of the host pool, by a thread of
-its own; a slab goes to its own mover and to
+Regions have the daemon's numbers. Every mover gets each chunk of the host pool, from a thread
+for it alone; a slab goes to its own mover and to
 those that reach its device. Whatever a mover must know is kept here, for the one that comes after it.
 """
 

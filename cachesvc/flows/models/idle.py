@@ -35,9 +35,8 @@ def idle_models(core: Core) -> list[Model]:
     first."""
     busy = {lease.model for lease in core.ledger.leases.values()}
     busy |= {ticket.model for ticket in core.ledger.tickets.running.values()}
-    busy |= {
-        model.id for model in core.ledger.models.values() if model.lent or not model.stored.is_idle or model.coming
-    }
+    busy |= {model.id for model in core.ledger.models.values() if model.lent or not model.stored.is_idle}
+    busy |= {model.id for model in core.ledger.models.values() if model.coming}
     now = core.ledger.moment.seconds
     busy |= {model.id for model in core.ledger.models.values() if model.expected and now < model.expected_until}
     idle = [model for model in core.ledger.models.values() if model.id not in busy]

@@ -30,7 +30,7 @@ from cachesvc.flows.models.sizing import HasHeadroom, Newcomer, Plan, PoolReques
 from cachesvc.flows.models.tenant_budget import Budget
 from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.ledger import Coming, Model, Replica
+from cachesvc.ledger.ledger import Model, PendingReplica, Replica
 from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.pages.shared_pool import group_pools
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
@@ -161,7 +161,7 @@ class Registration:
         if self._model is None:
             self._model = core.ledger.coming[self.request.namespace] = self._new_model(core)
         self._place = self._model.blocks.next_place()
-        self._model.coming[self._place] = Coming(self._new.devices, self._plan.pools.device_pages)
+        self._model.coming[self._place] = PendingReplica(self._new.devices, self._plan.pools.device_pages)
 
     def make(self, vault: Vault) -> None:
         """Free what evicted models held on these devices, and make the replica's pools there. Raises PoolExhausted and

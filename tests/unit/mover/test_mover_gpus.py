@@ -17,7 +17,6 @@ from cachesvc import __version__
 from cachesvc.memory.copy.host_budget import Neighbours
 from cachesvc.memory.cuda.backend import CudaBackend
 from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import CopiesHang, PagePairs, Transfer
 from cachesvc.mover.process import MoverProcess
 from cachesvc.mover.processes import MoverProcesses
