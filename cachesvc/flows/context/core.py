@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -212,7 +211,7 @@ class Core:
     new_name: Callable[[], str] = field(default_factory=lambda: map(str, itertools.count(1)).__next__)
     on_refused: Callable[[int, str], None] | None = None
     on_sealed: list[Callable[[int, int, int, int], None]] = field(default_factory=list)
-    chores: Chores = field(default_factory=deque)
+    chores: Chores = field(default_factory=Chores)
     on_ended: Callable[[list[int]], None] | None = None
     on_left: Callable[[Lease], None] | None = None
     storage: Storage | None = None

@@ -83,15 +83,20 @@ class BlockLedger(Lookup):
         self.places_made = 0
         self.misplaced = 0
         self.past = PlaceCounts()  # what had left places before these were lost
-        self.host = self._add_place("host", host_pools)
+        self.host = self._add_place("host", host_pools, self.next_place())
 
-    def add_replica(self, name: str, pools: tuple[PagePool, ...]) -> Place:
-        """A further device place with one pool for each group."""
-        return self._add_place(name, pools)
-
-    def _add_place(self, name: str, pools: tuple[PagePool, ...]) -> Place:
-        index, number = self.index, self.places_made
+    def next_place(self) -> int:
+        """Number of a place that will be added; it is no other one's."""
         self.places_made += 1
+        return self.places_made - 1
+
+    def add_replica(self, name: str, pools: tuple[PagePool, ...], number: int | None = None) -> Place:
+        """A further device place with one pool for each group. ``number``: from ``next_place``, where it was called
+        before."""
+        return self._add_place(name, pools, self.next_place() if number is None else number)
+
+    def _add_place(self, name: str, pools: tuple[PagePool, ...], number: int) -> Place:
+        index = self.index
         place = Place(name, self.layout, pools, self.journal, number, index.places, index.told)
         place.pieces = TablePieces(self.index.parent, [place.pages[group] for group in place.full_groups])
         place.protected = Protected(self.index.parent, self.index.depth, self.index.head)
