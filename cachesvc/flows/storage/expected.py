@@ -47,7 +47,11 @@ PAUSE_SECONDS = 0.1
 """Pause after a question without use, seconds."""
 FAILED_PAUSE_SECONDS = 0.3
 """Pause after a question without an answer or a fetch that brought nothing, seconds: longer than a peer is left alone
-after one failure, which may have been another request's. A peer that answers again is asked before it is done without.
+after one failure.
+"""
+LONGEST_PAUSE_SECONDS = 2.0
+"""Longest time for which an expectation waits until a peer is asked that has failed, seconds. One that is left alone
+for longer has failed several times in a row: what it has computed is done without.
 """
 CALL_SECONDS = 10.0
 """Time that a call waits for what is coming, seconds. It says then what still is."""
@@ -231,6 +235,11 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, asked_at
         return
     known.asked_at = None
     now = core.ledger.moment.seconds
+    if promise.ask_in:  # it was not asked, which is no question without an answer
+        known.retry_at = now + promise.ask_in
+        if known.is_computed and promise.ask_in > LONGEST_PAUSE_SECONDS and not known.fetching:
+            _end(core, model, known, ExpectationEnd.UNREACHABLE)
+        return
     if promise.problem:
         known.failures += 1
         known.retry_at = now + FAILED_PAUSE_SECONDS

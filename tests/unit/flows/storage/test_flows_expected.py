@@ -180,7 +180,7 @@ def test_an_unreachable_peer_that_has_computed_all_is_given_up_soon() -> None:
 def test_a_peer_that_failed_another_request_is_asked_once_its_pause_is_over() -> None:
     following = Following()
     peer = Peer(NearControl.__new__(NearControl), lambda: following.rig.now)
-    peer.failed("another request's answer was late")
+    peer.did_not_answer("another request's answer was late", following.rig.now)
     following.look(is_computed=True)
     while len(following.lenders.asked) < flow.MOST_FAILURES:
         assert not peer.is_usable
@@ -197,7 +197,7 @@ def test_a_peer_whose_stream_broke_is_asked_once_its_pause_is_over() -> None:
     peer = Peer(NearControl.__new__(NearControl), lambda: following.rig.now)
     following.look(is_computed=True)
     following.promise(8)
-    peer.failed("a connection took too long")
+    peer.did_not_send("a connection took too long", following.rig.now)
     following.at.tell(range(8), GONE)
     while len(following.lenders.asked) < 2:
         following.pass_time(flow.PAUSE_SECONDS)
