@@ -92,9 +92,10 @@ class Readers:
     def add(self, job: ReadJob) -> None:
         """Run or refuse a job, later; refuse it at once where too many of its peer wait."""
         with self._changed:
-            waiting = self._waiting.setdefault(job.peer, deque())
+            waiting = self._waiting.get(job.peer, deque())
             is_taken = self._is_open and len(waiting) < MOST_WAITING
             if is_taken:
+                self._waiting[job.peer] = waiting
                 waiting.append(job)
                 self._wake()
         if not is_taken:

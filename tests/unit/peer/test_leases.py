@@ -63,7 +63,7 @@ def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(node: LendingNode, 
             node.have(names)
             assert all(pulling.reader.exists(names))
         gathered = [pulling.get(names, size_bytes=STREAM_BYTES)[0] for names in loans]
-        for _ in range((PART + SHARED)):  # all streams that there can be, which bring nothing
+        for _ in range(PART + SHARED):  # all streams that there can be, which bring nothing
             stack.enter_context(silent.accept()[0])
         control.beats.clear()
         pulling.peers.beat()
