@@ -100,6 +100,7 @@ class PeerStorage:
         """Begin. Peers that are not there are asked later."""
         self._readers.start()
         self._leave_out_self()
+        self.probe()
         self._keeper.start()
         if self._names is not None:
             self._names.told = self._found
@@ -111,6 +112,7 @@ class PeerStorage:
         listed = {peer.control.address for peer in self._listed}
         self.peers = (*self._listed, *(peer for peer in named if peer.control.address not in listed))
         self._leave_out_self()
+        self.probe()
         self._news.look()
 
     def _leave_out_self(self) -> None:
@@ -409,7 +411,7 @@ class PeerStorage:
             self._call(peer, partial(peer.control.beat_later, loans, ASK_SECONDS))
 
     def probe(self) -> None:
-        """Try peers that did not answer: no request has to find out that they are back."""
+        """Try peers that did not answer, and new ones: no request has to find out whether they do."""
         for peer in self._all_peers():
             if peer.wants_probe():
                 self._call(peer, partial(peer.control.beat_later, (), ASK_SECONDS))

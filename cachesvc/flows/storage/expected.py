@@ -65,6 +65,8 @@ MOST_FETCHES = 3
 """Fetches of an expectation that are under way at a time, each of what was sealed while the one before began."""
 MOST_BESIDE = 8
 """Fetches of a model's expectations under way from which on each has one at a time: all streams are busy then."""
+SILENT_SECONDS = 1.0
+"""Time between the last block and the end of a fetch after which it had come to a standstill, seconds."""
 MOST_FAILURES = 2
 """Questions without an answer after which a peer that has computed all is done without."""
 
@@ -337,12 +339,19 @@ def _came(core: Core, model: Model, known: Expectation, fetch: Fetch | None) -> 
         if known.failures >= MOST_FAILURES:
             _end(core, model, known, ExpectationEnd.INCOMPLETE)
         return
-    known.failures = 0
+    now = core.ledger.moment.seconds
+    if fetch is None or fetch.is_whole or now - fetch.came_at < SILENT_SECONDS:
+        known.failures = 0
+    else:  # it came to a standstill: a peer that sends a little each time is not followed for ever
+        known.failures += 1
     came = 0 if hit is None else hit.blocks - max(before, 0)
     known.arrived += came
     core.count(Count.EXPECTED_BLOCKS, came)
     if hit is not None:
-        known.here, known.progress_at = hit.blocks, core.ledger.moment.seconds
+        known.here, known.progress_at = hit.blocks, now
+    if known.failures >= MOST_FAILURES and not known.fetches:
+        _end(core, model, known, ExpectationEnd.INCOMPLETE)
+        return
     _go_on(core, model, known)
     _ask_again(core, model, known)
 

@@ -157,10 +157,10 @@ class Peer:
         return back_off.failed(began)
 
     def wants_probe(self) -> bool:
-        """True once it is time to try a peer that does not answer; that is noted as done."""
+        """True once it is time to try a peer that does not answer, or that was never tried; that is noted as done."""
         with self._lock:
             now = self._clock()
-            if self.answers or now < self._probe_at:
+            if (self.answers and self._probe_at) or now < self._probe_at:
                 return False
-            self._probe_at = now + min(self._answers.pause, LONGEST_PROBE_PAUSE_SECONDS)
+            self._probe_at = now + min(self._answers.pause or FIRST_PAUSE_SECONDS, LONGEST_PROBE_PAUSE_SECONDS)
             return True

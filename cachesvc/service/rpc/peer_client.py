@@ -24,7 +24,7 @@ from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, ERROR_METAD
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 5000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),  # a new certificate is not for connections under the old one
 )
 PROBE_SECONDS = 0.5
@@ -56,8 +56,8 @@ class GrpcControl:
     """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's.
     ``name``: that the peer's certificate is for, where that is not its address.
 
-    News have a connection of their own: they are asked of peers that are not there yet, and while gRPC waits to connect
-    again, it fails every other call on that connection."""
+    News and probes have a connection of their own: they are asked of peers that are not there yet, and while gRPC waits
+    to connect again, it fails every other call on that connection."""
 
     def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None, name: str = "") -> None:
         self._address = address
@@ -106,11 +106,8 @@ class GrpcControl:
     ) -> None:
         """See PeerControl."""
         request = peer_pb2.NewsRequest(epoch=epoch, version=version, patience_ms=round(patience * 1000))
-        with self._lock:
-            self._require_open()
-            news = self._news = self._news or self._open_news()
         try:
-            asked = news.stub().News.future(request, timeout=2 * patience, metadata=self._metadata())
+            asked = self._beside().stub().News.future(request, timeout=2 * patience, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
             raise Unavailable(f"{self._address}: {error}") from error
 
@@ -123,6 +120,13 @@ class GrpcControl:
             answered(said)
 
         asked.add_done_callback(done)
+
+    def _beside(self) -> GrpcControl:
+        """The connection for news and probes."""
+        with self._lock:
+            self._require_open()
+            self._news = self._news or self._open_news()
+            return self._news
 
     def _borrowed(self, answer: peer_pb2.BorrowResponse, objects: int) -> Borrowed:
         """Return the loan that answers a question for ``objects``. Raises ValueError for one of more."""
@@ -144,7 +148,8 @@ class GrpcControl:
         """See PeerControl."""
         epoch = loans[-1].epoch if loans else 0
         leases = [loan.lease for loan in loans if loan.epoch == epoch]  # others ended with an older life of the peer
-        self._end_later(self.stub().Beat, peer_pb2.BeatRequest(lease_ids=leases, epoch=epoch), seconds, done)
+        stub = self.stub() if leases else self._beside().stub()
+        self._end_later(stub.Beat, peer_pb2.BeatRequest(lease_ids=leases, epoch=epoch), seconds, done)
 
     def give_back_later(self, loan: Loan, seconds: float, done: Done) -> None:
         """See PeerControl."""

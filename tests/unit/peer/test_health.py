@@ -84,6 +84,7 @@ def test_an_answer_does_not_end_the_pause_of_a_peer_whose_bytes_do_not_come(cont
 def test_a_peer_that_did_not_answer_is_asked_by_probes_and_by_requests_that_name_it(control: NearControl) -> None:
     now = [0.0]
     peer = Peer(control, lambda: now[0])
+    assert peer.wants_probe(), "whether it answers at all"
     assert not peer.wants_probe()
     probes = 0
     for _ in range(600):

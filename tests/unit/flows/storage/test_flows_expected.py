@@ -357,3 +357,51 @@ def test_their_keys_take_only_so_much_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_end_has_words_for_operators() -> None:
     assert set(EXPECTATIONS) == {end.value for end in flow.ExpectationEnd}
+
+
+def test_a_peer_that_is_paused_is_asked_once_it_may_be_and_that_is_no_failure() -> None:
+    following = Following()
+    following.look(is_computed=True)
+    for _ in range(2 * flow.MOST_FAILURES):
+        asked = len(following.lenders.asked)
+        following.lenders.told[-1](Promise(problem="it failed another request", ask_in=0.5))
+        following.pass_time(0.4)
+        assert len(following.lenders.asked) == asked
+        following.pass_time(0.2)
+        assert len(following.lenders.asked) == asked + 1
+    following.promise(8)
+    following.at.tell(range(8), LENT)
+    assert following.look(is_computed=True) == (8, 0)
+
+
+def test_a_peer_that_is_left_alone_for_long_is_done_without_where_it_has_computed_all() -> None:
+    for is_computed in (True, False):
+        following = Following()
+        following.look(is_computed=is_computed)
+        following.lenders.told[-1](Promise(problem="no answer", ask_in=2 * flow.LONGEST_PAUSE_SECONDS))
+        assert following.ended("unreachable") == is_computed
+
+
+def test_a_peer_that_sends_a_little_each_time_is_not_followed_for_ever() -> None:
+    following = Following()
+    following.look(patience=60.0)
+    for sealed in range(1, 1 + flow.MOST_FAILURES):
+        assert following.ended("other") == 0
+        following.promise(9 - sealed)
+        following.at.tell([0], LENT)
+        following.look(patience=60.0)
+        following.pass_time(2 * flow.SILENT_SECONDS)
+        following.at.tell(range(1, 9 - sealed), GONE)
+        assert following.rig.core.counters["expected_blocks"] == sealed
+    assert following.ended("other") == 1
+
+
+def test_a_peer_whose_streams_are_cut_again_and_again_is_followed_to_the_end() -> None:
+    following = Following()
+    following.look()
+    for sealed in range(1, 9):
+        following.promise(9 - sealed)
+        following.at.tell([0], LENT)
+        following.at.tell(range(1, 9 - sealed), GONE)
+        assert following.look()[0] == sealed
+    assert following.ended("arrived") == 1
