@@ -162,7 +162,8 @@ class Nodes:
 
     def attention(self) -> list[str]:
         """Sentences about nodes that cannot be borrowed from until an operator does something."""
-        return [] if self.peers is None else self.peers.attention()
+        out = [] if self._digests is None else self._digests.attention()
+        return out if self.peers is None else [*out, *self.peers.attention()]
 
     def tick(self) -> None:
         """Do periodic work, on the ledger thread."""

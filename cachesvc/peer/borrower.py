@@ -249,12 +249,18 @@ class PeerStorage:
         late = self._clock() - ATTENTION_SECONDS
         down = [peer for peer in self.peers if peer.down_since is not None and peer.down_since <= late]
         silent = [each for each in down if not each.distrust]
+        full = [peer.control.address for peer in self.peers if peer.digest.is_saturated]
         return [
             *(
                 f"{len(silent)} of {len(self.peers)} peers have not answered for {ATTENTION_SECONDS:.0f} s or longer, "
                 f"and nothing is borrowed of these; see that their daemons run, or take them off peers. The first: "
                 f"{each.reason}"
                 for each in silent[:1]
+            ),
+            *(
+                f"the digests of {len(full)} of {len(self.peers)} peers say that these have every block, so they are "
+                f"asked last; see that their daemons are of this release. The first: {each}"
+                for each in full[:1]
             ),
             *(
                 f"nothing is borrowed of the node {each.distrust}; see that peer_tls_certificate, peer_tls_key and "
