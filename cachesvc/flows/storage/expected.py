@@ -26,7 +26,7 @@ from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.storage_state import Expectation, Fetch, key_at
-from cachesvc.model.answers import Expected, Wait
+from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Wait
 from cachesvc.model.errors import KeyMisplaced
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.sharing import Party, most_of
@@ -53,8 +53,6 @@ LONGEST_PAUSE_SECONDS = 2.0
 """Longest time for which an expectation waits until a peer is asked that has failed, seconds. One that is left alone
 for longer has failed several times in a row: what it has computed is done without.
 """
-CALL_SECONDS = 10.0
-"""Time that a call waits for what is coming, seconds. It says then what still is."""
 LOOK_SECONDS = 1.0
 """Longest wait of such a call until it looks again, seconds."""
 IDLE_SECONDS = 5.0
@@ -116,7 +114,7 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     sharing.coming = most - hit.blocks
     if sharing.expects_since is None:
         sharing.expects_since = call.now
-    left = sharing.expects_since + CALL_SECONDS - call.now
+    left = sharing.expects_since + LONGEST_EXPECTED_WAIT_SECONDS - call.now
     if not expected.waits or left <= 0:
         return None
     return Wait((known.ticket,), min(LOOK_SECONDS, left))

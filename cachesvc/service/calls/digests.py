@@ -61,10 +61,8 @@ class DigestFeed:
         """A sentence about a digest that cannot hold this node's blocks."""
         if self._digest is None or not self._digest.is_saturated:
             return []
-        return [
-            f"this node has more blocks than its digest of {self._digest.size} bits can tell apart: other nodes ask it "
-            "for blocks that it lacks; share such a cache by a storage tier"
-        ]
+        most = f"its digest of {self._digest.size} bits can tell apart"
+        return [f"this node has more blocks than {most}; share such a cache by a storage tier, not by peers"]
 
     @property
     def epoch(self) -> int:

@@ -11,7 +11,7 @@ from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.storage import expected as flow
-from cachesvc.model.answers import Expected, Matched, Wait
+from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.sharing import share_of
@@ -112,7 +112,7 @@ def test_a_call_that_waits_says_after_a_while_what_is_coming() -> None:
     following = Following()
     ask = following.ask(Expected(PEER, patience=600.0))
     assert isinstance(ask(), Wait)
-    following.rig.now += flow.CALL_SECONDS
+    following.rig.now += LONGEST_EXPECTED_WAIT_SECONDS
     answer = ask()
     assert isinstance(answer, Matched)
     assert answer.coming_blocks == 8
