@@ -6,13 +6,13 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cachesvc.config import Config
 from cachesvc.flows.storage.flush import begin_flush, go_on
 from cachesvc.memory.host.pool import HostPool
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.nodes import Nodes
-from cachesvc.peer.sources import Nowhere, Sources
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.service.admin.storage_answers import StorageAnswers
 from cachesvc.service.calls.storage_events import StorageFlows
@@ -113,8 +113,8 @@ class Storages:
         self.nodes.connect(node, vault.host_view)
         made = [(spec.tier, make_backend(spec, self._eviction.rank)) for spec in self.specs]
         if self.nodes.peers is not None and self.nodes.spec is not None:
-            options, backend = made.pop(0) if made else (self.nodes.spec.tier, Nowhere())
-            made.insert(0, (options, Sources(self.nodes.peers, backend)))
+            options = replace(made[0][0], write=WriteWhen.NEVER) if made else self.nodes.spec.tier
+            made.insert(0, (options, self.nodes.peers))
         if not made:
             return
         tiers = [
@@ -146,13 +146,14 @@ class Storages:
         tiers, node = self.tiers, self._node
         if tiers is None or node is None or not seconds:
             return
-        for tier in tiers.all:
+        for tier in tiers.stores:
             tier.budget.lift()
         began = told = time.monotonic()
-        left = blocks = node.run(begin_flush, node.core, tiers.all[0].backend.totals().capacity_bytes)
+        capacity_bytes = tiers.stores[0].backend.totals().capacity_bytes if tiers.stores else 0
+        left = blocks = node.run(begin_flush, node.core, capacity_bytes)
         if blocks:
             events.event("storage_flush_began", blocks=blocks, seconds=seconds)
-        while left and any(tier.breaker.is_closed for tier in tiers.all) and time.monotonic() < began + seconds:
+        while left and any(tier.breaker.is_closed for tier in tiers.stores) and time.monotonic() < began + seconds:
             await asyncio.sleep(FLUSH_LOOK_SECONDS)
             left = node.run(go_on, node.core)
             if left and time.monotonic() >= told + FLUSH_TELL_SECONDS:

@@ -56,7 +56,8 @@ class Fetch:
     ``keys``: theirs; the first comes under ``pin``'s row, whose key is ``parent``. ``out``: of each block, how many of
     its objects may still write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed
     groups that do not come with a block, as (block, group). ``lent``: blocks of which another node lent some.
-    ``is_piece``: its blocks leave the host once a device has them. ``then``: called once it has ended.
+    ``is_piece``: its blocks leave the host once a device has them. ``came_at``: when its last block was admitted; 0
+    before one was. ``then``: called once it has ended.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Fetch:
         self.lent: set[int] = set()
         self.then: list[Callable[[], None]] = []
         self.is_piece = False
+        self.came_at = 0.0
         self.has_begun = False
         self.is_over = False
         self._blocks = blocks

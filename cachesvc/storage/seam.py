@@ -139,6 +139,7 @@ class Caps:
     ``head_bytes``: of an item's header, which lies on a border of as many bytes, rounded up to 256. ``max_bytes``: of
     an object with its header; 0: any. ``evicts_itself``: objects may go without our doing. ``needs_registration``:
     pages must lie in chunks that were registered. ``follows_use``: it evicts by the uses that ``used`` reports.
+    ``keeps_health``: it has sources of its own, knows how each of them does, and is never given up as a whole.
     """
 
     is_shared: bool
@@ -148,6 +149,7 @@ class Caps:
     evicts_itself: bool = False
     needs_registration: bool = False
     follows_use: bool = False
+    keeps_health: bool = False
 
 
 @dataclass(slots=True)

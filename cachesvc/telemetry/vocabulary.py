@@ -171,6 +171,11 @@ VOCABULARY: dict[str, Event] = {
         "nothing from it. Logged every 5 minutes.",
         ("peer", "reason"),
     ),
+    "peer_digest_full": Event(
+        "warning",
+        "This node has more blocks than its digest can tell apart: other nodes ask it for blocks that it lacks.",
+        ("bits", "blocks"),
+    ),
     "peer_object_wrong": Event("warning", "Another node sent an object other than the requested one.", ("peer",)),
     "peer_not_asked": Event(
         "warning", "A request named a daemon that this node may not ask, or that has no address.", ("peer", "reason")

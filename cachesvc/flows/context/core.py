@@ -127,12 +127,14 @@ class Storage(Protocol):
 
 class Promise(NamedTuple):
     """Answer of another node that was asked for blocks. ``lent``: how many of the first it lends from now on; behind
-    these, engines there are ``computing`` blocks. ``epoch``: of its life. ``problem``: why there is no answer."""
+    these, engines there are ``computing`` blocks. ``epoch``: of its life. ``problem``: why there is no answer.
+    ``ask_in``: seconds after which the node is asked again; above 0 where it was not asked, or can lend nothing now."""
 
     lent: int = 0
     computing: int = 0
     epoch: int = 0
     problem: str = ""
+    ask_in: float = 0.0
 
 
 class Lenders(Protocol):

@@ -215,6 +215,7 @@ def end_ticket(core: Core, ticket: int) -> None:
 def _note_admitted(core: Core, model: Model, fetch: Fetch) -> None:
     """The block that a fetch brought last: the storage has it, unless another node lent it."""
     at = fetch.admitted - 1
+    fetch.came_at = core.ledger.moment.seconds
     if fetch.is_piece:
         model.stored.land(fetch.keys[at])
     if at not in fetch.lent:

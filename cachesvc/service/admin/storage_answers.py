@@ -58,7 +58,7 @@ class StorageAnswers:
         tenants = {model.namespace: model.tenant for model in view.models()}
         texts = [spec.text for spec in self._configured.specs]
         shown: list[storage_pb2.StorageTier] = []
-        for number, tier in enumerate(tiers.all):
+        for number, tier in enumerate((*tiers.stores, *(each for each in tiers.all if each not in tiers.stores))):
             found = await asyncio.to_thread(tier.backend.status)
             text = texts[number] if number < len(texts) and caller().sees_all else tier.backend.kind
             shown.append(_tier(tier, text, found, tenants, sees_all=caller().sees_all))

@@ -193,7 +193,7 @@ class Tier:
         """Note that a call has waited for the longest time in vain. Where others got something meanwhile the engine is
         slow, and not frozen."""
         now = self._clock()
-        if now - self._last_news >= self.wait_seconds:
+        if now - self._last_news >= self.wait_seconds and not self.backend.caps.keeps_health:
             self.breaker.open(f"nothing came within {self.wait_seconds} s", now)
 
     def tick(self) -> None:
@@ -327,7 +327,7 @@ class Tier:
         for each in news:
             if each.outcome is not Outcome.LATE:
                 self._last_news = now
-            if each.outcome is not None:
+            if each.outcome is not None and not self.backend.caps.keeps_health:
                 verb = "get" if each.ticket else "put"
                 self.breaker.note(BAD.get(each.outcome, 1.0), f"{verb}: {each.outcome.value}", now)
         if self.tell is not None:

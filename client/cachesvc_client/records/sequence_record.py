@@ -8,7 +8,17 @@ from typing import Any, TypeVar
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.model.answers import Allocated, Expected, GroupCells, Matched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.answers import (
+    LONGEST_EXPECTED_WAIT_SECONDS,
+    Allocated,
+    Expected,
+    GroupCells,
+    Matched,
+    Published,
+    Recycled,
+    Swapped,
+    TicketView,
+)
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
@@ -121,7 +131,10 @@ class SequenceRecord:
             return self
 
         asked = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, expected, self.retention)
-        return self._operation(MATCH, asked, apply, self._end)
+        operation = self._operation(MATCH, asked, apply, self._end)
+        if expected is not None and expected.waits:
+            operation.waits_s = LONGEST_EXPECTED_WAIT_SECONDS
+        return operation
 
     def allocate(
         self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS

@@ -11,9 +11,21 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
-from cachesvc_client import BlockHasher, CacheClient, InvalidRequest, Lease, LimitExceeded, Timeouts
+from cachesvc_client import (
+    BlockHasher,
+    CacheClient,
+    Expected,
+    InvalidRequest,
+    Lease,
+    LimitExceeded,
+    Timeouts,
+)
+from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.layouts.families import opaque
+from cachesvc_client.records.batches import StepBatch
+from cachesvc_client.records.steps import StepBook
 
+from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS
 from cachesvc.model.errors import ErrorCode
 from tests.unit.rigs.client_rig import FakeDaemon, hang_until, refuse
 
@@ -124,3 +136,33 @@ def test_a_call_that_is_interrupted_is_asked_for_again_before_the_next(daemon: F
         assert sequence.blocks == 2
         first, again = daemon.seen["Allocate"]
         assert first == again
+
+
+def test_the_wait_for_another_node_is_added_to_the_limit_of_its_call(daemon: FakeDaemon, lease: Lease) -> None:
+    """A peer that computes for longer than ``call_s`` made an engine's request fail."""
+    left: list[float] = []
+    for expected in (None, Expected("10.0.0.1:7100", waits=False), Expected("10.0.0.1:7100", patience=600.0)):
+        daemon.faults["Match"].append(lambda context: left.append(context.time_remaining()))
+        with lease.match(b"", expected=expected):
+            """It is released."""
+    assert max(left[:2]) < 60 + LONGEST_EXPECTED_WAIT_SECONDS / 2 < left[2]
+
+
+async def test_so_it_is_where_it_is_awaited(daemon: FakeDaemon) -> None:
+    left: list[float] = []
+    async with AsyncCacheClient(daemon.path, timeouts=Timeouts(call_s=60, close_s=1)) as client:
+        lease = await client.open_lease(await client.register("m", LAYOUT))
+        daemon.faults["Match"].append(lambda context: left.append(context.time_remaining()))
+        async with await lease.match(b"", expected=Expected("10.0.0.1:7100")):
+            """It is released."""
+    assert 60 + LONGEST_EXPECTED_WAIT_SECONDS / 2 < left[0]
+
+
+def test_a_step_waits_as_long_as_the_matches_in_it_and_before_it(lease: Lease) -> None:
+    book = StepBook(lease._calls.calls.record)  # noqa: SLF001 - what a stream makes of it
+    batches = [StepBatch[object](lease._calls.calls.record, lambda record: record) for _ in range(3)]  # noqa: SLF001
+    batches[0].match(b"", expected=Expected("10.0.0.1:7100"))
+    batches[1].match(b"", expected=Expected("10.0.0.1:7100", waits=False))
+    batches[2].match(b"", expected=Expected("10.0.0.1:7100"))
+    steps = [book.enter(batch) for batch in batches]
+    assert [book.waits_until(step) / LONGEST_EXPECTED_WAIT_SECONDS for step in steps] == [1, 1, 2]
