@@ -103,7 +103,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> WorkerLease | None:
-        """Lease that this worker is on, for a scheduler that asked to move."""
+        """Lease that this worker is on, for a scheduler that asked to move, and the adapters that it has loaded."""
         assert self._worker is not None
         return self._worker.take_lease()
 
@@ -141,6 +141,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 most_requests=config.scheduler_config.max_num_seqs,
                 drafts=drafts,
                 publisher=publisher,
+                lora_config=config.lora_config,
+                ranks=config.parallel_config.tensor_parallel_size,
             )
         except BaseException:
             node.close()
@@ -168,6 +170,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._scheduler.move(told.lease_id)
                 if told.has_lapsed:
                     self._scheduler.drop_step(repeats=False)
+                if told.adapters is not None:
+                    self._scheduler.note_adapters(told.adapters)
             if has_lapsed(connector_output.invalid_block_ids):
                 self._scheduler.drop_step(repeats=True)
             ended, failed = connector_output.finished_recving, connector_output.failed_recving

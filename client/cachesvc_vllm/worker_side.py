@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from cachesvc.model.answers import TicketView
 from cachesvc_vllm.daemon.page_copier import PageCopier
 from cachesvc_vllm.daemon.settings import FLAGS, Settings
 from cachesvc_vllm.daemon.slab_layout import group_parts, layers_in_order, place_wider_first, slab_layout
+from cachesvc_vllm.namespace.adapters import LoadedAdapters
 from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
 from cachesvc_vllm.namespace.identity import config_details
 from cachesvc_vllm.namespace.naming import Runtime, model_facts, model_name
@@ -56,7 +58,9 @@ log = init_logger("vllm." + __name__)
 class WorkerSide:
     """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is;
     ``comes_back``: after a loss it can go on with the next daemon; ``instance``: of this start of the engine, all of
-    whose ranks have the same."""
+    whose ranks have the same. ``adapters``: what is loaded of them; None: the engine takes none."""
+
+    adapters: LoadedAdapters | None = None
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         require_version(vllm.__version__, allow_any=settings.allow_untested_vllm)
@@ -84,6 +88,8 @@ class WorkerSide:
         self._drafts = drafts_with_kv(vllm_config)
         self._told: WorkerLease | None = None
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
+        if vllm_config.lora_config is not None:
+            self.adapters = LoadedAdapters(vllm_config.lora_config, get_tp_group().rank_in_group)
 
     @property
     def _pool(self) -> AttachedPool:
@@ -140,14 +146,17 @@ class WorkerSide:
         self._told = WorkerLease(self._node.follow(next_lease))
 
     def take_lease(self) -> WorkerLease | None:
-        """Lease whose slab the tensors lie on, for the scheduler, in a step in which it asked; and whether the step is
-        void, where block ids cannot say it."""
+        """Return the lease whose slab the tensors lie on, for the scheduler, in a step in which it asked; whether the
+        step is void, where block ids cannot say it; and which adapters are loaded, where that is news."""
         told, self._told = self._told, None
-        return told
+        report = None if self.adapters is None else self.adapters.report()
+        return told if report is None else replace(told or WorkerLease(""), adapters=report)
 
     def start_early(self, step: StepTransfers, *, calls_layers: bool) -> None:
         """Have this step's kernels wait for its early loads, and copy its pages before them. ``calls_layers``: each
         layer asks for its part; else, and where pages are copied, all of them wait for all."""
+        if self.adapters is not None:
+            self.adapters.begin_step(step.adapters, step.adapters_epoch)
         self._early = step.early
         self._asked.clear()
         self._waits.begin(ticket for load in step.early.values() for ticket in load.tickets)
