@@ -20,12 +20,15 @@ from cachesvc_vllm.handover import answer_of
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.namespace.draft_keys import draft_lookahead, drafts_with_kv
+from cachesvc_vllm.namespace.naming import look_at_loads
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.startup.logs import log_as_vllm
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
 from cachesvc_vllm.worker_side import WorkerSide, calls_layers
 
 log = logging.getLogger(__name__)
+
+look_at_loads()  # vLLM imports this with its configuration, before it loads weights; a worker that it spawns does not
 
 
 class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -113,7 +116,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         self._worker.end_warm_up()
         worker = self._worker
-        return None if worker.share is None else WorkerShare(worker.share, worker.comes_back, worker.instance)
+        if worker.share is None:
+            return None
+        return WorkerShare(worker.share, worker.comes_back, worker.instance, worker.replaced)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
@@ -143,6 +148,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 publisher=publisher,
                 lora_config=config.lora_config,
                 ranks=config.parallel_config.tensor_parallel_size,
+                replaced=told.replaced,
             )
         except BaseException:
             node.close()

@@ -54,10 +54,12 @@ class SchedulerSide:
         publisher: Any = None,
         lora_config: Any = None,
         ranks: int = 1,
+        replaced: str = "",
     ) -> None:
         """``step_tokens``: the most that vLLM schedules in an iteration, of ``most_requests``. ``lookahead_tokens``:
         those that a drafter reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``).
-        ``publisher``: of KV events. ``lora_config``: of adapters; None: there are none. ``ranks``: of the engine."""
+        ``publisher``: of KV events. ``lora_config``: of adapters; None: there are none. ``ranks``: of the engine.
+        ``replaced``: why its weights may not be those that it is named by."""
         self._node = node
         self._has_lookahead, self._lookahead_tokens = settings.draft_blocks == "lookahead", lookahead_tokens
         registration = node.lease.registration
@@ -76,6 +78,8 @@ class SchedulerSide:
         self._step_tokens = step_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
         self._weights = WeightsVersion(settings.weights_version, announced_in(registration), node.announced_weights)
+        if replaced:
+            self._weights.lose(replaced)
         self._book.salt = self._weights.salt
         keys = self._book.keys
         self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)

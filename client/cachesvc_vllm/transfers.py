@@ -22,11 +22,13 @@ from cachesvc_vllm.namespace.adapters import AdapterReport
 @dataclass
 class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Message of a worker, sent once: its memory is the daemon's, under this name. ``comes_back``: after a loss it can
-    go on with the next daemon. ``instance``: the one of ``Node``, for the scheduler's."""
+    go on with the next daemon. ``instance``: the one of ``Node``, for the scheduler's. ``replaced``: why the name may
+    be of other weights than the workers have; empty where it is not."""
 
     share: Share
     comes_back: bool
     instance: str
+    replaced: str = ""
 
 
 class EarlyLoad(NamedTuple):

@@ -36,7 +36,8 @@ from cachesvc_vllm.daemon.slab_layout import group_parts, layers_in_order, place
 from cachesvc_vllm.namespace.adapters import LoadedAdapters
 from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
 from cachesvc_vllm.namespace.identity import config_details
-from cachesvc_vllm.namespace.naming import Runtime, model_facts, model_name
+from cachesvc_vllm.namespace.media import Sharing
+from cachesvc_vllm.namespace.naming import Runtime, model_facts, model_name, replaced_weights
 from cachesvc_vllm.startup.memory import SlabMode, require_on_slab
 from cachesvc_vllm.startup.ranks import Start, agreed_model
 from cachesvc_vllm.startup.refusals import require_supported, require_version
@@ -58,7 +59,8 @@ log = init_logger("vllm." + __name__)
 class WorkerSide:
     """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is;
     ``comes_back``: after a loss it can go on with the next daemon; ``instance``: of this start of the engine, all of
-    whose ranks have the same. ``adapters``: what is loaded of them; None: the engine takes none."""
+    whose ranks have the same; ``replaced``: see ``WorkerShare``. ``adapters``: those that are loaded; None: the engine
+    takes none."""
 
     adapters: LoadedAdapters | None = None
 
@@ -72,7 +74,7 @@ class WorkerSide:
         self._settings = settings
         self.share: Share | None = None
         self.comes_back = False
-        self.instance = ""
+        self.instance = self.replaced = ""
         self._node: Node | None = None
         self._mode: SlabMode | None = None
         self._copier: PageCopier | None = None
@@ -108,7 +110,10 @@ class WorkerSide:
             raise
         model = ""
         try:
-            model = agreed_model(self._tell_all(Start("" if node is None else node.share.model)))
+            mine = Start("" if node is None else node.share.model, replaced=self.replaced)
+            starts = self._tell_all(mine)
+            model = agreed_model(starts)
+            self.replaced = next((each.replaced for each in starts if each.replaced), "")
         finally:
             if node is not None and not model:
                 node.close()
@@ -253,7 +258,7 @@ class WorkerSide:
         config, ranks, laps = self._kv_cache_config, get_tp_group(), Laps()
         settings, runtime = self._settings, _runtime(self._vllm_config)
         facts = model_facts(self._vllm_config, config, settings.model, runtime, settings.draft_blocks)
-        name = model_name(facts)
+        name, self.replaced = model_name(facts), replaced_weights(self._vllm_config, settings.model)
         shown = display_name(self._vllm_config.model_config.model)
         place_wider_first(config)
         layout = slab_layout(config, ranks.world_size)
@@ -261,7 +266,8 @@ class WorkerSide:
         share = Share(name, layout, config.num_blocks, devices, shown, longest, group_parts(config))
         laps.lap("facts")
         if ranks.is_first_rank:
-            log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)
+            media = Sharing(settings.share_media).name.lower()
+            log.info("shares_as model=%s name=%s media_by=%s facts=%s", name, shown, media, facts)
             log.info("shares_by model=%s options=%s", name, config_details(self._vllm_config, runtime.environment))
         node = Node(self._settings, self.instance, share, attaches=True, flags=FLAGS, rank=ranks.rank_in_group)
         try:

@@ -152,6 +152,8 @@ def _is_readable(feature: Feature) -> bool:
     item = feature.data
     if item is None or "monotonic_id" in item:
         return False
+    if hasattr(item, DIGEST):
+        return True
     leaves = [leaf for key in item for leaf in _leaves(item[key].data)]
     return any(map(_is_tensor, leaves)) and all(
         leaf.device.type == "cpu" if _is_tensor(leaf) else isinstance(leaf, bool | int | float | str) for leaf in leaves
