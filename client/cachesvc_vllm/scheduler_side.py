@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -21,6 +22,7 @@ from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.loading import Loading
 from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch
+from cachesvc_vllm.namespace.adapters import AdapterReport, Adapters, watch_loads
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.lengths import blocks_wanted, fills_nothing
@@ -31,6 +33,10 @@ from cachesvc_vllm.steps.pace import Pace
 from cachesvc_vllm.transfers import StepTransfers
 from cachesvc_vllm.waiting import free_waiting
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
+
+RUNNING = "RUNNING"
+
+log = logging.getLogger(__name__)
 
 
 class SchedulerSide:
@@ -46,10 +52,14 @@ class SchedulerSide:
         most_requests: int = 0,
         drafts: bool = False,
         publisher: Any = None,
+        lora_config: Any = None,
+        ranks: int = 1,
+        replaced: str = "",
     ) -> None:
         """``step_tokens``: the most that vLLM schedules in an iteration, of ``most_requests``. ``lookahead_tokens``:
         those that a drafter reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``).
-        ``publisher``: of KV events."""
+        ``publisher``: of KV events. ``lora_config``: of adapters; None: there are none. ``ranks``: of the engine.
+        ``replaced``: why its weights may not be those that it is named by."""
         self._node = node
         self._has_lookahead, self._lookahead_tokens = settings.draft_blocks == "lookahead", lookahead_tokens
         registration = node.lease.registration
@@ -68,13 +78,26 @@ class SchedulerSide:
         self._step_tokens = step_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
         self._weights = WeightsVersion(settings.weights_version, announced_in(registration), node.announced_weights)
+        if replaced:
+            self._weights.lose(replaced)
         self._book.salt = self._weights.salt
         keys = self._book.keys
         self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)
         self._sealing = Sealer(self._book, self._keys, self._announcer, block_tokens, lookahead_tokens)
         has_whole = len(self._book.groups.parts) == 1 and block_tokens > 1 and not lookahead_tokens
         wished, has_tails = (self._keys, settings, self._announcer, step_tokens, block_tokens), has_whole and not drafts
-        self._wishes = Wishes(*wished, has_whole=has_whole, has_tails=has_tails)
+        most_adapters = () if lora_config is None else (lora_config.max_loras, lora_config.max_cpu_loras)
+        self._adapters = Adapters(self._adapters_in_use, ranks, *most_adapters)
+        if lora_config is not None:
+            watch_loads()
+        self._wishes = Wishes(
+            *wished,
+            adapters=self._adapters,
+            weights_salt=lambda: self._weights.salt,
+            in_towers=bool(lora_config and lora_config.enable_tower_connector_lora),
+            has_whole=has_whole,
+            has_tails=has_tails,
+        )
         self._check = node.page_check()
         self._vouching, self._dropped = Vouching(lambda: node.lease), Dropped.NOT
         has_early_loads = len(self._book.groups.parts) == 1
@@ -87,6 +110,7 @@ class SchedulerSide:
         first_tokens = step_tokens if registration.layout.window_groups else None
         self._wanted: Callable[..., int] = partial(blocks_wanted, block_tokens=block_tokens, step_tokens=first_tokens)
         self._unfinished: dict[str, Any] = {}
+        self._ended: list[tuple[Any, RequestPages]] = []
         self._put_off: set[str] = set()
         self._first_token, self._pace = FirstToken(), Pace()
         self._watch, self._stats = Stopwatch(), CacheStats()
@@ -94,8 +118,8 @@ class SchedulerSide:
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
         pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights, self._block_tokens)
+        pool.on_reset = self._forget_salts
         if self._announcer is not None:
-            pool.on_reset = self._announcer.reset
             self._announcer.start()
         take_place(manager, pool)
         self._manager = manager
@@ -239,17 +263,35 @@ class SchedulerSide:
         vLLM was told too, and computes it again."""
         self._dropped = Dropped.REPEATED if repeats else Dropped.LOST
 
+    def note_adapters(self, report: AdapterReport) -> None:
+        """The workers have these adapters in memory: what was computed with one that a request's keys do not name is
+        shared with no other. Comes with a step's output, before that is reported to the daemon."""
+        self._adapters.learn(report)
+        adapted = [(each, self._book.find(each.request_id)) for each in self._unfinished.values() if each.lora_request]
+        running = [
+            (each, pages) for each, pages in adapted if pages is not None and pages.held and each.status.name == RUNNING
+        ]
+        for request, pages in (*running, *self._ended):
+            if not self._wishes.is_as_loaded(request, pages.salt):
+                log.warning("adapter_changed request=%s name=%s", request.request_id, request.lora_request.lora_name)
+                pages.is_foreign = True
+                self._book.untold.forget_blocks(pages)
+
     def take_transfers(self, *, is_empty: bool) -> StepTransfers:
         """Message to the workers, once an iteration is scheduled: report the last ones to the daemon, or later
         (``Pace``, and where a lone request needs its first token)."""
         with self._watch:
             if self._first_token.may_report() and self._pace.is_due(is_urgent=self._book.is_urgent):
                 self._book.flush()
-        return self._loading.take_step(is_empty=is_empty, next_lease=self.next_lease)
+        step = self._loading.take_step(is_empty=is_empty, next_lease=self.next_lease)
+        step.adapters, step.adapters_epoch = self._adapters.begin_step(), self._adapters.epoch
+        return step
 
     def finish(self, request: Any) -> None:
         """A request has ended: what it has computed is sealed before its pages go."""
         with self._watch:
+            if request.lora_request is not None and (pages := self._book.find(request.request_id)) is not None:
+                self._ended.append((request, pages))
             self._unfinished.pop(request.request_id, None)
             self._put_off.discard(request.request_id)
             self._book.without_host.discard(request.request_id)
@@ -264,6 +306,8 @@ class SchedulerSide:
         assert self._pool is not None
         dropped, self._dropped = self._dropped, Dropped.NOT
         computes = self._vouching.end_step(dropped)
+        self._adapters.end_step()
+        self._ended.clear()
         with self._watch:
             self._book.untold.begin_output()
             self._sealing.seal_filled(self._pool.now.filling)
@@ -313,6 +357,17 @@ class SchedulerSide:
     def _wish(self, request: Any, most_tokens: int | None) -> Wish | None:
         """Match for a request; None while its adapter is read."""
         return self._wishes.of(request, most_tokens, may_hit=self._manager.prefix_cache_lookup_enabled(request))
+
+    def _forget_salts(self) -> None:
+        """The prefix cache was reset: no salt that was chosen before it is used again."""
+        self._wishes.reset()
+        if self._announcer is not None:
+            self._announcer.reset()
+
+    def _adapters_in_use(self) -> set[int]:
+        """Numbers of the adapters that running requests use."""
+        running = (each for each in self._unfinished.values() if each.lora_request and each.status.name == RUNNING)
+        return {each.lora_request.lora_int_id for each in running}
 
     def _computes(self) -> bool:
         """True while requests run: those that are only loaded lose nothing by a wait."""

@@ -106,7 +106,8 @@ class PageBook:
         known = self._requests.get(request_id)
         if known is not None:
             self.outbox.wait_if_idle(lambda: known.is_coming or not known.is_matching)
-        is_usable = known is not None and (known.is_matching or self._is_fresh(known, wish))
+        is_like = known is not None and known.salt == wish.salt
+        is_usable = known is not None and is_like and (known.is_matching or self._is_fresh(known, wish))
         begun = known if known is not None and is_usable else self._match(request_id, next_wish(known, wish))
         while begun.host_blocks and request_id in self.without_host:
             begun = self.shorten(request_id, wish, begun.hit_blocks)
@@ -308,6 +309,7 @@ class PageBook:
         """Mix keys with another salt from now on. No request has a page."""
         for request_id in list(self._requests):
             self.forget(request_id)
+        self._matches.forget_coming()  # their salts may be of before
         self.untold.forget_blocks()  # they would be reported under the new keys
         self.salt = salt
 

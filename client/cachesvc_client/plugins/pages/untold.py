@@ -132,9 +132,12 @@ class Untold:
         self.begin_output()
         self.end_output(computes=False)
 
-    def forget_blocks(self) -> None:
-        """Seal none of what is computed."""
+    def forget_blocks(self, request: RequestPages | None = None) -> None:
+        """Seal none of what is computed, or none of one request's."""
         for part in (self.ready, self._late, self._fresh):
+            if request is not None:
+                part.sealing.pop(request, None)
+                continue
             part.sealing.clear()
             part.has_prompts = False
 
