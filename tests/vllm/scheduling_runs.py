@@ -41,6 +41,7 @@ WHOLE, LONG_STEPS = 0.3, 0.9
 
 WINDOWS: dict[str, Any] = {"groups": (WINDOW, WINDOW, FULL), "pages": 160}
 STATES: dict[str, Any] = {"groups": (STATE, STATE, FULL), "pages": 200}
+SAVED: dict[str, Any] = {"groups": (SAVED_STATE, FULL), "pages": 400}
 SIZES: dict[str, Any] = {"groups": (WINDOW, WINDOW, WIDE_FULL), "pages": 160, "page_bytes": 16 * DIGEST_BYTES}
 """Windows in blocks of half as many tokens as whole sequences have."""
 SIZES_TOO = {**SIZES, "groups": (FULL, WIDE_WINDOW, WINDOW, FULL)}
@@ -292,12 +293,24 @@ def _forget_an_announcement(engines: Sequence[Engine], prompt: Sequence[int]) ->
     assert [cached(each, prompt) for each in engines] == [0, 39, 39]
 
 
-def cached(engine: Engine, prompt: Sequence[int]) -> int:
+def cached(engine: Engine, prompt: Sequence[int], new: int = 3) -> int:
     """Serve a prompt; how many of its tokens were there. The answer is that of the engine's weights."""
-    name = engine.add(prompt, 3)
+    name = engine.add(prompt, new)
     run_out(engine)
-    assert engine.answers[name] == engine.model.answer(prompt, 3)
+    assert engine.answers[name] == engine.model.answer(prompt, new)
     return engine.hits[name]
+
+
+def repeated(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Prompts of lengths around the ends of blocks and of chunks, each of which comes again: all blocks before the last
+    token are there, as in vLLM alone, also where vLLM frees a state before the output of the step that wrote it."""
+    engine, rng = Engine("e0", socket, seed, shape), random.Random(seed)
+    for tokens in [*range(3, 23), *range(63, 67), *range(95, 98)]:
+        for new in (1, 6):
+            prompt = [rng.randrange(VOCABULARY) for _ in range(tokens)]
+            first, again = cached(engine, prompt, new), cached(engine, prompt, new)
+            assert (first, again) == (0, (tokens - 1) // 4 * 4), (tokens, new)
+    return [engine]
 
 
 def _begin_hits(engine: Engine, rng: random.Random) -> None:
@@ -363,6 +376,8 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "failing": lambda socket, seed: two(socket, seed, Shape(recomputes=False)),
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
+    "repeated": lambda socket, seed: repeated(socket, seed, Shape(**SAVED)),
+    "repeated-async": lambda socket, seed: repeated(socket, seed, Shape(is_async=True, **SAVED)),
     "die-while-loading": die_while_loading,
     "sibling": sibling,
     "adapters": adapters,

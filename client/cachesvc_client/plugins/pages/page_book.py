@@ -220,15 +220,18 @@ class PageBook:
         self.untold.end(request)
 
     def move_windows(self, request: RequestPages) -> None:
-        """The engine has freed cells of a request that goes on, which nothing reads any more."""
+        """The engine has freed cells of a request that goes on, which nothing reads any more. Those go back whose
+        states are sealed, or are for no other."""
+        is_shared = request.is_shared and not self.is_adrift
         for table in request.others:
-            if table.first <= table.told:
+            end = table.unread if is_shared else table.first
+            if end <= table.told:
                 continue
             if self.is_adrift:
-                self._private.add(table.drop_pages(max(table.told, request.first_private_of(table)), table.first))
+                self._private.add(table.drop_pages(max(table.told, request.first_private_of(table)), end))
             else:
-                self.untold.recycle(request, table.parts.dead(table.first))
-            table.told = table.first
+                self.untold.recycle(request, table.parts.dead(end))
+            table.told = end
 
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         """The first ``blocks`` blocks are computed: all engines' from the next ``flush`` on."""
@@ -238,6 +241,8 @@ class PageBook:
                 request, Sealing(blocks, hashes, states), is_prompt=blocks > request.wanted + 1 or not request.wanted
             )
             request.wanted = blocks
+            if states and request.held:
+                self.move_windows(request)
 
     def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
         """Count the blocks that the engine may take, ``request``'s reservation and its untouched hits included."""
