@@ -43,6 +43,8 @@ from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
 
 PARENT_END = 120
+LOOK_SECONDS = 1.0
+"""Time that a start waits for the disk to answer, seconds; where it does not, the daemon serves from memory."""
 SCAN_SECONDS = 0.25
 """Time that a start waits for the scan of a folder, seconds: of a small one all is known then."""
 
@@ -58,11 +60,12 @@ class FileStorage:
         clock: Callable[[], float] = time.monotonic,
         rank: Rank = oldest_first,
         moments: Moments = Moments(),  # noqa: B008 - immutable
+        folder: Callable[[str], Folder] = Folder,
     ) -> None:
         self.caps = Caps(is_shared=False, survives="daemon", head_bytes=ALIGN_BYTES, follows_use=True)
         self._options = options
         self._clock = clock
-        self._folder = Folder(options.root)
+        self._folder = folder(options.root)
         self._age = FolderClock(moments)
         self._disk = Disk(self._folder, clock, wants_direct=bool(options.direct))
         self._catalogue = Catalogue(rank, self._age.now_ms)
@@ -74,14 +77,12 @@ class FileStorage:
         self._troubles = Troubles(clock)
 
     def start(self) -> None:
-        """Claim the folder and begin; what is there already is found behind it. A disk that is full, mounted for
-        reading or gone is no reason not to. Raises Unavailable, InvalidRequest."""
-        self._disk.start()
-        self._age.load(self._folder.clock)
-        self._readers.start(self._disk.flag)
-        self._writers.start(self._disk.flag)
+        """Begin; the folder is claimed, and what is there found, by a thread. Whatever the folder or its disk is, that
+        is no reason not to: a hung one is not waited for, and what cannot be used now is used once it can be."""
+        self._readers.start()
+        self._writers.start()
         self._keeper.start()
-        if self._disk.condition is not Condition.GONE:
+        if self._keeper.looked.wait(LOOK_SECONDS) and self._disk.condition is not Condition.GONE:
             self._keeper.found.wait(SCAN_SECONDS)
 
     def register(self, chunk: memoryview) -> None:
@@ -141,7 +142,7 @@ class FileStorage:
 
     def check_all(self, check: Check) -> Checked:
         """File by file, on the caller's thread."""
-        found, mover = Checked(), Mover(self._disk.flag)
+        found, mover = Checked(), Mover()
         buffer = memoryview(mmap.mmap(-1, ALIGN_BYTES))
         for name in self._catalogue.names():
             if self._keeper.is_stopping:
@@ -199,13 +200,16 @@ class FileStorage:
             self._options.capacity,
             space.evicted_objects,
             self._problem(),
-            disk.condition is not Condition.GONE,
+            disk.condition is not Condition.GONE and not self._keeper.hung_seconds,
             disk.losses,
             len(space.stuck),
         )
 
     def _problem(self) -> str:
         floor = f"the disk of {self._options.root} is full: less than floor={self._options.floor} bytes would be left"
+        hung = self._keeper.hung_seconds
+        if hung:
+            return f"the disk of {self._options.root} has not answered for {hung:.0f} s"
         return self._disk.problem or (floor if self._space.lacks_floor else "")
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class S3Storage:
         InvalidRequest."""
         self._bucket = S3Bucket(self._options)
         for lane in (self._readers, self._writers, self._askers, self._removers):
-            lane.start(0)
+            lane.start()
         self._lister.start()
 
     def register(self, chunk: memoryview) -> None:
