@@ -26,7 +26,20 @@ from cachesvc.peer.fleet.news import NewsReader
 from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
 from cachesvc.peer.reading import LoanStream
 from cachesvc.peer.wire import STREAMS
-from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
+from cachesvc.storage.seam import (
+    Caps,
+    Each,
+    Found,
+    Item,
+    ObjectName,
+    Outcome,
+    Part,
+    Scope,
+    Step,
+    StoreStatus,
+    key_at,
+    no_step,
+)
 from cachesvc.telemetry import events
 
 THREADS = 3 * STREAMS
@@ -194,7 +207,7 @@ class PeerStorage:
             peer.failed("an object was not what its name says")
             events.warning("peer_object_wrong", peer=peer.control.address)
 
-    def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - the seam's
         """Purge nothing: peers own their objects."""
         return 0
 

@@ -24,10 +24,12 @@ from cachesvc.storage.seam import (
     Outcome,
     Part,
     Scope,
+    Step,
     StorageBackend,
     StoreStatus,
     Totals,
     Use,
+    no_step,
 )
 
 
@@ -118,9 +120,9 @@ class Sources:
         else:
             self.store.remove(names)
 
-    def purge(self, scope: Scope | None) -> int:
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Purge the store."""
-        return self.store.purge(scope)
+        return self.store.purge(scope, step)
 
     def status(self) -> StoreStatus:
         """Status of the store."""
@@ -130,9 +132,9 @@ class Sources:
         """Totals of the store."""
         return self.store.totals()
 
-    def check_all(self, check: Check) -> Checked:
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
         """Check the store."""
-        return self.store.check_all(check)
+        return self.store.check_all(check, step)
 
     def close(self) -> None:
         """Close both."""
@@ -209,7 +211,7 @@ class Nowhere:
         for name in names:
             self._kept.pop(name, None)
 
-    def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - the seam's
         """Purge nothing."""
         return 0
 
@@ -221,7 +223,7 @@ class Nowhere:
         """Report no objects."""
         return Totals(0, 0, 0, 0)
 
-    def check_all(self, check: Check) -> Checked:  # noqa: ARG002 - the seam's
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:  # noqa: ARG002 - the seam's
         """Check nothing."""
         return Checked()
 

@@ -301,12 +301,14 @@ VOCABULARY: dict[str, Event] = {
     ),
     "storage_given_up": Event(
         "warning",
-        "A storage tier is not used now, and is tried again by itself; prompts are computed instead. `times`: since the "
-        "line before, of which there is one a minute at most.",
+        "A storage tier is not used now, and is tried again by itself; prompts are computed instead. `times`: since "
+        "the line before, of which there is one a minute at most.",
         ("tier", "reason", "times"),
     ),
     "storage_used_again": Event(
-        "info", "A storage tier that was given up is used again. `seconds`: time for which it was not.", ("tier", "seconds")
+        "info",
+        "A storage tier that was given up is used again. `seconds`: time for which it was not.",
+        ("tier", "seconds"),
     ),
     "storage_calls_hang": Event(
         "warning",

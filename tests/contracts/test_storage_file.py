@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
+from cachesvc.model.errors import CacheError, InvalidRequest
 from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.options import FileOptions, file_options

@@ -40,7 +40,7 @@ def test_a_mount_point_is_taken_with_what_it_came_with(name: str, tmp_path: Path
 def test_a_folder_of_something_else_is_refused_by_the_name_of_what_it_has(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     assert f"not ours (it has '{name}')" in refused(tmp_path)
-    assert os.listdir(tmp_path) == [name]
+    assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_folder_of_another_format_is_left_as_it_is(content: str, tmp_path: Pat
     (tmp_path / "format").write_bytes(content.encode(errors="surrogateescape"))
     assert "has another format" in refused(tmp_path)
     assert (tmp_path / "format").read_bytes() == content.encode(errors="surrogateescape")
-    assert os.listdir(tmp_path) == ["format"]
+    assert [each.name for each in tmp_path.iterdir()] == ["format"]
 
 
 def test_a_torn_format_makes_nothing_ours_of_what_is_not(tmp_path: Path) -> None:
@@ -92,7 +92,9 @@ def test_a_torn_format_makes_nothing_ours_of_what_is_not(tmp_path: Path) -> None
     assert (tmp_path / "format").read_bytes() == b""
 
 
-@pytest.mark.parametrize("what", ["foreign", "another format", "a file", "below a file", "a dangling link", "a link round"])
+@pytest.mark.parametrize(
+    "what", ["foreign", "another format", "a file", "below a file", "a dangling link", "a link round"]
+)
 def test_a_folder_that_cannot_be_used_costs_storage_alone_until_it_is_right(what: str, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     if what in ("foreign", "another format"):

@@ -34,9 +34,11 @@ from cachesvc.storage.seam import (
     Part,
     Rank,
     Scope,
+    Step,
     StoreStatus,
     Totals,
     Use,
+    no_step,
     oldest_first,
 )
 from cachesvc.storage.troubles import Troubles
@@ -74,6 +76,7 @@ class FileStorage:
         self._writers = Lane("storage-write", options.writers, clock)
         self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
         self._under_way = UnderWay()
+        self._is_open = True
         self._troubles = Troubles(clock)
 
     def start(self) -> None:
@@ -131,22 +134,27 @@ class FileStorage:
         )
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """Remove at once, on the caller's thread: a file is some 20 us."""
-        for name in names:
+        """Remove at once, on the caller's thread: a file is some 20 us. Nothing is removed once it is closed: who
+        closes waits for no disk."""
+        for name in names if self._is_open else ():
             self._space.forget(name)
 
-    def purge(self, scope: Scope | None) -> int:
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Looks through the folder: what other daemons have written goes too."""
         scopes = [scope] if scope is not None else list(self._folder.labels())
-        return sum(self._folder.remove_scope(each, self._space.forget) for each in scopes)
 
-    def check_all(self, check: Check) -> Checked:
+        def forget(name: ObjectName) -> None:
+            step()
+            self._space.forget(name)
+
+        return sum(self._folder.remove_scope(each, forget) for each in scopes)
+
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
         """File by file, on the caller's thread."""
         found, mover = Checked(), Mover()
         buffer = memoryview(mmap.mmap(-1, ALIGN_BYTES))
         for name in self._catalogue.names():
-            if self._keeper.is_stopping:
-                break
+            step()
             path = object_path(self._folder.objects, name)
             try:
                 size_bytes = os.stat(path).st_size
@@ -214,6 +222,7 @@ class FileStorage:
 
     def close(self) -> None:
         """Threads that hang in the filesystem are left behind."""
+        self._is_open = False
         self._readers.close()
         self._writers.close()
         self._keeper.close()

@@ -55,11 +55,6 @@ class Keeper:
         self._thread = threading.Thread(target=self._work, name="storage-keeper", daemon=True)
 
     @property
-    def is_stopping(self) -> bool:
-        """True from ``close`` on."""
-        return self._stopping.is_set()
-
-    @property
     def hung_seconds(self) -> float:
         """Time for which the disk has not answered, seconds; 0 where that is not long."""
         asked = self._asked
