@@ -46,10 +46,12 @@ from cachesvc.storage.seam import (
     Outcome,
     Part,
     Scope,
+    Step,
     StoreStatus,
     Totals,
     Use,
     key_at,
+    no_step,
 )
 from cachesvc.telemetry import events
 
@@ -228,7 +230,7 @@ class PeerStorage:
             peer.did_not_send("an object was not what its name says", held.since)
             events.warning("peer_object_wrong", peer=peer.control.address)
 
-    def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - the seam's
         """Purge nothing: peers own their objects."""
         return 0
 
@@ -240,7 +242,7 @@ class PeerStorage:
         """Report no objects."""
         return Totals(0, 0, 0, 0)
 
-    def check_all(self, check: Check) -> Checked:  # noqa: ARG002 - the seam's
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:  # noqa: ARG002 - the seam's
         """Check nothing: peers check what they keep."""
         return Checked()
 

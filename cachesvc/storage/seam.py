@@ -182,6 +182,14 @@ class StoreStatus:
     last_error: str = ""
 
 
+Step = Callable[[], None]
+"""Called now and then while something long gets on; what it raises ends that."""
+
+
+def no_step() -> None:
+    """Go on: nobody watches."""
+
+
 Check = Callable[[ObjectName, memoryview], bool]
 """``(name, content)``: whether content, header and all, is the object of that name."""
 
@@ -201,7 +209,8 @@ class Totals(NamedTuple):
     """Size of an engine's contents, without looking; ``capacity_bytes`` 0: none of its own.
 
     ``problem``: what keeps it from writing, or (not ``is_usable``) from anything; empty where nothing does. ``losses``:
-    how often all that it had was lost to it. ``stuck_objects``: files that cannot be removed.
+    how often all that it had was lost to it. ``stuck_objects``: files that cannot be removed. ``has_answered``: what it
+    keeps things in has answered since the start.
     """
 
     objects: int
@@ -212,6 +221,7 @@ class Totals(NamedTuple):
     is_usable: bool = True
     losses: int = 0
     stuck_objects: int = 0
+    has_answered: bool = True
 
 
 class StorageBackend(Protocol):
@@ -255,8 +265,9 @@ class StorageBackend(Protocol):
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Forget objects: best effort. What is being read may still be read to its end."""
 
-    def purge(self, scope: Scope | None) -> int:
-        """Forget all objects of a scope, or (None) of all: how many were known. Waits for it: not on the loop."""
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
+        """Forget all objects of a scope, or (None) of all: how many were known. Waits for it, and may hang: not on the
+        loop. ``step``: called with each object."""
 
     def status(self) -> StoreStatus:
         """Its own account of its contents. May take milliseconds: not on the loop."""
@@ -264,9 +275,9 @@ class StorageBackend(Protocol):
     def totals(self) -> Totals:
         """The sums of ``status``, at once."""
 
-    def check_all(self, check: Check) -> Checked:
-        """Read every object that is known, and remove what ``check`` finds to be none. Waits for it: not on the loop.
-        Raises NotSupported where it cannot list what it keeps."""
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
+        """Read every object that is known, and remove what ``check`` finds to be none. Waits for it, and may hang: not
+        on the loop. ``step``: called with each object. Raises NotSupported where it cannot list what it keeps."""
 
     def close(self) -> None:
         """Take nothing more; what has not begun is BUSY. Returns within seconds even where calls hang: those have no

@@ -326,7 +326,26 @@ VOCABULARY: dict[str, Event] = {
     ),
     "model_trusted": Event("info", "Verify found the model sound; it is served again.", ("model",)),
     # storage
-    "storage_ready": Event("info", "The storage tier serves; the scan for its objects goes on.", ("storage",)),
+    "storage_ready": Event(
+        "info", "The storage tier reads and writes for the first time; the scan for its objects goes on.", ("storage",)
+    ),
+    "storage_given_up": Event(
+        "warning",
+        "A storage tier is not used now, and is tried again by itself; prompts are computed instead. `times`: since "
+        "the line before, of which there is one a minute at most.",
+        ("tier", "reason", "times"),
+    ),
+    "storage_used_again": Event(
+        "info",
+        "A storage tier that was given up is used again. `seconds`: time for which it was not.",
+        ("tier", "seconds"),
+    ),
+    "storage_calls_hang": Event(
+        "warning",
+        "Reads or writes of objects have not come back in time, and hold their host pages until they do.",
+        ("tier", "objects"),
+    ),
+    "storage_calls_back": Event("info", "No read or write of an object hangs any more.", ("tier",)),
     "storage_purged": Event(
         "info", "An operator removed objects; an empty name: of all models.", ("model_name", "objects")
     ),
@@ -373,6 +392,12 @@ VOCABULARY: dict[str, Event] = {
     "storage_folder_gone": Event(
         "warning",
         "The folder of the storage, or its disk, is gone. Storage is not used until it is back.",
+        ("folder", "reason"),
+    ),
+    "storage_folder_refused": Event(
+        "warning",
+        "The folder of the storage is something else's, of another format, or cannot be used. The daemon serves from "
+        "memory, and uses the folder once it is right.",
         ("folder", "reason"),
     ),
     "storage_folder_unread": Event(

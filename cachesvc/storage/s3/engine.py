@@ -34,9 +34,11 @@ from cachesvc.storage.seam import (
     Outcome,
     Part,
     Scope,
+    Step,
     StoreStatus,
     Totals,
     Use,
+    no_step,
 )
 from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
@@ -72,7 +74,7 @@ class S3Storage:
         InvalidRequest."""
         self._bucket = S3Bucket(self._options)
         for lane in (self._readers, self._writers, self._askers, self._removers):
-            lane.start(0)
+            lane.start()
         self._lister.start()
 
     def register(self, chunk: memoryview) -> None:
@@ -134,7 +136,7 @@ class S3Storage:
         self._hide(gone)
         self._removers.add([Job(lambda _: self._remove(gone), partial(self._forget, gone), float("inf"))])
 
-    def purge(self, scope: Scope | None) -> int:
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Purge all daemons' objects, as the store lists them. Raises Unavailable."""
         folder = OBJECTS if scope is None else f"{OBJECTS}/{scope.text}"
         count = 0
@@ -143,6 +145,7 @@ class S3Storage:
                 paths = [listed.path for listed in some if object_of(listed.path) is not None]
                 if paths:
                     self._require().delete(paths)
+                step()
                 count += len(paths)
         except RequestFailed as error:
             raise Unavailable(f"storage: {count} objects were removed, and then {error}; try again") from error
@@ -160,14 +163,15 @@ class S3Storage:
         """Totals of the objects in ``status``."""
         return Totals(len(self._known), self._known.size_bytes, self._options.capacity, 0)
 
-    def check_all(self, check: Check) -> Checked:
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
         """Check every object that the store lists, others' included. Raises Unavailable."""
         found = Checked()
         try:
             for some in self._require().list(OBJECTS):
                 for listed in some:
                     name = object_of(listed.path)
-                    if name is not None and not self._stopping.is_set():
+                    step()
+                    if name is not None:
                         self._check_one(name, listed.size_bytes, check, found)
         except RequestFailed as error:
             raise Unavailable(f"storage: the bucket cannot be listed: {error}; try again") from error
