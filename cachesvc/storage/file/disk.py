@@ -111,7 +111,7 @@ class Disk:
         if self.condition is not Condition.GONE:
             self.condition, self._why = Condition.GONE, f"the folder {self._folder.root} is gone: {why}"
             self.losses += 1
-            self._told = ("storage_folder_gone",)
+            self._told = (Condition.GONE, True)
             events.warning("storage_folder_gone", folder=str(self._folder.root), reason=why)
 
     def _try_again(self) -> None:
@@ -139,23 +139,25 @@ class Disk:
         root, number = self._folder.root, error.errno if isinstance(error, OSError) else None
         is_there = self._folder.is_ours and os.access(self._folder.objects, os.R_OK | os.X_OK)
         condition = Condition.READABLE if is_there and number in REFUSED else Condition.GONE
+        told: tuple[object, ...] = (condition, number in AWAY)
         if condition is Condition.READABLE:
-            event, why = "storage_disk_refuses", f"the folder {root} takes no writes: {error}"
+            why = f"the folder {root} takes no writes: {error}"
         elif number in AWAY:
-            event, why = "storage_folder_gone", f"the folder {root} is gone: {error}"
+            why = f"the folder {root} is gone: {error}"
         elif isinstance(error, OSError):
-            event = "storage_folder_refused"
             why = f"{root} cannot be used: {error}{_whose(error)}; make it a folder that the daemon's user may write to"
+            told = (*told, number)  # the text has names in it that change from try to try
         else:
-            event, why = "storage_folder_refused", str(error).removeprefix("storage: ")
-        told: tuple[object, ...] = (event,)
-        if event == "storage_folder_refused":  # an error's text has names in it that change from try to try
-            told = event, why if number is None else number
-        if told != self._told:
-            if event == "storage_disk_refuses":
-                events.warning(event, reason=why)
-            else:
-                events.warning(event, folder=str(root), reason=why)
+            why = str(error).removeprefix("storage: ")
+            told = (*told, why)
+        if told == self._told:
+            pass
+        elif condition is Condition.READABLE:
+            events.warning("storage_disk_refuses", reason=why)
+        elif number in AWAY:
+            events.warning("storage_folder_gone", folder=str(root), reason=why)
+        else:
+            events.warning("storage_folder_refused", folder=str(root), reason=why)
         self.losses += condition is Condition.GONE and self.condition is Condition.READABLE
         self.condition, self._why, self._told, self.flag = condition, why, told, 0
 
