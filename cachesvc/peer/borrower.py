@@ -338,7 +338,7 @@ class PeerStorage:
             LoanStream(held.loan, left, job.deadline, came).read()
         except OSError as error:
             if self._loans.failed(held):
-                reason = f"{held.peer.control.address}: {error or type(error).__name__}"
+                reason = f"{held.peer.control.address}: {str(error) or type(error).__name__}"
                 self._note_failure(held.peer, reason, held.peer.did_not_send(reason, held.since))
         finally:
             self._telling.held = None

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 from cachesvc_client import (
@@ -23,6 +24,7 @@ from cachesvc_client import (
 from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.records.batches import StepBatch
+from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.steps import StepBook
 
 from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS
@@ -158,9 +160,15 @@ async def test_so_it_is_where_it_is_awaited(daemon: FakeDaemon) -> None:
     assert left[0] > 60 + LONGEST_EXPECTED_WAIT_SECONDS / 2
 
 
+class Kept(NamedTuple):
+    """Handle of a sequence."""
+
+    record: SequenceRecord
+
+
 def test_a_step_waits_as_long_as_the_matches_in_it_and_before_it(lease: Lease) -> None:
     book = StepBook(lease._calls.calls.record)  # noqa: SLF001 - what a stream makes of it
-    batches = [StepBatch[object](lease._calls.calls.record, lambda record: record) for _ in range(3)]  # noqa: SLF001
+    batches = [StepBatch(lease._calls.calls.record, Kept) for _ in range(3)]  # noqa: SLF001
     batches[0].match(b"", expected=Expected("10.0.0.1:7100"))
     batches[1].match(b"", expected=Expected("10.0.0.1:7100", waits=False))
     batches[2].match(b"", expected=Expected("10.0.0.1:7100"))

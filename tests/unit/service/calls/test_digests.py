@@ -116,15 +116,9 @@ def test_a_digest_that_is_full_is_none() -> None:
     digest, counted = PeerDigest(), CountedDigest(LEAST_BITS)
     keys = b"".join(sha256(bytes([at & 255, at >> 8])).digest() for at in range(LEAST_BITS))
     few = LEAST_BITS // 16 * KEY_BYTES
-    counted.change(keys[:few], came=True)
-    digest.learn(counted.news(1, 0))
-    assert digest.is_known
-    assert not counted.is_saturated
-    counted.change(keys[few:], came=True)
-    digest.learn(counted.news(1, 0))
-    assert counted.is_saturated
-    assert not digest.is_known, "its node may have anything"
-    counted.change(keys[few:], came=False)
-    digest.learn(counted.news(1, digest.version))
-    assert digest.is_known
-    assert not counted.is_saturated
+    found = []
+    for some, came, version in ((keys[:few], True, 0), (keys[few:], True, 0), (keys[few:], False, None)):
+        counted.change(some, came=came)
+        digest.learn(counted.news(1, digest.version if version is None else version))
+        found.append((digest.is_known, counted.is_saturated))
+    assert found == [(True, False), (False, True), (True, False)], "of a node that may have anything, none is known"
