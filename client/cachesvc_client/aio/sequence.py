@@ -110,7 +110,10 @@ class AsyncSequence(SequenceView):
 
     @explains_arguments
     async def wait_loaded(self, timeout_s: float | None = None) -> None:
-        """Wait until all of ``tickets`` are done. Raises LoadFailed, DeadlineExceeded."""
+        """Wait until all of ``tickets`` are done. Raises LoadFailed (every further call raises it too: release the
+        sequence), Conflict (swapped out), DeadlineExceeded."""
+        self._calls.record.check()
+        self.record.require_on_device()
         if self.record.tickets:
             self.record.end_loads(await self._calls.wait_tickets(_ids(self.record.tickets), timeout_s))
 
@@ -123,7 +126,10 @@ class AsyncSequence(SequenceView):
 
     @explains_arguments
     async def wait_swapped(self, timeout_s: float | None = None) -> None:
-        """Wait until the last swap is done. Raises LoadFailed (it is where it was before), DeadlineExceeded."""
+        """Wait until the last swap is done. Raises LoadFailed (it is where it was before, and each further call says
+        so until the next swap), DeadlineExceeded."""
+        self._calls.record.check()
+        self.record.require_swapped()
         if self.record.swap_tickets:
             self.record.end_swap(await self._calls.wait_tickets(_ids(self.record.swap_tickets), timeout_s))
 

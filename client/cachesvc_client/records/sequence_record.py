@@ -85,7 +85,8 @@ class SequenceRecord:
     of its last growth from stock; ``stranded``: stock pages that the daemon does not have in it.
     ``give_backs``: what the next recycles give back. ``output_tokens``: of its request, at its end.
     ``clock_seconds``: the time in a replay's trace.
-    ``retention``: hint of its engine. ``ends_after``: launch that its release waits for, 0: none.
+    ``failure``: why it serves no call but its release. ``swap_failure``: why the last swap left it where it was, until
+    the next one. ``retention``: hint of its engine. ``ends_after``: launch that its release waits for, 0: none.
     """
 
     def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
@@ -108,6 +109,7 @@ class SequenceRecord:
         self.clock_seconds: float | None = None
         self.retention = Retention.DEFAULT
         self.failure: CacheClientError | None = None
+        self.swap_failure: LoadFailed | None = None
         self.unanswered: Operation[Any] | None = None
         self.allocations = self.last_step = self.growth_step = 0
         self._cursors: dict[int, int] = {}
@@ -267,6 +269,7 @@ class SequenceRecord:
             self.give_backs.forget()  # the daemon has freed them
             self.tickets = ()  # the daemon swaps out only what has been loaded
             self.swap_tickets = answer.tickets
+            self.swap_failure = None
             return answer
 
         return self._operation(SWAP, build_swap(self.id, SWAP_OUT), apply)
@@ -280,6 +283,7 @@ class SequenceRecord:
             self._put(answer.tables)
             self.is_swapped_out = False
             self.tickets = self.swap_tickets = answer.tickets
+            self.swap_failure = None
             self.loading = range(self.blocks)
             return answer
 
@@ -347,9 +351,23 @@ class SequenceRecord:
         broken = next((ticket for ticket in tickets if ticket.state == "failed"), None)
         if broken is not None:
             self.is_swapped_out = broken.direction == "load"
-            raise LoadFailed(
+            self.swap_failure = LoadFailed(
                 f"sequence {self.id} could not be swapped ({broken.reason}); it is where it was before, swap it again"
             )
+            raise self._named(copy(self.swap_failure))
+
+    def require_swapped(self) -> None:
+        """Raises what the end of the last swap was, unless it came to its end or is under way."""
+        self.require_usable()
+        if self.swap_failure is not None:
+            raise self._named(copy(self.swap_failure))
+
+    def require_on_device(self) -> None:
+        """Raises what keeps the sequence's pages from being read on the device, or from coming there."""
+        self.require_usable()
+        if self.is_swapped_out:
+            self.require_swapped()
+            raise self._named(Conflict(f"sequence {self.id} is swapped out, so nothing of it loads; swap it in first"))
 
     def end_loads(self, tickets: tuple[TicketView, ...]) -> None:
         """The loads have ended. Raises LoadFailed where one failed."""
@@ -360,7 +378,7 @@ class SequenceRecord:
             self.failure = LoadFailed(
                 f"load {broken.id} of sequence {self.id} failed: {broken.reason}; release it, match again and recompute"
             )
-            raise self.failure
+            raise self._named(copy(self.failure))
 
     def require_usable(self) -> None:
         """Raises what keeps the sequence from being used, with its ``sequence_id``."""
