@@ -75,11 +75,15 @@ class WindowPins:
     def look_back(self, sealed: int, tip: int) -> None:
         """The owner ends at block ``sealed``, in row ``tip``: its next turn will look back to its last window."""
         for group, held in self.rows.items() if tip != NO_ROW else ():
-            is_state = self._blocks.layout.groups[group].is_state
-            last = sorted(held)[-1:] if is_state else window_positions(self._blocks.layout, group, sealed)
-            self._blocks.use_windows([held[position] for position in last if position in held], tip)
+            self._blocks.use_windows(self.last_rows(group, sealed), tip)
             if held:
                 self._blocks.end_position(self.place, group, held[max(held)])
+
+    def last_rows(self, group: int, sealed: int) -> list[int]:
+        """Rows of the copies that a prompt going on behind block ``sealed`` looks back to."""
+        held, layout = self.rows[group], self._blocks.layout
+        last = sorted(held)[-1:] if layout.groups[group].is_state else window_positions(layout, group, sealed)
+        return [held[position] for position in last if position in held]
 
     def let_go(self) -> None:
         """Release all pins. Idempotent."""
