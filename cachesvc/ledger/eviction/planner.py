@@ -309,7 +309,11 @@ def is_needed(ledger: BlockLedger, source: Place, group: int, row: int) -> bool:
     index = ledger.index
     if source.states[group][row] != READY or ledger.host.states[group][row] != ABSENT:
         return False
-    return bool(index.reached[row]) or index.depth[row] < ledger.layout.sink_blocks(group)
+    is_known = index.reached[row] or index.depth[row] < ledger.layout.sink_blocks(group)
+    return bool(is_known) or any(
+        group in kin.groups and ledger.retention is not None and not ledger.retention.is_middle(source, kin, row)
+        for kin in source.kin
+    )
 
 
 def parts_of(ledger: BlockLedger, source: Place, rows: array[int]) -> list[array[int]]:
@@ -320,7 +324,7 @@ def parts_of(ledger: BlockLedger, source: Place, rows: array[int]) -> list[array
     parts = [rows] * len(host.pools)
     ends = _ends(ledger, source, rows) if source.window_groups else {}
     for group in source.window_groups:
-        front = ends.get(group, frozenset())
+        front = ends.get(group, set())
         parts[group] = array("i", [row for row in rows if row in front or is_needed(ledger, source, group, row)])
     return parts
 
