@@ -102,6 +102,7 @@ class BlockLedger(Lookup):
         place.protected = Protected(self.index.parent, self.index.depth, self.index.head)
         if self.retention is not None:
             place.kin = kin_of(self.layout, place.shares)
+            place.spent_by = place.kin if index.places else ()  # the first place is the host
         place.leaves = leaf_order(self.index, place, self.rank, self.chooser)
         place.window_leaves = {
             group: window_order(self.index, place, group, self.layout.sink_blocks(group))
@@ -202,7 +203,7 @@ class BlockLedger(Lookup):
 
     def seal_alone(self, place: Place, group: int, row: int, page: int) -> None:
         """A private page becomes a windowed copy of a block that is there already."""
-        is_leaf = bool(place.kin) and place.leaves.remove(row)  # its copies are part of a leaf's rank
+        is_leaf = bool(place.spent_by) and place.leaves.remove(row)  # its copies are part of a leaf's rank
         place.seal(group, row, page)
         if is_leaf:
             place.leaves.update(row)
@@ -240,7 +241,7 @@ class BlockLedger(Lookup):
         """
         place.counts.leave(self.ages.age_of_use(self.index.stamp[row]), 1, not place.used[row])
         self.let_go(place, (row,))
-        if place.kin:  # its copies are part of a leaf's rank
+        if place.spent_by:  # its copies are part of a leaf's rank
             place.leaves.remove(row)
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
@@ -252,7 +253,7 @@ class BlockLedger(Lookup):
 
     def drop_window(self, place: Place, group: int, row: int) -> None:
         """Take one windowed copy away by itself and free its page."""
-        is_leaf = bool(place.kin) and place.leaves.remove(row)
+        is_leaf = bool(place.spent_by) and place.leaves.remove(row)
         place.drop(group, row, Cause.WINDOW_EVICTED)
         place.window_leaves[group].update(row)
         if is_leaf:

@@ -11,7 +11,7 @@ from cachesvc.flows.engine.publish import publish
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.backup import back_up
-from cachesvc.flows.transfer.late_states import back_up_states
+from cachesvc.flows.transfer.late_states import back_up_copies
 from cachesvc.flows.transfer.transfers import store_pairs, submit
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.keys import KEY_BYTES
@@ -109,13 +109,15 @@ def test_a_state_of_a_block_that_leaves_the_device_is_not_copied_from_there() ->
     (late,) = (page for page in sequence_of(ends, 1).tables[STATE] if page != NO_PAGE)
     rig.run(publish, lease, 1, 2, b"", 0, None, (GroupCells(STATE, 0, (late,)),))
     rig.run(release, lease, 1)
+    rig.settle()
+    rig.model.blocks.drop_window(rig.host, STATE, row)
     plan, _ = rig.model.evictor.plan_device(rig.place(), 2, to_host=True)
     assert [drain.copied for drain in plan.drains] == [True, False]
     ticket = rig.core.ledger.tickets.open(rig.model.id, replica.id, Direction.STORE, Urgency.AWAITED)
     ticket.drains = plan.drains
     coming = carry_out(rig.core, rig.model, plan, ticket.id)
     submit(rig.core, rig.model, ticket, store_pairs(rig.place(), coming), layered=False)
-    back_up_states(rig.core, rig.model, replica, [(STATE, row)])
+    back_up_copies(rig.core, rig.model, replica, [(STATE, row)])
     assert list(rig.mover.transfers) == [ticket.id], "its page is freed with the block, and may be another's by then"
     rig.settle()
     assert rig.free() == [8] * 3
