@@ -16,8 +16,10 @@ from typing import Any
 from benchmarks.sglang.comparison import write_plugin
 from tests.forked_process import ROOT, Forker
 from tests.vllm.rig import MODEL, Engine
+from tests.vllm.weights import write_checkpoint
 
 PYTHON_VARIABLE = "CACHESVC_SGLANG_PYTHON"
+SEED = 3
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def forker() -> Forker:
 
 
 def make_fleet(folder: Path) -> SglangFleet:
-    """Engines of a model of random weights, the same in each of them."""
+    """Engines of a model of saved weights, which are large enough that a wrong page changes the answer."""
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    return SglangFleet(folder, forker())
+    write_checkpoint(folder, MODEL, seed=SEED)
+    return SglangFleet(folder, forker(), "auto")

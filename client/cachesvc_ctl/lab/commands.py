@@ -189,9 +189,7 @@ class Simulate(Command):
             )
         if said.layout:
             try:
-                cells = hybrid_grid(
-                    policies, device, said.layout.copies(said.block_tokens), host, said.write_policies
-                )
+                cells = hybrid_grid(policies, device, said.layout.copies(said.block_tokens), host, said.write_policies)
             except HybridRejected as error:
                 raise SimulationFailed(str(error)) from error
         else:

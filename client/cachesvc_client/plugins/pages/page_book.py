@@ -311,9 +311,13 @@ class PageBook:
             self._drop_idle(request if self.is_adrift else None)
 
     def change_keys(self, salt: bytes) -> None:
-        """Mix keys with another salt from now on. No request has a page."""
-        for request_id in list(self._requests):
-            self.forget(request_id)
+        """Mix keys with another salt from now on. Requests that have pages go on in them and share nothing further;
+        others are matched anew."""
+        for request_id, request in list(self._requests.items()):
+            if request.is_ahead:
+                self.forget(request_id)
+            else:
+                request.is_foreign = True
         self._matches.forget_coming()  # their salts may be of before
         self.untold.forget_blocks()  # they would be reported under the new keys
         self.salt = salt
