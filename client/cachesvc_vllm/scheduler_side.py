@@ -21,7 +21,7 @@ from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.loading import Loading
-from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch
+from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch, timed
 from cachesvc_vllm.namespace.adapters import AdapterReport, Adapters, watch_loads
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
@@ -113,11 +113,14 @@ class SchedulerSide:
         self._ended: list[tuple[Any, RequestPages]] = []
         self._put_off: set[str] = set()
         self._first_token, self._pace = FirstToken(), Pace()
-        self._watch, self._stats = Stopwatch(), CacheStats()
+        self.watch, self._stats = Stopwatch(), CacheStats()
+        self._ran: bool | None = None
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
-        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights, self._block_tokens)
+        pool = self._pool = DaemonBlockPool(
+            manager.block_pool, self._book, self._weights, self.watch, self._block_tokens
+        )
         pool.on_reset = self._forget_salts
         if self._announcer is not None:
             self._announcer.start()
@@ -134,7 +137,7 @@ class SchedulerSide:
 
     def expect(self, request: Any) -> None:
         """Note a new request, which vLLM will schedule."""
-        with self._watch:
+        with self.watch:
             self._loading.waiting.add(request.request_id)
             if (wish := self._wish(request, None)) is not None:
                 self._book.expect(request.request_id, wish)
@@ -143,7 +146,7 @@ class SchedulerSide:
         """Do ``KVCacheManager.get_computed_blocks``, after the request's match; no hits while its adapter is read, and
         ``host_tokens`` then says so. vLLM 0.32 has no limit to pass on."""
         assert self._pool is not None
-        with self._watch:
+        with self.watch:
             self._look()
             self._leave_if_back()
             wish = self._wish(request, max_cache_hit_length)
@@ -154,6 +157,7 @@ class SchedulerSide:
                 self._pool.show_hits(self._book.begin(request.request_id, wish), request.block_hashes)
         return self._find_hits(request)
 
+    @timed
     def allocate_slots(
         self,
         request: Any,
@@ -182,10 +186,12 @@ class SchedulerSide:
                 pages = self._take_less(request, local // self._block_tokens, taken_blocks)
                 if pages is None:
                     return None
-                new_computed_blocks = self._find_hits(request)[0]
+                with self.watch.apart:
+                    new_computed_blocks = self._find_hits(request)[0]
         if pages is not None and pages.others:  # what has left a window may serve what comes
             read = request.num_computed_tokens + local + external - request.num_in_flight_tokens
-            self._manager.remove_skipped_blocks(request.request_id, max(0, read), request.num_prompt_tokens)
+            with self.watch.apart:
+                self._manager.remove_skipped_blocks(request.request_id, max(0, read), request.num_prompt_tokens)
         states = self._states.wanted(request, num_new_tokens, local, external, new_computed_blocks)
         awaited = 0 if num_new_tokens else external
         new = local + external - awaited + num_new_tokens
@@ -194,7 +200,8 @@ class SchedulerSide:
         if pages is not None and self._book.has(pages, wanted, states):
             pool.schedule(pages)
             pool.now.counts_own = True
-            blocks = self._allocate(*asked, **kwargs)
+            with self.watch.apart:
+                blocks = self._allocate(*asked, **kwargs)
             pool.now.counts_own = False
             if blocks is not None:
                 return blocks
@@ -213,7 +220,7 @@ class SchedulerSide:
 
     def move(self, lease_id: str) -> None:
         """Go on under the lease of this slab, which all workers are on, if it is the new one; empty: they differ."""
-        with self._watch:
+        with self.watch:
             if not lease_id or lease_id != self.next_lease or not self._node.move(lease_id):
                 return
             self._check = self._node.page_check()  # the model may have another number
@@ -226,7 +233,7 @@ class SchedulerSide:
         """Tokens to bring behind ``local_tokens`` in place, and whether they come from the host: then the request runs
         later. 0 where vLLM leaves out a part of the hit: what lies behind that is no use. None: ask again, for its
         adapter is read, another node computes more, or, once a request, the daemon's answer is due and others run."""
-        with self._watch:
+        with self.watch:
             pages = self._book.find(request.request_id)
             if pages is None or pages.is_coming:
                 return None, False
@@ -239,6 +246,7 @@ class SchedulerSide:
                     return None, False
             return tokens, awaited > 0
 
+    @timed
     def note_load(self, request: Any, external_tokens: int) -> None:
         """vLLM has the request's pages, ``external_tokens`` of which this connector brings, or their load has ended.
         Raises as ``Loading.begin``."""
@@ -247,17 +255,21 @@ class SchedulerSide:
             tokens = min(pages.loaded_blocks * self._block_tokens, request.num_tokens)
             self._count(request, host_tokens=tokens - pages.hit_blocks * self._block_tokens)
 
+    @timed
     def note_ends(self, ended: Collection[str], failed: Collection[str], invalid_pages: Collection[int]) -> None:
         """Loads of these requests have ended, ours or a sibling's, and an output lacked these pages. vLLM schedules
         requests whose load ``failed`` again; those of an early load begin anew."""
         self._book.without_host |= self._loading.end(ended, failed, self._stats)
         self._book.without_host |= self._loading.end_early(invalid_pages, self._unfinished, self._stats)
 
+    @timed
     def begin_step(self, *, computes: bool) -> None:
         """An iteration is scheduled. ``computes``: it has tokens."""
+        self._ran = None
         self._book.begin_step()
         self._vouching.begin_step(computes=computes)
 
+    @timed
     def drop_step(self, *, repeats: bool) -> None:
         """A worker says of the output that has come that what it was computed from may have been others'. ``repeats``:
         vLLM was told too, and computes it again."""
@@ -280,7 +292,7 @@ class SchedulerSide:
     def take_transfers(self, *, is_empty: bool) -> StepTransfers:
         """Message to the workers, once an iteration is scheduled: report the last ones to the daemon, or later
         (``Pace``, and where a lone request needs its first token)."""
-        with self._watch:
+        with self.watch:
             if self._first_token.may_report() and self._pace.is_due(is_urgent=self._book.is_urgent):
                 self._book.flush()
         step = self._loading.take_step(is_empty=is_empty, next_lease=self.next_lease)
@@ -289,7 +301,7 @@ class SchedulerSide:
 
     def finish(self, request: Any) -> None:
         """A request has ended: what it has computed is sealed before its pages go."""
-        with self._watch:
+        with self.watch:
             if request.lora_request is not None and (pages := self._book.find(request.request_id)) is not None:
                 self._ended.append((request, pages))
             self._unfinished.pop(request.request_id, None)
@@ -308,17 +320,17 @@ class SchedulerSide:
         computes = self._vouching.end_step(dropped)
         self._adapters.end_step()
         self._ended.clear()
-        with self._watch:
+        with self.watch:
             self._book.untold.begin_output()
             self._sealing.seal_filled(self._pool.now.filling)
             self._book.untold.end_output(computes=computes)
             is_first = self._first_token.take_output()
-            if not self._unfinished:  # there may be no iteration after this
-                self._book.flush(is_last=True)
+            if not self._unfinished:  # no iteration follows but an empty one, whose output nothing waits for
+                self._book.flush(is_last=True, may_wait=not computes)
             elif not is_first:  # answers to users come first
                 self._book.top_up()
             self._leave_if_back()
-        if seconds := self._watch.lap():
+        if seconds := self.watch.lap():
             self._stats.data[STEP_SECONDS].append(seconds)
         if not self._book.is_adrift:
             self._check.step()
@@ -353,6 +365,7 @@ class SchedulerSide:
         """Check the lease once in an iteration, before it schedules anything: lost pages are used no more."""
         if self._vouching.look():
             self._book.is_with_daemon()
+            self._ran = self._computes()
 
     def _wish(self, request: Any, most_tokens: int | None) -> Wish | None:
         """Match for a request; None while its adapter is read."""
@@ -370,19 +383,21 @@ class SchedulerSide:
         return {each.lora_request.lora_int_id for each in running}
 
     def _computes(self) -> bool:
-        """True while requests run: those that are only loaded lose nothing by a wait."""
+        """True while requests run: those that are only loaded lose nothing by a wait, nor do those that the iteration
+        under way has admitted, where none ran when it began."""
+        if self._ran is not None:
+            return self._ran
         return not self._book.is_empty and len(self._unfinished) > len(self._loading)
 
     def _take_less(self, request: Any, device_blocks: int, blocks: int) -> RequestPages | None:
         """vLLM takes ``blocks`` blocks of a longer hit, ``device_blocks`` of them in place: let go of the others, whose
         pages it would write. None where the daemon does not have exactly these: vLLM asks again."""
         assert self._pool is not None
-        with self._watch:
-            wish = self._wish(request, blocks * self._block_tokens)
-            if wish is None:
-                return None
-            pages = self._book.shorten(request.request_id, wish, blocks)
-            self._pool.show_hits(pages, request.block_hashes)
+        wish = self._wish(request, blocks * self._block_tokens)
+        if wish is None:
+            return None
+        pages = self._book.shorten(request.request_id, wish, blocks)
+        self._pool.show_hits(pages, request.block_hashes)
         return pages if (pages.hit_blocks, pages.host_blocks) == (device_blocks, blocks - device_blocks) else None
 
     def _reserve_and_allocate(
@@ -391,25 +406,25 @@ class SchedulerSide:
         """Have vLLM ``allocate`` once there are ``wanted`` blocks and ``states``, else None. ``external_tokens``:
         loaded by any."""
         assert self._pool is not None
-        with self._watch:
-            pages = self._reserve(request, wanted, states)
+        pages = self._reserve(request, wanted, states)
         if pages is None:
             return None
         self._pool.schedule(pages)
         pages.is_foreign |= external_tokens > pages.outside_tokens(self._block_tokens)
         is_admitted = bool(pages.taken)
-        blocks = allocate()
+        with self.watch.apart:
+            blocks = allocate()
         if blocks is None:
-            with self._watch:
-                self._book.ask_room()
-                self._book.give_way(pages)
+            self._book.ask_room()
+            self._book.give_way(pages)
         elif not is_admitted:
             self._unfinished[request.request_id] = request
             self._first_token.admit(is_alone=len(self._unfinished) == 1)
             self._put_off.discard(request.request_id)
             tokens, block_tokens = request.num_tokens, self._block_tokens
             in_place, lost = min(pages.hit_blocks * block_tokens, tokens), pages.lost_blocks * block_tokens
-            self._count(request, asked_tokens=tokens, device_tokens=in_place, lost_tokens=lost)
+            may_hit = self._manager.prefix_cache_lookup_enabled(request)
+            self._count(request, asked_tokens=tokens * may_hit, device_tokens=in_place, lost_tokens=lost)
         return blocks
 
     def _reserve(self, request: Any, blocks: int, states: Positions) -> RequestPages | None:

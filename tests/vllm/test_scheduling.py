@@ -24,6 +24,8 @@ def run(name: str, node: Node, seed: int, module: str = "scheduling_runs") -> di
     """Return the counts of a run. The daemon suffers what the run asks for."""
     faults = {
         **daemon_faults(node.daemon.kill, node.daemon.start),
+        "@pause": lambda _: node.daemon.process.send_signal(signal.SIGSTOP),
+        "@resume": lambda _: node.daemon.process.send_signal(signal.SIGCONT),
         "@announce": lambda _, version: announce(node, version),
         "@stop": lambda process: stop(process, node, ALL_KINDS if name.endswith("all-kinds") else Shape()),
     }
@@ -147,6 +149,16 @@ def test_sixteen_requests_an_iteration_wait_for_no_answer_and_a_first_token_for_
     """The pool is full."""
     with running_node() as node:
         assert run("admissions", node, 1, "admission_runs")["whole"] == 200 + 16 * 32 + 2
+
+
+def test_a_burst_at_an_idle_engine_is_admitted_in_one_iteration() -> None:
+    with running_node() as node:
+        assert run("burst", node, 1, "admission_runs")["whole"] == 4 * 72
+
+
+def test_the_last_token_of_an_engine_waits_for_no_answer_of_the_daemon() -> None:
+    with running_node() as node:
+        assert run("last-token", node, 1, "admission_runs")["whole"] == 3
 
 
 def test_the_stock_of_an_engine_that_runs_nothing_goes_back_to_the_others() -> None:

@@ -253,15 +253,16 @@ class PageBook:
         room = self._grants.room
         return not_held if room is None else min(not_held, room + spare)
 
-    def flush(self, *, is_last: bool = False, for_waiting: bool = False) -> None:
+    def flush(self, *, is_last: bool = False, may_wait: bool = True, for_waiting: bool = False) -> None:
         """Send what has been computed and what has ended, and the next matches; answers are taken in later.
-        ``is_last``: no iteration may follow, unless requests wait: wait for what is on its way, and let the stock go
-        back to its base. ``for_waiting``: only where requests wait."""
+        ``is_last``: no iteration may follow, unless requests wait: wait for what is on its way, if this engine
+        ``may_wait``, and let the stock go back to its base. ``for_waiting``: only where requests wait."""
         if not self.is_with_daemon() or (for_waiting and not self._matches.waiting_blocks):
             return
         self.outbox.poll()
         if is_last and not self._requests and not self._matches.waiting_blocks:
-            self.outbox.wait()
+            if may_wait:
+                self.outbox.wait()
             self._grants.demand.rest()
         else:
             if self._matches.are_waiting:
@@ -285,6 +286,7 @@ class PageBook:
     def begin_step(self) -> None:
         """An iteration is scheduled."""
         self.untold.begin_step()
+        self.outbox.begin_step()
         self._matches.step += 1
 
     @property
