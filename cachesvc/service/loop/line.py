@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from cachesvc.model.answers import Reserved
 from cachesvc.model.errors import DeadlineExceeded
-from cachesvc.model.numbers.sharing import Rounds
+from cachesvc.model.numbers.sharing import Party, Rounds
 from cachesvc.service.access.admission import CallerKey
 
 BACKGROUND: CallerKey = "(background)"
@@ -44,7 +44,7 @@ class Line:
     """Used on the running loop alone. A turn raises nothing: it is the root of a callback."""
 
     def __init__(self) -> None:
-        self._turns: Rounds[CallerKey, Turn] = Rounds()
+        self._turns: Rounds[CallerKey | Party, Turn] = Rounds()
         self._has_taken = False  # a turn in this round, or one before that has not passed on yet
 
     @property
@@ -52,12 +52,12 @@ class Line:
         """True where no turn waits."""
         return not self._turns
 
-    def add(self, party: CallerKey, turn: Turn) -> None:
+    def add(self, party: CallerKey | Party, turn: Turn) -> None:
         """Have a turn taken in a later round, behind those that wait of its party."""
         self._turns.add(party, turn)
         self._pass_on()
 
-    def take(self, party: CallerKey, turn: Turn) -> None:
+    def take(self, party: CallerKey | Party, turn: Turn) -> None:
         """Take a turn at once where the round has had none; else ``add`` it."""
         if self._has_taken:
             self.add(party, turn)
