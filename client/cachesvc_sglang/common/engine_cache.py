@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
-from cachesvc_sglang.adapters import adapter_key
+from cachesvc_sglang.common.adapters import adapter_key
 from cachesvc_sglang.common.prompts import PromptKeys
 from cachesvc_sglang.common.transfers import to_device
 
