@@ -9,7 +9,7 @@ import pytest
 from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.publish import Publishing, publish
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.backup import back_up
@@ -152,6 +152,32 @@ def test_a_full_host_takes_new_prompts_with_their_ends_and_lets_old_ones_go_whol
         is_elsewhere = policy is WritePolicy.WRITE_BACK  # the device has what it has not drained
         assert not state or is_elsewhere or full == [0, 1, 2, 3], "an end without its blocks is of no use"
     ends.rig.check()
+
+
+def test_blocks_of_a_running_prompt_wait_on_the_host_for_their_state() -> None:
+    """They are no worse than older prompts, though no prompt can go on behind them yet."""
+    ends = begin(80, host=14, policy=WritePolicy.WRITE_THROUGH)
+    rig, lease = ends
+    for number, prompt in enumerate(("abcd", "efgh"), start=1):
+        serve(ends, number, prompt, states=(3,))
+        rig.settle()
+    keys = chain(*"mnop")
+    rig.run(match, lease, 3, keys, 0)
+    rig.run(partial(allocate, positions={STATE: []}), lease, 3, 2)
+    rig.run(publish, lease, 3, 0, keys[: 2 * KEY_BYTES], 2)
+    rig.settle()
+    serve(ends, 4, "wx", states=(1,))
+    rig.settle()
+    assert on_host(ends, FULL, "mnop") == [0, 1]
+    rig.run(partial(allocate, positions={STATE: [3]}), lease, 3, 4)
+    cells = (GroupCells(STATE, 3, (sequence_of(ends, 3).tables[STATE][3],)),)
+    rig.run(publish, lease, 3, 2, keys[2 * KEY_BYTES :], 2, Publishing(), cells)
+    rig.run(release, lease, 3)
+    rig.settle()
+    assert on_host(ends, FULL, "mnop") == [0, 1, 2, 3]
+    assert on_host(ends, STATE, "mnop") == [3]
+    assert on_host(ends, FULL, "abcd") == [], "the oldest has gone"
+    rig.check()
 
 
 def test_a_copy_that_a_hit_on_the_device_looks_back_to_follows_its_block_to_the_host() -> None:
