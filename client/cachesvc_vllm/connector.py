@@ -188,7 +188,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return StepTransfers()
         is_empty = not scheduler_output.total_num_scheduled_tokens
-        self._scheduler.begin_step(computes=not is_empty)
+        self._scheduler.begin_step(scheduler_output.num_scheduled_tokens)
         step = self._scheduler.take_transfers(is_empty=is_empty)
         if step.copies:
             scheduler_output.has_sync_kv_loads = True  # workers call start_load_kv before they compute

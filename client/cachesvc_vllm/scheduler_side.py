@@ -260,14 +260,18 @@ class SchedulerSide:
         """Loads of these requests have ended, ours or a sibling's, and an output lacked these pages. vLLM schedules
         requests whose load ``failed`` again; those of an early load begin anew."""
         self._book.without_host |= self._loading.end(ended, failed, self._stats)
+        if invalid_pages:
+            self._book.distrust(invalid_pages)
         self._book.without_host |= self._loading.end_early(invalid_pages, self._unfinished, self._stats)
 
     @timed
-    def begin_step(self, *, computes: bool) -> None:
-        """An iteration is scheduled. ``computes``: it has tokens."""
+    def begin_step(self, scheduled: Collection[str]) -> None:
+        """An iteration is scheduled, which computes these requests."""
+        assert self._pool is not None
         self._ran = None
         self._book.begin_step()
-        self._vouching.begin_step(computes=computes)
+        self._sealing.begin_step(self._pool.now.filling, scheduled)
+        self._vouching.begin_step(computes=bool(scheduled))
 
     @timed
     def drop_step(self, *, repeats: bool) -> None:
@@ -323,6 +327,7 @@ class SchedulerSide:
         with self.watch:
             self._book.untold.begin_output()
             self._sealing.seal_filled(self._pool.now.filling)
+            self._book.end_writes(is_sound=dropped is Dropped.NOT)
             self._book.untold.end_output(computes=computes)
             is_first = self._first_token.take_output()
             if not self._unfinished:  # no iteration follows but an empty one, whose output nothing waits for

@@ -293,6 +293,21 @@ def _forget_an_announcement(engines: Sequence[Engine], prompt: Sequence[int]) ->
     assert [cached(each, prompt) for each in engines] == [0, 39, 39]
 
 
+def aborted(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Clients go while the step that computes their prompts is under way: all blocks before the last token are there,
+    as in vLLM alone."""
+    engine, rng = Engine("e0", socket, seed, shape), random.Random(seed)
+    for tokens in (7, 8, 9, 41, 64):
+        prompt = [rng.randrange(VOCABULARY) for _ in range(tokens)]
+        name = engine.add(prompt, 6)
+        engine.step()
+        assert not engine.answers[name]
+        engine.abort(name)
+        run_out(engine)
+        assert cached(engine, prompt, 1) >= (tokens - 1) // 4 * 4, tokens
+    return [engine]
+
+
 def cached(engine: Engine, prompt: Sequence[int], new: int = 3) -> int:
     """Serve a prompt; how many of its tokens were there. The answer is that of the engine's weights."""
     name = engine.add(prompt, new)
@@ -378,6 +393,9 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "repeated": lambda socket, seed: repeated(socket, seed, Shape(**SAVED)),
     "repeated-async": lambda socket, seed: repeated(socket, seed, Shape(is_async=True, **SAVED)),
+    "aborted": lambda socket, seed: aborted(socket, seed, Shape(is_async=True)),
+    "aborted-states": lambda socket, seed: aborted(socket, seed, Shape(is_async=True, **SAVED)),
+    "aborted-windows": lambda socket, seed: aborted(socket, seed, Shape(is_async=True, **WINDOWS)),
     "die-while-loading": die_while_loading,
     "sibling": sibling,
     "adapters": adapters,

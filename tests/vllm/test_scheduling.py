@@ -90,6 +90,12 @@ def test_a_prompt_that_comes_again_has_as_many_tokens_as_in_vllm_alone(name: str
         assert run(name, node, 1)["whole"] == 4 * 27
 
 
+@pytest.mark.parametrize("name", ["aborted", "aborted-states", "aborted-windows"])
+def test_what_a_step_writes_is_kept_until_its_output_whoever_frees_it(name: str) -> None:
+    with running_node() as node:
+        assert run(name, node, 1)["whole"] == 5
+
+
 @pytest.mark.parametrize(("name", "least"), [("plain", 10), long("async", 10), ("failing", 10), ("all-kinds", 1)])
 def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str, least: int) -> None:
     """Requests of all kinds of groups load seldom: their longest hits are in place."""

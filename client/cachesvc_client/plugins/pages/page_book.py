@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from cachesvc_client import Lease, LeaseLost
@@ -25,7 +26,7 @@ from cachesvc_client.plugins.pages.matches import Matches, next_wish
 from cachesvc_client.plugins.pages.private_pages import PrivatePages
 from cachesvc_client.plugins.pages.request_pages import RequestPages
 from cachesvc_client.plugins.pages.salts import salted
-from cachesvc_client.plugins.pages.untold import Sealing, Untold
+from cachesvc_client.plugins.pages.untold import Sealing, Untold, Written
 from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps.giving_way import Clock, GivingWay
 from cachesvc_client.plugins.steps.outbox import Outbox
@@ -61,6 +62,8 @@ class PageBook:
         abandon = self.untold.ready.ended.append
         self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
         self._asking = Asking(self._grants, self._matches, self._drop_idle)
+        self._writes: deque[list[Written]] = deque()
+        self._written_on: list[RequestPages] = []
         self._private, self.salt = PrivatePages(), b""
         self._way = GivingWay(clock)
         self.held_blocks = 0
@@ -217,7 +220,42 @@ class PageBook:
             return
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
-        self.untold.end(request)
+        if self._is_written(request):
+            self._written_on.append(request)
+        else:
+            self.untold.end(request)
+
+    def begin_writes(self, writes: list[Written]) -> None:
+        """A step is launched that writes these: they are kept until its output has come, also where the engine frees
+        them before."""
+        self._writes.append(writes)
+
+    def end_writes(self, *, is_sound: bool) -> None:
+        """The output of the first step under way has come: seal what it wrote of requests that the engine has let go
+        of, if it ``is_sound``, and let their pages go."""
+        for each in self._writes.popleft():
+            if is_sound and each.is_over():
+                self.seal(each.request, min(each.blocks, each.request.taken_blocks), each.keys)
+        waiting, self._written_on = self._written_on, []
+        for request in waiting:
+            if self._is_written(request):
+                self._written_on.append(request)
+            else:
+                self.untold.end(request)
+
+    def distrust(self, pages: Collection[int]) -> None:
+        """Steps under way lacked these pages: what they write of requests that the engine has let go of is for none."""
+        for each in (each for step in self._writes for each in step):
+            if each.is_over() and not set(pages).isdisjoint(each.request.pages):
+                each.request.is_foreign = True
+
+    def _forget_writes(self) -> None:
+        """Seal nothing of what steps under way write of requests that are over."""
+        for each in (each for step in self._writes for each in step):
+            each.blocks = 0
+
+    def _is_written(self, request: RequestPages) -> bool:
+        return any(each.request is request for step in self._writes for each in step)
 
     def move_windows(self, request: RequestPages) -> None:
         """The engine has freed cells of a request that goes on, which nothing reads any more. Those go back whose
@@ -322,6 +360,7 @@ class PageBook:
                 request.is_foreign = True
         self._matches.forget_coming()  # their salts may be of before
         self.untold.forget_blocks()  # they would be reported under the new keys
+        self._forget_writes()
         self.salt = salt
 
     def close(self) -> None:
@@ -339,6 +378,8 @@ class PageBook:
         self._matches.drop()
         self._matches.ahead.clear()
         self.untold.clear()
+        self._forget_writes()
+        self._written_on.clear()
         self._private = PrivatePages()
         self.is_adrift = self.is_moving = False
 
