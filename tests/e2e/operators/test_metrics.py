@@ -31,8 +31,10 @@ PAGE_BYTES = PLAIN.page_bytes(0)
 @pytest.fixture
 def scraped() -> Iterator[Node]:
     """A daemon with a page."""
-    with running_node([*LISTEN, "--eviction", "hazard"]) as node:  # which is compared with lru
-        yield node
+    with short_folder() as folder:
+        storage = f"file:{folder}/cache?capacity=64MiB&floor=0&write=never"
+        with running_node([*LISTEN, "--eviction", "hazard", "--storage", storage]) as node:  # it is compared with lru
+            yield node
 
 
 def settle(node: Node) -> None:
