@@ -154,6 +154,12 @@ class Engine:
         self._write({"wake": True})
         self._read()
 
+    def plant_wrong_pages(self) -> None:
+        """Have each page of the engine's memory hold what another page held, behind the daemon's back. For engines in
+        one process, at the end of a test: whatever is cached is wrong from here on."""
+        self._write({"plant": True})
+        assert self._read() > 0
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the connector and of drafts, as vLLM's own metrics have them. Wants ``disable_log_stats``
         false."""

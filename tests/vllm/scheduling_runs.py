@@ -6,14 +6,11 @@ What the daemon is to suffer is said on standard output, and goes on once there 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from cachesvc_client.plugins.steps.vouching import PagesLapsed
@@ -217,31 +214,42 @@ def sibling(socket: str, seed: int) -> list[Engine]:
     return [engine]
 
 
-def adapters(socket: str, seed: int) -> list[Engine]:
-    """A request's hit is known, and its adapter's files are to be looked at again before it is scheduled. vLLM asks
-    again later, and uses the hit. The thread that looks is held by another adapter: a pipe that ends after that."""
-    engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
-    prompt = [rng.randrange(VOCABULARY) for _ in range(42)]
-    with tempfile.TemporaryDirectory() as folder:
-        file, pipe = (Path(folder, each, "adapter_model.safetensors") for each in ("file", "pipe"))
-        for each in (file, pipe):
-            each.parent.mkdir()
-        file.write_bytes(b"weights")
-        os.mkfifo(pipe)
-        one, two = (LoRARequest(each.parent.name, at, str(each.parent)) for at, each in enumerate((file, pipe), 1))
-        engine.add(prompt, 2, one)
+def adapters(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Two engines with an adapter of one name and path under two numbers. The first one loads another one in place
+    while a request runs: what that computes afterwards is no other's, and what it computed before is. Later the
+    second one loads that too, and then the older one again. A request's hit is known from its first step on."""
+    one, two, rng = Engine("e0", socket, seed, shape), Engine("e1", socket, seed, shape), random.Random(seed)
+    first, second = LoRARequest("a", 1, "folder"), LoRARequest("a", 7, "folder")
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(42)] for _ in range(2)]
+    one.worker.adapters.files["folder"], two.worker.adapters.files["folder"] = 11, 11
+    plain = one.add(prompts[0], 2)
+    run_out(one)
+    for engine, adapter, hit in ((one, first, 0), (one, first, 40), (two, second, 40)):
+        name = engine.add(prompts[0], 2, adapter)
         run_out(engine)
-        engine.add(prompt, 2, two)
-        name = engine.add(prompt, 2, one)
-        request = engine.requests[name]
-        while engine.scheduler.kv_cache_manager.get_computed_blocks(request)[1]:
-            pass
-        told = engine.connector.get_num_new_matched_tokens(request, 0)
-        pipe.open("wb").close()
-        assert told == (None, False)
-        run_out(engine)
-    assert engine.hits[name] == 40
-    return [engine]
+        assert engine.hits[name] == hit
+    running = one.add(prompts[1], 40, first)
+    while len(one.answers[running]) < 10:
+        one.step()
+    before = len(prompts[1]) + len(one.answers[running])
+    one.load_adapter(first, 12, is_noticed=not shape.is_async)
+    run_out(one)
+    whole = prompts[1] + one.answers[running]
+    for content, prompt, least, most in (
+        (11, whole, 40, before),
+        (12, whole, 0, 0),
+        (12, prompts[0], 0, 0),
+        (11, whole, 72, 80),
+    ):
+        two.load_adapter(second, content, is_noticed=True)
+        name = two.add(prompt, 2, second)
+        run_out(two)
+        assert least <= two.hits[name] <= most, (content, two.hits[name])
+    name = one.add(prompts[0], 2, first)
+    run_out(one)
+    assert one.hits[name] == 40, "of the second engine, by what it had loaded"
+    assert one.hits[plain] == 0
+    return [one, two]
 
 
 def weights(socket: str, seed: int) -> list[Engine]:
@@ -398,7 +406,8 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "aborted-windows": lambda socket, seed: aborted(socket, seed, Shape(is_async=True, **WINDOWS)),
     "die-while-loading": die_while_loading,
     "sibling": sibling,
-    "adapters": adapters,
+    "adapters": lambda socket, seed: adapters(socket, seed, Shape()),
+    "adapters-async": lambda socket, seed: adapters(socket, seed, Shape(is_async=True)),
     "weights": weights,
     "stopped": stopped,
     "stopped-async": lambda socket, seed: stopped_for_good(socket, seed, Shape(is_async=True)),

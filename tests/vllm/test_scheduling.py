@@ -146,9 +146,10 @@ def test_requests_that_use_what_a_dropped_step_was_to_load_begin_anew_with_it() 
         assert run("unsound", node, 1, "whole_hits")["preempted"] > 8
 
 
-def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
+@pytest.mark.parametrize("name", ["adapters", "adapters-async"])
+def test_adapters_are_what_is_loaded_also_where_that_changes_under_a_request(name: str) -> None:
     with running_node() as node:
-        assert run("adapters", node, 1)["whole"] == 3
+        assert run(name, node, 1)["whole"] == 9
 
 
 def test_sixteen_requests_an_iteration_wait_for_no_answer_and_a_first_token_for_no_report() -> None:
