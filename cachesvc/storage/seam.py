@@ -187,7 +187,7 @@ Step = Callable[[], None]
 
 
 def no_step() -> None:
-    """Go on: nobody watches."""
+    """Go on: the step of a caller that never stops it."""
 
 
 Check = Callable[[ObjectName, memoryview], bool]

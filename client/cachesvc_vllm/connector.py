@@ -15,10 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from cachesvc_vllm.daemon.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.daemon.settings import FLAGS, read_settings
 from cachesvc_vllm.handover import answer_of
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
-from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.namespace.draft_keys import draft_lookahead, drafts_with_kv
 from cachesvc_vllm.namespace.naming import look_at_loads
 from cachesvc_vllm.scheduler_side import SchedulerSide

@@ -18,10 +18,10 @@ from cachesvc_client.plugins.pages.request_pages import RequestPages
 from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
 
+from cachesvc_vllm.daemon.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch, timed
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.loading import Loading
-from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch, timed
 from cachesvc_vllm.namespace.adapters import AdapterReport, Adapters, watch_loads
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place

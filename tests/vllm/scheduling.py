@@ -15,9 +15,9 @@ from typing import Any
 
 from cachesvc_client.memory.pool import LoadOutcome
 from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
+from cachesvc_vllm.daemon.metrics import CacheStats
 from cachesvc_vllm.daemon.settings import FLAGS, Settings
 from cachesvc_vllm.loading import SHORT_LOAD_BYTES
-from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.transfers import WorkerShare
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor

@@ -58,7 +58,7 @@ class TimeSlices:
 
 
 class Abandoned(Exception):
-    """Nobody waits for the work any more."""
+    """The caller of the work has gone: stop it at the next step."""
 
 
 class Aside:

@@ -1,4 +1,4 @@
-"""What an adapter is to keys: a digest of the tensors that SGLang holds of it, taken where it has loaded them.
+"""Digests of adapters, by which keys name them: of the tensors that SGLang holds, taken where it has loaded them.
 
 SGLang names an adapter of ``--lora-paths`` by its name and path, and one that is loaded later by a random number.
 Neither says what its files held when they were read.

@@ -22,7 +22,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from cachesvc.model.words import NO_PAGE
-from cachesvc_vllm.metrics import Stopwatch, timed
+from cachesvc_vllm.daemon.metrics import Stopwatch, timed
 
 
 class RequestBlock(KVCacheBlock):  # type: ignore[misc]
