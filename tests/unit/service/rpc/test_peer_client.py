@@ -147,9 +147,9 @@ def test_a_refusal_is_an_answer_of_the_peer(
             context.abort(code, "not now")
             raise AssertionError("abort raises")
 
-    with answering(Refusing(peer_pb2.BorrowResponse())) as port:
-        with closing(GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)) as control:
-            said = borrow_by(control)
+    refusing = answering(Refusing(peer_pb2.BorrowResponse()))
+    with refusing as port, closing(GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)) as control:
+        said = borrow_by(control)
     assert isinstance(said, CacheError)
     assert isinstance(said, PeerRefused) == is_answer
     assert getattr(said, "is_full", False) == is_full
