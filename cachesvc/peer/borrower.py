@@ -57,7 +57,9 @@ from cachesvc.telemetry import events
 
 BEAT_SECONDS = 5.0
 LOOK_SECONDS = 1.0
-"""Interval at which peers that tell nothing are asked for their digests, and silent ones are probed, seconds."""
+"""Interval at which peers that tell nothing are asked for their digests, seconds."""
+PROBE_SECONDS = 0.25
+"""Interval at which peers that do not answer may be probed, seconds."""
 CLOSE_SECONDS = 1.0
 ATTENTION_SECONDS = 60.0
 """Time without an answer after which a peer of the operator's list needs attention, seconds."""
@@ -393,11 +395,14 @@ class PeerStorage:
     def _keep(self) -> None:
         """Root of the thread that says that what is borrowed is still wanted. It waits for no peer."""
         yield_to_callers()
+        look_at = self._clock() + LOOK_SECONDS
         beat_at = self._clock() + BEAT_SECONDS
-        while not self._stopping.wait(LOOK_SECONDS):
+        while not self._stopping.wait(PROBE_SECONDS):
             try:
-                self._news.look()
                 self.probe()
+                if self._clock() >= look_at:
+                    look_at = self._clock() + LOOK_SECONDS
+                    self._news.look()
                 if self._clock() >= beat_at:
                     beat_at = self._clock() + BEAT_SECONDS
                     self.beat()

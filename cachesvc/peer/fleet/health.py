@@ -14,8 +14,10 @@ from cachesvc.peer.fleet.digest import PeerDigest
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
-LONGEST_PROBE_PAUSE_SECONDS = 5.0
+LONGEST_PROBE_PAUSE_SECONDS = 1.0
 """Longest pause between two probes of a peer that does not answer, seconds: a probe holds up no request."""
+QUICK_SECONDS = 0.05
+"""Time within which a call has failed at once, such as to a daemon that is not started yet, seconds."""
 WARN_SECONDS = 300.0
 """Between two warnings that certificates are not trusted."""
 ABSENT_SECONDS = 1.0
@@ -76,6 +78,7 @@ class Peer:
         self._answers = BackOff(clock)
         self._bytes = BackOff(clock)
         self._probe_at = 0.0
+        self._is_silent = False
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -91,9 +94,9 @@ class Peer:
 
     @property
     def is_up(self) -> bool:
-        """True where any request may ask it: it did not fail to answer since it answered last. One that did is asked by
-        probes, and for requests that name it."""
-        return not self.is_self and self.answers and self.is_usable
+        """True where any request may ask it: no call waited for it in vain since it answered last. One that did is
+        asked by probes, and for requests that name it."""
+        return not self.is_self and not self._is_silent and self.is_usable
 
     @property
     def answers(self) -> bool:
@@ -110,7 +113,7 @@ class Peer:
         lacked."""
         with self._lock:
             self._answers.succeeded()
-            self.distrust, self.down_since = "", None
+            self.distrust, self.down_since, self._is_silent = "", None, False
             if epoch not in (0, self.epoch):
                 self.epoch = epoch
                 self._absent.clear()
@@ -142,9 +145,12 @@ class Peer:
     def did_not_answer(self, reason: str, began: float) -> bool:
         """Note that a call that began then had no answer. True where it counts: see BackOff."""
         with self._lock:
-            if self.down_since is None:
-                self.down_since = self._clock()
-            return self._note(self._answers, reason, began)
+            counts = self._note(self._answers, reason, began)
+            if counts:
+                now = self._clock()
+                self.down_since = now if self.down_since is None else self.down_since
+                self._is_silent |= now - began >= QUICK_SECONDS
+            return counts
 
     def did_not_send(self, reason: str, began: float) -> bool:
         """Note that a loan of then was not sent as it should be. True where it counts: see BackOff."""

@@ -24,7 +24,7 @@ from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, ERROR_METAD
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),  # a new certificate is not for connections under the old one
 )
 PROBE_SECONDS = 0.5

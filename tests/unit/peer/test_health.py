@@ -9,7 +9,6 @@ from cachesvc.peer.fleet.health import (
     ABSENT_SECONDS,
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
-    LONGEST_PROBE_PAUSE_SECONDS,
     Peer,
 )
 from tests.contracts.storage_rig import name_of
@@ -89,14 +88,29 @@ def test_a_peer_that_did_not_answer_is_asked_by_probes_and_by_requests_that_name
     probes = 0
     for _ in range(600):
         if peer.is_usable:
-            peer.did_not_answer("no answer", now[0])
+            now[0] += 0.5
+            peer.did_not_answer("no answer", now[0] - 0.5)
         assert not peer.is_up
         probes += peer.wants_probe()
         now[0] += 0.1
-    assert 60 / LONGEST_PROBE_PAUSE_SECONDS <= probes < 30, "they become rare, and go on"
+    assert 30 <= probes < 70, "they become rare, and go on"
     peer.answered()
     assert peer.is_up
     assert not peer.wants_probe()
+
+
+def test_a_peer_whose_calls_fail_at_once_may_be_asked_after_its_pause(control: NearControl) -> None:
+    """Its daemon starts later, and no request waits for it."""
+    now = [1.0]
+    peer = Peer(control, lambda: now[0])
+    seen = list[bool]()
+    for seconds in (0.0, 0.5, 0.0):
+        now[0] += seconds
+        assert peer.did_not_answer("no answer", now[0] - seconds)
+        seen.append(peer.is_up)
+        now[0] += LONGEST_PAUSE_SECONDS
+        seen.append(peer.is_up)
+    assert seen == [False, True, False, False, False, False], "once it was silent, a probe has to find out"
 
 
 def test_another_life_of_a_peer_may_have_what_the_last_one_lacked(control: NearControl) -> None:
