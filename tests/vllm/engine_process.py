@@ -57,6 +57,9 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
         return llm.sleep(level=asked["sleep"])
     if asked.get("wake"):
         return llm.wake_up()
+    if asked.get("load"):
+        number, folder = asked["load"]
+        return llm.llm_engine.add_lora(LoRARequest(f"adapter-{number}", number, folder, load_inplace=True))
     if asked.get("plant"):
         return plant_wrong_pages()
     if asked.get("metrics"):
@@ -76,6 +79,7 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
             "prompt_token_ids": each["tokens"],
             **({"cache_salt": each["salt"]} if each["salt"] else {}),
             **({} if each["image"] is None else {"multi_modal_data": {"image": _image(each["image"])}}),
+            **({"multi_modal_uuids": {"image": [each["image_name"]]}} if each["image_name"] else {}),
         }
         for each in asked["prompts"]
     ]

@@ -3,6 +3,7 @@ And dummy weights by which a wrong page shows."""
 
 import itertools
 import multiprocessing
+import os
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +18,7 @@ for module in MODULES:
     import_module(f"vllm.{module}")
 
 
-WEIGHT_SCALE = 0.08
+WEIGHT_SCALE, SCALE_VARIABLE = 0.08, "CACHESVC_TEST_WEIGHT_SCALE"
 """vLLM's dummy weights are within 0.001 of zero, by which what is cached hardly counts: answers from wrong pages are
 equal to the last bit. With these a wrong page shows (``Engine.plant_wrong_pages``)."""
 
@@ -31,7 +32,8 @@ def fill_lively(tensor: Any, *_: Any, **__: Any) -> None:
     if (value := getattr(tensor, "dummy_weight_value", None)) is not None:
         tensor.fill_(value)
         return
-    low, high = (-WEIGHT_SCALE, WEIGHT_SCALE) if tensor.dim() > 1 else (0.3, 1.0)
+    scale = float(os.environ.get(SCALE_VARIABLE, WEIGHT_SCALE))
+    low, high = (-scale, scale) if tensor.dim() > 1 else (0.3, 1.0)
     values = torch.empty(tensor.shape, dtype=torch.float32)
     values.uniform_(low, high, generator=torch.Generator().manual_seed(next(_filled)))
     with torch.no_grad():

@@ -74,13 +74,15 @@ def test_what_one_engine_computed_is_in_place_for_the_next(model: HybridModel, t
         with engines(engine_of(fleet, model, node.socket)) as (two,):
             assert ask_each(two, prompts) == expected[1], "from its first request on"
             assert ask_each(two, longer) == expected[2]
+            two.plant_wrong_pages()
+            assert ask_each(two, longer[:1])[0] != expected[2][0][:1], "wrong pages would show"
 
 
 @pytest.mark.parametrize("model", KINDS)
 def test_two_engines_at_once_on_a_pool_that_is_too_small_for_both(model: HybridModel, tmp_path: Path) -> None:
     """Requests are preempted, and what is coldest goes to the host and comes back; one engine is killed in mid-request,
     and the other one goes on."""
-    fleet, requests = model.fleet(tmp_path), mixed_requests(model, 7, 4 * BATCH)
+    fleet, requests = model.repeating_fleet(tmp_path), mixed_requests(model, 7, 4 * BATCH)
     with engines(engine_of(fleet, model, None)) as (alone,):
         expected = [answer.said for answer in alone.ask(*requests)]
     small = 2 * model.blocks // 3
@@ -130,7 +132,7 @@ def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, cou
     """One after another each finds at least as many tokens as alone: vLLM keeps blocks of windows at some positions
     only, and whatever is in the daemon's pool is found. At once, two engines and one alone have other batches, and
     a request finds what an earlier batch computed."""
-    fleet, requests, blocks = model.fleet(tmp_path), mixed_requests(model, 11, count), 4 * model.blocks
+    fleet, requests, blocks = model.repeating_fleet(tmp_path), mixed_requests(model, 11, count), 4 * model.blocks
     requests = [replace(each, new=1 + each.new // 4) for each in requests]
     one_by_one, at_once = requests[: count // 6], requests[count // 6 :]
     with running_node(["--checksums", "all"]) as node:
