@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,34 @@ def ask_each(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[object], l
     """Answers one after another, and the cached tokens of each."""
     answers = [engine.ask(prompt)[0] for prompt in prompts]
     return [answer.said for answer in answers], [answer.cached for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [pytest.param(GPT_OSS, "write_through", id="gpt-oss"), pytest.param(QWEN_3_NEXT, "write_back", id="qwen3-next")],
+)
+@pytest.mark.parametrize("groups", [3, long(12)])
+def test_a_full_host_serves_each_group_of_conversations(
+    model: HybridModel, policy: str, groups: int, tmp_path: Path
+) -> None:
+    """The host holds one group and some of the next: what is new has to come there whole, and what is old has to go."""
+    fleet, turns, members = model.fleet(tmp_path), 3, 5
+    new = 10 * BLOCK_TOKENS if model.block_tokens == BLOCK_TOKENS else model.block_tokens
+    shares: list[float] = []
+    with running_node(["--write-policy", policy]) as node:
+        small = model.least_blocks
+        with engines(engine_of(fleet, model, node.socket, small, host_blocks=3 * small)) as (engine,):
+            for group in range(groups):
+                hits = known = 0
+                for turn, member in product(range(turns), range(members)):
+                    blocks = ((turn + 1) * new + BLOCK_TOKENS / 2) / BLOCK_TOKENS
+                    answer = engine.ask(random_prompt(100 * group + member, blocks, new=1))[0]
+                    known += turn * new
+                    hits += min(answer.cached, turn * new)
+                shares.append(hits / known)
+            assert node.counters()["hit_blocks_host"] > 0
+            check_daemon(node)
+    assert min(shares) >= 0.9, shares
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -146,7 +146,7 @@ class Simulate(Command):
             "--layout",
             type=_hybrid_model,
             metavar="NAME|FILE",
-            help=f"a hybrid model, {' or '.join(HYBRID_MODELS)} or a .json file: states and windows share the device",
+            help=f"a hybrid model, {' or '.join(HYBRID_MODELS)} or a .json file: states and windows share the pools",
         ),
         flag("--limit", type=at_least_one, metavar="R", help="simulate only the first R requests"),
         flag("--processes", type=at_least_one, metavar="N", help="runs at a time (default: a processor each)"),
