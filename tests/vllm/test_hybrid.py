@@ -87,7 +87,7 @@ def test_a_full_host_serves_each_group_of_conversations(
                     hits += min(answer.cached, turn * new)
                 shares.append(hits / known)
             assert node.counters()["hit_blocks_host"] > 0
-            check_daemon(node)
+            check_daemon(node.socket)
     assert min(shares) >= 0.9, shares
 
 
