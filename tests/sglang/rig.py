@@ -16,10 +16,8 @@ from typing import Any
 from benchmarks.sglang.comparison import write_plugin
 from tests.forked_process import ROOT, Forker
 from tests.vllm.rig import MODEL, Engine
-from tests.vllm.weights import write_checkpoint
 
 PYTHON_VARIABLE = "CACHESVC_SGLANG_PYTHON"
-SEED = 3
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,6 @@ def forker() -> Forker:
 
 
 def make_fleet(folder: Path) -> SglangFleet:
-    """Engines of a model of saved weights, which are large enough that a wrong page changes the answer."""
+    """Engines of a model of random weights, the same in each of them."""
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    write_checkpoint(folder, MODEL, seed=SEED)
-    return SglangFleet(folder, forker(), "auto")
+    return SglangFleet(folder, forker())
