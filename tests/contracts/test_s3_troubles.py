@@ -1,4 +1,4 @@
-"""``s3`` over a store that refuses, loses its bucket, and is well again: what is told, and what follows."""
+"""``s3`` over a store that refuses, loses its bucket, and is well again: what is shown, and what follows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_BUCKET = (404, "NoSuchBucket")
 
 
 class FakeStore(ThreadingHTTPServer):
-    """As much of S3 as the engine asks for. ``answer``: what everything is answered, unless it is WELL."""
+    """The part of S3 that the engine asks for. ``answer``: what everything is answered, unless it is WELL."""
 
     daemon_threads = True
 

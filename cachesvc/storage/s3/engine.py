@@ -206,7 +206,7 @@ class S3Storage:
         return self._bucket
 
     def _suffered(self, error: RequestFailed) -> None:
-        """A request has failed: for what reason is told until one succeeds. No names: operators' status shows it to
+        """A request has failed: for what reason is shown until one succeeds. No names: operators' status shows it to
         all who may read it."""
         code = f" ({error.code})" if error.code else ""
         self._problem = f"bucket {self._options.bucket}: {error.trouble.value}{code}"
