@@ -34,7 +34,7 @@ class Sealing:
 
 @dataclass(slots=True)
 class Written:
-    """Blocks that a step under way writes of a request: once its output has come, the first ``blocks`` blocks are computed.
+    """Blocks that a step under way writes of a request: once its output has come, the first ``blocks`` are computed.
     ``is_over``: then, True where the engine has let go of the request meanwhile, and says nothing of it any more."""
 
     request: RequestPages
