@@ -340,7 +340,7 @@ def _came(core: Core, model: Model, known: Expectation, fetch: Fetch | None) -> 
     now = core.ledger.moment.seconds
     if fetch is None or fetch.is_whole or now - fetch.came_at < SILENT_SECONDS:
         known.failures = 0
-    else:  # it came to a standstill: a peer that sends a little each time is not followed for ever
+    else:  # it came to a standstill: a peer that sends a little each time is not followed without end
         known.failures += 1
     came = 0 if hit is None else hit.blocks - max(before, 0)
     known.arrived += came
