@@ -23,6 +23,7 @@ from cachesvc.peer.fleet.control import (
     Done,
     HandshakeFailed,
     Loan,
+    PeerAbsent,
     PeerControl,
     PeerPaused,
     PeerRefused,
@@ -359,7 +360,9 @@ class PeerStorage:
             return
         if isinstance(error, HandshakeFailed) and peer.distrusts(str(error)):
             events.warning("peer_distrusted", peer=peer.control.address, reason=str(error))
-        self._note_failure(peer, str(error), peer.did_not_answer(str(error), began))
+        self._note_failure(
+            peer, str(error), peer.did_not_answer(str(error), began, is_absent=isinstance(error, PeerAbsent))
+        )
 
     def _note_failure(self, peer: Peer, reason: str, counts: bool) -> None:
         if counts:

@@ -14,6 +14,10 @@ class HandshakeFailed(Unavailable):
     """The two nodes do not trust each other's certificates."""
 
 
+class PeerAbsent(Unavailable):
+    """No daemon takes calls there: they fail at once, and no request waits for it."""
+
+
 class PeerRefused(Unavailable):
     """The peer has answered, and refuses the call. ``is_full``: it has reached a limit, and may serve it later."""
 

@@ -16,8 +16,6 @@ FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
 LONGEST_PROBE_PAUSE_SECONDS = 1.0
 """Longest pause between two probes of a peer that does not answer, seconds: a probe holds up no request."""
-QUICK_SECONDS = 0.05
-"""Time within which a call has failed at once, such as to a daemon that is not started yet, seconds."""
 WARN_SECONDS = 300.0
 """Between two warnings that certificates are not trusted."""
 ABSENT_SECONDS = 1.0
@@ -44,12 +42,12 @@ class BackOff:
         """True from a failure on until a call succeeds."""
         return self.pause > 0
 
-    def failed(self, began: float) -> bool:
-        """Begin a pause after the failure of a call that began then. False, without effect, for a call that began
-        before the last pause was over."""
+    def failed(self, began: float, longest: float = LONGEST_PAUSE_SECONDS) -> bool:
+        """Begin a pause of ``longest`` seconds at most after the failure of a call that began then. False, without
+        effect, for a call that began before the last pause was over."""
         if began < self._until:
             return False
-        self.pause = min(max(2 * self.pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        self.pause = min(max(2 * self.pause, FIRST_PAUSE_SECONDS), longest)
         self._until = self._clock() + self.pause
         return True
 
@@ -142,31 +140,32 @@ class Peer:
                 self._warn_at = self._clock() + WARN_SECONDS
             return is_due
 
-    def did_not_answer(self, reason: str, began: float) -> bool:
-        """Note that a call that began then had no answer. True where it counts: see BackOff."""
+    def did_not_answer(self, reason: str, began: float, *, is_absent: bool = False) -> bool:
+        """Note that a call that began then had no answer. True where it counts: see BackOff. ``is_absent``: it failed
+        at once, as to a daemon that is not started yet, which is asked again soon."""
         with self._lock:
-            counts = self._note(self._answers, reason, began)
+            longest = LONGEST_PAUSE_SECONDS if self._is_silent or not is_absent else FIRST_PAUSE_SECONDS
+            counts = self._note(self._answers, reason, began, longest)
             if counts:
-                now = self._clock()
-                self.down_since = now if self.down_since is None else self.down_since
-                self._is_silent |= now - began >= QUICK_SECONDS
+                self.down_since = self._clock() if self.down_since is None else self.down_since
+                self._is_silent |= not is_absent
             return counts
 
     def did_not_send(self, reason: str, began: float) -> bool:
         """Note that a loan of then was not sent as it should be. True where it counts: see BackOff."""
         with self._lock:
-            return self._note(self._bytes, reason, began)
+            return self._note(self._bytes, reason, began, LONGEST_PAUSE_SECONDS)
 
-    def _note(self, back_off: BackOff, reason: str, began: float) -> bool:
+    def _note(self, back_off: BackOff, reason: str, began: float, longest: float) -> bool:
         self.counts["failed"] += 1
         self.reason = reason
-        return back_off.failed(began)
+        return back_off.failed(began, longest)
 
     def wants_probe(self) -> bool:
-        """True once it is time to try a peer that does not answer, or that was never tried; that is noted as done."""
+        """True once it is time to try a silent peer, or one that was never tried; that is noted as done."""
         with self._lock:
             now = self._clock()
-            if (self.answers and self._probe_at) or now < self._probe_at:
+            if (not self._is_silent and self._probe_at) or now < self._probe_at:
                 return False
             self._probe_at = now + min(self._answers.pause or FIRST_PAUSE_SECONDS, LONGEST_PROBE_PAUSE_SECONDS)
             return True

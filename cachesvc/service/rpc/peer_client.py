@@ -14,7 +14,7 @@ from kvcache.v1 import peer_pb2, peer_pb2_grpc
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text.addresses import MOST_PORT
-from cachesvc.peer.fleet.control import Answered, Borrowed, Done, HandshakeFailed, Loan, PeerRefused
+from cachesvc.peer.fleet.control import Answered, Borrowed, Done, HandshakeFailed, Loan, PeerAbsent, PeerRefused
 from cachesvc.peer.fleet.digest import DigestNews
 from cachesvc.service.host.tls import NodeCertificates
 from cachesvc.service.rpc.peer_service import PeerListening, PeerTokens
@@ -224,4 +224,5 @@ class GrpcControl:
             refused = PeerRefused(f"{self._address}: {said}")
             refused.is_full = code in _FULL
             return refused
-        return Unavailable(f"{self._address}: {code.name if code is not None else 'closed'}: {said}")
+        kind = PeerAbsent if code is grpc.StatusCode.UNAVAILABLE else Unavailable
+        return kind(f"{self._address}: {code.name if code is not None else 'closed'}: {said}")

@@ -104,13 +104,12 @@ def test_a_peer_whose_calls_fail_at_once_may_be_asked_after_its_pause(control: N
     now = [1.0]
     peer = Peer(control, lambda: now[0])
     seen = list[bool]()
-    for seconds in (0.0, 0.5, 0.0):
-        now[0] += seconds
-        assert peer.did_not_answer("no answer", now[0] - seconds)
-        seen.append(peer.is_up)
+    for is_absent in (True, True, True, False, True):
+        assert peer.did_not_answer("no answer", now[0], is_absent=is_absent)
+        assert is_absent <= (peer.pause_left in (FIRST_PAUSE_SECONDS, 4 * FIRST_PAUSE_SECONDS))
         now[0] += LONGEST_PAUSE_SECONDS
         seen.append(peer.is_up)
-    assert seen == [False, True, False, False, False, False], "once it was silent, a probe has to find out"
+    assert seen == [True, True, True, False, False], "once it was silent, a probe has to find out"
 
 
 def test_another_life_of_a_peer_may_have_what_the_last_one_lacked(control: NearControl) -> None:

@@ -258,7 +258,7 @@ def other_nodes(**settings: object) -> SimStorage:
 
 
 def test_failures_of_other_nodes_give_up_neither_them_nor_the_store() -> None:
-    rig = Rig((other_nodes(knows=False), NEVER), (SimStorage(), THROUGH))
+    rig = Rig((other_nodes(knows=False), NEVER), (SimStorage(knows=False), THROUGH))
     rig.keep("abcd", only=1)
     rig.keep("abcdefgh", only=0)
     rig.engines[0].odds = {"fail": 1.0}
