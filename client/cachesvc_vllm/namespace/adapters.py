@@ -77,6 +77,7 @@ class Adapters:
         self._ranks = ranks
         self._most_together = most_together
         self._most_loaded = max(most_together, most_loaded)
+        self._by_rank: dict[int, dict[int, bytes]] = {}
         self._loaded: dict[int, bytes] = {}
         self._own: dict[int, bytes] = {}
         self._asked: dict[int, _Ask] = {}
@@ -104,10 +105,6 @@ class Adapters:
             self._asked[number] = _Ask(asked)
         return None
 
-    def known(self, number: int) -> bytes | None:
-        """Salt of an adapter by the last answer, or this engine's own; None where the workers have not loaded it."""
-        return self._loaded.get(number, self._own.get(number))
-
     def begin_step(self) -> tuple[LoraRequest, ...]:
         """A step is scheduled. Return the adapters that it asks the workers for."""
         self._begun += 1
@@ -116,17 +113,20 @@ class Adapters:
             each.step = self._begun
         return tuple(each.request for each in new)
 
-    def learn(self, report: AdapterReport) -> None:
-        """Take the workers' answer, with a step's output. An answer to what was asked before the last ``forget`` says
-        nothing of what is loaded now."""
-        if report.epoch != self.epoch:
-            return
-        ranks = [report.loaded.get(rank, {}) for rank in range(self._ranks)]
+    def learn(self, report: AdapterReport) -> Mapping[int, bytes]:
+        """Take the workers' answer, with a step's output. Return the salts of what was loaded in that step, and of what
+        is this engine's own. An answer from before the last ``forget`` says nothing of what is loaded now. A rank
+        without an answer has what it had."""
+        by_rank = {**self._by_rank, **report.loaded}
+        ranks = [by_rank.get(rank, {}) for rank in range(self._ranks)]
         common = set.intersection(*(set(each) for each in ranks))
-        self._loaded = {number: _of_ranks([each[number] for each in ranks]) for number in common}
-        for number in common:
-            self._own.pop(number, None)
-            self._asked.pop(number, None)
+        loaded = {number: _of_ranks([each[number] for each in ranks]) for number in common}
+        if report.epoch == self.epoch:
+            self._by_rank, self._loaded = by_rank, loaded
+            for number in common:
+                self._own.pop(number, None)
+                self._asked.pop(number, None)
+        return {**self._own, **loaded}
 
     def end_step(self) -> None:
         """A step's output has come: what it asked for and the workers do not know gets a salt of this engine's own."""
@@ -146,6 +146,7 @@ class Adapters:
     def forget(self) -> None:
         """Nothing that is known holds any more: the prefix cache was reset, or adapters were loaded or removed."""
         self.epoch += 1
+        self._by_rank.clear()
         self._loaded.clear()
         self._own.clear()
         self._asked.clear()
