@@ -105,9 +105,7 @@ TEXTS = {
     "distributed/parallel_state.py": ("def get_tp_group(", "self.cpu_group", "self.rank_in_group", "self.world_size"),
     "lora/request.py": ("lora_int_id:", "lora_path:", "lora_name:"),
     "lora/worker_manager.py": (
-        "self.lora_config: LoRAConfig = ",
         "def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:",
-        "def set_active_adapters(self, requests: set[Any], mapping: Any | None)",
         "def add_adapter(self, lora_request: LoRARequest)",
         "or lora_request.load_inplace",
         "self._adapter_manager.add_adapter(lora)",
@@ -116,7 +114,11 @@ TEXTS = {
     "lora/lora_model.py": ("self.loras: dict[str, LoRALayerWeights] = ", "self.modules_to_save = ", "self.id = "),
     "config/lora.py": ("max_loras: int", "max_cpu_loras: int", "enable_tower_connector_lora: bool"),
     "v1/executor/abstract.py": ("def add_lora(self, lora_request", "def remove_lora(self, lora_id"),
-    "v1/worker/lora_model_runner_mixin.py": ("self.lora_manager.set_active_adapters(lora_requests, lora_mapping)",),
+    "v1/worker/lora_model_runner_mixin.py": ("self.lora_manager = LRUCacheWorkerLoRAManager(",),
+    "v1/worker/gpu_worker.py": (
+        "self.model_runner: GPUModelRunner = ",
+        "ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)",
+    ),
     "model_executor/model_loader/base_loader.py": ("self, vllm_config: VllmConfig, model_config: ModelConfig, prefix",),
     "multimodal/inputs.py": (
         'data: "MultiModalKwargsItem | None"',
