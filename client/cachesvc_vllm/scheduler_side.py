@@ -282,13 +282,13 @@ class SchedulerSide:
     def note_adapters(self, report: AdapterReport) -> None:
         """The workers have these adapters in memory: what was computed with one that a request's keys do not name is
         shared with no other. Comes with a step's output, before that is reported to the daemon."""
-        self._adapters.learn(report)
+        loaded = self._adapters.learn(report)
         adapted = [(each, self._book.find(each.request_id)) for each in self._unfinished.values() if each.lora_request]
         running = [
             (each, pages) for each, pages in adapted if pages is not None and pages.held and each.status.name == RUNNING
         ]
         for request, pages in (*running, *self._ended):
-            if not self._wishes.is_as_loaded(request, pages.salt):
+            if not self._wishes.is_salted_by(loaded, request, pages.salt):
                 log.warning("adapter_changed request=%s name=%s", request.request_id, request.lora_request.lora_name)
                 pages.is_foreign = True
                 self._book.untold.forget_blocks(pages)

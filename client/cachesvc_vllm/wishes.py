@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cachesvc_client import Expected, Registration
@@ -85,10 +85,10 @@ class Wishes:
         self._adapters.forget()
         self._media.reset()
 
-    def is_as_loaded(self, request: Request, salt: bytes) -> bool:
-        """True where ``salt`` is that of the adapter which the workers have loaded for a request that runs."""
+    def is_salted_by(self, loaded: Mapping[int, bytes], request: Request, salt: bytes) -> bool:
+        """True where ``salt`` is that of a request's adapter, as it was ``loaded``: salts by the adapters' numbers."""
         assert request.lora_request is not None
-        known = self._adapters.known(request.lora_request.lora_int_id)
+        known = loaded.get(request.lora_request.lora_int_id)
         return known is not None and self._media.agrees(request, known, salt)
 
     def _make(self, request: Request, most_tokens: int | None, *, may_hit: bool) -> Wish | None:

@@ -91,7 +91,7 @@ class WorkerSide:
         self._told: WorkerLease | None = None
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
         if vllm_config.lora_config is not None:
-            self.adapters = LoadedAdapters(vllm_config.lora_config, get_tp_group().rank_in_group)
+            self.adapters = LoadedAdapters(get_tp_group().rank_in_group)
 
     @property
     def _pool(self) -> AttachedPool:

@@ -15,7 +15,7 @@ LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 STEP = {"weights_version": "step-0"}
 
 
-def test_adapters_of_one_name_and_path_share_exactly_where_their_files_are_equal(tmp_path: Path) -> None:
+def test_adapters_of_one_name_and_path_share_exactly_where_equal_ones_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     saved = make_saved_fleet(tmp_path / "model")
     mine, other = tmp_path / "mine", tmp_path / "other"

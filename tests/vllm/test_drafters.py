@@ -116,7 +116,7 @@ def test_a_drafter_that_is_wider_than_its_target_shares_too(tmp_path: Path) -> N
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     options = {"speculative_config": {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 2}}
-    said: list[Any] = []
+    said: list[list[object]] = []
     with running_node() as node:
         for found in (0, 6):
             with engines(Fleet(target).engine(node.socket, options=options)) as (mine,):

@@ -6,11 +6,14 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.rig import Node, running_node, short_folder, wait_until
-from tests.vllm.rig import BLOCK_TOKENS, Engine, Fleet, engines, make_saved_fleet, random_prompt
+from tests.vllm.rig import BLOCK_TOKENS, MODEL, Engine, Fleet, engines, make_saved_fleet, random_prompt
+from tests.vllm.weights import write_adapter
 
 DEVICE_BLOCKS = 72
 """A request of the largest size fits; the prompts together do not."""
@@ -90,6 +93,26 @@ def test_what_did_not_come_to_one_rank_is_computed_by_all(saved: Fleet, uncached
             while not failed:
                 assert [mine.ask(prompt)[0].said for prompt in prompts] == expected
                 failed = mine.metrics().get("vllm:cachesvc_loads_total.failed", 0)
+
+
+def test_ranks_agree_on_the_adapter_that_they_have_loaded(saved: Fleet, two_devices: Node, tmp_path: Path) -> None:
+    write_adapter(tmp_path, MODEL, seed=11)
+    options = {**RANKS, "enable_lora": True, "max_lora_rank": 8}
+    asked = replace(random_prompt(1, 6.5), adapter=(1, str(tmp_path)))
+
+    def engine() -> Engine:
+        return saved.engine(two_devices.socket, DEVICE_BLOCKS, is_split=True, options=options)
+
+    with engines(engine()) as (one,):
+        answers = [one.ask(asked)[0] for _ in range(2)]
+        write_adapter(tmp_path, MODEL, seed=12)
+        one.load_adapter(1, str(tmp_path))
+        newer = one.ask(asked)[0]
+    assert [answer.cached for answer in (*answers, newer)] == [0, 6 * BLOCK_TOKENS, 0]
+    assert newer.said != answers[0].said == answers[1].said
+    with engines(engine()) as (two,):
+        (answer,) = two.ask(asked)
+        assert (answer.said, answer.cached) == (newer.said, 6 * BLOCK_TOKENS)
 
 
 def test_another_number_of_ranks_shares_nothing(saved: Fleet, two_devices: Node) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -77,6 +78,7 @@ class Adapters:
         self._ranks = ranks
         self._most_together = most_together
         self._most_loaded = max(most_together, most_loaded)
+        self._by_rank: dict[int, dict[int, bytes]] = {}
         self._loaded: dict[int, bytes] = {}
         self._own: dict[int, bytes] = {}
         self._asked: dict[int, _Ask] = {}
@@ -104,10 +106,6 @@ class Adapters:
             self._asked[number] = _Ask(asked)
         return None
 
-    def known(self, number: int) -> bytes | None:
-        """Salt of an adapter by the last answer, or this engine's own; None where the workers have not loaded it."""
-        return self._loaded.get(number, self._own.get(number))
-
     def begin_step(self) -> tuple[LoraRequest, ...]:
         """A step is scheduled. Return the adapters that it asks the workers for."""
         self._begun += 1
@@ -116,17 +114,20 @@ class Adapters:
             each.step = self._begun
         return tuple(each.request for each in new)
 
-    def learn(self, report: AdapterReport) -> None:
-        """Take the workers' answer, with a step's output. An answer to what was asked before the last ``forget`` says
-        nothing of what is loaded now."""
-        if report.epoch != self.epoch:
-            return
-        ranks = [report.loaded.get(rank, {}) for rank in range(self._ranks)]
+    def learn(self, report: AdapterReport) -> Mapping[int, bytes]:
+        """Take the workers' answer, with a step's output. Return the salts of what was loaded in that step, and of what
+        is this engine's own. An answer from before the last ``forget`` says nothing of what is loaded now. A rank
+        without an answer has what it had."""
+        by_rank = {**self._by_rank, **report.loaded}
+        ranks = [by_rank.get(rank, {}) for rank in range(self._ranks)]
         common = set.intersection(*(set(each) for each in ranks))
-        self._loaded = {number: _of_ranks([each[number] for each in ranks]) for number in common}
-        for number in common:
-            self._own.pop(number, None)
-            self._asked.pop(number, None)
+        loaded = {number: _of_ranks([each[number] for each in ranks]) for number in common}
+        if report.epoch == self.epoch:
+            self._by_rank, self._loaded = by_rank, loaded
+            for number in common:
+                self._own.pop(number, None)
+                self._asked.pop(number, None)
+        return {**self._own, **loaded}
 
     def end_step(self) -> None:
         """A step's output has come: what it asked for and the workers do not know gets a salt of this engine's own."""
@@ -146,6 +147,7 @@ class Adapters:
     def forget(self) -> None:
         """Nothing that is known holds any more: the prefix cache was reset, or adapters were loaded or removed."""
         self.epoch += 1
+        self._by_rank.clear()
         self._loaded.clear()
         self._own.clear()
         self._asked.clear()
@@ -157,11 +159,14 @@ class Adapters:
 
 
 class LoadedAdapters:
-    """Adapters in a worker's memory. Made before vLLM loads the first one. ``lora_config``: the engine's."""
+    """Adapters in a worker's memory. Made within the worker's call that makes its connector, before vLLM loads the
+    first adapter."""
 
-    def __init__(self, lora_config: object, rank: int) -> None:
-        self._lora_config = lora_config
+    def __init__(self, rank: int) -> None:
+        self._manager = _manager_of_caller()
         self._rank = rank
+        if self._manager is None:
+            log.warning("adapters_not_shared why=this worker keeps its LoRA manager elsewhere than known releases do")
         self._asked: tuple[LoraRequest, ...] = ()
         self._epoch = 0
         self._reported: tuple[int, dict[int, bytes]] = (0, {})
@@ -174,7 +179,7 @@ class LoadedAdapters:
     def report(self) -> AdapterReport | None:
         """Load what was asked for, once the step's kernels were launched, and return what is loaded; None where there
         is no news."""
-        manager = next((each for each in list(_managers) if each.lora_config is self._lora_config), None)
+        manager = self._manager
         asked, self._asked = self._asked, ()
         for each in asked:
             try:
@@ -195,7 +200,7 @@ def digest_loads() -> None:
     """Have each LoRA manager of this process digest what it loads. Idempotent."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    load, activate = WorkerLoRAManager._load_adapter, WorkerLoRAManager.set_active_adapters  # noqa: SLF001
+    load = WorkerLoRAManager._load_adapter  # noqa: SLF001 - where files are read
     if hasattr(load, "__wrapped__"):
         return
 
@@ -208,13 +213,19 @@ def digest_loads() -> None:
             log.warning("adapter_not_shared why=its tensors cannot be read: %s", error)
         return model
 
-    @wraps(activate)
-    def activate_known(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _managers.add(self)
-        return activate(self, *args, **kwargs)
-
     WorkerLoRAManager._load_adapter = load_and_digest  # noqa: SLF001
-    WorkerLoRAManager.set_active_adapters = activate_known
+
+
+def _manager_of_caller() -> Any:
+    """Return the LoRA manager of the worker that makes its connector; None where there is none. vLLM gives a connector
+    no way to its worker, which is one of its callers."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001 - see above
+    while frame is not None:
+        manager = getattr(getattr(frame.f_locals.get("self"), "model_runner", None), "lora_manager", None)
+        if manager is not None:
+            return manager
+        frame = frame.f_back
+    return None
 
 
 def watch_loads() -> None:
@@ -288,5 +299,4 @@ def _of_ranks(digests: list[bytes]) -> bytes:
     return hashlib.blake2b(b"".join(digests), digest_size=KEY_BYTES, person=b"kv-vllm-ranks").digest()
 
 
-_managers: weakref.WeakSet[Any] = weakref.WeakSet()
 _schedulers: weakref.WeakSet[Adapters] = weakref.WeakSet()

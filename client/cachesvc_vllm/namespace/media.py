@@ -34,7 +34,7 @@ INLINE_BYTES = 64 << 10
 
 class Sharing(Enum):
     """Requests with media that engines share: by the digest of their ``CONTENT``; by ``NAMES`` in the form of a content
-    hash, from any client; or ``NONE``."""
+    hash, clients that give such names included; or ``NONE``."""
 
     CONTENT = None
     NAMES = True

@@ -114,6 +114,23 @@ def test_ranks_that_have_loaded_different_adapters_are_as_no_other_engine() -> N
     assert missing.salt() not in (D1, None)
 
 
+def test_a_rank_without_news_has_what_it_had() -> None:
+    """Of an adapter's experts a rank loads its own: where only another rank's have changed, that one reports alone."""
+    engine, other = Scheduler(ranks=2), Scheduler(ranks=2)
+    engine.step({1: D1}, {1: D1})
+    assert engine.adapters.learn(AdapterReport(0, {1: {1: D2}})) == {1: engine.salt()}
+    other.step({1: D1}, {1: D2})
+    assert engine.salt() == other.salt() != D1
+
+
+def test_a_late_answer_tells_what_its_own_step_was_computed_with() -> None:
+    engine = Scheduler()
+    engine.step({1: D1})
+    engine.adapters.forget()
+    assert engine.adapters.learn(AdapterReport(0, {0: {1: D2}})) == {1: D2}
+    assert engine.salt() is None
+
+
 def test_no_more_are_asked_for_than_are_computed_together() -> None:
     """Each may have a worker drop another one."""
     engine = Scheduler(most_together=2, most_loaded=2)

@@ -63,7 +63,7 @@ def red(name: str = "img-0") -> Request:
 
 
 def hashes(media: Media, request: Request, salt: bytes = b"") -> tuple[bytes | None, list[str]]:
-    """Return what matches a request."""
+    """Salt and hashes that a request is matched by."""
     found = media.salt(request, salt)  # type: ignore[arg-type]
     return found, request.block_hashes
 
