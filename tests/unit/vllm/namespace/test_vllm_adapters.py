@@ -115,7 +115,7 @@ def test_ranks_that_have_loaded_different_adapters_are_as_no_other_engine() -> N
 
 
 def test_a_rank_without_news_has_what_it_had() -> None:
-    """Of an adapter's experts a rank loads its own: where only another rank's have changed, that one reports alone."""
+    """A rank loads its own of an adapter's experts: where only another rank's have changed, that one reports alone."""
     engine, other = Scheduler(ranks=2), Scheduler(ranks=2)
     engine.step({1: D1}, {1: D1})
     assert engine.adapters.learn(AdapterReport(0, {1: {1: D2}})) == {1: engine.salt()}
