@@ -120,6 +120,13 @@ class Sources:
         else:
             self.store.remove(names)
 
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
+        """Doubt an object where it came from, as ``remove``."""
+        if self.peers.is_telling:
+            self.peers.remove(names)
+        else:
+            self.store.doubt(names, check)
+
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Purge the store."""
         return self.store.purge(scope, step)
@@ -210,6 +217,10 @@ class Nowhere:
         """Forget objects."""
         for name in names:
             self._kept.pop(name, None)
+
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:  # noqa: ARG002 - the seam's
+        """Forget objects."""
+        self.remove(names)
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - the seam's
         """Purge nothing."""

@@ -188,8 +188,9 @@ def no_step() -> None:
     """Go on: nobody watches."""
 
 
-Check = Callable[[ObjectName, memoryview], bool]
-"""``(name, content)``: whether content, header and all, is the object of that name."""
+Check = Callable[[ObjectName, memoryview], Outcome]
+"""``(name, content)``: OK where content, header and all, is the object of that name, MISS where it is of another
+format, else WRONG."""
 
 
 @dataclass(slots=True)
@@ -262,6 +263,10 @@ class StorageBackend(Protocol):
 
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Forget objects: best effort. What is being read may still be read to its end."""
+
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
+        """What came under these names was not what they say: expect it no more, and remove it. Where the way to it may
+        have changed it, it is read once more before. What is of a newer format stays, and counts."""
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Forget all objects of a scope, or (None) of all: how many were known. Waits for it, and may hang: not on the

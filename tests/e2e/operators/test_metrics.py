@@ -214,7 +214,7 @@ def test_a_real_prometheus_draws_every_panel_and_takes_every_rule(scraped: Node)
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
-    variables = {"$model": ".*", "$job": "cachesvc", "$__rate_interval": "1m"}
+    variables = {"$model": ".*", "$node": ".*", "$job": "cachesvc", "$__rate_interval": "1m"}
     expressions = [target["expr"] for panel in panels() for target in panel["targets"]]
     for name, value in variables.items():
         expressions = [expression.replace(name, value) for expression in expressions]
