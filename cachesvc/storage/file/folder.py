@@ -157,8 +157,9 @@ class Folder:
 
     def clear_dead(self) -> None:
         """Remove what dead daemons were writing, or were about to write over."""
-        for folder in (*_folders(self.root / "daemons"), *self.root.glob(f"{NEW}*")):
-            if _is_dead(Path(folder)):
+        claimed = (Path(each.path) for each in _folders(self.root / "daemons"))
+        for folder in (*claimed, *self.root.glob(f"{NEW}*")):
+            if _is_dead(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def others_files(self) -> Iterator[tuple[str, int, bool]]:
