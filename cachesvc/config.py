@@ -28,7 +28,7 @@ MAX_TOKEN_GRACE_SECONDS = 24 * 3600
 LOOPBACK_HOST = "127.0.0.1"
 ANY_HOSTS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - what others may listen on
 TWICE = re.compile("overwrite|Cannot (declare|define|mutate)|already")
-"""What the parser says of a key or a table that is given a second time."""
+"""Words of the parser for a key or a table that is given a second time."""
 CHECKSUMS = ("off", "sample", "all")
 LIVE = frozenset(
     {

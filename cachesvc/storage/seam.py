@@ -185,7 +185,7 @@ Step = Callable[[], None]
 
 
 def no_step() -> None:
-    """Go on: nobody watches."""
+    """Do nothing: the work has no watcher."""
 
 
 Check = Callable[[ObjectName, memoryview], Outcome]
@@ -265,8 +265,8 @@ class StorageBackend(Protocol):
         """Forget objects: best effort. What is being read may still be read to its end."""
 
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
-        """What came under these names was not what they say: expect it no more, and remove it. Where the way to it may
-        have changed it, it is read once more before. What is of a newer format stays, and counts."""
+        """Expect objects no more that were not what their names say, and remove them. Where the way to them may have
+        changed them, they are read once more before. What is of a newer format stays, and counts."""
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Forget all objects of a scope, or (None) of all: how many were known. Waits for it, and may hang: not on the

@@ -1,4 +1,4 @@
-"""``s3`` over a store that refuses, loses its bucket, and is well again: what is told, and what follows."""
+"""``s3`` over a store that refuses, loses its bucket, and is well again: its reasons, and its recovery."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_BUCKET = (404, "NoSuchBucket")
 
 
 class FakeStore(ThreadingHTTPServer):
-    """As much of S3 as the engine asks for. ``answer``: what everything is answered, unless it is WELL."""
+    """A part of S3, as much as the engine asks for. ``answer``: what everything is answered, unless it is WELL."""
 
     daemon_threads = True
 

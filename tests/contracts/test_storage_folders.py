@@ -245,7 +245,7 @@ def tell_problem(folder: Path) -> None:
 
 
 def refused(folder: Path) -> str:
-    """Why a folder is not used; the engine starts all the same."""
+    """Reason why a folder is not used; the engine starts all the same."""
     with opened(folder) as bench:
         totals = bench.turning.backend.totals()
         assert not totals.is_usable

@@ -58,7 +58,7 @@ class TimeSlices:
 
 
 class Abandoned(Exception):
-    """Nobody waits for the work any more."""
+    """The work was given up: its waiter has left, or it has not got on."""
 
 
 class Aside:

@@ -125,7 +125,7 @@ class Folder:
             return False
 
     def _format(self) -> bytes:
-        """What the file ``format`` says; empty where there is none. Raises OSError."""
+        """Content of the file ``format``; empty where there is none. Raises OSError."""
         try:
             fd = os.open(self.root / "format", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:

@@ -7,7 +7,7 @@ import threading
 import time
 
 from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.storage.file.blocks.catalogue import Catalogue, Found
+from cachesvc.storage.file.blocks.catalogue import Catalogue, FoundObjects
 from cachesvc.storage.file.blocks.tree import NO_ROW
 from cachesvc.storage.file.clock import FolderClock
 from cachesvc.storage.file.disk import Condition, Disk
@@ -150,7 +150,7 @@ class Keeper:
         for scope, label in self._folder.labels().items():
             if label:
                 self._catalogue.describe(scope, label)
-        found = Found()
+        found = FoundObjects()
         for scope, path in self._folder.changed(anew=is_first):
             if self._stopping.is_set():
                 return

@@ -213,14 +213,14 @@ class S3Storage:
         return self._bucket
 
     def _suffered(self, error: RequestFailed) -> None:
-        """A request has failed: for what reason is told until one succeeds. No names: operators' status shows it to
+        """Note a failed request: its reason is the problem until one succeeds. No names: operators' status shows it to
         all who may read it."""
         code = f" ({error.code})" if error.code else ""
         self._problem = f"bucket {self._options.bucket}: {error.trouble.value}{code}"
         self._has_lost_bucket |= error.trouble is Trouble.NO_BUCKET
 
     def _worked(self) -> None:
-        """The store has done what it was asked to. A bucket that is there again is listed: it is not what it was."""
+        """Note that the store has done what it was asked to. A bucket that is there again is listed anew."""
         self._lists_alone |= self._is_doubted
         self._problem, self._is_doubted, self._has_answered = "", False, True
         if self._has_lost_bucket:

@@ -1,4 +1,4 @@
-"""What a configuration is refused for: slices too small to copy, one port for two listeners, a key given twice."""
+"""Refused configurations: slices too small to copy, one port for two listeners, a key given twice."""
 
 from __future__ import annotations
 

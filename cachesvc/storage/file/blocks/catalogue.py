@@ -40,7 +40,7 @@ class Entry(NamedTuple):
     parent: bytes | None = b""
 
 
-class Found:
+class FoundObjects:
     """Objects that a scan has found, packed: a million of them are a hundred megabytes and not several."""
 
     FIELDS: Final = np.dtype([("used", "i8"), ("size", "i8"), ("scope", "u4"), ("part", "u2", 3), ("key", "V32")])
