@@ -25,6 +25,10 @@ MIN_SLICE_BYTES = 1 << 20
 between slices, and large pages are cut in pieces that cost a submission each."""
 MAX_SOCKET_BYTES = 100
 MAX_TOKEN_GRACE_SECONDS = 24 * 3600
+LOOPBACK_HOST = "127.0.0.1"
+ANY_HOSTS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - what others may listen on
+TWICE = re.compile("overwrite|Cannot (declare|define|mutate)|already")
+"""Words of the parser for a key or a table that is given a second time."""
 CHECKSUMS = ("off", "sample", "all")
 LIVE = frozenset(
     {
@@ -186,6 +190,7 @@ class Config:
         if not 0 <= self.fault_copies <= 1 or (self.fault_copies and self.backend != "shm"):
             raise InvalidRequest("fault_copies is a share from 0 to 1, and for --backend shm alone")
         _check_listen(self)
+        _check_ports(self)
         _check_telemetry(self)
         _check_web(self.web_listen)
         if self.web_listen and self.tokens:
@@ -210,10 +215,10 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
-            raise InvalidRequest(
-                f"cannot read the configuration {path}: {error}; texts and sizes stand in quotes, as in device_pool = "
-                '"4GiB"'
-            ) from error
+            remedy = 'texts and sizes stand in quotes, as in device_pool = "4GiB"'
+            if TWICE.search(str(error)):
+                remedy = "a key or a table is given twice: keep one of them"
+            raise InvalidRequest(f"cannot read the configuration {path}: {error}; {remedy}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"cannot read the configuration {path}: {error}") from error
     known = {field.name: field for field in fields(Config)}
@@ -317,6 +322,21 @@ def _require_grace(seconds: float) -> None:
 def _positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise InvalidRequest(f"{name} must be positive and finite, got {value}")
+
+
+def _check_ports(config: Config) -> None:
+    """Two listeners of one port: the second one could not start."""
+    taken: list[tuple[str, str, int]] = []
+    for name in ("listen", "health_listen", "metrics_listen", "web_listen", "peer_listen"):
+        if text := getattr(config, name):
+            address = parse_address(name, text)
+            taken.append((name, LOOPBACK_HOST if address.is_loopback else address.host, address.port))
+            if name == "peer_listen":
+                taken.append(("peer_data_port", taken[-1][1], config.peer_data_port))
+    for at, (name, host, port) in enumerate(taken):
+        for other, its_host, its_port in taken[:at]:
+            if port and port == its_port and (host == its_host or {host, its_host} & ANY_HOSTS):
+                raise InvalidRequest(f"{other} and {name} are both port {port}; give each a port of its own")
 
 
 def _check_listen(config: Config) -> None:

@@ -4,7 +4,8 @@
     python -m tools.pod_resources --config my.toml --gpus 4
 
 Memory is what the pod's cgroup is charged: the host pool, device pools where they are shared memory (GPU memory is not
-charged to a pod), and beside them the process, what the CUDA driver takes of the host for each GPU, and the ledger.
+charged to a pod), and beside them the process, what the CUDA driver takes of the host for each GPU, the ledger, and the
+catalogue of storage on disk.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachesvc.config import Config, load_config
+from cachesvc.storage.file.options import file_options
+from cachesvc.storages import check_storage
 
 KUBERNETES = Path(__file__).resolve().parent.parent / "deploy/k8s"
 MIB = 1 << 20
@@ -24,6 +27,8 @@ GPU_BYTES = 256 * MIB
 """Host memory of a CUDA context: 100 MiB for one H200 (driver 580, 2026-11), and room."""
 POOL_BYTES_A_LEDGER_BYTE = 256
 """The ledger takes some 210 bytes a block (benchmarks.ledger), so this holds for blocks of 64 KiB and more."""
+STORED_BYTES_A_KNOWN_BYTE = 1024
+"""Half a KiB of memory for each object on disk (the catalogue, and its scan), of 512 KiB and more."""
 LOOP_MILLICORES = 500
 DEVICE_MILLICORES = 250
 """One load and one store thread a device, which mostly wait."""
@@ -52,9 +57,11 @@ def resources_of(config: Config, gpus: int) -> PodResources:
     devices = gpus or config.shm_devices
     in_memory = config.host_pool + (0 if gpus else devices * config.device_pool)
     ledger = (config.host_pool + devices * config.device_pool) // POOL_BYTES_A_LEDGER_BYTE
+    capacities = (file_options(spec).capacity for spec in check_storage(config.storage) if spec.kind == "file")
+    stored = sum(capacities) // STORED_BYTES_A_KNOWN_BYTE
     host_cores = config.host_pool / (HOST_GIB_A_CORE << 30)
     millicores = LOOP_MILLICORES + DEVICE_MILLICORES * devices + int(1000 * host_cores)
-    return PodResources(in_memory + PROCESS_BYTES + gpus * GPU_BYTES + ledger, -(-millicores // 100) * 100)
+    return PodResources(in_memory + PROCESS_BYTES + gpus * GPU_BYTES + ledger + stored, -(-millicores // 100) * 100)
 
 
 def gpus_of(overlay: Path) -> int:

@@ -73,6 +73,9 @@ class FrozenStorage:
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Not now."""
 
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
+        """Not now."""
+
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         return 0
 

@@ -31,6 +31,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.storage import seam
 from cachesvc.storage.file.direct import ALIGN_BYTES
 from cachesvc.storage.file.paths import object_of, scope_of
 from cachesvc.storage.header import check_content, require_digest
@@ -99,7 +100,7 @@ class Run:
             name = None if scope is None else object_of(scope, path.name)
             if name is None or name.scope.namespace != self.namespace:
                 continue
-            if check_content(digest, ALIGN_BYTES, name, memoryview(path.read_bytes())):
+            if check_content(digest, ALIGN_BYTES, name, memoryview(path.read_bytes())) is seam.Outcome.OK:
                 keys.add(name.key)
             else:
                 torn += 1

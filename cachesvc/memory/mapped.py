@@ -62,11 +62,13 @@ def seal_memfd(fd: int, *, is_shared: bool) -> None:
 
 def map_memfd(fd: int, size_bytes: int) -> memoryview:
     """A shared mapping, unmapped when the last view of it goes. One that can hold huge pages begins where one fits, or
-    the kernel would never make any. Raises OSError."""
+    the kernel would never make any. Left out of core dumps, as prompts are nearly in it. Raises OSError."""
     if (there := os.fstat(fd).st_size) < size_bytes:
         raise OSError(errno.EINVAL, f"a memory file of {there} bytes cannot be mapped as {size_bytes}")
     if size_bytes < HUGE_BYTES:
-        return memoryview(mmap.mmap(fd, size_bytes))
+        small = mmap.mmap(fd, size_bytes)
+        small.madvise(mmap.MADV_DONTDUMP)
+        return memoryview(small)
     room_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE_BYTES
     room = _map(None, room_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = -(-room // HUGE_BYTES) * HUGE_BYTES
@@ -75,6 +77,7 @@ def map_memfd(fd: int, size_bytes: int) -> memoryview:
     except OSError:
         _libc.munmap(room, room_bytes)
         raise
+    _libc.madvise(address, size_bytes, mmap.MADV_DONTDUMP)
     if before := address - room:
         _libc.munmap(room, before)
     _libc.munmap(room + before + room_bytes - HUGE_BYTES, HUGE_BYTES - before)

@@ -233,6 +233,10 @@ class PeerStorage:
             peer.did_not_send("an object was not what its name says", held.since)
             events.warning("peer_object_wrong", peer=peer.control.address)
 
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:  # noqa: ARG002 - the seam's
+        """Note it as ``remove`` does: a peer's object is its own."""
+        self.remove(names)
+
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - the seam's
         """Purge nothing: peers own their objects."""
         return 0

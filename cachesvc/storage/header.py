@@ -7,7 +7,8 @@
 
 A key stands for all blocks before it, and its parent is a part of what it names: an object that lies below another
 block than the reader says is not the one that was asked for. A root block's parent is zero. Format 1 had no parent:
-what is left of it counts as missing.
+what is left of it counts as missing. So does what a newer release has written, which is not removed: that release may
+be in use beside this one, or come back.
 
 The checksums catch accidents: torn writes, late ones into memory that is others' by now, decay. They catch no forger: a
 process that may write there is trusted (SECURITY.md).
@@ -27,6 +28,8 @@ MAGIC = b"cskvobj\x02"
 _FIELDS = struct.Struct("<8s4H32s8s32s32sQ16x")
 _KEY, _PARENT = slice(56, 88), slice(88, 120)
 _DIGEST_AT, _END = _FIELDS.size + 16, _FIELDS.size + 32
+LAST_FORMAT = 15
+"""Highest number of a format that is taken for one."""
 ANY_PARENT = None
 """Parent of a reader that knows of none: any will do."""
 
@@ -78,21 +81,37 @@ def parent_in(header: bytes, key: bytes) -> bytes | None:
     return b"" if parent == bytes(KEY_BYTES) else parent
 
 
-def check_content(digest: Digest, head_bytes: int, name: ObjectName, content: memoryview) -> bool:
-    """True where ``content`` is the object of that name, below whatever block: a header in its first ``head_bytes``,
-    then the payload, and whatever behind it."""
-    if len(content) < head_bytes:
+def is_newer(content: bytes | memoryview) -> bool:
+    """True where an object, or its first 8 bytes, is of a format that a newer release writes."""
+    return _is_of_another_format(content) and content[7] > MAGIC[7]
+
+
+def _is_of_another_format(content: bytes | memoryview) -> bool:
+    """True for a format that some release has written, or will; other bytes there are damage."""
+    if len(content) < len(MAGIC) or content[:7] != MAGIC[:7]:
         return False
+    return content[7] != MAGIC[7] and 0 < content[7] <= LAST_FORMAT
+
+
+def check_content(digest: Digest, head_bytes: int, name: ObjectName, content: memoryview) -> Outcome:
+    """OK where ``content`` is the object of that name, below whatever block: a header in its first ``head_bytes``,
+    then the payload, and whatever behind it. MISS where it is of another format, else WRONG."""
+    if _is_of_another_format(content):
+        return Outcome.MISS
+    if len(content) < head_bytes:
+        return Outcome.WRONG
     payload_bytes: int = _FIELDS.unpack_from(content)[-1]
     payload = content[head_bytes : head_bytes + payload_bytes]
-    return len(payload) == payload_bytes and check(digest, Item(name, content, (payload,)), ANY_PARENT) is Outcome.OK
+    if len(payload) != payload_bytes:
+        return Outcome.WRONG
+    return check(digest, Item(name, content, (payload,)), ANY_PARENT)
 
 
 def check(digest: Digest, item: Item, parent: bytes | None) -> Outcome:
     """OK where an item holds the very object that was asked for, below ``parent``; MISPLACED where it is below another
-    block, MISS where it is of an older format, else WRONG. Reads the payload only where the header is right."""
+    block, MISS where it is of another format, else WRONG. Reads the payload only where the header is right."""
     header = bytes(item.head[:_END])
-    if header[:8] != MAGIC and header[:7] == MAGIC[:7] and header[7] < MAGIC[7]:
+    if _is_of_another_format(header):
         return Outcome.MISS
     theirs = header[_PARENT]
     if header[: _FIELDS.size] != identity(item.name, theirs, item.payload_bytes):

@@ -93,6 +93,8 @@ class Call:
             return
         if outcome in CAME and self.verb is Verb.GET and (verdict := self._store.checked(item)) is not Outcome.OK:
             outcome = verdict
+        elif outcome is Outcome.WRONG:
+            self._store.doubt(item)
         was_late = self._store.came_back(self, index, item, outcome)
         if was_late is None:
             return
@@ -231,13 +233,18 @@ class ObjectStore:
             return sum(call.out for call in self._calls)
 
     def checked(self, item: Item) -> Outcome:
-        """Is it what its name says? What is not, or is of an older format, is removed. What lies below another block
-        than its reader says stays: the reader may be the one who is wrong."""
+        """Is it what its name says? What is not is the engine's to look at again, or to remove. What lies below another
+        block than its reader says stays: the reader may be the one who is wrong."""
         assert self._digest is not None, "it was started"
         outcome = check(self._digest, item, item.parent)
         if outcome in (Outcome.WRONG, Outcome.MISS):
-            self.backend.remove([item.name])
+            self.doubt(item)
         return outcome
+
+    def doubt(self, item: Item) -> None:
+        """Have the engine look at an object again."""
+        assert self._digest is not None, "it was started"
+        self.backend.doubt([item.name], partial(check_content, self._digest, self.heads.slot_bytes))
 
     def gave_up(self, call: Call, index: int) -> bool:
         """Note that the engine itself has given an item up, and answers later whether its memory is free."""

@@ -187,11 +187,12 @@ Step = Callable[[], None]
 
 
 def no_step() -> None:
-    """Go on: the step of a caller that never stops it."""
+    """Do nothing: the work has no watcher."""
 
 
-Check = Callable[[ObjectName, memoryview], bool]
-"""``(name, content)``: whether content, header and all, is the object of that name."""
+Check = Callable[[ObjectName, memoryview], Outcome]
+"""``(name, content)``: OK where content, header and all, is the object of that name, MISS where it is of another
+format, else WRONG."""
 
 
 @dataclass(slots=True)
@@ -264,6 +265,10 @@ class StorageBackend(Protocol):
 
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Forget objects: best effort. What is being read may still be read to its end."""
+
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
+        """Expect objects no more that were not what their names say, and remove them. Where the way to them may have
+        changed them, they are read once more before. What is of a newer format stays, and counts."""
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Forget all objects of a scope, or (None) of all: how many were known. Waits for it, and may hang: not on the

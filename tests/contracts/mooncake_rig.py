@@ -276,6 +276,9 @@ class Counted:
     def remove(self, names: Sequence[ObjectName]) -> None:
         self.engine.remove(names)
 
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
+        self.engine.doubt(names, check)
+
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         return self.engine.purge(scope, step)
 

@@ -1,7 +1,8 @@
-"""``s3`` over a store that refuses, loses its bucket, and is well again: what is shown, and what follows."""
+"""``s3`` over a store that refuses, loses its bucket, and is well again: its reasons, and its recovery."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ NO_BUCKET = (404, "NoSuchBucket")
 
 
 class FakeStore(ThreadingHTTPServer):
-    """The part of S3 that the engine asks for. ``answer``: what everything is answered, unless it is WELL."""
+    """A part of S3, as much as the engine asks for. ``answer``: what everything is answered, unless it is WELL."""
 
     daemon_threads = True
 
@@ -60,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         status, word = self.server.answer
         path = self.path.partition("?")[0]
-        content = b""
+        content, ranged = b"", ""
         if (status, word) != WELL:
             content = f"<Error><Code>{word}</Code><Message>said so</Message></Error>".encode()
         elif self.command == "PUT":
@@ -76,11 +77,17 @@ class Handler(BaseHTTPRequestHandler):
             status, content = 404, b"<Error><Code>NoSuchKey</Code><Message>said so</Message></Error>"
         else:
             content = self.server.objects[path]
+            whole = len(content)
+            if span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range") or ""):
+                content = content[int(span[1]) : int(span[2]) + 1]
+                status, ranged = 206, f"bytes {span[1]}-{int(span[1]) + len(content) - 1}/{whole}"
             if self.command == "GET" and self.server.flips:
                 self.server.flips -= 1
                 content = content[:-1] + bytes([content[-1] ^ 1])
         self.send_response(status)
         self.send_header("content-length", str(len(content)))
+        if ranged:
+            self.send_header("content-range", ranged)
         self.send_header("etag", '"e"')
         self.send_header("last-modified", "Sun, 01 Nov 2026 00:00:00 GMT")
         self.end_headers()
@@ -172,3 +179,32 @@ def test_an_object_of_a_deleted_bucket_has_failed_and_is_not_taken_for_absent(st
         assert ask(objects, "put", "b", bytearray(4096)) is Outcome.OK
         assert not engine.totals().problem
         assert ask(objects, "get", "a", bytearray(4096)) is Outcome.MISS
+
+
+@pytest.mark.parametrize(("flips", "stays"), [(1, True), (2, False)])
+def test_an_answer_that_was_changed_is_read_once_more_before_its_object_goes(
+    flips: int, stays: bool, store: FakeStore
+) -> None:
+    with running(replace(store.options, rescan=3600.0)) as (engine, objects):
+        until(lambda: engine.status().is_complete)
+        assert ask(objects, "put", "a", bytearray(4096)) is Outcome.OK
+        store.flips = flips
+        assert ask(objects, "get", "a", bytearray(4096)) is Outcome.WRONG
+        if stays:
+            until(lambda: ask(objects, "get", "a", bytearray(4096)) is Outcome.OK)
+        else:
+            until(lambda: not store.objects)
+        assert not store.flips, "it was read twice"
+        assert any(name_of("a").text in path for path in store.objects) is stays
+
+
+@pytest.mark.parametrize("more", [0, 100])
+def test_an_object_of_a_newer_format_is_missing_and_stays(more: int, store: FakeStore) -> None:
+    with running(replace(store.options, rescan=3600.0)) as (engine, objects):
+        until(lambda: engine.status().is_complete)
+        assert ask(objects, "put", "a", bytearray(4096)) is Outcome.OK
+        path = next(path for path in store.objects if name_of("a").text in path)
+        newer = store.objects[path][:7] + b"\x03" + store.objects[path][8:] + bytes(more)
+        store.objects[path] = newer
+        assert ask(objects, "get", "a", bytearray(4096)) is Outcome.MISS
+        assert store.objects[path] == newer

@@ -13,7 +13,7 @@ from cachesvc.storage.file.disk import Disk
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.options import FileOptions
-from cachesvc.storage.file.paths import FORMAT_TEXT
+from cachesvc.storage.file.paths import FORMAT_TEXT, object_path
 from cachesvc.storage.seam import Outcome
 from tests.contracts.storage_rig import SCOPE, Bench, FileTurning, name_of
 from tests.contracts.test_storage_file import MIB, OK, opened, scanned
@@ -176,6 +176,68 @@ def test_a_hung_disk_is_left_behind_at_the_end(tmp_path: Path) -> None:
         clock.flush()
 
 
+def newer(folder: Path, *keys: str, more: bytes = b"") -> dict[str, bytes]:
+    """Objects as a newer release would have written them, by path."""
+    found: dict[str, bytes] = {}
+    for key in keys:
+        path = object_path(folder / "objects", name_of(key))
+        content = Path(path).read_bytes()
+        found[path] = content[:7] + bytes([content[7] + 1]) + content[8:] + more
+        Path(path).write_bytes(found[path])
+    return found
+
+
+@pytest.mark.parametrize("is_seen", [False, True], ids=["found by a get", "found by a start"])
+@pytest.mark.parametrize("more", [b"", bytes(4096)], ids=["as long", "longer"])
+def test_objects_of_a_newer_format_are_missing_count_and_stay(more: bytes, is_seen: bool, tmp_path: Path) -> None:
+    names = [name_of("a"), name_of("b")]
+    with opened(tmp_path) as bench:
+        assert bench.keep(names) == [OK] * 2
+        before = {} if is_seen else newer(tmp_path, "a", "b", more=more)
+        if not is_seen:
+            assert bench.fetch(names) == [Outcome.MISS] * 2
+            assert bench.store.expects(SCOPE, names[0].key, [names[0].part]) == 0
+    before = before or newer(tmp_path, "a", "b", more=more)
+    with opened(tmp_path) as bench:
+        scanned(bench)
+        status = bench.turning.backend.status()
+        assert status.objects == 2
+        assert status.size_bytes > 0, "they take room"
+        assert bench.store.expects(SCOPE, names[0].key, [names[0].part]) == 0
+        assert bench.fetch(names) == [Outcome.MISS] * 2
+        checked = bench.store.check_all()
+        assert (checked.wrong, checked.missing) == (0, 2)
+        assert {path: Path(path).read_bytes() for path in before} == before
+        assert bench.keep(names[:1]) == [OK], "no other daemon is here: it is written again"
+        assert bench.fetch(names[:1]) == [OK]
+        assert bench.turning.backend.status().objects == 2
+
+
+def test_objects_of_a_newer_daemon_on_the_folder_are_not_written_over(tmp_path: Path) -> None:
+    with opened(tmp_path) as older, opened(tmp_path):
+        assert older.keep([name_of("a")]) == [OK]
+        before = newer(tmp_path, "a")
+        assert older.fetch([name_of("a")]) == [Outcome.MISS]
+        assert older.keep([name_of("a")]) == [Outcome.BUSY]
+        assert {path: Path(path).read_bytes() for path in before} == before
+
+
+def test_files_of_another_daemon_count_and_those_of_a_dead_one_go(tmp_path: Path) -> None:
+    with opened(tmp_path, rescan=0.05) as bench:
+        backend = bench.turning.backend
+        assert isinstance(backend, FileStorage)
+        other = Folder(str(tmp_path))
+        other.claim()
+        (other.mine / "1").write_bytes(bytes(MIB))
+        until(lambda: backend.others_bytes >= MIB)
+        left = tmp_path / "daemons" / ("d" * 16)
+        left.mkdir()
+        (left / "2").write_bytes(bytes(MIB))
+        until(lambda: not left.exists())
+        other.release()
+        until(lambda: backend.others_bytes == 0)
+
+
 def tell_problem(folder: Path) -> None:
     disk = Disk(Folder(str(folder)), lambda: 0.0, wants_direct=False)
     disk.look()
@@ -183,7 +245,7 @@ def tell_problem(folder: Path) -> None:
 
 
 def refused(folder: Path) -> str:
-    """Return why a folder is not used; the engine starts all the same."""
+    """Reason why a folder is not used; the engine starts all the same."""
     with opened(folder) as bench:
         totals = bench.turning.backend.totals()
         assert not totals.is_usable
@@ -208,4 +270,4 @@ def test_the_name_of_a_model_reaches_its_file_escaped(tmp_path: Path) -> None:
     with opened(tmp_path) as bench:
         bench.turning.backend.describe(SCOPE, "old\x07")
         bench.keep([name_of("a")])
-        assert list(Folder(str(tmp_path)).labels().values()) == ["old\\x07"], "one of before is escaped when it is read"
+        until(lambda: list(Folder(str(tmp_path)).labels().values()) == ["old\\x07"])  # escaped when it is read

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.storage.header import is_newer
 from cachesvc.storage.seam import (
     Caps,
     Check,
@@ -131,6 +132,9 @@ class SimStorage:
         for name in names:
             self.objects.pop(name, None)
 
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
+        self.remove([name for name in names if not is_newer(self.objects.get(name, b""))])
+
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         gone = [name for name in self.objects if scope is None or name.scope == scope]
         self.remove(gone)
@@ -151,9 +155,11 @@ class SimStorage:
     def check_all(self, check: Check, step: Step = no_step) -> Checked:
         found = Checked(len(self.objects), sum(map(len, self.objects.values())))
         for name, content in list(self.objects.items()):
-            if not check(name, memoryview(content)):
-                found.wrong += 1
-                del self.objects[name]
+            verdict = check(name, memoryview(content))
+            if verdict is not Outcome.OK:
+                found.wrong += verdict is Outcome.WRONG
+                found.missing += verdict is Outcome.MISS
+                self.doubt([name], check)
         return found
 
     def close(self) -> None:

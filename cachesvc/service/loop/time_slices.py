@@ -58,7 +58,7 @@ class TimeSlices:
 
 
 class Abandoned(Exception):
-    """The caller of the work has gone: stop it at the next step."""
+    """The work was given up: its waiter has left, or it has not got on."""
 
 
 class Aside:

@@ -71,7 +71,9 @@ class Mover:
 
     def _room(self, size_bytes: int) -> memoryview:
         if self._buffer is None or len(self._buffer) < size_bytes:
-            self._buffer = memoryview(mmap.mmap(-1, padded(size_bytes)))
+            memory = mmap.mmap(-1, padded(size_bytes))
+            memory.madvise(mmap.MADV_DONTDUMP)
+            self._buffer = memoryview(memory)
         return self._buffer[:size_bytes]
 
 

@@ -19,7 +19,7 @@ from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane, UnderWay
 from cachesvc.storage.file.options import FileOptions
 from cachesvc.storage.file.paths import object_path
 from cachesvc.storage.file.space import Room, Space, allocated_bytes
-from cachesvc.storage.header import parent_in
+from cachesvc.storage.header import HEADER_BYTES, is_newer, parent_in
 from cachesvc.storage.seam import (
     Caps,
     Check,
@@ -139,6 +139,19 @@ class FileStorage:
         for name in names if self._is_open else ():
             self._space.forget(name)
 
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
+        """Remove at once, as ``remove``."""
+        for name in names if self._is_open else ():
+            try:
+                with open(object_path(self._folder.objects, name), "rb", buffering=0) as file:
+                    is_kept = is_newer(file.read(HEADER_BYTES))
+            except OSError:
+                is_kept = False
+            if is_kept:
+                self._catalogue.set_aside(name)
+            else:
+                self._space.forget(name)
+
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Looks through the folder: what other daemons have written goes too."""
         scopes = [scope] if scope is not None else list(self._folder.labels())
@@ -160,7 +173,8 @@ class FileStorage:
                 size_bytes = os.stat(path).st_size
                 if len(buffer) < padded(size_bytes):
                     buffer = memoryview(mmap.mmap(-1, padded(size_bytes)))
-                is_good = self._check_file(name, path, mover, buffer[:size_bytes], check)
+                content = buffer[:size_bytes]
+                verdict = self._check_file(name, path, mover, content, check)
             except FileNotFoundError:
                 found.missing += 1
                 self._catalogue.drop(name)
@@ -169,14 +183,17 @@ class FileStorage:
                 self._note_unread(error)
                 found.unreadable += 1
                 continue
-            found.objects += 1
-            found.size_bytes += size_bytes
-            if not is_good:
-                found.wrong += 1
-                self.remove([name])
+            if verdict is Outcome.MISS:
+                found.missing += 1
+            else:
+                found.objects += 1
+                found.size_bytes += size_bytes
+                found.wrong += verdict is not Outcome.OK
+            if verdict is not Outcome.OK:
+                self.doubt([name], check)
         return found
 
-    def _check_file(self, name: ObjectName, path: str, mover: Mover, content: memoryview, check: Check) -> bool:
+    def _check_file(self, name: ObjectName, path: str, mover: Mover, content: memoryview, check: Check) -> Outcome:
         """Raises FileNotFoundError also where it was evicted while it was read."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | self._disk.flag)
         try:
@@ -186,7 +203,7 @@ class FileStorage:
             os.close(fd)
         if os.stat(path).st_ino != number:
             raise FileNotFoundError(path)
-        return is_whole and check(name, content)
+        return check(name, content) if is_whole else Outcome.WRONG
 
     def status(self) -> StoreStatus:
         """Status by the catalogue."""
@@ -229,6 +246,11 @@ class FileStorage:
         releaser = threading.Thread(target=self._release, name="storage-release", daemon=True)
         releaser.start()
         releaser.join(CLOSE_SECONDS)
+
+    @property
+    def others_bytes(self) -> int:
+        """Bytes of files of other daemons on the folder that are no objects."""
+        return self._space.others_bytes
 
     def join_scan(self) -> None:
         """Wait until what was there at the start is known."""
@@ -281,7 +303,7 @@ class FileStorage:
                 is_there = False
             if not is_there:  # another daemon has evicted it meanwhile, and may write over it
                 return Outcome.MISS
-            if not is_whole:
+            if not is_whole and not is_newer(item.head):
                 self._space.forget(item.name)
                 return Outcome.WRONG
             self._note_use(item, facts)
@@ -311,6 +333,8 @@ class FileStorage:
         try:
             if self._catalogue.use(item.name, self._age.now_ms()) is not None:
                 outcome = Outcome.OK
+            elif self._catalogue.is_aside(item.name) and not self._folder.is_alone():
+                outcome = Outcome.BUSY  # a newer release's, which may be in use beside this one
             elif self._disk.takes_writes and self._keeper.counted.is_set():
                 with self._under_way.writing(item.name.scope, item.name.key):
                     room = self._space.take(size_bytes)

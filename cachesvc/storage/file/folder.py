@@ -125,7 +125,7 @@ class Folder:
             return False
 
     def _format(self) -> bytes:
-        """Return the text of the file ``format``; empty where there is none. Raises OSError."""
+        """Content of the file ``format``; empty where there is none. Raises OSError."""
         try:
             fd = os.open(self.root / "format", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -157,7 +157,8 @@ class Folder:
 
     def clear_dead(self) -> None:
         """Remove what dead daemons were writing, or were about to write over."""
-        for folder in (*map(Path, _folders(self.root / "daemons")), *self.root.glob(f"{NEW}*")):
+        claimed = (Path(each.path) for each in _folders(self.root / "daemons"))
+        for folder in (*claimed, *self.root.glob(f"{NEW}*")):
             if _is_dead(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -7,14 +7,16 @@ import threading
 import time
 
 from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
+from cachesvc.storage.file.blocks.catalogue import Catalogue, FoundObjects
+from cachesvc.storage.file.blocks.tree import NO_ROW
 from cachesvc.storage.file.clock import FolderClock
 from cachesvc.storage.file.disk import Condition, Disk
 from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.options import FileOptions
 from cachesvc.storage.file.paths import object_path
 from cachesvc.storage.file.space import Space
-from cachesvc.storage.header import HEADER_BYTES, parent_in
+from cachesvc.storage.header import HEADER_BYTES, is_newer, parent_in
+from cachesvc.storage.seam import ObjectName
 from cachesvc.telemetry import events
 
 AWAY_SECONDS = 1.0
@@ -47,7 +49,6 @@ class Keeper:
         self._catalogue = catalogue
         self._space = space
         self._clock = clock
-        self._headless: list[Entry] = []
         self._save_until = 0.0
         self._asked: float | None = None
         self._stopping = threading.Event()
@@ -130,7 +131,6 @@ class Keeper:
         self.counted.clear()
         self._space.lose()
         self._catalogue.clear()
-        self._headless.clear()
 
     def _scan(self) -> None:
         """Look through folders in which something has changed: all of them at first."""
@@ -150,7 +150,7 @@ class Keeper:
         for scope, label in self._folder.labels().items():
             if label:
                 self._catalogue.describe(scope, label)
-        found: list[Entry] = []
+        found = FoundObjects()
         for scope, path in self._folder.changed(anew=is_first):
             if self._stopping.is_set():
                 return
@@ -159,32 +159,43 @@ class Keeper:
             except OSError as error:
                 events.warning("storage_folder_unread", folder=path, reason=str(error))
                 continue
-            found += entries if is_first else [entry for entry in entries if entry.name not in self._catalogue]
-        # What another daemon removed stays known until it is asked for, or evicted.
-        found.sort(key=lambda entry: entry.used)
-        found = [entry._replace(used=self._clock.bounded(entry.used)) for entry in found]
-        self._catalogue.add_all(found)
-        self._headless += found
+            found.add(entries)
+        # What another daemon removed stays known until it is asked for, or evicted. Of times that are out of bounds the
+        # order counts.
+        self._catalogue.add_all(each._replace(used=self._clock.bounded(each.used)) for each in found.in_order())
 
     def _read_headers(self) -> None:
-        """Find the parents of what was found: eviction is leaf-first after a restart, too."""
-        while self._headless and not self._stopping.is_set():
-            self._answered()
-            name = self._headless.pop().name
-            self._catalogue.link(name, self._parent_of(object_path(self._folder.objects, name), name.key))
-            if not self._headless:
-                self._catalogue.demote_detached()
+        """Find the parents of what was found: eviction is leaf-first after a restart, too. The last used blocks are
+        read first, each with all above it: so what is known at any moment are ends of paths, and these can go while the
+        rest is read."""
+        rows = self._catalogue.unlinked_rows()
+        if not rows:
+            return
+        while rows:
+            row = rows.pop()
+            while row != NO_ROW and (name := self._catalogue.unlinked_at(row)) is not None:
+                if self._stopping.is_set():
+                    return
+                self._answered()
+                row = self._link(name)
+        self._catalogue.demote_detached()
+
+    def _link(self, name: ObjectName) -> int:
+        header = self._header_of(object_path(self._folder.objects, name))
+        if is_newer(header):
+            self._catalogue.set_aside(name)
+        return self._catalogue.link(name, parent_in(header, name.key) or b"")
 
     @staticmethod
-    def _parent_of(path: str, key: bytes) -> bytes:
-        """The parent that a file's header names; empty where it has none, or cannot be read."""
+    def _header_of(path: str) -> bytes:
+        """A file's header; empty where it cannot be read."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             return b""
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            return parent_in(os.pread(fd, HEADER_BYTES, 0), key) or b""
+            return os.pread(fd, HEADER_BYTES, 0)
         except OSError:
             return b""
         finally:

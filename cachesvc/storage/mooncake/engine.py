@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.storage.header import HEADER_BYTES
+from cachesvc.storage.header import HEADER_BYTES, is_newer
 from cachesvc.storage.mooncake import native
 from cachesvc.storage.mooncake.account import Account
 from cachesvc.storage.mooncake.lane import BATCH_ITEMS, Carry, Lane, Task
@@ -142,6 +142,19 @@ class MooncakeStorage:
             self._leaving.update(gone)
         self._questions.add(partial(self._remove, gone), partial(self._forget, gone))
 
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:  # noqa: ARG002 - a store's own checksums
+        """Look again in the background, and remove what is not of a newer format; look-ups meanwhile miss."""
+        gone = list(names)
+        with self._left:
+            self._leaving.update(gone)
+        self._questions.add(partial(self._look_again, gone), partial(self._forget, gone))
+
+    def _look_again(self, names: list[ObjectName]) -> None:
+        library = self._library
+        kept = [name for name in names if library is not None and is_newer(library.get(name.text) or b"")]
+        self._forget(kept)
+        self._remove([name for name in names if name not in kept])
+
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - one call does it all
         """Purge all nodes' objects. Raises Unavailable."""
         library = self._library
@@ -172,9 +185,14 @@ class MooncakeStorage:
                 found.missing += 1
                 self._account.drop(name)
                 continue
+            verdict = check(name, memoryview(content))
+            if verdict is Outcome.MISS:
+                found.missing += 1
+                self.doubt([name], check)
+                continue
             found.objects += 1
             found.size_bytes += len(content)
-            if not check(name, memoryview(content)):
+            if verdict is not Outcome.OK:
                 found.wrong += 1
                 with self._left:
                     self._leaving.add(name)

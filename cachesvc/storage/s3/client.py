@@ -200,6 +200,16 @@ class S3Bucket:
         return True
 
     @_panics_fail()
+    def size_of(self, path: str) -> int | None:
+        """Bytes of an object; None where there is none. Raises RequestFailed."""
+        try:
+            return int(self._library.head(self._moving, path)["size"])
+        except FileNotFoundError:
+            return None
+        except (OSError, self._library.exceptions.BaseError) as error:
+            raise failed(error) from error
+
+    @_panics_fail()
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects that may be gone. Raises RequestFailed."""
         try:

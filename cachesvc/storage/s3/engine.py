@@ -15,6 +15,7 @@ from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.text.printable import one_line
 from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane
+from cachesvc.storage.header import MAGIC, is_newer
 from cachesvc.storage.s3.client import RequestFailed, S3Bucket, Trouble
 from cachesvc.storage.s3.known import KnownObjects
 from cachesvc.storage.s3.names import LABELS, MOST_LABEL_BYTES, OBJECTS, label_path, object_of, scope_of_label
@@ -138,6 +139,12 @@ class S3Storage:
         self._hide(gone)
         self._removers.add([Job(lambda _: self._remove(gone), partial(self._forget, gone), float("inf"))])
 
+    def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
+        """Read once more in the background: the bytes may have changed on their way here. Look-ups meanwhile miss."""
+        gone = list(names)
+        self._hide(gone)
+        self._removers.add([Job(lambda _: self._look_again(gone, check), partial(self._forget, gone), float("inf"))])
+
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Purge all daemons' objects, as the store lists them. Raises Unavailable."""
         folder = OBJECTS if scope is None else f"{OBJECTS}/{scope.text}"
@@ -206,14 +213,14 @@ class S3Storage:
         return self._bucket
 
     def _suffered(self, error: RequestFailed) -> None:
-        """A request has failed: for what reason is shown until one succeeds. No names: operators' status shows it to
+        """Note a failed request: its reason is the problem until one succeeds. No names: operators' status shows it to
         all who may read it."""
         code = f" ({error.code})" if error.code else ""
         self._problem = f"bucket {self._options.bucket}: {error.trouble.value}{code}"
         self._has_lost_bucket |= error.trouble is Trouble.NO_BUCKET
 
     def _worked(self) -> None:
-        """The store has done what it was asked to. A bucket that is there again is listed: it is not what it was."""
+        """Note that the store has done what it was asked to. A bucket that is there again is listed anew."""
         self._lists_alone |= self._is_doubted
         self._problem, self._is_doubted, self._has_answered = "", False, True
         if self._has_lost_bucket:
@@ -257,7 +264,7 @@ class S3Storage:
             return Outcome.MISS
         self._worked()
         if found.size_bytes != size_bytes or len(found.content) != length:
-            return Outcome.WRONG
+            return Outcome.MISS if self._is_newer(item.name, found.size_bytes) else Outcome.WRONG
         if self._clock() > deadline:
             return Outcome.FAILED  # its wait has ended: what has come is of no use any more
         scatter((item.head, *item.pages), start, found.content)
@@ -268,9 +275,36 @@ class S3Storage:
             self._known.add(item.name, len(item.head) + item.payload_bytes, int(time.time()))
         elif outcome is Outcome.MISS:
             self._known.drop(item.name)
-        elif outcome is Outcome.WRONG:
-            self.remove([item.name])
         each(index, outcome)
+
+    def _is_newer(self, name: ObjectName, size_bytes: int) -> bool:
+        """True where an object of another size is one that a newer release wrote."""
+        try:
+            first = self._require().get(name.text, 0, len(MAGIC), size_bytes) if size_bytes > len(MAGIC) else None
+        except RequestFailed as error:
+            self._note_unread(error)
+            return False
+        return first is not None and is_newer(first.content)
+
+    def _look_again(self, names: list[ObjectName], check: Check) -> None:
+        try:
+            wrong = [name for name in names if self._is_wrong(name, check)]
+            self._remove(wrong)
+        except RequestFailed as error:
+            self._note_unread(error)
+        finally:
+            self._forget(names)
+
+    def _is_wrong(self, name: ObjectName, check: Check) -> bool:
+        """True where an object that was wrong is so again, or is of an older format. Raises RequestFailed."""
+        listed = self._require().size_of(name.text)
+        content = None if listed is None else self._require().get(name.text, 0, listed, listed)
+        if content is None or is_newer(content.content):
+            return False
+        if len(content.content) != listed or check(name, content.content) is not Outcome.OK:
+            return True
+        self._known.add(name, listed, int(time.time()))
+        return False
 
     def _write(self, item: Item, deadline: float) -> Outcome:
         size_bytes = len(item.head) + item.payload_bytes
@@ -338,12 +372,16 @@ class S3Storage:
             found.missing += 1
             self._known.drop(name)
             return
-        found.objects += 1
-        found.size_bytes += size_bytes
-        if len(content.content) != size_bytes or not check(name, content.content):
-            found.wrong += 1
+        verdict = check(name, content.content) if len(content.content) == size_bytes else Outcome.WRONG
+        if verdict is Outcome.MISS:
+            found.missing += 1
+        else:
+            found.objects += 1
+            found.size_bytes += size_bytes
+            found.wrong += verdict is not Outcome.OK
+        if verdict is not Outcome.OK:
             self._hide([name])
-            self._remove([name])
+            self._look_again([name], check)
 
     # -- the lister ------------------------------------------------------------------------------------------------
 

@@ -189,3 +189,16 @@ def test_what_was_used_is_to_be_saved_once() -> None:
     catalogue.use(names[1], 80)
     assert [(entry.name, entry.used) for entry in catalogue.take_unsaved(9)] == [(names[1], 80)]
     assert catalogue.take_unsaved(9) == []
+
+
+def test_ends_of_paths_that_are_known_can_go_while_the_rest_is_read() -> None:
+    catalogue = Catalogue()
+    names = [ObjectName(SCOPE, bytes([at]) * 32, Part(0, 0, 1)) for at in range(4)]
+    catalogue.add_all([Entry(name, 10, at, None) for at, name in enumerate(names)])
+    assert catalogue.take_oldest(9, 0) == [], "nothing is known of what lies below"
+    assert [catalogue.unlinked_at(row) for row in catalogue.unlinked_rows()] == names, "the longest unused first"
+    assert catalogue.unlinked_at(catalogue.link(names[3], names[2].key)) == names[2]
+    assert catalogue.link(names[2], b"") == -1
+    assert [entry.name for entry in catalogue.take_oldest(9, 0)] == [names[3], names[2]]
+    assert catalogue.unlinked == 2
+    assert catalogue.unlinked_at(99) is None

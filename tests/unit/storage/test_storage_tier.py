@@ -13,6 +13,7 @@ from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.tier.breaker import LAST_OUTCOMES, LONGEST_PAUSE_SECONDS, Breaker, State
 from cachesvc.storage.tier.budget import WriteBudget
 from cachesvc.storage.tier.canary import SCOPE as CANARY
+from cachesvc.storage.tier.presence import StateLog
 from cachesvc.storage.tier.tier import BAD, TRY_ANYWAY, Tier
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
@@ -309,3 +310,34 @@ def test_a_rate_that_was_lifted_leaves_the_window() -> None:
     assert budget.room(0.0) == 0
     budget.lift()
     assert budget.room(1.0) == 900
+
+
+def test_a_tier_that_is_given_up_and_used_again_is_a_line_each_and_one_that_flaps_a_line_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    breaker, now = Breaker(), 100.0
+    log = StateLog("s3", breaker)
+    for _ in range(20):
+        breaker.open("nothing came", now)
+        log.look(now, 0, "")
+        assert breaker.wants_probe(now + 1.0)
+        breaker.probed(now + 1.0, is_good=True)
+        log.look(now + 1.0, 0, "")
+        now += 2.0
+    assert caplog.messages == ["storage_given_up", "storage_used_again"]
+    breaker.open("nothing came", 170.0)
+    log.look(170.0, 0, "the bucket is gone")
+    assert caplog.messages[2:] == ["storage_given_up"]
+    assert caplog.records[-1].__dict__["fields"]["times"] == 20
+    assert caplog.records[-1].__dict__["fields"]["reason"] == "the bucket is gone"
+
+
+def test_calls_that_hang_are_a_line_and_that_they_are_back_another(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log = StateLog("file", Breaker())
+    for now in (1.0, 1.5, 3.5, 4.0, 9.0):
+        log.look(now, 5, "")
+    log.look(10.0, 0, "")
+    log.look(11.0, 0, "")
+    assert caplog.messages == ["storage_calls_hang", "storage_calls_back"]

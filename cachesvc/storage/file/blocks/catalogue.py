@@ -1,5 +1,8 @@
 """Catalogue of objects by block, in the order of their eviction: some 300 bytes of memory an object.
 
+An object that is set aside, of a format that a newer release writes, counts and is evicted as others; no hit is
+expected of it.
+
 Eviction is leaf-first: a block never goes before its descendants, because a hit needs everything above it.
 
 Its contents are hints. Any thread; the ledger thread's question (``expects``) takes no lock.
@@ -8,15 +11,21 @@ Its contents are hints. Any thread; the ledger thread's question (``expects``) t
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.storage.file.blocks.leaves import Leaves
 from cachesvc.storage.file.blocks.tree import NO_PART, NO_ROW, BlockTree, key_of
 from cachesvc.storage.seam import Chooser, Kept, ObjectName, Part, Rank, Scope, StoreStatus, Use, oldest_first
 
+ASIDE = 1 << 48
+"""Bit of the part of an object that is set aside."""
 AT_ONCE = 512
 """Objects that are added while others wait: some milliseconds."""
 
@@ -31,9 +40,36 @@ class Entry(NamedTuple):
     parent: bytes | None = b""
 
 
+class FoundObjects:
+    """Objects that a scan has found, packed: a million of them are a hundred megabytes and not several."""
+
+    FIELDS: Final = np.dtype([("used", "i8"), ("size", "i8"), ("scope", "u4"), ("part", "u2", 3), ("key", "V32")])
+
+    def __init__(self) -> None:
+        self._scopes: dict[Scope, int] = {}
+        self._packed = [np.zeros(0, self.FIELDS)]
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Add some."""
+        packed = np.zeros(len(entries), self.FIELDS)
+        for at, (name, size_bytes, used, _) in enumerate(entries):
+            number = self._scopes.setdefault(name.scope, len(self._scopes))
+            packed[at] = used, size_bytes, number, name.part, name.key
+        self._packed.append(packed)
+
+    def in_order(self) -> Iterator[Entry]:
+        """All, the longest unused first; their parents are not known yet."""
+        scopes, found = list(self._scopes), np.concatenate(self._packed)
+        self._packed.clear()
+        for at in np.argsort(found["used"], kind="stable"):
+            used, size_bytes, number, part, key = found[at]
+            name = ObjectName(scopes[number], key.tobytes(), Part(*map(int, part)))
+            yield Entry(name, int(size_bytes), int(used), None)
+
+
 class Catalogue:
-    """``size_bytes`` of all objects. Those that are being read, or are held, are not given out for eviction; nothing is
-    while the parent of any block is unknown (``unlinked``). ``clock``: ms."""
+    """``size_bytes`` of all objects. Those that are being read, or are held, are not given out for eviction, nor are
+    those whose parent is unknown (``unlinked``). ``clock``: ms."""
 
     def __init__(self, rank: Rank = oldest_first, clock: Callable[[], int] = lambda: 0) -> None:
         self.size_bytes = 0
@@ -56,7 +92,21 @@ class Catalogue:
 
     def __contains__(self, name: ObjectName) -> bool:
         row = self._row_of(name)
-        return row != NO_ROW and self._tree.has(row, _packed(name.part))
+        return row != NO_ROW and self._part_of(row, name) is not None
+
+    def is_aside(self, name: ObjectName) -> bool:
+        """True for an object that is set aside."""
+        row = self._row_of(name)
+        return row != NO_ROW and self._tree.has(row, _packed(name.part) | ASIDE)
+
+    def set_aside(self, name: ObjectName) -> None:
+        """Expect an object no more, and go on counting it. No-op where it is not known."""
+        with self._lock:
+            row, part = self._row_of(name), _packed(name.part)
+            if row != NO_ROW and self._tree.has(row, part):
+                size_bytes = self._tree.drop(row, part)
+                self._tree.put(row, part | ASIDE, size_bytes, self._tree.used[row])
+                self._leaves.file(row)
 
     @property
     def labels(self) -> dict[Scope, str]:
@@ -89,21 +139,37 @@ class Catalogue:
         with self._lock:
             self._add(Entry(name, size_bytes, used, parent))
 
-    def add_all(self, entries: Sequence[Entry]) -> None:
+    def add_all(self, entries: Iterable[Entry]) -> None:
         """Objects that were found; those that are known stay as they are. Lets others in between."""
-        for first in range(0, len(entries), AT_ONCE):
+        left = iter(entries)
+        while some := list(islice(left, AT_ONCE)):
             with self._lock:
-                for each in entries[first : first + AT_ONCE]:
+                for each in some:
                     if each.name not in self:
                         self._add(each)
 
-    def link(self, name: ObjectName, parent: bytes) -> None:
-        """The header of an object was read. No-op where the object is gone, or its parent is known."""
+    def unlinked_rows(self) -> array[int]:
+        """Rows of blocks whose headers have not been read, the longest unused first."""
+        with self._lock:
+            return self._tree.unlinked_rows()
+
+    def unlinked_at(self, row: int) -> ObjectName | None:
+        """An object of a row whose header has not been read; None where there is none any more."""
+        with self._lock:
+            tree = self._tree
+            has_none = row >= len(tree.keys) or tree.parts[row] == NO_PART or tree.is_linked(row)
+            return None if has_none else next(self._entries(row)).name
+
+    def link(self, name: ObjectName, parent: bytes) -> int:
+        """The header of an object was read. No-op where the object is gone, or its parent is known. Returns the row of
+        the block above; NO_ROW where there is none."""
         with self._lock:
             row = self._row_of(name)
-            if row != NO_ROW:
-                self._tree.link(row, self._numbers[name.scope], parent)
-                self._leaves.file(row)
+            if row == NO_ROW:
+                return NO_ROW
+            self._tree.link(row, self._numbers[name.scope], parent)
+            self._leaves.file(row)
+            return self._tree.parent[row]
 
     def demote_detached(self) -> None:
         """All that was found is linked: blocks that no hit reaches, for a block above them is missing, go first."""
@@ -117,11 +183,11 @@ class Catalogue:
         """An object is not there any more. False where it was not known."""
         with self._lock:
             row = self._row_of(name)
-            is_known = row != NO_ROW and self._tree.has(row, _packed(name.part))
-            if is_known:
-                self._drop_part(row, _packed(name.part))
+            part = None if row == NO_ROW else self._part_of(row, name)
+            if part is not None:
+                self._drop_part(row, part)
                 self._tidy(row)
-            return is_known
+            return part is not None
 
     def use(self, name: ObjectName, now: int) -> int | None:
         """Note a use; returns the time of the last one, None for an unknown object."""
@@ -176,9 +242,8 @@ class Catalogue:
         left or less; and first (``before``) those not used since then, nor any below them."""
         victims: list[Entry] = []
         with self._lock:
-            if self._tree.unlinked:
-                return victims
-            expired = [] if before is None else self._tree.unused_since(before)
+            is_due = before is not None and not self._tree.unlinked  # else there may be younger blocks below
+            expired = self._tree.unused_since(before) if is_due and before is not None else []
             while expired and len(victims) < most:
                 row = expired.pop()
                 if not self._is_free(row):
@@ -245,18 +310,18 @@ class Catalogue:
         return self._rank(self._tree.used[row], self._tree.uses[row], depth)
 
     def _is_free(self, row: int) -> bool:
-        """True where a row has objects, and none below it; and nothing reads them or holds them."""
+        """True where a row has objects, and none below it is known; and nothing reads them or holds them."""
         tree = self._tree
-        if tree.parts[row] == NO_PART or tree.children[row]:
+        if tree.parts[row] == NO_PART or tree.children[row] or not tree.is_linked(row):
             return False
-        return not self._busy or key_of(tree.scope[row], tree.keys[row]) not in self._busy
+        return not self._busy or tree.keys[row] not in self._busy
 
     def _add(self, entry: Entry) -> None:
         name, size_bytes, used, parent = entry
         number = self._number(name.scope)
         row, part = self._tree.row(number, name.key), _packed(name.part)
-        if self._tree.has(row, part):
-            self._drop_part(row, part)
+        if (before := self._part_of(row, name)) is not None:
+            self._drop_part(row, before)
         self._tree.put(row, part, size_bytes, used)
         if parent is not None:
             self._tree.link(row, number, parent)
@@ -266,8 +331,8 @@ class Catalogue:
     def _take(self, row: int) -> list[Entry]:
         """All objects of a leaf leave."""
         entries = list(self._entries(row))
-        for entry in entries:
-            self._drop_part(row, _packed(entry.name.part))
+        for part, _ in self._tree.objects(row):
+            self._drop_part(row, part)
         self._tidy(row)
         return entries
 
@@ -288,6 +353,11 @@ class Catalogue:
         if last != NO_ROW:
             self._leaves.file(last)
 
+    def _part_of(self, row: int, name: ObjectName) -> int | None:
+        """The part of a row that an object is, set aside or not; None where it is not there."""
+        part = _packed(name.part)
+        return next((each for each in (part, part | ASIDE) if self._tree.has(row, each)), None)
+
     def _row_of(self, name: ObjectName) -> int:
         number = self._numbers.get(name.scope)
         return NO_ROW if number is None else self._tree.rows.get(key_of(number, name.key), NO_ROW)
@@ -295,9 +365,9 @@ class Catalogue:
     def _entries(self, row: int) -> Iterator[Entry]:
         tree = self._tree
         above, scope = tree.parent[row], self._scopes[tree.scope[row]]
-        parent = None if not tree.is_linked(row) else b"" if above == NO_ROW else tree.keys[above]
+        parent = None if not tree.is_linked(row) else b"" if above == NO_ROW else tree.key(above)
         for part, size_bytes in tree.objects(row):
-            yield Entry(ObjectName(scope, tree.keys[row], _unpacked(part)), size_bytes, tree.used[row], parent)
+            yield Entry(ObjectName(scope, tree.key(row), _unpacked(part)), size_bytes, tree.used[row], parent)
 
     def _number(self, scope: Scope) -> int:
         if scope not in self._numbers:
@@ -312,4 +382,4 @@ def _packed(part: Part) -> int:
 
 
 def _unpacked(part: int) -> Part:
-    return Part(part >> 32, part >> 16 & 0xFFFF, part & 0xFFFF)
+    return Part(part >> 32 & 0xFFFF, part >> 16 & 0xFFFF, part & 0xFFFF)

@@ -14,13 +14,15 @@ import numpy as np
 from cachesvc.storage.file.blocks.leaves import Group
 
 NO_ROW = -1
+SCOPE_BYTES = 4
 NO_PART = (1 << 48) - 1
 """Part of a row without objects: no object has this one."""
 MOST_USES = (1 << 31) - 1
 
 
 class BlockTree:
-    """``rows``: by scope and key (``key_of``). ``unlinked``: blocks with objects whose parent is not known yet.
+    """``rows``: by scope and key (``key_of``); ``keys``: the same, by row. ``unlinked``: blocks with objects
+    whose parent is not known yet.
     ``unsaved``: rows whose last use (``used``, ms) has changed since the set was emptied. ``parts``: one object of each
     row; ``more``: the others, with their bytes."""
 
@@ -40,6 +42,10 @@ class BlockTree:
     def has(self, row: int, part: int) -> bool:
         """True where the row has an object of that part."""
         return self.parts[row] == part or part in self.more.get(row, ())
+
+    def key(self, row: int) -> bytes:
+        """Key of a row's block."""
+        return self.keys[row][SCOPE_BYTES:]
 
     def is_linked(self, row: int) -> bool:
         """True where the row's parent is known, or that it has none."""
@@ -92,7 +98,7 @@ class BlockTree:
             return
         self._is_linked[row] = 1
         self.unlinked -= self.parts[row] != NO_PART
-        if parent and parent != self.keys[row]:
+        if parent and parent != self.key(row):
             above = self.row(scope, parent)
             self.parent[row] = above
             self.children[above] += 1
@@ -112,7 +118,7 @@ class BlockTree:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        self.keys[row], self.scope[row] = key, scope
+        self.keys[row], self.scope[row] = whole, scope
         self.rows[whole] = row
         return row
 
@@ -126,7 +132,7 @@ class BlockTree:
                 if used > self.used[above]:
                     self.used[above], self.queue[above] = used, self.queue[row]
                     self.unsaved.add(above)
-            del self.rows[key_of(self.scope[row], self.keys[row])]
+            del self.rows[self.keys[row]]
             self.keys[row], self.parent[row] = b"", NO_ROW
             self.used[row] = self.uses[row] = self.queue[row] = self._is_linked[row] = 0
             self.unsaved.discard(row)
@@ -149,6 +155,12 @@ class BlockTree:
             for each in reversed(path):
                 verdict = state[each] = cut_off if self.parts[each] == NO_PART else verdict
         return [row for row in self.rows.values() if state[row] == cut_off and self.parts[row] != NO_PART]
+
+    def unlinked_rows(self) -> array[int]:
+        """Rows with objects whose parent is not known, the longest unused first."""
+        is_linked = np.frombuffer(bytes(self._is_linked), np.uint8)
+        rows = np.flatnonzero((is_linked == 0) & (np.array(self.parts) != NO_PART))
+        return array("q", rows[np.argsort(np.array(self.used)[rows], kind="stable")].astype(np.int64).tobytes())
 
     def unused_since(self, before: int) -> list[int]:
         """Rows without children that were not used since ``before``, the longest unused last."""
@@ -175,4 +187,4 @@ class BlockTree:
 
 def key_of(scope: int, key: bytes) -> bytes:
     """A block's key in ``rows``."""
-    return scope.to_bytes(4, "big") + key
+    return scope.to_bytes(SCOPE_BYTES, "big") + key

@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from cachesvc.model.errors import Unavailable
 from cachesvc.questions.steps import Question, answer_at_once, off_loop
 from cachesvc.service.loop.latency import LoopWatch
-from cachesvc.service.loop.time_slices import SLICE_SECONDS, TimeSlices
+from cachesvc.service.loop.time_slices import SLICE_SECONDS, Abandoned, Aside, TimeSlices
 
 
 def counting(steps: int) -> Question[int]:
@@ -91,3 +92,55 @@ async def test_a_question_whose_caller_goes_is_over() -> None:
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     assert ended == [True]
+
+
+async def test_work_that_hangs_is_given_up_and_left_behind() -> None:
+    answers, ended = threading.Event(), threading.Event()
+    aside = Aside("the check", 0.05)
+
+    def work() -> None:
+        aside.step()
+        answers.wait()
+        try:
+            aside.step()
+        except Abandoned:
+            ended.set()
+            raise
+
+    with pytest.raises(Unavailable, match=r"the check has not got on for 0\.05 s, after 1 objects"):
+        await aside.run(work)
+    assert aside.hangs
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "aside"), "no end waits for it"
+    answers.set()
+    ended.wait()
+
+
+async def test_work_aside_gives_what_it_returns_or_raises_and_hangs_no_more() -> None:
+    aside = Aside("the check", 60.0)
+    assert await aside.run(threading.get_ident) != threading.get_ident()
+    assert not aside.hangs
+    with pytest.raises(KeyError):
+        await Aside("the check", 60.0).run(lambda: dict[str, int]()["absent"])
+
+
+async def test_work_whose_waiter_leaves_ends_with_its_next_step() -> None:
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+    left, ended = threading.Event(), threading.Event()
+    aside = Aside("the check", 60.0)
+
+    def work() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        left.wait()
+        try:
+            aside.step()
+        except Abandoned:
+            ended.set()
+            raise
+
+    waiting = asyncio.ensure_future(aside.run(work))
+    await begun.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    left.set()
+    ended.wait()
