@@ -120,7 +120,8 @@ class BatchEngine:
         for request in self._requests:  # transfers have their own end, after which the daemon takes the next call
             if request.phase in (Phase.RUNNING, Phase.SWAPPED):
                 request.open_sequence.wait_swapped()
-                request.open_sequence.wait_loaded()
+                if not request.open_sequence.is_swapped_out:
+                    request.open_sequence.wait_loaded()
         if not ready and victim is None:
             self._require_hope()
 
