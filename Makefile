@@ -36,7 +36,13 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(SETUP))
 GPU_PATH := PYTHONPATH=$(CURDIR):$(CURDIR)/client:$(CURDIR)/proto/gen:$(PYTHONPATH)
 SANITIZER ?= compute-sanitizer
 
+# Frameworks that engines bring (torch, Paddle), as builds for a processor: for the tests that meet their tensors.
+FRAMEWORKS_PIP_ARGS ?=
+FRAMEWORKS_LOCK := requirements/frameworks.lock
+
 TOOLS := .tools
+FRAMEWORKS := $(TOOLS)/frameworks
+FRAMEWORKS_SETUP := $(FRAMEWORKS)/.setup
 NODE_VERSION := 24.19.0
 BUF := $(TOOLS)/buf/node_modules/.bin/buf
 BUF_SETUP := $(TOOLS)/buf/.setup
@@ -52,6 +58,9 @@ MOONCAKE_SETUP := $(MOONCAKE)/.setup
 ROUTERS := $(TOOLS)/routers
 ROUTERS_SETUP := $(ROUTERS)/.setup
 
+# The goal that runs the tests, by which tests/skips.py knows what it may leave to others.
+export CACHESVC_GOAL = $(firstword $(MAKECMDGOALS))
+
 # Last, so that a node of the system comes first.
 export PATH := $(PATH):$(CURDIR)/$(TOOLS)/node/bin
 
@@ -60,7 +69,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test mooncake-test routers-test vllm-setup vllm-test sglang-setup sglang-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
+.PHONY: help setup test frameworks-test mooncake-test routers-test vllm-setup vllm-test sglang-setup sglang-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
 
 help: ## List the goals
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -70,6 +79,10 @@ setup: $(SETUP) ## Create .venv and install everything that the other goals need
 
 test: lint types proto-check $(MONITORS_SETUP) ## All checks, then the whole test suite
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+frameworks-test: $(SETUP) $(FRAMEWORKS_SETUP) ## What make test skips: tensors and the example engine with torch and Paddle (1.5 GiB)
+	PYTHONPATH=$(CURDIR)/$(FRAMEWORKS):$(PYTHONPATH) $(BIN)/python -m pytest -k "torch or paddle or framework or dtypes" \
+		tests/unit/examples tests/unit/client/layouts tests/unit/client/memory tests/e2e/examples $(PYTEST_ARGS)
 
 mooncake-test: $(SETUP) $(MOONCAKE_SETUP) ## What make test skips: storage and nodes over a real Mooncake Store that freezes and dies
 	PYTHONPATH=$(CURDIR)/$(MOONCAKE):$(PYTHONPATH) CACHESVC_REQUIRE_MOONCAKE=1 \
@@ -201,6 +214,11 @@ $(VLLM_SETUP): $(VLLM_LOCK)
 $(SGLANG_SETUP): $(SGLANG_LOCK)
 	@test -x $(SGLANG_VENV)/bin/python || $(SGLANG_PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-compile --no-deps $(SGLANG_PIP_ARGS) --requirement $(SGLANG_LOCK)
+	@touch $@
+
+$(FRAMEWORKS_SETUP): $(FRAMEWORKS_LOCK) | $(SETUP)
+	rm -rf $(FRAMEWORKS)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(FRAMEWORKS_PIP_ARGS) --requirement $(FRAMEWORKS_LOCK) --target $(FRAMEWORKS)
 	@touch $@
 
 $(MOONCAKE_SETUP): requirements/mooncake.txt | $(SETUP)

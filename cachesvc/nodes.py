@@ -108,7 +108,7 @@ class Nodes:
         room = MOST_PEERS - len(addresses)
         names = PeerNames(self.spec.names, make, self._own, time.monotonic, most=room) if self.spec else None
         controls = [make(each) for each in addresses]
-        self.peers = PeerStorage(controls, time.monotonic, guests, names) if self.spec else None
+        self.peers = PeerStorage(controls, time.monotonic, guests, names, self._own) if self.spec else None
         self.desk: LendingDesk | None = None
         self._digests: DigestFeed | None = None
         self._lender: Lender | None = None
@@ -119,6 +119,7 @@ class Nodes:
         config = self._config
         if self.peers is not None:
             PeerLenders(node, self.peers, self._own)
+            self.peers.own_epoch = node.epoch
         if not config.peer_listen:
             return
         self.desk = LendingDesk(node, view, config.peer_lease_seconds)
@@ -161,7 +162,8 @@ class Nodes:
 
     def attention(self) -> list[str]:
         """Sentences about nodes that cannot be borrowed from until an operator does something."""
-        return [] if self.peers is None else self.peers.attention()
+        out = [] if self._digests is None else self._digests.attention()
+        return out if self.peers is None else [*out, *self.peers.attention()]
 
     def tick(self) -> None:
         """Do periodic work, on the ledger thread."""

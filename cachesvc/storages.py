@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cachesvc.config import Config
 from cachesvc.flows.storage.flush import begin_flush, go_on
 from cachesvc.memory.host.pool import HostPool
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.nodes import Nodes
-from cachesvc.peer.sources import Nowhere, Sources
 from cachesvc.policy.eviction import eviction_policy
 from cachesvc.service.admin.storage_answers import StorageAnswers
 from cachesvc.service.calls.storage_events import StorageFlows
@@ -36,6 +37,8 @@ from cachesvc.telemetry.metric_reader import Reading
 OPTIONS = {"file": file_options, "mooncake": mooncake_options, "s3": s3_options}
 FLUSH_LOOK_SECONDS, FLUSH_TELL_SECONDS = 0.02, 1.0
 """Intervals of the flush at a stop: between two looks at what is left, and between two log lines, seconds."""
+PLACE_SECONDS = 1.0
+"""Time that a disk has to say what a path's links mean, seconds."""
 TICK_SECONDS = 0.2
 """Interval at which expired waits are reported, and canaries sent, seconds."""
 
@@ -55,8 +58,14 @@ def check_storage(texts: Sequence[str]) -> tuple[StorageSpec, ...]:
 
 
 def _place_of(spec: StorageSpec) -> tuple[str, str, str]:
-    """Place of a tier, the same for two texts that mean one place."""
-    where = os.path.realpath(spec.where) if spec.kind == "file" else spec.where.rstrip("/")
+    """Place of a tier, the same for two texts that mean one place, as far as their disk answers in time."""
+    where = spec.where.rstrip("/")
+    if spec.kind == "file":
+        found = [os.path.normpath(spec.where)]
+        looking = threading.Thread(target=lambda: found.append(os.path.realpath(spec.where)), daemon=True)
+        looking.start()
+        looking.join(PLACE_SECONDS)
+        where = found[-1]
     return spec.kind, where, spec.options.get("endpoint", "").rstrip("/")
 
 
@@ -67,6 +76,12 @@ def make_backend(spec: StorageSpec, rank: Rank = oldest_first) -> StorageBackend
     if spec.kind == "s3":
         return S3Storage(s3_options(spec))
     return FileStorage(file_options(spec), rank=rank)
+
+
+def tier_names(kinds: Sequence[str]) -> list[str]:
+    """Names of tiers: their engines', with a number where there are several of a kind: file, s3, file2."""
+    counts = [kinds[: at + 1].count(kind) for at, kind in enumerate(kinds)]
+    return [kind if count == 1 else f"{kind}{count}" for kind, count in zip(kinds, counts, strict=True)]
 
 
 def flags_that_keep_nothing(spec: StorageSpec) -> list[tuple[str, str]]:
@@ -95,6 +110,7 @@ class Storages:
         self._node: Node | None = None
         self._host_pool: HostPool | None = None
         self._answers: StorageAnswers | None = None
+        self._unready: list[tuple[StorageSpec, Tier]] = []
         self._ticking: asyncio.TimerHandle | None = None
 
     @property
@@ -113,13 +129,14 @@ class Storages:
         self.nodes.connect(node, vault.host_view)
         made = [(spec.tier, make_backend(spec, self._eviction.rank)) for spec in self.specs]
         if self.nodes.peers is not None and self.nodes.spec is not None:
-            options, backend = made.pop(0) if made else (self.nodes.spec.tier, Nowhere())
-            made.insert(0, (options, Sources(self.nodes.peers, backend)))
+            options = replace(made[0][0], write=WriteWhen.NEVER) if made else self.nodes.spec.tier
+            made.insert(0, (options, self.nodes.peers))
         if not made:
             return
+        names = tier_names([backend.kind for _, backend in made])
         tiers = [
-            Tier(ObjectStore(backend, time.monotonic), options, vault.host_view, node.soon, time.monotonic)
-            for options, backend in made
+            Tier(ObjectStore(backend, time.monotonic), options, vault.host_view, node.soon, time.monotonic, name=name)
+            for name, (options, backend) in zip(names, made, strict=True)
         ]
         self.tiers = Tiers(tiers, time.monotonic)
         self._flows = StorageFlows(self.tiers, node.core, node.run_news)
@@ -133,8 +150,8 @@ class Storages:
         """Begin, before the host pool does. Raises a CacheError that says what is missing."""
         if self.tiers is not None:
             self.tiers.start()
-            for spec in self.specs:
-                events.event("storage_ready", storage=spec.text)
+            self._unready = list(zip(self.specs, self.tiers.all[: len(self.specs)], strict=True))
+            self._tell_ready()
             for flag, reason in self._idle_flags:
                 events.warning("storage_keeps_nothing", flag=flag, reason=reason)
         await self.nodes.start()
@@ -146,13 +163,14 @@ class Storages:
         tiers, node = self.tiers, self._node
         if tiers is None or node is None or not seconds:
             return
-        for tier in tiers.all:
+        for tier in tiers.stores:
             tier.budget.lift()
         began = told = time.monotonic()
-        left = blocks = node.run(begin_flush, node.core, tiers.all[0].backend.totals().capacity_bytes)
+        capacity_bytes = tiers.stores[0].backend.totals().capacity_bytes if tiers.stores else 0
+        left = blocks = node.run(begin_flush, node.core, capacity_bytes)
         if blocks:
             events.event("storage_flush_began", blocks=blocks, seconds=seconds)
-        while left and any(tier.breaker.is_closed for tier in tiers.all) and time.monotonic() < began + seconds:
+        while left and any(tier.breaker.is_closed for tier in tiers.stores) and time.monotonic() < began + seconds:
             await asyncio.sleep(FLUSH_LOOK_SECONDS)
             left = node.run(go_on, node.core)
             if left and time.monotonic() >= told + FLUSH_TELL_SECONDS:
@@ -166,13 +184,15 @@ class Storages:
         out = self.nodes.attention()
         for tier in () if self.tiers is None else self.tiers.all:
             totals, breaker = tier.backend.totals(), tier.breaker
-            name = f"storage {tier.backend.kind}"
+            name = f"storage {tier.name}"
             if not breaker.is_closed:
                 out.append(
-                    f"{name} is not used now ({breaker.state.value}): {breaker.reason}; it is tried again by itself, "
-                    "and cachesvc storage has more"
+                    f"{name} is not used now ({breaker.state.value}): {totals.problem or breaker.reason}; it is tried "
+                    "again by itself, and cachesvc storage has more"
                 )
-            if totals.problem and totals.is_usable:
+            if tier.late:
+                out.append(f"{name}: {tier.late} objects have not come back in time, and hold their host pages")
+            if totals.problem and totals.is_usable and breaker.is_closed:
                 out.append(f"{name}: {totals.problem}; what is there is served, nothing is written")
             if totals.stuck_objects:
                 out.append(f"{name}: {totals.stuck_objects} files cannot be removed, and take room; the log says why")
@@ -188,9 +208,18 @@ class Storages:
                 self._node.core.storage = None
             self.tiers.close()
 
+    def _tell_ready(self) -> None:
+        """Log tiers that read and write now, each once."""
+        for each in list(self._unready):
+            totals, is_used = each[1].backend.totals(), each[1].breaker.is_closed
+            if totals.has_answered and totals.is_usable and not totals.problem and is_used:
+                events.event("storage_ready", storage=each[0].text)
+                self._unready.remove(each)
+
     def _tick(self) -> None:
         """The root of a callback, again and again."""
         self._ticking = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
         if self._node is not None and self._flows is not None:
             self._node.run_news(0, self._flows.tick)
+        self._tell_ready()
         self.nodes.tick()

@@ -50,7 +50,8 @@ def _tested(engine: str) -> list[str]:
     """Releases of an engine that its connector takes; the connector's module would import the engine."""
     (path,) = (ROOT / f"client/cachesvc_{engine}").rglob("refusals.py")
     (found,) = re.findall(r"^TESTED = \((.*)\)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return [numbers.replace(", ", ".") for numbers in re.findall(r"\((\d+(?:, \d+)+)\)", found)]
+    numbers = [each.replace(", ", ".") for each in re.findall(r"\((\d+(?:, \d+)+)\)", found)]
+    return numbers + re.findall(r'"([^"]+)"', found)
 
 
 def _kubernetes() -> list[str]:

@@ -23,10 +23,12 @@ from cachesvc.storage.seam import (
     Part,
     Rank,
     Scope,
+    Step,
     StorageBackend,
     StoreStatus,
     Totals,
     Use,
+    no_step,
     oldest_first,
 )
 from cachesvc.storage.spec import StorageSpec
@@ -71,7 +73,7 @@ class FrozenStorage:
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Not now."""
 
-    def purge(self, scope: Scope | None) -> int:
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         return 0
 
     def status(self) -> StoreStatus:
@@ -80,7 +82,7 @@ class FrozenStorage:
     def totals(self) -> Totals:
         return Totals(0, 0, 0, 0)
 
-    def check_all(self, check: Check) -> Checked:
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
         return Checked()
 
     def close(self) -> None:

@@ -44,6 +44,8 @@ HOOKS = (
     "request_finished_all_groups",
     "take_events",
 )
+POOL = ("get_cached_block", "touch", "get_new_blocks", "cache_full_blocks", "free_blocks", "get_num_free_blocks")
+"""Methods of vLLM's block pool, in the connector's place."""
 
 
 class Clock:
@@ -99,6 +101,10 @@ class Load:
         for inner, hook in (("_find_hits", "get_computed_blocks"), ("_allocate", "allocate_slots")):
             clock.wrap(side, inner)
             clock.wrap(manager, hook)
+        pools = [manager.block_pool, *(each.block_pool for each in manager.coordinator.single_type_managers)]
+        for pool in pools:
+            for method in POOL:
+                clock.wrap(pool, method)
 
     def turn(self) -> list[float]:
         """Schedule, take the output of the step before, and return the metric's seconds."""
@@ -155,7 +161,7 @@ def main() -> None:
         steps += load.turn()
         laps.append(clock.lap())
     load.close()
-    hooks = (*HOOKS, "get_computed_blocks", "allocate_slots")
+    hooks = (*HOOKS, *POOL, "get_computed_blocks", "allocate_slots")
     by_hook = {hook: percentiles_ms([lap.get(hook, 0.0) for lap in laps]) for hook in hooks}
     all_hooks = percentiles_ms([sum(lap.get(hook, 0.0) for hook in hooks) for lap in laps])
     found = {"step_ms": percentiles_ms(steps), "all_hooks_ms": all_hooks, "hook_ms": by_hook}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from cachesvc.flows.context.call import resolve
@@ -106,7 +106,10 @@ class CountedVault:
 
     retire = close_model
 
-    def close_retired(self) -> None:
+    def free_retired(self) -> None:
+        """Do nothing: no model was evicted."""
+
+    def close_retired(self, devices: Collection[str] | None = None) -> None:
         """Do nothing: no model was evicted."""
 
 

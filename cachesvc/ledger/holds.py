@@ -158,7 +158,7 @@ class Hold:
         if reason and not self.failed:
             self.failed = f"load {ticket} failed: {reason}"
             self._reach(FAILED)
-            self.windows.leave(self.sealed, self.anchor)  # what they held may be gone; it can only be released now
+            self.windows.leave(self.anchor)  # what they held may be gone; it can only be released now
         if self.failed:
             return
         if not self.loads:
@@ -186,7 +186,7 @@ class Hold:
         if self._until_loaded:
             self._let_go_until_loaded()
         if self.windows.rows:
-            self.windows.leave(self.sealed, self.anchor)
+            self.windows.leave(self.anchor)
         self._device.move(NO_ROW)
         self._host.move(NO_ROW)
         self.loads.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
@@ -70,10 +70,18 @@ class Replica:
     is_making_room: bool = False
 
 
+class PendingReplica(NamedTuple):
+    """Replica whose device pools are being made; its memory is counted."""
+
+    devices: tuple[str, ...]
+    device_pages: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Model:
     """A namespace: model, layout and tenant, with its blocks and ``replicas``, those whose memory exists.
 
+    ``coming``: replicas whose memory is being made, by the numbers of their places.
     ``lost``: replicas whose memory is gone, until nothing holds or moves anything of theirs any more. ``compared``:
     what the shadows of lost ones had counted.
     ``remembered``: reuse counts of dropped blocks, newest last. ``tenant``: its owner; empty: shared by all tenants
@@ -98,6 +106,7 @@ class Model:
     display_name: str = ""
     weights_version: str = ""
     replicas: list[Replica] = field(default_factory=list)
+    coming: dict[int, PendingReplica] = field(default_factory=dict)
     lost: list[Replica] = field(default_factory=list)
     compared: Compared = field(default_factory=Compared)
     remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
@@ -171,11 +180,13 @@ class Model:
 class Ledger:
     """Plain containers and look-ups; the flows decide. ``stamp()`` numbers accesses and never repeats.
 
-    ``moment``: time of journal entries, set by the node.
+    ``moment``: time of journal entries, set by the node. ``coming``: models by namespace whose first replica is being
+    made; no flow serves them yet.
     """
 
     def __init__(self, *, keep_tickets: int = 4096) -> None:
         self.models: dict[int, Model] = {}
+        self.coming: dict[bytes, Model] = {}
         self.leases: dict[str, Lease] = {}
         self.lost: OrderedDict[str, str] = OrderedDict()
         self.processes: dict[bytes, Process] = {}

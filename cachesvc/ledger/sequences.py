@@ -280,7 +280,7 @@ class Sequence(BlockTables):
     def _is_out(self, ticket: Ticket) -> None:
         self.state = move(self.state, AWAY)
         self.swapped = [SwappedPages(moved.positions, moved.host_pages) for moved in ticket.moves]
-        self.windows.leave(self.sealed, self.anchor)
+        self.windows.leave(self.anchor)
         self._device.let_go()
         for group in range(len(self.tables)):
             if ticket.direction is Direction.STORE:
@@ -316,7 +316,7 @@ class Sequence(BlockTables):
             self.state = move(self.state, ENDED)
             if self.charged is not None:
                 _give_back(*self.charged)
-            self.windows.look_back(self.sealed, self.anchor)
+            self.windows.look_back(self.anchor)
             if self.room is not None:
                 self.room.release()
             if self.request is not None:

@@ -42,6 +42,21 @@ STATE_POSITIONS = 64
 """Last positions of a fetch at which a state is asked for: most have none, and storage does not say which."""
 
 
+def fetched_pages(blocks: BlockLedger, first: int, count: int) -> list[int]:
+    """Host pages of each group that a fetch of ``count`` blocks behind ``first`` others takes: all that a hit needs to
+    end at the last of them."""
+    groups = range(len(blocks.host.pools))
+    full = blocks.host.full_groups
+    return [count if group in full else len(_positions(blocks, group, first, first + count)) for group in groups]
+
+
+def _positions(blocks: BlockLedger, group: int, first: int, last: int) -> Sequence[int]:
+    """Positions of ``[first, last)`` at which a windowed group's copies are fetched, rising."""
+    if group in blocks.host.state_groups:
+        return range(max(first, last - STATE_POSITIONS), last)
+    return [at for at in window_positions(blocks.layout, group, last) if at >= first]
+
+
 class HeldPages(NamedTuple):
     """Pages of one group that no block has. For audits."""
 
@@ -56,7 +71,8 @@ class Fetch:
     ``keys``: theirs; the first comes under ``pin``'s row, whose key is ``parent``. ``out``: of each block, how many of
     its objects may still write; ``first``: its depth. ``end``: blocks from there on do not come. ``lost``: windowed
     groups that do not come with a block, as (block, group). ``lent``: blocks of which another node lent some.
-    ``is_piece``: its blocks leave the host once a device has them. ``then``: called once it has ended.
+    ``is_piece``: its blocks leave the host once a device has them. ``came_at``: when its last block was admitted; 0
+    before one was. ``then``: called once it has ended.
     """
 
     def __init__(
@@ -68,8 +84,7 @@ class Fetch:
         pin: Pin,
         above: Fetch | None = None,
     ) -> None:
-        """Takes pages of the host: of groups without a window, for which there is room, one for each of ``keys``; of
-        the others what the last window and the sinks need, as far as there is any. ``above``: a fetch under way whose
+        """Takes pages of the host, for which there is room: ``fetched_pages``. ``above``: a fetch under way whose
         last block the first comes under, once it is there; ``pin`` holds nothing until then."""
         self.ticket = ticket
         self.first = first
@@ -85,6 +100,7 @@ class Fetch:
         self.lent: set[int] = set()
         self.then: list[Callable[[], None]] = []
         self.is_piece = False
+        self.came_at = 0.0
         self.has_begun = False
         self.is_over = False
         self._blocks = blocks
@@ -127,11 +143,8 @@ class Fetch:
             return pool.take(count, PageState.IN_FLIGHT)
         pages = array("i", [NO_PAGE]) * count
         last = self.first + count
-        needed: Sequence[int] = window_positions(self._blocks.layout, group, last)
-        if group in self._blocks.host.state_groups:
-            needed = range(max(0, last - STATE_POSITIONS), last)
-        due = [at - self.first for at in needed if at >= self.first]
-        due = due[max(0, len(due) - pool.unreserved) :]
+        due = _positions(self._blocks, group, self.first, last)
+        due = [at - self.first for at in due[max(0, len(due) - pool.unreserved) :]]
         for at, page in zip(due, pool.take(len(due), PageState.IN_FLIGHT), strict=True):
             pages[at] = page
         return pages
@@ -192,8 +205,6 @@ class Fetch:
         if host.is_filling(row):
             return  # a backup is on its way to the same place
         is_new = host.states[host.lead][row] == ABSENT
-        if host.kin:
-            host.leaves.remove(row)  # its copies are part of a leaf's rank; ``admit`` offers it again
         for group in range(len(host.pools)):
             page = self._pages[group][at]
             is_wanted = is_new if group in host.full_groups else host.states[group][row] == ABSENT

@@ -199,12 +199,24 @@ class DeviceMemory(Protocol):
         """Make a chunk of host memory copyable; returns its region. ``fd``: the memory file that it is, which movers
         in processes of their own need."""
 
+    def has_host(self, device: str, region: int) -> bool:
+        """True where a device can copy from and to a chunk of host memory."""
+
+    def tell_hosts(self, on_host: Callable[[str], None]) -> None:
+        """Tell ``on_host(device)``, from a thread, when a device can reach chunks that it could not at first."""
+
+    def lacking_hosts(self) -> dict[str, tuple[int, str]]:
+        """Devices that refuse chunks of host memory: how many, and why the last of them."""
+
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
         """Set another byte budget in one direction for every device; 0 is none."""
 
     def fault(self, device: str) -> str:
         """Reason why a device no longer works for this process, and never will; empty while it does. Raises
         NotFound."""
+
+    def require_answer(self, device: str) -> None:
+        """Raises Unavailable where a device does not work, or its mover does not answer now; waits for that one."""
 
     def probe(self) -> None:
         """Find out which devices still work, for ``fault``. Any thread; waits for drivers, raises nothing."""

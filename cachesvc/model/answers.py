@@ -75,6 +75,10 @@ class Matched(NamedTuple):
     coming_blocks: int = 0
 
 
+LONGEST_EXPECTED_WAIT_SECONDS = 10.0
+"""Longest time for which a Match waits for what it expects, seconds. It says then what is still on its way."""
+
+
 class Expected(NamedTuple):
     """First ``blocks`` blocks of a request (0: all), which the daemon at ``peer`` has or will have; others behind them
     are not waited for, and come where they are lent along. ``patience``: seconds without progress after which the rest

@@ -144,13 +144,17 @@ class DeviceMover:
             self._thread.join(None if life is not None else STARTING_SECONDS)
         self.timeline.close()
 
+    def require_answer(self) -> None:
+        """Ask the mover for a sign of life. Raises Unavailable."""
+        self.life().require_answer(self._probe_seconds)
+
     def probe(self) -> None:
         """Ask whether the device works; a mover whose device does not, or that is silent, is replaced."""
         life = self._now.life
         if life is None or self._closing.is_set():
             return
         try:
-            if fault := life.ask("probe", seconds=self._probe_seconds).head["fault"]:
+            if fault := life.probe(self._probe_seconds):
                 self._broke(life, fault)
         except (CacheError, MoverFault) as gone:
             log.warning("mover_not_probed device=%s reason=%s", self.device, gone)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -75,12 +75,11 @@ class Life:
         self._settings = settings
         self._claim = claim
         self._process: MoverProcess | None = None
+        self._sign_channel: Channel | None = None
         self._is_ours = False
         self._is_let_go = True  # it may go on without this life
         self._learning = threading.Lock()
         self._known: set[int] = set()
-        self._waiting: deque[HostChunk] = deque()
-        self._refused: dict[int, Exception] = {}
         self.facts: dict[str, Any] = {}
         self.pid = 0
         self.lingers = False  # it was killed and does not end: it may still write
@@ -106,6 +105,11 @@ class Life:
             self._is_ours, self.pid = True, hello["pid"]
             told = self.ask("open", descriptors=(jobs.fd, ends.fd, *self._claim()), **self._settings.told())
             self.facts = told.head
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                self.ask("watch", descriptors=(theirs.fileno(),))
+            self._signs, self._sign_channel = ours, Channel(ours, self.kill)
             undo.pop_all()
         self._is_let_go = False
         self._watcher = threading.Thread(target=self._watch, name=f"mover-{self._settings.device}", daemon=True)
@@ -127,6 +131,18 @@ class Life:
         answered in ``seconds`` seconds: then it is ended."""
         return self._channel.ask(name, seconds, descriptors=descriptors, **fields)
 
+    def probe(self, seconds: float) -> str:
+        """Ask whether the device works, whatever else the mover is asked meanwhile; returns what is wrong, or nothing.
+        Raises as ``ask``: a mover that is silent for ``seconds`` seconds is ended."""
+        assert self._sign_channel is not None, "it was started"
+        fault: str = self._sign_channel.ask("probe", seconds).head["fault"]
+        return fault
+
+    def require_answer(self, seconds: float) -> None:
+        """Ask for a sign of life; no driver is asked. Raises as ``probe``."""
+        assert self._sign_channel is not None, "it was started"
+        self._sign_channel.ask("alive", seconds)
+
     def open_sheet(self, number: int, before: MappedSheet | None = None) -> MappedSheet:
         """Make words of a model, which go on where those of ``before`` stood, and have the mover write them and
         hold their ``writers``: no other process can but this one, unless engines must. Raises as ``ask``."""
@@ -143,31 +159,28 @@ class Life:
             undo.pop_all()
         return sheet
 
-    def learn_hosts(self, chunks: Sequence[HostChunk]) -> None:
-        """Have the mover map and pin chunks of host memory, each once. Those that other threads bring meanwhile go with
-        them, several at a time: one by one they are pinned more slowly than filled. Raises as ``ask``."""
-        self._waiting.extend(chunks)
+    def learn_hosts(self, chunks: Sequence[HostChunk]) -> dict[int, Exception]:
+        """Have the mover map and pin chunks of host memory, each once, several at a time: one by one they are pinned
+        more slowly than filled. Returns the errors of those that it refuses, by region. Raises MoverGone."""
+        refused: dict[int, Exception] = {}
         with self._learning:
-            while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_DESCRIPTORS))]
-                if new := [chunk for chunk in batch if chunk.region not in self._known]:
-                    self._learn_batch(new)
-            for chunk in chunks:
-                if (error := self._refused.pop(chunk.region, None)) is not None:
-                    raise error
+            new = [chunk for chunk in chunks if chunk.region not in self._known]
+            for first in range(0, len(new), MOST_DESCRIPTORS):
+                batch = new[first : first + MOST_DESCRIPTORS]
+                refused |= self._learn_batch(batch)
+                self._known.update(chunk.region for chunk in batch if chunk.region not in refused)
+        return refused
 
-    def _learn_batch(self, batch: Sequence[HostChunk]) -> None:
+    def _learn_batch(self, batch: Sequence[HostChunk]) -> dict[int, Exception]:
         sizes, files = [(chunk.region, chunk.size_bytes) for chunk in batch], [chunk.fd for chunk in batch]
         try:
             told = self.ask("register_hosts", descriptors=files, chunks=sizes).head["refused_of"]
-        except (CacheError, MoverFault) as error:  # the sender of a chunk must learn of it
-            self._refused.update((chunk.region, error) for chunk in batch)
-            return
-        for chunk, refused in zip(batch, told, strict=True):
-            if refused is None:
-                self._known.add(chunk.region)
-            else:
-                self._refused[chunk.region] = error_again(*refused)
+        except MoverGone:
+            raise
+        except (CacheError, MoverFault) as error:
+            return {chunk.region: error for chunk in batch}
+        pairs = zip(batch, told, strict=True)
+        return {chunk.region: error_again(*refused) for chunk, refused in pairs if refused is not None}
 
     def learn_peer(self, region: int, handle: Handle, fd: int | None) -> None:
         """Have the mover map another one's slab, once. Raises as ``ask``."""
@@ -210,6 +223,8 @@ class Life:
         self._is_let_go = False
         process.kill()
         self._channel.break_off()
+        if self._sign_channel is not None:
+            self._sign_channel.break_off()
 
     def hurry(self) -> None:
         """The daemon stops: a mover that owes an answer has ``HURRY_SECONDS`` more, and is ended then."""
@@ -235,6 +250,7 @@ class Life:
         for ring in self._rings:
             ring.close()
         self._connection.close()
+        self._signs.close()
 
     def _watch(self) -> None:
         """Root of a thread: wait for the end of the connection, on whichever side, then of the process, and say so."""

@@ -1,6 +1,7 @@
 """The movers of all devices as processes: the daemon's memory and its movers in one, without any device's driver here.
 
-Regions have the daemon's numbers. Every mover gets each chunk of the host pool; a slab goes to its own mover and to
+Regions have the daemon's numbers. Every mover gets each chunk of the host pool, from a thread
+for it alone; a slab goes to its own mover and to
 those that reach its device. Whatever a mover must know is kept here, for the one that comes after it.
 """
 
@@ -20,10 +21,10 @@ from cachesvc.memory.copy.host_budget import HostBudget, budget_of
 from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
 from cachesvc.model.transfer import Direction
-from cachesvc.mover.channel import MoverFault, MoverGone
+from cachesvc.mover.channel import MOST_DESCRIPTORS, MoverFault
 from cachesvc.mover.device import DeviceMover
 from cachesvc.mover.life import Claim, HostChunk, Life
-from cachesvc.mover.peers import PeerSlabs, SlabOfMover, at_once
+from cachesvc.mover.peers import ASKED_SECONDS, PeerSlabs, SlabOfMover, at_once
 from cachesvc.mover.process import Begin, child
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.movers import OnEnd, RankJob
@@ -37,6 +38,8 @@ PROBE_ANSWER_SECONDS = 10.0
 START_SECONDS = 15.0
 """Time for other movers to start once one has, seconds: contexts of all GPUs are made at once, and a GPU that hangs
 must not keep the others from serving."""
+REFUSED_AGAIN_S = 60.0
+"""Time after which a mover is asked again for chunks that it has refused, seconds: pinning costs the driver's time."""
 AT_ONCE_AHEAD_S, AT_ONCE_S = 0.75, 0.1
 """Seconds until movers measure what they store at once, in which each touches and pins its memory (0.5 s and more
 where there are no huge pages), and for which they do."""
@@ -69,7 +72,16 @@ class MoverProcesses:
         self._claim: Claim = tuple
         self._lock = threading.Lock()
         self._regions = itertools.count(1)
+        self._learned = threading.Condition(self._lock)
         self._chunks: dict[int, _Chunk] = {}
+        # By device, of the life that its mover has: chunks that it has, was asked to take, and refuses, and why.
+        self._has: dict[str, set[int]] = {}
+        self._tried: dict[str, set[int]] = {}
+        self._lacking: dict[str, dict[int, str]] = {}
+        self._again_at: dict[str, float] = {}
+        self._teaching: set[str] = set()  # devices with a thread that tells them of chunks
+        self._behind: set[str] = set()  # those of them that no filling thread waits for
+        self._on_host: Callable[[str], None] = _no_pool
         self._peers = PeerSlabs(reaches)
         self._lives: dict[str, Life] = {}
         self._figures: dict[str, dict[str, Any]] = {}
@@ -90,6 +102,7 @@ class MoverProcesses:
         }
         self._asked: set[str] = set()  # devices whose probe is not answered yet
         self._start_seconds = start_seconds
+        self._probe_seconds = probe_seconds
         self._running = False
         self._budget: HostBudget | None = None
 
@@ -185,24 +198,36 @@ class MoverProcesses:
         return self._peers.refused()
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
-        """Have every mover map and pin a chunk; it must stay mapped until ``close``. A mover that is gone, or whose
-        device is broken, gets it when it is there again. Raises Unavailable."""
+        """Have every mover map and pin a chunk; it must stay mapped until ``close``. ``has_host`` says which have it. A
+        mover that refuses it, or is gone, keeps it from no other device, and one that is slow only a moment, once."""
         self._check_running()
         assert fd is not None, "a mover maps memory files"
         with self._lock:
             region = next(self._regions)
             self._chunks[region] = _Chunk(buffer, fd)
-            lives = list(self._lives.items())
-        for device, life in lives:
-            try:
-                life.learn_hosts([HostChunk(region, buffer.nbytes, fd)])
-            except (CacheError, MoverFault) as refused:
-                self._at[device].probe()
-                is_gone = isinstance(refused, MoverGone) or self.fault(device) or self._lives.get(device) is not life
-                if not is_gone:
-                    raise
-                log.info("mover_chunk_not_told reason=%s", refused)
+            asked = [device for device in self._lives if device not in self._behind]
+            for device in self._lives:
+                self._teach_soon(device)
+
+            def late() -> list[str]:
+                return [each for each in asked if each in self._teaching and region not in self._tried[each]]
+
+            if not self._learned.wait_for(lambda: not late(), ASKED_SECONDS):
+                self._behind.update(late())
         return region
+
+    def has_host(self, device: str, region: int) -> bool:
+        """True where the mover of a device can copy from and to a chunk."""
+        return region in self._has.get(device, ())
+
+    def tell_hosts(self, on_host: Callable[[str], None]) -> None:
+        """Tell ``on_host(device)``, from a thread, when a device has got chunks."""
+        self._on_host = on_host
+
+    def lacking_hosts(self) -> dict[str, tuple[int, str]]:
+        """Devices that refuse chunks of host memory: how many, and why the last of them."""
+        with self._lock:
+            return {device: (len(why), next(reversed(why.values()))) for device, why in self._lacking.items() if why}
 
     def limit_copies(self, direction: Direction, bytes_per_second: int) -> None:
         """Set another byte budget for every device."""
@@ -212,6 +237,10 @@ class MoverProcesses:
     def fault(self, device: str) -> str:
         """Reason why a device does not work now; empty while it does."""
         return self._mover(device).fault
+
+    def require_answer(self, device: str) -> None:
+        """Ask a device's mover for a sign of life. Raises Unavailable."""
+        self._mover(device).require_answer()
 
     def probe(self) -> None:
         """Ask every mover for its device, all at once. Waits for no answer that takes long."""
@@ -342,11 +371,76 @@ class MoverProcesses:
         """Equip a new life: what comes meanwhile reaches it too, and all of it once."""
         with self._lock:
             self._lives[device] = life
+            self._has[device], self._tried[device], self._lacking[device] = set(), set(), {}
             chunks = dict(self._chunks)
         if figures := self._figures.get(device):
             life.ask("plan_by", figures=figures)
-        life.learn_hosts([HostChunk(region, chunk.view.nbytes, chunk.fd) for region, chunk in chunks.items()])
+        refused = life.learn_hosts([HostChunk(each, chunk.view.nbytes, chunk.fd) for each, chunk in chunks.items()])
+        if refused and (fault := life.probe(self._probe_seconds)):
+            raise Unavailable(f"{device} cannot take host memory: {fault}")
+        self._note_chunks(device, life, list(chunks), refused)
         self._peers.begin(device, life)
+
+    def _teach_soon(self, device: str) -> None:
+        """Have a thread of the device's own tell its mover of chunks; under the lock. A mover that takes long keeps its
+        own device waiting alone."""
+        if device not in self._teaching:
+            self._teaching.add(device)
+            threading.Thread(target=self._teach, args=(device,), name=f"chunks-{device}", daemon=True).start()
+
+    def _teach(self, device: str) -> None:
+        """Root of a thread: until the device has been asked for all chunks that there are."""
+        while True:
+            with self._lock:
+                life = self._lives.get(device)
+                due = [] if life is None else [each for each in self._chunks if each not in self._tried[device]]
+                due = due[:MOST_DESCRIPTORS]
+                chunks = [HostChunk(each, self._chunks[each].view.nbytes, self._chunks[each].fd) for each in due]
+                if life is None or not due:
+                    self._end_teaching(device)
+                    return
+            try:
+                refused = life.learn_hosts(chunks)
+            except (CacheError, MoverFault) as gone:  # its next life gets all of them first
+                log.info("mover_chunk_not_told device=%s reason=%s", device, gone)
+                with self._lock:
+                    self._end_teaching(device)
+                return
+            if refused:
+                self._at[device].probe()  # of a GPU that broke a new mover asks again
+            self._note_chunks(device, life, due, refused)
+
+    def _end_teaching(self, device: str) -> None:
+        self._teaching.discard(device)
+        self._behind.discard(device)
+        self._learned.notify_all()
+
+    def _note_chunks(self, device: str, life: Life, regions: Sequence[int], refused: dict[int, Exception]) -> None:
+        """A life of a mover has taken chunks, or refused some of them, for which it is asked again later."""
+        with self._lock:
+            if self._lives.get(device) is not life:
+                return
+            lacking, is_first = self._lacking[device], not self._lacking[device]
+            self._tried[device].update(regions)
+            self._has[device].update(each for each in regions if each not in refused)
+            for each in regions:
+                lacking.pop(each, None)
+            lacking.update({each: str(why) for each, why in refused.items()})
+            if refused:
+                self._again_at[device] = time.monotonic() + REFUSED_AGAIN_S
+            self._learned.notify_all()
+        if refused and is_first:
+            why = next(iter(refused.values()))
+            log.warning("mover_chunk_refused device=%s chunks=%d reason=%s", device, len(refused), why)
+        self._on_host(device)
+
+    def _try_refused_again(self, device: str) -> None:
+        with self._lock:
+            lacking = self._lacking.get(device)
+            if lacking and device in self._lives and time.monotonic() >= self._again_at[device]:
+                self._again_at[device] = time.monotonic() + REFUSED_AGAIN_S
+                self._tried[device] -= lacking.keys()
+                self._teach_soon(device)
 
     def _probe(self, device: str) -> None:
         """Probe a device, unless a probe is in flight."""
@@ -356,12 +450,16 @@ class MoverProcesses:
             self._asked.add(device)
         try:
             self._at[device].probe()
+            self._try_refused_again(device)
         finally:
             self._asked.remove(device)
 
     def _lost(self, device: str, why: str) -> None:
         with self._lock:
             self._lives.pop(device, None)
+            for known in (self._has, self._lacking):
+                known.pop(device, None)
+            self._learned.notify_all()
         self._peers.end(device)
         self._on_lost(device, why)
 
@@ -373,6 +471,10 @@ class MoverProcesses:
     def _check_running(self) -> None:
         if not self._running:
             raise Unavailable("the movers are not running: start them first, and nothing works after close")
+
+
+def _no_pool(device: str) -> None:
+    del device  # no pool waits for chunks
 
 
 def _nobody_told(device: str, why: str) -> None:

@@ -143,6 +143,7 @@ class _Work:
         self._slabs: dict[int, Slab] = {}
         self._writers: dict[int, int] = {}  # of sheets, for as long as copies may land
         self._check = PeerCheck(self._backend, device)
+        self._is_pinning = False
         self._listener = records.Listener(device, self._regions)
         self._thread = threading.Thread(target=self._serve_jobs, name="jobs", daemon=True)
         self._answers: dict[str, Callable[[Message], Message]] = {
@@ -159,7 +160,7 @@ class _Work:
             "measure": self._measure,
             "stores_at_once": self._stores_at_once,
             "plan_by": self._plan_by,
-            "probe": self._probe,
+            "watch": self._watch,
             "close": self._close,
         }
 
@@ -279,8 +280,13 @@ class _Work:
     def _register_hosts(self, asked: Message) -> Message:
         """Register memory at the mover and the GPU side by side, for the driver pins by one thread more slowly than
         several fill memory; reports the refusal of each, if any."""
-        with ThreadPoolExecutor(MOST_DESCRIPTORS) as pins:
-            return Message({"refused_of": list(pins.map(self._register_host, asked.head["chunks"], asked.descriptors))})
+        self._is_pinning = True
+        try:
+            with ThreadPoolExecutor(MOST_DESCRIPTORS) as pins:
+                chunks, files = asked.head["chunks"], asked.descriptors
+                return Message({"refused_of": list(pins.map(self._register_host, chunks, files))})
+        finally:
+            self._is_pinning = False
 
     def _register_host(self, chunk: tuple[int, int], fd: int) -> tuple[str, str] | None:
         region, size_bytes = chunk
@@ -346,9 +352,22 @@ class _Work:
         self._inside.plan_by(costs_told(asked.head["figures"]))
         return Message({})
 
-    def _probe(self, asked: Message) -> Message:
-        del asked
-        self._backend.probe()
+    def _watch(self, asked: Message) -> Message:
+        """Answer signs of life on a connection of their own from now on, also while other questions take their time."""
+        connection = socket.socket(fileno=os.dup(asked.descriptors[0]))
+        threading.Thread(target=self._show_signs, args=(connection,), name="signs", daemon=True).start()
+        return Message({})
+
+    def _show_signs(self, connection: socket.socket) -> None:
+        """Root of a thread: until the daemon hangs up."""
+        with connection:
+            answer_all(connection, self._sign)
+
+    def _sign(self, asked: Message) -> Message:
+        """A sign of life, and for a probe what is wrong with the device. While the driver pins memory it may hold all
+        its other calls for seconds, which is no sign of a GPU that hangs: then it is not asked."""
+        if asked.head["ask"] == "probe" and not self._is_pinning:
+            self._backend.probe()
         return Message({"fault": self._backend.fault(self._device)})
 
     def _close(self, asked: Message) -> Message:

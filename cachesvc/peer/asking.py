@@ -37,19 +37,20 @@ def may_have(peers: Sequence[Peer], key: bytes) -> bool:
                 at, bit = number >> 3, 1 << (number & 7)
             if not bits[at] & bit or not peer.digest.has(words):  # most end here, without a call: every Match comes by
                 continue
-        if peer.is_usable and not peer.lacks(key):
+        if peer.is_up and not peer.lacks(key):
             return True
     return False
 
 
 def candidates(peers: Sequence[Peer], keys: Sequence[bytes]) -> list[Peer]:
-    """Peers to ask for the first of some chained keys, those that have most of them first."""
+    """Peers to ask for the first of some chained keys, those that have most of them first. One that did not answer last
+    is none of them: probes find out when it is back, and no request waits for it."""
     words = words_of(keys[0])
     told, untold, others = list[tuple[int, int, Peer]](), list[Peer](), list[Peer]()
     for at, peer in enumerate(peers):
         is_known = peer.digest.is_known
         has_first = is_known and peer.digest.has(words)
-        if not peer.is_usable or peer.lacks(keys[0]):
+        if not peer.is_up or peer.lacks(keys[0]):
             continue
         if has_first:
             told.append((-peer.digest.reach(keys), at, peer))
@@ -60,12 +61,13 @@ def candidates(peers: Sequence[Peer], keys: Sequence[bytes]) -> list[Peer]:
 
 
 class BorrowQuestion:
-    """One question for ``parts`` of chained ``keys``. ``note``: gets each answer, from any thread."""
+    """One question for ``parts`` of chained ``keys``. ``note``: gets each answer, and when it was asked for, from any
+    thread."""
 
     def __init__(
         self,
         loans: HeldLoans,
-        note: Callable[[Peer, Borrowed | CacheError], None],
+        note: Callable[[Peer, float, Borrowed | CacheError], None],
         scope: Scope,
         keys: Sequence[bytes],
         parts: Sequence[Part],
@@ -94,7 +96,6 @@ class BorrowQuestion:
                         break
                     continue
                 under_way -= 1
-                self._note(peer, answer)
                 if isinstance(answer, CacheError):
                     continue
                 if answer.loan is not None:
@@ -105,18 +106,18 @@ class BorrowQuestion:
             self._end()
 
     def _send(self, peer: Peer) -> None:
-        told = partial(self._told, peer)
+        told = partial(self._told, peer, self._loans.now())
         try:
             peer.control.borrow_later(self._scope, b"".join(self._keys), self._parts, 0.0, ASK_SECONDS, told)
         except CacheError as error:
             told(error)
 
-    def _told(self, peer: Peer, answer: Borrowed | CacheError) -> None:
+    def _told(self, peer: Peer, began: float, answer: Borrowed | CacheError) -> None:
+        self._note(peer, began, answer)
         with self._lock:
             if not self._is_over:
                 self._answers.put((peer, answer))
                 return
-        self._note(peer, answer)
         self._give_back(peer, answer)
 
     def _end(self) -> None:

@@ -10,46 +10,65 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.model.errors import CacheError, PermissionDenied, Unavailable
+from cachesvc.model.errors import CacheError, PermissionDenied
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.sharing import BACKGROUND, Party
 from cachesvc.peer.asking import ASK_SECONDS, BorrowQuestion, candidates, may_have
-from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, PeerControl
+from cachesvc.peer.fleet.control import (
+    Answered,
+    Borrowed,
+    Done,
+    HandshakeFailed,
+    Loan,
+    PeerControl,
+    PeerPaused,
+    PeerRefused,
+)
 from cachesvc.peer.fleet.guests import Guests
 from cachesvc.peer.fleet.health import Peer
 from cachesvc.peer.fleet.names import PeerNames
 from cachesvc.peer.fleet.news import NewsReader
 from cachesvc.peer.loans import HeldLoan, HeldLoans, Wanted
-from cachesvc.peer.reading import LoanStream
-from cachesvc.peer.wire import STREAMS
-from cachesvc.storage.seam import Caps, Each, Found, Item, ObjectName, Outcome, Part, Scope, StoreStatus, key_at
+from cachesvc.peer.reading import LoanStream, Readers, ReadJob
+from cachesvc.storage.seam import (
+    Caps,
+    Check,
+    Checked,
+    Chooser,
+    Each,
+    Found,
+    Gone,
+    Item,
+    ObjectName,
+    Outcome,
+    Part,
+    Scope,
+    Step,
+    StoreStatus,
+    Totals,
+    Use,
+    key_at,
+    no_step,
+)
 from cachesvc.telemetry import events
 
-THREADS = 3 * STREAMS
-"""Three large loans are read at once."""
-MOST_WAITING = 1024
 BEAT_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """Interval at which peers that tell nothing are asked for their digests, seconds."""
+PROBE_SECONDS = 0.25
+"""Interval at which peers that do not answer may be probed, seconds."""
 CLOSE_SECONDS = 1.0
-
-
-@dataclass(slots=True)
-class BorrowJob:
-    """``run`` answers, or ``refuse`` where it is not begun by ``deadline``."""
-
-    run: Callable[[], None]
-    refuse: Callable[[], None]
-    deadline: float
+ATTENTION_SECONDS = 60.0
+"""Time without an answer after which a peer of the operator's list needs attention, seconds."""
 
 
 class PeerStorage:
     """The engine over ``controls``, each of another daemon, the nearest first. ``guests``: peers that requests name.
-    ``names``: which stand for further peers. ``clock``: monotonic seconds."""
+    ``names``: which stand for further peers. ``own``: addresses of this daemon, which does not ask itself.
+    ``clock``: monotonic seconds. ``own_epoch``: of this daemon's life; 0 until it is known."""
 
     kind = "peers"
 
@@ -59,8 +78,9 @@ class PeerStorage:
         clock: Callable[[], float] = time.monotonic,
         guests: Guests | None = None,
         names: PeerNames | None = None,
+        own: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        self.caps = Caps(is_shared=True, survives="daemon", evicts_itself=True)
+        self.caps = Caps(is_shared=True, survives="daemon", evicts_itself=True, keeps_health=True)
         self.peers: Sequence[Peer] = [Peer(control, clock) for control in controls]
         self._listed = tuple(self.peers)
         self._names = names
@@ -70,21 +90,21 @@ class PeerStorage:
         self._guests = guests
         self._loans = HeldLoans(clock)
         self._news = NewsReader(lambda: self.peers, clock)
-        self._jobs: deque[BorrowJob] = deque()
-        self._changed = threading.Condition()
-        self._is_open = False
+        self._own = own
+        self.own_epoch = 0
+        self._readers = Readers(clock)
+        self._counting = threading.Lock()
+        self._ended = threading.Condition()
+        self._under_way = 0
         self._telling = threading.local()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"peer-read-{n}", daemon=True) for n in range(THREADS)
-        ]
         self._keeper = threading.Thread(target=self._keep, name="peer-beat", daemon=True)
         self._stopping = threading.Event()
 
     def start(self) -> None:
         """Begin. Peers that are not there are asked later."""
-        self._is_open = True
-        for thread in self._threads:
-            thread.start()
+        self._readers.start()
+        self._leave_out_self()
+        self.probe()
         self._keeper.start()
         if self._names is not None:
             self._names.told = self._found
@@ -95,13 +115,26 @@ class PeerStorage:
         """Ask these peers too, instead of those that names stood for before."""
         listed = {peer.control.address for peer in self._listed}
         self.peers = (*self._listed, *(peer for peer in named if peer.control.address not in listed))
+        self._leave_out_self()
+        self.probe()
         self._news.look()
+
+    def _leave_out_self(self) -> None:
+        own = set(self._own())
+        for peer in self.peers:
+            peer.is_self |= peer.control.address in own
 
     def register(self, chunk: memoryview) -> None:
         """No-op: any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
         """No-op: peers know their models by themselves."""
+
+    def watch(self, gone: Gone) -> None:
+        """No-op: peers do not tell what they evict."""
+
+    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """No-op: peers evict by their own uses."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Return None, since peers must be asked, unless none can be, or all were a moment ago."""
@@ -126,7 +159,7 @@ class PeerStorage:
             finally:
                 found(there)
 
-        self._add(BorrowJob(ask, partial(found, nothing), deadline))
+        self._readers.add(ReadJob(None, None, ask, partial(found, nothing), deadline))
 
     def expect(
         self,
@@ -140,16 +173,20 @@ class PeerStorage:
     ) -> None:
         """For ``party``, have the peer at ``address`` lend what it has of packed ``keys``, and wait there for the first
         of them for ``patience`` seconds. ``answered`` is called once, from any thread; what is lent can be read by
-        then. Raises PermissionDenied, InvalidRequest."""
+        then. A peer that failed a moment ago is not asked: PeerPaused. Raises PermissionDenied, InvalidRequest."""
         peer = self._peer_at(address, party)
-        if not peer.is_usable:
-            answered(Unavailable(f"{address}: {peer.reason}"))
+        if left := peer.pause_left:
+            paused = PeerPaused(f"{address}: {peer.reason}")
+            paused.seconds = left
+            answered(paused)
             return
 
         one_by_one = [key_at(keys, at) for at in range(len(keys) // KEY_BYTES)]
 
+        began = self._clock()
+
         def done(answer: Borrowed | CacheError) -> None:
-            self._note_answer(peer, answer)
+            self._note_answer(peer, began, answer)
             if not isinstance(answer, CacheError) and answer.loan is not None:
                 self._loans.hold(peer, answer.loan, scope, one_by_one, parts, is_expected=True)
             answered(answer)
@@ -174,27 +211,28 @@ class PeerStorage:
         for index in missing:
             each(index, Outcome.MISS)
         for one in wanted:
-            self._add(BorrowJob(partial(self._read, one, deadline, each), partial(self._refuse, one, each), deadline))
+            job = ReadJob(one.held.peer, one.held, lambda: None, partial(self._refuse, one, each), deadline)
+            job.run = partial(self._read, one, job, each)
+            self._readers.add(job)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:  # noqa: ARG002 - the seam's
         """Peers keep what they compute, and nothing else."""
         for index in range(len(items)):
             each(index, Outcome.BUSY)
 
-    @property
-    def is_telling(self) -> bool:
-        """True on a thread that is just telling that an object came from a peer."""
-        return getattr(self._telling, "peer", None) is not None
-
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """Note that an object from a peer was not what its name says: that peer is not asked for a while."""
-        peer: Peer | None = getattr(self._telling, "peer", None)
-        if peer is not None and names:
-            peer.counts["wrong"] += 1
-            peer.failed("an object was not what its name says")
+        """Note that an object of a loan that this thread reads was not what its name says: its peer is not asked for a
+        while."""
+        held: HeldLoan | None = getattr(self._telling, "held", None)
+        if held is None or not names:
+            return
+        peer = held.peer
+        peer.counts["wrong"] += 1
+        if self._loans.failed(held):
+            peer.did_not_send("an object was not what its name says", held.since)
             events.warning("peer_object_wrong", peer=peer.control.address)
 
-    def purge(self, scope: Scope | None) -> int:  # noqa: ARG002 - the seam's
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - the seam's
         """Purge nothing: peers own their objects."""
         return 0
 
@@ -202,13 +240,38 @@ class PeerStorage:
         """Report an empty store."""
         return StoreStatus()
 
+    def totals(self) -> Totals:
+        """Report no objects."""
+        return Totals(0, 0, 0, 0)
+
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:  # noqa: ARG002 - the seam's
+        """Check nothing: peers check what they keep."""
+        return Checked()
+
     def attention(self) -> list[str]:
         """Sentences about peers that cannot be asked until an operator does something."""
+        late = self._clock() - ATTENTION_SECONDS
+        down = [peer for peer in self.peers if peer.down_since is not None and peer.down_since <= late]
+        silent = [each for each in down if not each.distrust]
+        full = [peer.control.address for peer in self.peers if peer.digest.is_saturated]
         return [
-            f"nothing is borrowed of the node {each.distrust}; see that peer_tls_certificate, peer_tls_key and "
-            "peer_tls_ca of both nodes are current, and that each node trusts who signed the other's"
-            for each in self._all_peers()
-            if each.distrust
+            *(
+                f"{len(silent)} of {len(self.peers)} peers have not answered for {ATTENTION_SECONDS:.0f} s or longer, "
+                f"and nothing is borrowed of these; see that their daemons run, or take them off peers. The first: "
+                f"{each.reason}"
+                for each in silent[:1]
+            ),
+            *(
+                f"the digests of {len(full)} of {len(self.peers)} peers say that these have every block, so they are "
+                f"asked last; see that their daemons are of this release. The first: {each}"
+                for each in full[:1]
+            ),
+            *(
+                f"nothing is borrowed of the node {each.distrust}; see that peer_tls_certificate, peer_tls_key and "
+                "peer_tls_ca of both nodes are current, and that each node trusts who signed the other's"
+                for each in self._all_peers()
+                if each.distrust
+            ),
         ]
 
     def holds(self, name: ObjectName) -> bool:
@@ -217,20 +280,14 @@ class PeerStorage:
 
     def close(self) -> None:
         """Give back what is borrowed, as far as peers answer in time. Idempotent."""
-        with self._changed:
-            self._is_open = False
-            jobs, self._jobs = self._jobs, deque()
-            self._changed.notify_all()
-        for job in jobs:
-            job.refuse()
+        until = time.monotonic() + CLOSE_SECONDS
         self._stopping.set()
         self._news.close()
         if self._names is not None:
             self._names.close()
-        until = time.monotonic() + CLOSE_SECONDS
-        for thread in (*self._threads, self._keeper):
-            if thread.is_alive():
-                thread.join(max(0.0, until - time.monotonic()))
+        self._readers.close(until)
+        if self._keeper.is_alive():
+            self._keeper.join(max(0.0, until - time.monotonic()))
         for peer in self._all_peers():
             peer.control.close()
 
@@ -238,33 +295,6 @@ class PeerStorage:
         return [*self.peers, *(self._guests.all() if self._guests is not None else ())]
 
     # -- on threads ----------------------------------------------------------------------------------------------
-
-    def _add(self, job: BorrowJob) -> None:
-        with self._changed:
-            is_taken = self._is_open and len(self._jobs) < MOST_WAITING
-            if is_taken:
-                self._jobs.append(job)
-                self._changed.notify()
-        if not is_taken:
-            job.refuse()
-
-    def _work(self) -> None:
-        """Root of a thread."""
-        yield_to_callers()
-        while True:
-            with self._changed:
-                while not self._jobs and self._is_open:
-                    self._changed.wait()
-                if not self._is_open:
-                    return
-                job = self._jobs.popleft()
-            try:
-                if job.deadline <= self._clock():
-                    job.refuse()
-                else:
-                    job.run()
-            except Exception:  # noqa: BLE001 - the root of a thread: the next job is another's
-                events.failure("peer_job_broke")
 
     def _borrow(self, names: list[ObjectName]) -> list[bool]:
         """Borrow names of one scope; return the leading ones that a peer lends from now on."""
@@ -275,11 +305,12 @@ class PeerStorage:
         lent = BorrowQuestion(self._loans, self._note_answer, scope, keys, parts).ask(chosen)
         return [name in lent for name in names]
 
-    def _note_answer(self, peer: Peer, answer: Borrowed | CacheError) -> None:
+    def _note_answer(self, peer: Peer, began: float, answer: Borrowed | CacheError) -> None:
         if isinstance(answer, CacheError):
-            self._note_refusal(peer, answer)
+            self._note_refusal(peer, began, answer)
             return
-        peer.worked(answer.epoch)
+        peer.is_self |= bool(answer.epoch) and answer.epoch == self.own_epoch
+        peer.answered(answer.epoch)
         peer.counts["lent"] += answer.loan is not None
 
     def _refuse(self, wanted: Wanted, each: Each) -> None:
@@ -290,77 +321,110 @@ class PeerStorage:
         if self._loans.ended(wanted.held):
             self._loans.leave_unread(wanted.held)
 
-    def _read(self, wanted: Wanted, deadline: float, each: Each) -> None:
+    def _read(self, wanted: Wanted, job: ReadJob, each: Each) -> None:
         """Read items of a loan, over one stream. Each of them ends, and is not written to any more then."""
         held = wanted.held
         self._loans.begun(held)
         left = deque((index, item, held.numbers[item.name]) for index, item in wanted.items)
 
         def came(indexes: Sequence[int], size_bytes: int) -> None:
-            with self._changed:
+            job.heard_at = self._clock()
+            with self._counting:
                 self.counts["read"] += len(indexes)
                 self.read_bytes += size_bytes
             for index in indexes:
-                each(index, Outcome.OK)
+                each(index, Outcome.LENT)
 
-        self._telling.peer = held.peer
+        self._telling.held = held
         try:
-            LoanStream(held.loan, left, deadline, came).read()
+            LoanStream(held.loan, left, job.deadline, came).read()
         except OSError as error:
             if self._loans.failed(held):
-                self._note_failure(held.peer, str(error) or type(error).__name__)
+                reason = f"{held.peer.control.address}: {str(error) or type(error).__name__}"
+                self._note_failure(held.peer, reason, held.peer.did_not_send(reason, held.since))
         finally:
-            self._telling.peer = None
+            self._telling.held = None
             for index, _, _ in left:
                 each(index, Outcome.FAILED)
         if self._loans.ended(held):
+            if not held.has_failed:
+                held.peer.sent()
             self._give_back(held)
 
-    def _note_refusal(self, peer: Peer, error: CacheError) -> None:
-        """A call to a peer failed."""
+    def _note_refusal(self, peer: Peer, began: float, error: CacheError) -> None:
+        """Note that a call to a peer was refused, or had no answer."""
+        if isinstance(error, PeerRefused):
+            peer.counts["refused"] += 1
+            peer.answered()
+            return
         if isinstance(error, HandshakeFailed) and peer.distrusts(str(error)):
             events.warning("peer_distrusted", peer=peer.control.address, reason=str(error))
-        self._note_failure(peer, str(error))
+        self._note_failure(peer, str(error), peer.did_not_answer(str(error), began))
 
-    def _note_failure(self, peer: Peer, reason: str) -> None:
-        peer.failed(reason)
-        events.event("peer_failed", peer=peer.control.address, reason=reason)
+    def _note_failure(self, peer: Peer, reason: str, counts: bool) -> None:
+        if counts:
+            events.event("peer_failed", peer=peer.control.address, reason=reason)
 
     def _give_back(self, held: HeldLoan, seconds: float = ASK_SECONDS) -> None:
+        """Give back a loan, without waiting. Of a peer that does not answer, it lapses."""
+        if held.peer.answers:
+            self._call(held.peer, partial(held.peer.control.give_back_later, held.loan, seconds))
+
+    def _call(self, peer: Peer, call: Callable[[Done], None]) -> None:
+        """Begin a call that nothing waits for, and note how the peer answers."""
+        began = self._clock()
+
+        def done(error: CacheError | None) -> None:
+            with self._ended:
+                self._under_way -= 1
+                self._ended.notify_all()
+            if error is None:
+                peer.answered()
+            else:
+                self._note_refusal(peer, began, error)
+
+        with self._ended:
+            self._under_way += 1
         try:
-            held.peer.control.give_back(held.loan.lease, seconds)
-        except CacheError as error:  # it lapses
-            self._note_refusal(held.peer, error)
+            call(done)
+        except CacheError as error:
+            done(error)
 
     # -- beats -----------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Root of the thread that says that what is borrowed is still wanted."""
+        """Root of the thread that says that what is borrowed is still wanted. It waits for no peer."""
         yield_to_callers()
+        look_at = self._clock() + LOOK_SECONDS
         beat_at = self._clock() + BEAT_SECONDS
-        while not self._stopping.wait(LOOK_SECONDS):
+        while not self._stopping.wait(PROBE_SECONDS):
             try:
-                self._news.look()
+                self.probe()
+                if self._clock() >= look_at:
+                    look_at = self._clock() + LOOK_SECONDS
+                    self._news.look()
                 if self._clock() >= beat_at:
                     beat_at = self._clock() + BEAT_SECONDS
                     self.beat()
             except Exception:  # noqa: BLE001 - the root of a thread: the next beat may be better
                 events.failure("peer_beat_broke")
-        until = time.monotonic() + CLOSE_SECONDS
         for held in (*self._loans.take_unread(), *self._loans.waiting()):
-            left = until - time.monotonic()
-            if left > 0 and held.peer.is_usable:  # else it lapses
-                self._give_back(held, min(ASK_SECONDS, left))
+            self._give_back(held)
+        with self._ended:
+            self._ended.wait_for(lambda: not self._under_way, CLOSE_SECONDS)
 
     def beat(self) -> None:
         """Send heartbeats for loans that no stream keeps yet, and give back abandoned ones."""
         for held in self._loans.take_unread():
             self._give_back(held)
-        wanted: dict[int, tuple[Peer, list[int]]] = {}
-        for held in self._loans.waiting():
-            wanted.setdefault(id(held.peer), (held.peer, []))[1].append(held.loan.lease)
-        for peer, leases in wanted.values():
-            try:
-                peer.control.beat(leases, ASK_SECONDS)
-            except CacheError as error:
-                self._note_refusal(peer, error)
+        wanted: dict[int, tuple[Peer, list[Loan]]] = {}
+        for held in sorted(self._loans.waiting(), key=lambda each: each.since):
+            wanted.setdefault(id(held.peer), (held.peer, []))[1].append(held.loan)
+        for peer, loans in wanted.values():
+            self._call(peer, partial(peer.control.beat_later, loans, ASK_SECONDS))
+
+    def probe(self) -> None:
+        """Try peers that did not answer, and new ones: no request has to find out whether they do."""
+        for peer in self._all_peers():
+            if peer.wants_probe():
+                self._call(peer, partial(peer.control.beat_later, (), ASK_SECONDS))

@@ -1,10 +1,15 @@
-"""Sends lent pages over TCP: a thread accepts, and each stream has one that sends."""
+"""Sends lent pages over TCP: a thread accepts, and each stream has one that sends.
+
+A stream for which there is no thread waits for its turn, one address after another: its borrower would take a closed
+one for a node that is broken.
+"""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 
@@ -29,6 +34,9 @@ from cachesvc.telemetry import events
 MOST_STREAMS = 128
 MOST_STREAMS_OF_ONE = 4 * STREAMS
 """Most streams of one address: a borrower has three quarters of them at a time."""
+MOST_WAITING = 512
+MOST_WAITING_OF_ONE = 128
+"""Most streams that wait for their turn, of all and of one address: each is a descriptor."""
 PAUSE_SECONDS = 0.1
 """Pause before the next attempt where no descriptor is left, seconds."""
 HELLO_SECONDS = 5.0
@@ -53,6 +61,7 @@ class Lender:
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
         self._streams: dict[socket.socket, str] = {}
+        self._waiting: OrderedDict[str, deque[socket.socket]] = OrderedDict()
         self._lock = threading.Lock()
         self._acceptor = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
 
@@ -79,8 +88,12 @@ class Lender:
             self._acceptor.join()
         with self._lock:
             streams = list(self._streams)
+            waiting, self._waiting = self._waiting, OrderedDict()
         for stream in streams:
             cut(stream)
+        for some in waiting.values():
+            for stream in some:
+                stream.close()
 
     def _accept(self) -> None:
         """Root of the thread."""
@@ -92,17 +105,33 @@ class Lender:
                 if self._closing.wait(PAUSE_SECONDS):
                     return
                 continue
-            host = address[0]
             with self._lock:
-                of_host = sum(each == host for each in self._streams.values())
-                is_full = len(self._streams) >= MOST_STREAMS or of_host >= MOST_STREAMS_OF_ONE
-                if not is_full:
-                    self._streams[stream] = host
-            if is_full:
+                waiting = self._waiting.get(address[0], deque())
+                all_waiting = sum(map(len, self._waiting.values()))
+                may_wait = len(waiting) < MOST_WAITING_OF_ONE and all_waiting < MOST_WAITING
+                may_wait &= not self._closing.is_set()
+                if may_wait:
+                    self._waiting[address[0]] = waiting
+                    waiting.append(stream)
+            if not may_wait:
                 self.refused += 1
                 stream.close()
-                continue
-            threading.Thread(target=self._serve, args=(stream,), name="peer-send", daemon=True).start()
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begin to serve the next stream that waits, where there is room."""
+        with self._lock:
+            held = Counter(self._streams.values())
+            free = (host for host in self._waiting if held[host] < MOST_STREAMS_OF_ONE)
+            host = next(free, None) if len(self._streams) < MOST_STREAMS else None
+            if host is None:
+                return
+            stream = self._waiting[host].popleft()
+            self._waiting.move_to_end(host)
+            if not self._waiting[host]:
+                del self._waiting[host]
+            self._streams[stream] = host
+        threading.Thread(target=self._serve, args=(stream,), name="peer-send", daemon=True).start()
 
     def _serve(self, stream: socket.socket) -> None:
         """Root of a stream's thread."""
@@ -122,6 +151,7 @@ class Lender:
             with self._lock:
                 del self._streams[stream]
             stream.close()
+            self._begin_next()
 
     def _greet(self, stream: socket.socket) -> Lent | None:
         magic, secret = HELLO.unpack(receive(stream, HELLO.size, time.monotonic() + HELLO_SECONDS))

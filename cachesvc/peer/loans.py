@@ -58,6 +58,10 @@ class HeldLoans:
         self._taken: dict[int, HeldLoan] = {}
         self._lock = threading.Lock()
 
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self._clock()
+
     def find(self, name: ObjectName) -> HeldLoan | None:
         """The loan of an object."""
         return self._by_name.get(name)

@@ -1,22 +1,27 @@
-"""Reads the objects of a loan from one stream, several of them with one call of the kernel's where they come quickly.
+"""Threads that read loans, a part of them for each peer; and a stream of a loan, read by one of them.
 
-Each call costs a turn at the interpreter, which the streams of all loans and the ledger share.
+A stream reads several objects with one call of the kernel's where they come quickly: each call costs a turn at the
+interpreter, which the streams of all loans and the ledger share.
 """
 
 from __future__ import annotations
 
 import itertools
 import socket
+import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.peer.fleet.control import Loan
 from cachesvc.peer.wire import (
     ANSWER,
     HELLO,
     MAGIC,
     OK,
+    STREAMS,
     StreamEnded,
     pack_numbers,
     receive,
@@ -25,7 +30,19 @@ from cachesvc.peer.wire import (
 )
 from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.seam import Item
+from cachesvc.telemetry import events
 
+PART = STREAMS
+"""Threads of each peer, whatever the others do: one large loan is read at once."""
+SHARED = 2 * STREAMS
+"""Threads for more than these parts, the first come first: a peer alone has three large loans read at once."""
+MOST_THREADS = 256
+MOST_WAITING = 1024
+"""Most streams of a peer that wait for a thread."""
+SILENT_SECONDS = 1.0
+"""Time without a byte after which a stream is silent, seconds. Its peer gets no thread for another loan then."""
+LOOK_SECONDS = 0.25
+"""Interval at which streams that wait are looked at again, seconds."""
 CONNECT_SECONDS = 3.5
 """Time limit for a connection, seconds: its first packet, where it is lost, is sent again after 1 and after 3 s."""
 GROUP_BYTES = 8 << 20
@@ -39,6 +56,125 @@ Came = Callable[[Sequence[int], int], None]
 
 Asked = tuple[int, Item, int]
 """An object that has been asked for: its index, item, and number."""
+
+
+@dataclass(eq=False)
+class ReadJob:
+    """Job for a thread: ``run`` does it, or ``refuse`` where it is not begun by ``deadline``, monotonic seconds.
+    ``peer``: that it waits for. ``loan``: that it reads; None for a question. ``heard_at``: when its peer was heard
+    last."""
+
+    peer: object
+    loan: object
+    run: Callable[[], None]
+    refuse: Callable[[], None]
+    deadline: float
+    heard_at: float = 0.0
+
+
+class Readers:
+    """Threads for jobs that wait for peers. One peer's jobs cannot take the part of another; see PART, SHARED.
+    ``clock``: monotonic seconds. Any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: OrderedDict[object, deque[ReadJob]] = OrderedDict()
+        self._active: dict[object, list[ReadJob]] = {}
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._is_open = False
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        """Take jobs from now on."""
+        self._is_open = True
+
+    def add(self, job: ReadJob) -> None:
+        """Run or refuse a job, later; refuse it at once where too many of its peer wait."""
+        with self._changed:
+            waiting = self._waiting.get(job.peer, deque())
+            is_taken = self._is_open and len(waiting) < MOST_WAITING
+            if is_taken:
+                self._waiting[job.peer] = waiting
+                waiting.append(job)
+                self._wake()
+        if not is_taken:
+            job.refuse()
+
+    def close(self, until: float) -> None:
+        """Refuse what waits, and wait for what runs until then, monotonic seconds. Idempotent."""
+        with self._changed:
+            self._is_open = False
+            waiting, self._waiting = self._waiting, OrderedDict()
+            self._changed.notify_all()
+        for jobs in waiting.values():
+            for job in jobs:
+                job.refuse()
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _wake(self) -> None:
+        """Under the lock: have a thread look at the jobs that wait."""
+        if self._idle:
+            self._changed.notify()
+        elif len(self._threads) <= MOST_THREADS:  # one more than jobs: it refuses those that wait for too long
+            thread = threading.Thread(target=self._work, name=f"peer-read-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        """Root of a thread."""
+        yield_to_callers()
+        while True:
+            with self._changed:
+                while (job := self._take()) is None:
+                    if not self._is_open:
+                        return
+                    self._idle += 1
+                    self._changed.wait(LOOK_SECONDS if self._waiting else None)
+                    self._idle -= 1
+                is_late = job.deadline <= self._clock()
+                if not is_late:
+                    job.heard_at = self._clock()
+                    self._active.setdefault(job.peer, []).append(job)
+                if self._waiting:
+                    self._wake()
+            try:
+                job.refuse() if is_late else job.run()
+            except Exception:  # noqa: BLE001 - the root of a thread: the next job is another's
+                events.failure("peer_job_broke")
+            finally:
+                if not is_late:
+                    self._end(job)
+
+    def _end(self, job: ReadJob) -> None:
+        with self._changed:
+            active = self._active[job.peer]
+            active.remove(job)
+            if not active:
+                del self._active[job.peer]
+
+    def _take(self) -> ReadJob | None:
+        """Under the lock: the next job that may begin or is too late, of one peer after another."""
+        now = self._clock()
+        running = sum(map(len, self._active.values()))
+        for peer, jobs in self._waiting.items():
+            if jobs[0].deadline > now and not (running < MOST_THREADS and self._may_begin(jobs[0], now)):
+                continue
+            job = jobs.popleft()
+            self._waiting.move_to_end(peer)
+            if not jobs:
+                del self._waiting[peer]
+            return job
+        return None
+
+    def _may_begin(self, job: ReadJob, now: float) -> bool:
+        active = self._active.get(job.peer, [])
+        is_silent = any(each.loan is not None and now - each.heard_at >= SILENT_SECONDS for each in active)
+        if is_silent and all(each.loan is not job.loan for each in active):
+            return False
+        beyond = sum(max(0, len(each) - PART) for each in self._active.values())
+        return len(active) < PART or beyond < SHARED
 
 
 class LoanStream:

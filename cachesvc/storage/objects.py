@@ -16,7 +16,19 @@ from functools import partial
 
 from cachesvc.storage.header import Digest, check, check_content, require_digest, write_header
 from cachesvc.storage.heads import Heads
-from cachesvc.storage.seam import CAME, Checked, Each, Item, ObjectName, Outcome, Part, Scope, StorageBackend
+from cachesvc.storage.seam import (
+    CAME,
+    Checked,
+    Each,
+    Item,
+    ObjectName,
+    Outcome,
+    Part,
+    Scope,
+    Step,
+    StorageBackend,
+    no_step,
+)
 
 LAST_ITEMS = 1024
 """Items whose latencies are kept, for each verb."""
@@ -187,10 +199,10 @@ class ObjectStore:
         begin = self.backend.get if verb is Verb.GET else self.backend.put
         return partial(begin, items, deadline, call.ended)
 
-    def check_all(self) -> Checked:
-        """Read and verify every object that is known. Waits for it: not on the loop. Raises NotSupported."""
+    def check_all(self, step: Step = no_step) -> Checked:
+        """Read and verify every object that is known, as the engine's ``check_all``."""
         assert self._digest is not None, "it was started"
-        return self.backend.check_all(partial(check_content, self._digest, self.heads.slot_bytes))
+        return self.backend.check_all(partial(check_content, self._digest, self.heads.slot_bytes), step)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Ask the engine's ``expects``."""

@@ -139,6 +139,7 @@ class Caps:
     ``head_bytes``: of an item's header, which lies on a border of as many bytes, rounded up to 256. ``max_bytes``: of
     an object with its header; 0: any. ``evicts_itself``: objects may go without our doing. ``needs_registration``:
     pages must lie in chunks that were registered. ``follows_use``: it evicts by the uses that ``used`` reports.
+    ``keeps_health``: it has sources of its own, knows how each of them does, and is never given up as a whole.
     """
 
     is_shared: bool
@@ -148,6 +149,7 @@ class Caps:
     evicts_itself: bool = False
     needs_registration: bool = False
     follows_use: bool = False
+    keeps_health: bool = False
 
 
 @dataclass(slots=True)
@@ -180,6 +182,14 @@ class StoreStatus:
     last_error: str = ""
 
 
+Step = Callable[[], None]
+"""Called now and then while something long gets on; what it raises ends that."""
+
+
+def no_step() -> None:
+    """Go on: the step of a caller that never stops it."""
+
+
 Check = Callable[[ObjectName, memoryview], bool]
 """``(name, content)``: whether content, header and all, is the object of that name."""
 
@@ -199,7 +209,8 @@ class Totals(NamedTuple):
     """Size of an engine's contents, without looking; ``capacity_bytes`` 0: none of its own.
 
     ``problem``: what keeps it from writing, or (not ``is_usable``) from anything; empty where nothing does. ``losses``:
-    how often all that it had was lost to it. ``stuck_objects``: files that cannot be removed.
+    how often all that it had was lost to it. ``stuck_objects``: files that cannot be removed. ``has_answered``: what it
+    keeps things in has answered since the start.
     """
 
     objects: int
@@ -210,6 +221,7 @@ class Totals(NamedTuple):
     is_usable: bool = True
     losses: int = 0
     stuck_objects: int = 0
+    has_answered: bool = True
 
 
 class StorageBackend(Protocol):
@@ -253,8 +265,9 @@ class StorageBackend(Protocol):
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Forget objects: best effort. What is being read may still be read to its end."""
 
-    def purge(self, scope: Scope | None) -> int:
-        """Forget all objects of a scope, or (None) of all: how many were known. Waits for it: not on the loop."""
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
+        """Forget all objects of a scope, or (None) of all: how many were known. Waits for it, and may hang: not on the
+        loop. ``step``: called with each object."""
 
     def status(self) -> StoreStatus:
         """Its own account of its contents. May take milliseconds: not on the loop."""
@@ -262,9 +275,9 @@ class StorageBackend(Protocol):
     def totals(self) -> Totals:
         """The sums of ``status``, at once."""
 
-    def check_all(self, check: Check) -> Checked:
-        """Read every object that is known, and remove what ``check`` finds to be none. Waits for it: not on the loop.
-        Raises NotSupported where it cannot list what it keeps."""
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
+        """Read every object that is known, and remove what ``check`` finds to be none. Waits for it, and may hang: not
+        on the loop. ``step``: called with each object. Raises NotSupported where it cannot list what it keeps."""
 
     def close(self) -> None:
         """Take nothing more; what has not begun is BUSY. Returns within seconds even where calls hang: those have no

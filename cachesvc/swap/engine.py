@@ -165,8 +165,13 @@ class SwapEngine:
             model.replicas[replica_id] = made
 
     def detach_model(self, model_id: int) -> None:
-        """Forget a model with its replicas and words; waits for drivers. Raises NotFound, or LedgerBroken while
-        transfers touch it."""
+        """Forget a model with its replicas and words; waits for drivers. Raises as ``forget_model``."""
+        for device in self.forget_model(model_id):
+            self.close_sheet(device, model_id)
+
+    def forget_model(self, model_id: int) -> list[str]:
+        """Forget a model with its replicas, without waiting for any driver; returns the devices that have words of it,
+        for ``close_sheet``. Raises NotFound, or LedgerBroken while transfers touch it."""
         with self._lock:
             self._model(model_id)
             busy = [ticket for ticket, flight in self._flights.items() if flight.transfer.model == model_id]
@@ -174,8 +179,11 @@ class SwapEngine:
                 raise LedgerBroken(f"model {model_id}: {len(busy)} transfers in flight, such as ticket {busy[0]}")
             model = self._models.pop(model_id)
         self._movers.forget(model.every_pool())
-        for device in sorted(model.sheets):
-            self._movers.memory.close_sheet(device, model_id)
+        return sorted(model.sheets)
+
+    def close_sheet(self, device: str, model_id: int) -> None:
+        """Give the words of a forgotten model on one device back; waits for its driver."""
+        self._movers.memory.close_sheet(device, model_id)
 
     def detach_replica(self, model_id: int, replica_id: int, seconds: float) -> bool:
         """Forget a replica, once the transfers that touch it have ended; False where they have not in ``seconds``

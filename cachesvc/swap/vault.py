@@ -1,7 +1,8 @@
 """Allocator of pools: device slabs from the backend, host slabs from the host pool.
 
-Making and freeing memory waits for drivers, so it may be done on any thread, by one at a time: ``open_host``,
-``open_replica``, ``close_model`` and ``close_retired``. Everything else is called where the ledger is and never waits.
+Making and freeing device memory waits for drivers, so it may be done on any thread, by one at a time for each device:
+``open_replica``, ``close_model`` and ``close_retired``. Host memory waits for none: ``open_host`` and ``free_retired``
+may be called on any thread. Everything else is called where the ledger is and never waits.
 A model of which something is still to be made or freed is not in the ledger.
 """
 
@@ -76,7 +77,8 @@ class Shared(NamedTuple):
 class _Holding:
     """Slabs and handles of one model. ``page_bytes``: of a page of each group. ``news``: (group, run) pairs that
     arrived before it was ``announced``, not reported yet. ``lost``: slabs, with their devices, of replicas of which
-    another device lost its memory; some are gone by now."""
+    another device lost its memory; some are gone by now. ``serving``: devices of replicas that are there or being made:
+    host pages are usable once these can reach them."""
 
     host: list[list[HostSlab]]
     page_bytes: list[int]
@@ -86,6 +88,7 @@ class _Holding:
     news: list[tuple[int, Run]] = field(default_factory=list)
     is_announced: bool = False
     lost: dict[int, list[tuple[str, Slab]]] = field(default_factory=dict)
+    serving: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def slabs(self) -> Iterable[tuple[str, Slab]]:
         """Every device slab, with its device."""
@@ -98,9 +101,31 @@ class _Holding:
 
     def lose(self, device: str) -> None:
         """A device lost its memory: replicas that had some there are not given out any more."""
+        for replica in [number for number, devices in self.serving.items() if device in devices]:
+            del self.serving[replica]
         for replica in [number for number, devices in self.devices.items() if device in devices]:
             ranks = zip(self.devices.pop(replica), self.replicas.pop(replica), strict=True)
             self.lost[replica] = [(where, slab) for where, rank in ranks for slab in unique(rank)]
+
+
+@dataclass(eq=False)
+class _Leaving:
+    """Memory that one device has to give back, of a model or replica that is forgotten; 0 bytes: its words."""
+
+    device: str
+    close: Callable[[], None]
+    size_bytes: int
+
+
+def _readers(holding: _Holding, replicas: Iterable[tuple[str, ...]]) -> dict[HostSlab, set[str]]:
+    """Devices of some replicas that copy from and to each host slab: all ranks' where they share one."""
+    slabs: dict[HostSlab, set[str]] = {}
+    for ranks in holding.host:
+        for rank, slab in enumerate(ranks):
+            mine = slabs.setdefault(slab, set())
+            for devices in replicas:
+                mine.update(devices if len(ranks) == 1 else devices[rank : rank + 1])
+    return slabs
 
 
 def unique(slabs: Iterable[S]) -> Iterable[S]:
@@ -128,6 +153,8 @@ class Vault:
         self._retired: dict[int, _Holding] = {}
         self._used: Counter[str] = Counter()
         self._losses: Counter[str] = Counter()
+        self._leaving: list[_Leaving] = []  # of models that are forgotten: what each device has to give back
+        self._freeing = Lock()
         self._lock = Lock()
 
     # -- where the ledger is -----------------------------------------------------------------------------------
@@ -149,6 +176,9 @@ class Vault:
             for holding in self._models.values():  # lost slabs are freed before anything is made
                 for device, slab in (each for slabs in holding.lost.values() for each in slabs if holding not in gone):
                     used[device] -= slab.handle.size_bytes
+            for leaving in self._leaving:  # as those of retired models are
+                used[leaving.device] -= leaving.size_bytes
+            gone += self._retired.values()
         for holding in gone:
             for device, slab in holding.slabs():
                 used[device] -= slab.handle.size_bytes
@@ -214,22 +244,35 @@ class Vault:
         had elsewhere."""
         with self._lock:
             self._losses[device] += 1
+            losing = [holding for holding in self._models.values() if device in sum(holding.serving.values(), ())]
             for holding in self._models.values():
                 holding.lose(device)
+        for holding in losing:
+            self._serve(holding)
+
+    def _serve(self, holding: _Holding) -> None:
+        """Wait for the devices of a model's replicas with its host pages, and for no others."""
+        with self._lock:
+            every = list(holding.serving.values())
+        for slab, readers in _readers(holding, every).items():
+            if readers:  # without a replica its pages stay as they are
+                self._pool.serve(slab, frozenset(readers))
 
     def has_replica(self, model: int, replica: int) -> bool:
         """False where a device lost its memory since the replica was begun."""
         with self._lock:
             return replica in self._models[model].replicas
 
-    # -- on any thread, one at a time --------------------------------------------------------------------------
+    # -- on any thread, one at a time for each device ----------------------------------------------------------
 
     def open_host(self, model: int, layout: Layout, pages: tuple[int, ...], devices: tuple[str, ...]) -> None:
         """Reserve host pages, each rank's near its device where there is room. Raises PoolExhausted, Unavailable."""
         made: dict[int, list[HostSlab]] = {pool[0]: [] for pool in layout.host_pools}
         with ExitStack() as undo:
             for group, rank, page_bytes in PoolSizes(layout).host_slabs:
-                slab = self._pool.reserve(page_bytes, pages[group], devices[rank])
+                is_one = layout.host_ranks(group) == 1
+                readers = frozenset(devices if is_one else (devices[rank],))
+                slab = self._pool.reserve(page_bytes, pages[group], devices[rank], readers)
                 undo.callback(self._pool.release, slab)
                 made[group].append(slab)
             by_group = {group: made[pool[0]] for pool in layout.host_pools for group in pool}
@@ -259,8 +302,14 @@ class Vault:
         """Make the device slabs of a replica, zeroed. Raises PoolExhausted, Unavailable, with nothing made."""
         with self._lock:
             losses = [self._losses[device] for device in devices]
+            holding = self._models[model]
+            holding.serving[replica] = devices
         ranks: list[list[Slab]] = []
         with ExitStack() as undo:
+            undo.callback(self._stop_serving, holding, replica)
+            self._serve(holding)  # first: what comes from here on waits for these devices
+            for host_slab, readers in _readers(holding, [devices]).items():
+                self._pool.require_reach(host_slab, readers)
             for device in devices:
                 mine: dict[int, Slab] = {}
                 for pool in layout.pools:
@@ -271,7 +320,6 @@ class Vault:
             self._engine.attach_replica(model, replica, devices, ranks, pages)
             undo.pop_all()
         with self._lock:
-            holding = self._models[model]
             holding.replicas[replica] = ranks
             holding.devices[replica] = devices
             for device, rank in zip(devices, ranks, strict=True):
@@ -280,36 +328,83 @@ class Vault:
                 if self._losses[device] != before:  # it may be of what was lost
                     holding.lose(device)
 
+    def _stop_serving(self, holding: _Holding, replica: int) -> None:
+        with self._lock:
+            holding.serving.pop(replica, None)
+        self._serve(holding)
+
     def close_model(self, model: int) -> None:
-        """Free the memory of a model that did not come into the ledger."""
+        """Free the memory of a model that did not come into the ledger, and of other retired ones."""
         self.retire(model)
         self.close_retired()
 
-    def close_retired(self) -> None:
-        """Free the memory of retired models, which nothing moves any more, and of lost replicas, as far as nothing
-        does by then."""
+    def require_answers(self, devices: Iterable[str]) -> None:
+        """Raises Unavailable where one of the devices does not answer now."""
+        for device in devices:
+            self._backend.require_answer(device)
+
+    def free_retired(self) -> None:
+        """Free the host memory of retired models, which nothing moves any more. Their devices give theirs back in
+        ``close_retired``; no device is waited for. Any thread, also beside the making of other pools."""
+        with self._freeing, ExitStack() as every:  # all of it, whatever one of them raises
+            for model, holding in list(self._retired.items()):
+                every.callback(self._free, model, holding)
+
+    def close_retired(self, devices: Collection[str] | None = None) -> None:
+        """Free the memory of retired models, and of lost replicas as far as nothing moves it any more, on ``devices``
+        (None: all). What other devices have to give back is left for those that make pools there."""
+        self.free_retired()
         with self._lock:
-            lost = [(model, replica) for model, holding in self._models.items() for replica in holding.lost]
+            lost = [
+                (model, replica)
+                for model, holding in self._models.items()
+                for replica, slabs in holding.lost.items()
+                if devices is None or any(device in devices for device, _ in slabs)
+            ]
         until = time.monotonic() + self._landing_seconds
         for model, replica in lost:
             if not self._engine.detach_replica(model, replica, max(0.0, until - time.monotonic())):
                 continue
             with self._lock:
                 slabs = self._models[model].lost.pop(replica)
-            for device, slab in slabs:
-                self._close_slab(device, slab)
-        while self._retired:
-            with self._lock:
-                model, holding = self._retired.popitem()
-            if self._engine.hangs(model):
+                self._leaving += [
+                    _Leaving(device, partial(self._close_slab, device, slab), slab.handle.size_bytes)
+                    for device, slab in slabs
+                ]
+        with self._lock:
+            mine = [each for each in self._leaving if devices is None or each.device in devices]
+        with ExitStack() as every:
+            for each in mine:
+                every.callback(self._give_back, each)
+
+    def _give_back(self, leaving: _Leaving) -> None:
+        with self._lock:
+            if leaving not in self._leaving:
+                return
+            self._leaving.remove(leaving)
+        leaving.close()
+
+    def _free(self, model: int, holding: _Holding) -> None:
+        words: list[str] = []
+        is_kept = False
+        try:
+            if is_kept := self._engine.hangs(model):
                 log.error("memory_kept model=%d", model)
-                continue
-            with ExitStack() as every:  # from the last to the first, whatever one of them raises
-                for host_slab in unique(slab for group in holding.host for slab in group):
-                    every.callback(self._pool.release, host_slab)
-                for device, slab in holding.slabs():
-                    every.callback(self._close_slab, device, slab)
-                every.callback(self._engine.detach_model, model)
+                return
+            for host_slab in unique(slab for group in holding.host for slab in group):
+                self._pool.release(host_slab)
+            words = self._engine.forget_model(model)
+        finally:
+            with self._lock:  # always retired or leaving: a plan counts either as free
+                del self._retired[model]
+                if not is_kept:
+                    self._leaving += [
+                        _Leaving(device, partial(self._close_slab, device, slab), slab.handle.size_bytes)
+                        for device, slab in holding.slabs()
+                    ]
+                    self._leaving += [
+                        _Leaving(each, partial(self._engine.close_sheet, each, model), 0) for each in words
+                    ]
 
     def _close_slab(self, device: str, slab: Slab) -> None:
         slab.close()

@@ -156,22 +156,35 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Does storage help, and is it used": (
         _counter(
             "storage_items",
-            ("way", "outcome"),
+            ("way", "outcome", "tier"),
             "Objects that were asked for (`get`) or written (`put`), by how that ended: `ok` (verified, or kept), "
             "`lent` (verified, and of another node), `miss`, `wrong` (not what its name says: removed), `misplaced` "
             "(below another block than the reader says), `busy` (not begun: no room, or too late), `failed`, `late` "
-            "(the wait had timed out). Zeros without `--storage`, as all of these.",
+            "(the wait had timed out). `tier`: the engine's name, with a number behind a second one of a kind (`file`, "
+            "`s3`, `file2`); what a daemon has in all is `sum without (tier)`. Absent without a tier, as all of these "
+            "but `cachesvc_storage_tiers`.",
         ),
-        _counter("storage_moved_bytes", ("way",), "Bytes of those that were `ok` or `lent`."),
-        _gauge("storage_objects", (), "Stored objects, as far as the daemon knows."),
-        _gauge("storage_bytes", (), "Bytes of the stored objects."),
-        _gauge("storage_capacity_bytes", (), "Capacity in bytes; 0: the engine has no limit of its own."),
-        _counter("storage_evicted_objects", (), "Objects that made room for others, or were not used for too long."),
-        _gauge("storage_closed", (), "1 while all storage tiers are used; 0 while one is given up, or there is none."),
-        _counter("storage_given_up", (), "Times that storage was given up: for errors, or because nothing came."),
+        _counter("storage_moved_bytes", ("way", "tier"), "Bytes of those that were `ok` or `lent`."),
+        _gauge("storage_tiers", (), "Storage tiers of the daemon; 0 without `--storage` and peers."),
+        _gauge("storage_objects", ("tier",), "Stored objects, as far as the daemon knows."),
+        _gauge("storage_bytes", ("tier",), "Bytes of the stored objects."),
+        _gauge("storage_capacity_bytes", ("tier",), "Capacity in bytes; 0: the engine has no limit of its own."),
+        _counter(
+            "storage_evicted_objects", ("tier",), "Objects that made room for others, or were not used for too long."
+        ),
+        _gauge("storage_closed", ("tier",), "1 while the tier is used; 0 while it is given up."),
+        _gauge(
+            "storage_writable",
+            ("tier",),
+            "1 while nothing keeps the tier from writing; 0: its disk is full, mounted for reading or gone, its folder "
+            "is not ours, its bucket refuses. `cachesvc status` says which.",
+        ),
+        _counter(
+            "storage_given_up", ("tier",), "Times that storage was given up: for errors, or because nothing came."
+        ),
         _gauge(
             "storage_items_under_way",
-            (),
+            ("tier",),
             "Objects whose host pages the engine reads or writes now, those included whose wait has timed out.",
         ),
     ),

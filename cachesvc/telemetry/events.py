@@ -9,6 +9,8 @@ import json
 import logging
 import re
 import time
+from collections import Counter
+from collections.abc import Callable, Hashable
 
 from cachesvc.telemetry.line_writer import LineWriter, keep_standard_descriptors
 from cachesvc.telemetry.tracing import current_span
@@ -86,6 +88,38 @@ def start_logging(level: str) -> None:
 def lost_lines() -> int:
     """Lines that could not be written so far."""
     return sum(handler.writer.lost for handler in logging.getLogger().handlers if isinstance(handler, _Handler))
+
+
+class LineLimits:
+    """Limit for lines that callers can cause as often as they connect: ``ONE_A_MINUTE`` of one event for each of them,
+    and ``ALL_A_MINUTE`` of it for all. What is left out is counted in the next line of that event."""
+
+    ONE_A_MINUTE, ALL_A_MINUTE = 10, 60
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._minute = -1
+        self._of_one: Counter[tuple[str, Hashable]] = Counter()
+        self._of_all: Counter[str] = Counter()
+        self._unlogged: Counter[str] = Counter()
+
+    def admit(self, name: str, who: Hashable) -> int | None:
+        """Number of lines of this event that were left out since the last one, for a line that is to be written; None
+        for one that is not. ``who``: the process or user that causes it, however often it reconnects."""
+        if (minute := int(self._clock() // 60)) != self._minute:
+            self._minute = minute
+            self._of_one.clear()
+            self._of_all.clear()
+        if self._of_one[name, who] >= self.ONE_A_MINUTE or self._of_all[name] >= self.ALL_A_MINUTE:
+            self._unlogged[name] += 1
+            return None
+        self._of_one[name, who] += 1
+        self._of_all[name] += 1
+        return self._unlogged.pop(name, 0)
+
+
+admit = LineLimits().admit
+"""Limit of this process's log."""
 
 
 def event(name: str, **fields: object) -> None:

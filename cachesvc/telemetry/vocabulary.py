@@ -17,6 +17,9 @@ class Event:
     fields: tuple[str, ...] = ()
 
 
+REPEATS = "At most 10 lines a minute for one process or user and 60 in all; `unlogged`: lines left out before this one."
+"""Meaning of a line that callers can cause at will (``events.LineLimits``)."""
+
 VOCABULARY: dict[str, Event] = {
     # start and end
     "config": Event("info", "The effective configuration, one field a setting.", ("...",)),
@@ -114,7 +117,15 @@ VOCABULARY: dict[str, Event] = {
     ),
     "mover_slab_gone": Event("info", "A slab to free had already ended with its mover.", ("device", "reason")),
     "mover_sheet_gone": Event("info", "Words to close had already ended with their mover.", ("device", "reason")),
-    "mover_chunk_not_told": Event("info", "A mover died before it had mapped a chunk of host memory.", ("reason",)),
+    "mover_chunk_refused": Event(
+        "warning",
+        "A mover refuses chunks of the host pool, which its device does without until it takes them; it is asked again "
+        "every minute. Logged once until it has taken them all.",
+        ("device", "chunks", "reason"),
+    ),
+    "mover_chunk_not_told": Event(
+        "info", "A mover died before it had mapped a chunk of host memory.", ("device", "reason")
+    ),
     "mover_peer_not_told": Event("info", "A mover did not get another one's slab, with the reason.", ("reason",)),
     "mover_loss_not_told": Event("error", "A defect: lost memory has no listener.", ("device", "reason")),
     "mover_record_broke": Event("error", "A defect: a record between daemon and mover broke.", ("kind", "traceback")),
@@ -160,6 +171,11 @@ VOCABULARY: dict[str, Event] = {
         "nothing from it. Logged every 5 minutes.",
         ("peer", "reason"),
     ),
+    "peer_digest_full": Event(
+        "warning",
+        "This node has more blocks than its digest can tell apart: other nodes ask it for blocks that it lacks.",
+        ("bits", "blocks"),
+    ),
     "peer_object_wrong": Event("warning", "Another node sent an object other than the requested one.", ("peer",)),
     "peer_not_asked": Event(
         "warning", "A request named a daemon that this node may not ask, or that has no address.", ("peer", "reason")
@@ -167,7 +183,7 @@ VOCABULARY: dict[str, Event] = {
     "peer_name_unknown": Event("warning", "A name in --peers could not be looked up.", ("peers", "reason")),
     "peers_changed": Event("info", "Names in --peers stand for other nodes than before.", ("peers", "left_out")),
     "peer_names_broke": Event("error", "A defect: names in --peers were not looked up."),
-    "peer_refused": Event("info", "A peer without a token tried to borrow.", ("method",)),
+    "peer_refused": Event("info", f"A peer without a token tried to borrow. {REPEATS}", ("method", "unlogged")),
     "peer_stream_refused": Event("info", "A connection for bytes had no valid secret."),
     "peer_stream_broke": Event("error", "A defect: a stream of bytes to another node has ended."),
     "peer_job_broke": Event("error", "A defect: a borrow job has failed."),
@@ -190,22 +206,32 @@ VOCABULARY: dict[str, Event] = {
         ("lease", "engine", "sequences", "private_pages"),
     ),
     "lease_silent": Event("warning", "A lease without a heartbeat for too long is lost.", ("lease", "seconds")),
-    "life_connection_refused": Event("warning", "A process was refused a life connection.", ("uid", "pid", "reason")),
+    "life_connection_refused": Event(
+        "warning", f"A process was refused a life connection. {REPEATS}", ("uid", "pid", "reason", "unlogged")
+    ),
     "life_connection_dropped": Event(
-        "info", "A life connection without lease and lane was closed in favour of others of its user.", ("pid", "uid")
+        "info",
+        f"A life connection without lease and lane was closed in favour of others of its user. {REPEATS}",
+        ("pid", "uid", "unlogged"),
     ),
     "life_connection_broke": Event(
-        "info", "A life connection was closed: it broke, or its peer does not read.", ("pid", "reason")
+        "info",
+        f"A life connection was closed: it broke, or its peer does not read. {REPEATS}",
+        ("pid", "reason", "unlogged"),
     ),
     "life_not_accepting": Event(
         "warning",
         "No descriptor is left for life connections; the daemon tries again after `seconds`.",
         ("reason", "seconds"),
     ),
-    "lane_opened": Event("info", "A process has a lane; `lanes`: of its life connection.", ("lanes",)),
-    "lane_closed": Event("info", "A lane ended, after `calls` calls.", ("reason", "calls")),
+    "lane_opened": Event(
+        "info", f"A process has a lane; `lanes`: of its life connection. {REPEATS}", ("lanes", "unlogged")
+    ),
+    "lane_closed": Event("info", f"A lane ended, after `calls` calls. {REPEATS}", ("reason", "calls", "unlogged")),
     "lane_refused": Event(
-        "warning", "A lane got bytes outside of its protocol, or no valid proof of its caller.", ("reason",)
+        "warning",
+        f"A lane got bytes outside of its protocol, or no valid proof of its caller. {REPEATS}",
+        ("reason", "unlogged"),
     ),
     "lane_broke": Event("error", "A defect: a lane could not be served and was ended."),
     "tokens_read": Event("info", "Tokens, peers and quotas are those of the file.", ("entries", "tenants")),
@@ -244,9 +270,13 @@ VOCABULARY: dict[str, Event] = {
     ),
     "reload_too_early": Event("info", "SIGHUP came before the daemon had started; it reads its files anyway."),
     "reload_by_signal_refused": Event("debug", "A reload by SIGHUP was refused.", ("code",)),
-    "process_ended": Event("info", "An engine's process has ended, by the kernel's report.", ("pid",)),
+    "process_ended": Event(
+        "info", f"An engine's process has ended, by the kernel's report. {REPEATS}", ("pid", "unlogged")
+    ),
     "connection_ended": Event(
-        "info", "A process counts as gone: its connection ended, and the grace is over.", ("pid",)
+        "info",
+        f"A process counts as gone: its connection ended, and the grace is over. {REPEATS}",
+        ("pid", "unlogged"),
     ),
     # transfers and calls
     "transfer_failed": Event(
@@ -296,7 +326,26 @@ VOCABULARY: dict[str, Event] = {
     ),
     "model_trusted": Event("info", "Verify found the model sound; it is served again.", ("model",)),
     # storage
-    "storage_ready": Event("info", "The storage tier serves; the scan for its objects goes on.", ("storage",)),
+    "storage_ready": Event(
+        "info", "The storage tier reads and writes for the first time; the scan for its objects goes on.", ("storage",)
+    ),
+    "storage_given_up": Event(
+        "warning",
+        "A storage tier is not used now, and is tried again by itself; prompts are computed instead. `times`: since "
+        "the line before, of which there is one a minute at most.",
+        ("tier", "reason", "times"),
+    ),
+    "storage_used_again": Event(
+        "info",
+        "A storage tier that was given up is used again. `seconds`: time for which it was not.",
+        ("tier", "seconds"),
+    ),
+    "storage_calls_hang": Event(
+        "warning",
+        "Reads or writes of objects have not come back in time, and hold their host pages until they do.",
+        ("tier", "objects"),
+    ),
+    "storage_calls_back": Event("info", "No read or write of an object hangs any more.", ("tier",)),
     "storage_purged": Event(
         "info", "An operator removed objects; an empty name: of all models.", ("model_name", "objects")
     ),
@@ -343,6 +392,12 @@ VOCABULARY: dict[str, Event] = {
     "storage_folder_gone": Event(
         "warning",
         "The folder of the storage, or its disk, is gone. Storage is not used until it is back.",
+        ("folder", "reason"),
+    ),
+    "storage_folder_refused": Event(
+        "warning",
+        "The folder of the storage is something else's, of another format, or cannot be used. The daemon serves from "
+        "memory, and uses the folder once it is right.",
         ("folder", "reason"),
     ),
     "storage_folder_unread": Event(

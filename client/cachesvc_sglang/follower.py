@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, IncLockRefResult
 
 from cachesvc_sglang.common.calls import LEASE, Called, prompt_call, requests_call
-from cachesvc_sglang.common.engine_cache import ROOT, EngineCache
+from cachesvc_sglang.common.engine_cache import ROOT, EngineCache, name_of
 from cachesvc_sglang.common.prompts import may_share
 from cachesvc_sglang.common.rank_loads import RankLoads
 from cachesvc_sglang.ranks.links import Call, LeaderLink, RanksDiverged, Record
@@ -64,17 +64,18 @@ class FollowingCache(EngineCache):
             return self._found(ROOT, 0, 0)
         if may_share(request) and not self._is_off:
             self._keys_of(request).extend(params.key.token_ids)
-        call = prompt_call(request, params.key, self._keys.get(request.rid), self.page_size)
+        name = name_of(request)
+        call = prompt_call(name, params.key, self._keys.get(name), self.page_size)
         record = self._leader.hear(call)
         if record.answer is not None:
             is_new, hit_blocks, host_blocks, is_used = record.answer
             if is_new:
-                self._followed[request.rid] = FollowedPages(request.rid, hit_blocks, host_blocks)
-            self._followed[request.rid].is_used = is_used
+                self._followed[name] = FollowedPages(name, hit_blocks, host_blocks)
+            self._followed[name].is_used = is_used
         self._take(record)
         if record.answer is None:
             return self._found(ROOT, 0, 0)
-        pages = self._followed[request.rid]
+        pages = self._followed[name]
         return self._found(pages, pages.hit_blocks, pages.host_blocks)
 
     def inc_lock_ref(self, node: Any) -> Any:
@@ -127,7 +128,7 @@ class FollowingCache(EngineCache):
         """Tables of requests that are allocated up to these tokens; None where one is too short."""
         if not self._follow(requests_call(Called.TAKE, requests, sum(ends))):
             return None
-        self._rows.update((each.rid, each.kv) for each in requests)
+        self._rows.update((name_of(each), each.kv) for each in requests)
         return [each.last_node.pages for each in requests]
 
     def checkpoint(self, req: Any, *, up_to: int, **_: Any) -> None:
@@ -137,7 +138,7 @@ class FollowingCache(EngineCache):
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """The request has ended, or was retracted."""
-        self._forget(req.rid, ends=bool(req.finished()))
+        self._forget(name_of(req), ends=bool(req.finished()))
         if not req.finished():
             self._synchronize()
 

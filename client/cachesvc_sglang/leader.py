@@ -12,6 +12,7 @@ from typing import Any
 from cachesvc_client.plugins.pages.request_pages import RequestPages
 
 from cachesvc_sglang.common.calls import LEASE, Called, LoadAnswer, MatchAnswer, prompt_call, requests_call
+from cachesvc_sglang.common.engine_cache import name_of
 from cachesvc_sglang.page_cache import PageCache
 from cachesvc_sglang.ranks.links import Call, FollowerLinks, NewPages, Record
 
@@ -36,13 +37,13 @@ class LeadingCache(PageCache):
         found = super().match_prefix(params)
         if params.req is None:
             return found
-        rid, node, answer = params.req.rid, found.last_device_node, None
+        rid, node, answer = name_of(params.req), found.last_device_node, None
         if isinstance(node, RequestPages):
             is_new = rid not in self._told or self._told[rid][0] is not node
             if is_new:
                 self._told[rid] = node, 0
             answer = MatchAnswer(is_new, node.hit_blocks, node.host_blocks, self._loads.is_used(node))
-        self._tell(prompt_call(params.req, params.key, self._keys.get(rid), self.page_size), answer, [node])
+        self._tell(prompt_call(rid, params.key, self._keys.get(rid), self.page_size), answer, [node])
         return found
 
     def init_load_back(self, params: Any) -> Any:

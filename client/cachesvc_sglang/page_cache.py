@@ -24,7 +24,7 @@ from cachesvc_client.plugins.steps.vouching import LOOK_S as LEASE_LOOK_S
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, IncLockRefResult
 
 from cachesvc.model.layout import Layout
-from cachesvc_sglang.common.engine_cache import ROOT, EngineCache
+from cachesvc_sglang.common.engine_cache import ROOT, EngineCache, name_of
 from cachesvc_sglang.common.host_loads import HostLoads
 from cachesvc_sglang.common.metrics import CacheMetrics
 from cachesvc_sglang.common.prompts import may_share
@@ -57,6 +57,7 @@ class PageCache(EngineCache):
         followers = pool.cachesvc.followers
         self._loads = HostLoads(self.node, self._book.without_host, pool.layer_num, self._metrics, followers)
         pool.register_layer_transfer_counter(self._loads)
+        self._changes_weights = self._resets_later = False
         self._looked_at: RequestPages | None = None
         self._reserved: dict[str, RequestPages] = {}
         allocator.bind(self)
@@ -65,8 +66,9 @@ class PageCache(EngineCache):
 
     def expect(self, request: Any) -> None:
         """A request waits: match it before its turn, so that SGLang waits for no answer then."""
-        if self._book.find(request.rid) is None:
-            self._book.expect(request.rid, self._wish(request, request.origin_input_ids + request.output_ids, None))
+        name = name_of(request)
+        if self._book.find(name) is None:
+            self._book.expect(name, self._wish(request, request.origin_input_ids + request.output_ids, None))
 
     def match_prefix(self, params: Any) -> Any:
         """Find what the daemon has of a request's prompt; it stays pinned until the request ends or is matched anew."""
@@ -74,10 +76,11 @@ class PageCache(EngineCache):
         if request is None:
             return self._found(ROOT, 0, 0)
         wish = self._wish(request, params.key.token_ids, params.key.limit)
-        self._loads.match(request.rid)
-        pages = self._book.find(request.rid)
+        name = name_of(request)
+        self._loads.match(name)
+        pages = self._book.find(name)
         if pages is None or not self._loads.look(pages):
-            pages = self._book.begin(request.rid, wish)
+            pages = self._book.begin(name, wish)
         if pages.is_matching:  # its hit would come after a match that reported none, and be computed over
             return self._found(ROOT, 0, 0)
         self._looked_at = pages
@@ -159,14 +162,14 @@ class PageCache(EngineCache):
         for request, end in zip(requests, ends, strict=True):
             pages, blocks = request.last_node, -(-end // self.page_size)
             if not isinstance(pages, RequestPages) or len(pages.pages) < blocks:
-                log.error("table_too_short request=%s blocks=%s", request.rid, blocks)
+                log.error("table_too_short request=%s blocks=%s", name_of(request), blocks)
                 return None
             if not pages.taken:
                 self._book.use_hits(pages)
             if blocks > pages.taken:
                 self._book.take(pages, blocks - pages.taken)
-            self._reserved.pop(request.rid, None)
-            self._rows[request.rid] = request.kv
+            self._reserved.pop(name_of(request), None)
+            self._rows[name_of(request)] = request.kv
             tables.append(pages.pages)
         return tables
 
@@ -186,7 +189,7 @@ class PageCache(EngineCache):
         if isinstance(pages, RequestPages):
             pages.output_tokens = len(req.output_ids)
             self._book.drop(pages, pages.held)
-        self._forget(req.rid, ends=bool(req.finished()))
+        self._forget(name_of(req), ends=bool(req.finished()))
         if not req.finished():
             self._settle()
 
@@ -200,11 +203,30 @@ class PageCache(EngineCache):
             self._forget(handle.rid, ends=True)
 
     def reset(self) -> None:
-        """Go on under the keys of the weights that the engine has now."""
-        self._weights.reset()
+        """Go on under the keys of the weights that the engine has now: once they are whole, where they are changed."""
+        if self._changes_weights:
+            self._resets_later = True
+        else:
+            self._weights.reset()
         self._book.change_keys(self._weights.salt)
-        for rid in [*self._keys]:
-            self._forget(rid, ends=True)
+        for name in [*self._keys]:
+            self._forget(name, ends=True)
+
+    def begin_weights(self) -> None:
+        """SGLang begins to change the weights: their name ends, whatever is flushed. Requests that run share nothing
+        further, and those that wait are matched anew."""
+        self._changes_weights = True
+        self._weights.lose("SGLang changes the weights")
+        self._book.change_keys(self._weights.salt)
+
+    def end_weights(self, *, is_whole: bool) -> None:
+        """A change of the weights has ended. Where it ``is_whole``, and the cache was flushed meanwhile, an announced
+        version is adopted."""
+        self._changes_weights = not is_whole
+        if is_whole and self._resets_later:
+            self._resets_later = False
+            self._weights.reset()
+            self._book.change_keys(self._weights.salt)
 
     def release_host_resources(self) -> None:
         """End the lease. Idempotent."""

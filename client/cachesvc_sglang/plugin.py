@@ -22,10 +22,13 @@ def activate() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from cachesvc_sglang.allocator import PageAllocator
+    from cachesvc_sglang.common.adapters import HOOKS as ADAPTER_HOOKS
 
     register_radix_cache_backend(NAME, make_cache)
     for method in ("MHATokenToKVPool._create_buffers_normal", "MLATokenToKVPool._create_buffers"):
         HookRegistry.register(f"sglang.srt.mem_cache.memory_pool.{method}", create_buffers, HookType.AROUND)
+    for target, hook in ADAPTER_HOOKS.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
     configurator = "sglang.srt.mem_cache.kv_cache_configurator"
     HookRegistry.register(f"{configurator}.PagedTokenToKVPoolAllocator", PageAllocator, HookType.REPLACE)
     HookRegistry.register(
@@ -40,13 +43,14 @@ def make_cache(context: Any) -> Any:
     from cachesvc_sglang.follower import FollowingCache
     from cachesvc_sglang.leader import LeadingCache
     from cachesvc_sglang.page_cache import PageCache
-    from cachesvc_sglang.refusals import require_cache
+    from cachesvc_sglang.refusals import require_cache, require_patched
     from cachesvc_sglang.steps import HOOKS
 
     require_cache(context)
     for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.apply_hooks()
+    require_patched(HookRegistry._hooks, HookRegistry._patched)  # noqa: SLF001 - it only logs a hook that does not fit
     memory = context.params.token_to_kv_pool_allocator.get_kvcache().cachesvc
     if memory.leader is not None:
         return FollowingCache(context)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import os
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cachesvc_sglang.errors import EngineRefused
 from cachesvc_sglang.settings import VARIABLE, EngineSettings
 
-TESTED = ((0, 5, 23),)
+TESTED = ("0.5.23",)
 """Releases of SGLang that the plugin was tested with: its hooks are on functions that each release may change."""
 
 SINGLE = {
@@ -37,6 +38,20 @@ OFF = (
 """Options that change what the cache's pages mean, or who owns them."""
 
 
+PAGE_TOKENS = 16, 128
+"""Least and most tokens of a block."""
+
+CHANGED: dict[str, tuple[object, str]] = {
+    "kv_events_config": (None, "the plugin publishes no KV events: subscribe to the daemon (docs/events.md)"),
+    "hicache_storage_backend": (None, "storage below the host pool is the daemon's (cachesvcd --storage)"),
+    "radix_eviction_policy": ("lru", "the daemon evicts (cachesvcd --eviction)"),
+}
+"""Options that have no effect with the daemon's cache: their default, and what is there instead."""
+
+POLICY_OF_TREE = "dfs-weight"
+"""Order of the waiting queue that walks SGLang's own tree, which an engine of the daemon does not have."""
+
+
 FULL_POOL, LATENT_POOL = "MHATokenToKVPool", "MLATokenToKVPool"
 """SGLang's KV pools that are served: K and V of full attention, and latents."""
 
@@ -51,10 +66,10 @@ def require_supported(arguments: Any, settings: EngineSettings) -> None:
 
 def require_options(arguments: Any) -> None:
     """Raises EngineRefused for the first of SGLang's options that cannot be served."""
-    if arguments.page_size < 2:
+    if not PAGE_TOKENS[0] <= arguments.page_size <= PAGE_TOKENS[1]:
         raise EngineRefused(
             f"--page-size is {arguments.page_size}: the daemon's keys and copies are made for blocks of tokens, and "
-            "a token a block costs a key of 32 bytes each; take 16 to 128"
+            "a small block costs a key of 32 bytes each; take 16 to 128"
         )
     if arguments.max_total_tokens is None:
         raise EngineRefused(
@@ -66,6 +81,11 @@ def require_options(arguments: Any) -> None:
             raise EngineRefused(
                 f"{_flag(name)} is {getattr(arguments, name)}, and only 1 is supported: {why}; leave it out"
             )
+    if getattr(arguments, "schedule_policy", "") == POLICY_OF_TREE:
+        raise EngineRefused(
+            "--schedule-policy dfs-weight walks SGLang's own tree of prefixes, and the daemon has the index here; take "
+            "lpm or fcfs"
+        )
     if getattr(arguments, "enable_dp_attention", False):
         raise EngineRefused(
             "--enable-dp-attention is not supported with --radix-cache-backend cachesvc: its ranks serve different "
@@ -78,11 +98,34 @@ def require_options(arguments: Any) -> None:
             "other engines use it, and nothing would be freed; leave it out, and stop the engine to free its "
             "weights: its blocks stay, and it finds them when it is started again"
         )
+    for name, (value, why) in CHANGED.items():
+        if (given := getattr(arguments, name, value)) not in (value, None):
+            raise EngineRefused(f"{_flag(name)} is {given!r}, and {why}; leave it out")
+    if os.environ.get("SGLANG_RADIX_FORCE_MISS", "").lower() in ("1", "true", "yes", "y"):
+        raise EngineRefused("SGLANG_RADIX_FORCE_MISS is set: use --disable-radix-cache to run without hits")
     for name in OFF:
         if getattr(arguments, name, None):
             raise EngineRefused(f"{_flag(name)} is not supported with --radix-cache-backend cachesvc: leave it out")
     if getattr(arguments, "disaggregation_mode", "null") != "null":
         raise EngineRefused("--disaggregation-mode is not supported with --radix-cache-backend cachesvc: leave it out")
+
+
+def require_patched(
+    registered: Mapping[str, Sequence[tuple[object, object, object]]], patched: Collection[str]
+) -> None:
+    """Raises EngineRefused for the hooks of this plugin that SGLang could not apply: without them layers would not wait
+    for their loads, and tokens of a lost lease would leave the engine."""
+    missing = sorted(
+        target
+        for target, hooks in registered.items()
+        if target not in patched
+        and any(getattr(hook, "__module__", "").startswith("cachesvc_") for _, hook, _ in hooks)
+    )
+    if missing:
+        raise EngineRefused(
+            f"SGLang has no {', '.join(missing)} that a hook fits: the plugin cannot keep its promises on this "
+            "release; install a tested one"
+        )
 
 
 def require_pool(pool: Any) -> None:
@@ -119,10 +162,9 @@ def require_cache(context: Any) -> None:
 
 
 def _require_version(version: str, settings: EngineSettings) -> None:
-    found = tuple(int(each) for each in re.findall(r"\d+", version)[:3])
-    if found in TESTED or settings.allow_untested_sglang:
+    if version in TESTED or settings.allow_untested_sglang:
         return
-    known = " and ".join(".".join(map(str, each)) for each in TESTED)
+    known = " and ".join(TESTED)
     raise EngineRefused(
         f"cachesvc_sglang works with SGLang {known}, and this is {version}: install one of these, or try it at your "
         f'own risk with "allow_untested_sglang": true in {VARIABLE}'

@@ -81,9 +81,11 @@ def _retract_all(scheduler: Any) -> None:
 
 
 def add_request_to_queue(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Match a request that waits from now on."""
-    original(scheduler, request, *args, **kwargs)
+    """Name a request that comes, and match it where it waits from now on."""
     cache = scheduler.tree_cache
+    if isinstance(cache, EngineCache):
+        cache.name_request(request)
+    original(scheduler, request, *args, **kwargs)
     if isinstance(cache, EngineCache) and scheduler.waiting_queue and scheduler.waiting_queue[-1] is request:
         cache.expect(request)
 
@@ -114,7 +116,26 @@ def process_batch_result(original: Callable[..., Any], scheduler: Any, batch: An
     cache.end_output()
 
 
+def change_weights(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Change the engine's weights, or a part of them within a session."""
+    cache = updater.scheduler.tree_cache
+    if not isinstance(cache, EngineCache):
+        return original(updater, *args, **kwargs)
+    cache.begin_weights()
+    try:
+        return original(updater, *args, **kwargs)
+    finally:
+        cache.end_weights(is_whole=updater._session is None)  # noqa: SLF001 - begin_weight_update to end_weight_update
+
+
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATES = (
+    *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
+    *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
+)
+"""Calls that write weights into the model."""
 
 HOOKS: Mapping[str, Callable[..., Any]] = {
     "sglang.srt.mem_cache.allocation.alloc_for_extend": allocate,
@@ -124,4 +145,5 @@ HOOKS: Mapping[str, Callable[..., Any]] = {
     f"{SCHEDULER}.run_batch": run_batch,
     f"{SCHEDULER}.update_running_batch": update_running_batch,
     f"{SCHEDULER}.process_batch_result": process_batch_result,
+    **{f"{UPDATER}.{each}": change_weights for each in UPDATES},
 }

@@ -15,17 +15,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from cachesvc_vllm.daemon.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.daemon.settings import FLAGS, read_settings
 from cachesvc_vllm.handover import answer_of
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
-from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.namespace.draft_keys import draft_lookahead, drafts_with_kv
+from cachesvc_vllm.namespace.naming import look_at_loads
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.startup.logs import log_as_vllm
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
 from cachesvc_vllm.worker_side import WorkerSide, calls_layers
 
 log = logging.getLogger(__name__)
+
+look_at_loads()  # vLLM imports this with its configuration, before it loads weights; a worker that it spawns does not
 
 
 class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -103,7 +106,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> WorkerLease | None:
-        """Lease that this worker is on, for a scheduler that asked to move."""
+        """Lease that this worker is on, for a scheduler that asked to move, and the adapters that it has loaded."""
         assert self._worker is not None
         return self._worker.take_lease()
 
@@ -113,7 +116,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         self._worker.end_warm_up()
         worker = self._worker
-        return None if worker.share is None else WorkerShare(worker.share, worker.comes_back, worker.instance)
+        if worker.share is None:
+            return None
+        return WorkerShare(worker.share, worker.comes_back, worker.instance, worker.replaced)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
@@ -141,6 +146,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 most_requests=config.scheduler_config.max_num_seqs,
                 drafts=drafts,
                 publisher=publisher,
+                lora_config=config.lora_config,
+                ranks=config.parallel_config.tensor_parallel_size,
+                replaced=told.replaced,
             )
         except BaseException:
             node.close()
@@ -168,6 +176,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._scheduler.move(told.lease_id)
                 if told.has_lapsed:
                     self._scheduler.drop_step(repeats=False)
+                if told.adapters is not None:
+                    self._scheduler.note_adapters(told.adapters)
             if has_lapsed(connector_output.invalid_block_ids):
                 self._scheduler.drop_step(repeats=True)
             ended, failed = connector_output.finished_recving, connector_output.failed_recving
@@ -178,7 +188,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return StepTransfers()
         is_empty = not scheduler_output.total_num_scheduled_tokens
-        self._scheduler.begin_step(computes=not is_empty)
+        self._scheduler.begin_step(scheduler_output.num_scheduled_tokens)
         step = self._scheduler.take_transfers(is_empty=is_empty)
         if step.copies:
             scheduler_output.has_sync_kv_loads = True  # workers call start_load_kv before they compute

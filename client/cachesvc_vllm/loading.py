@@ -21,7 +21,7 @@ from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 from cachesvc_client.plugins.pages.request_pages import RequestPages
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.metrics import LOAD_SECONDS, CacheStats
+from cachesvc_vllm.daemon.metrics import LOAD_SECONDS, CacheStats
 from cachesvc_vllm.transfers import EarlyLoad, StepTransfers
 
 SHORT_LOAD_BYTES = 32 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -17,10 +18,11 @@ from cachesvc_client.plugins.pages.request_pages import RequestPages
 from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
 
+from cachesvc_vllm.daemon.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch, timed
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.loading import Loading
-from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch
+from cachesvc_vllm.namespace.adapters import AdapterReport, Adapters, watch_loads
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.lengths import blocks_wanted, fills_nothing
@@ -31,6 +33,10 @@ from cachesvc_vllm.steps.pace import Pace
 from cachesvc_vllm.transfers import StepTransfers
 from cachesvc_vllm.waiting import free_waiting
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
+
+RUNNING = "RUNNING"
+
+log = logging.getLogger(__name__)
 
 
 class SchedulerSide:
@@ -46,10 +52,14 @@ class SchedulerSide:
         most_requests: int = 0,
         drafts: bool = False,
         publisher: Any = None,
+        lora_config: Any = None,
+        ranks: int = 1,
+        replaced: str = "",
     ) -> None:
         """``step_tokens``: the most that vLLM schedules in an iteration, of ``most_requests``. ``lookahead_tokens``:
         those that a drafter reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``).
-        ``publisher``: of KV events."""
+        ``publisher``: of KV events. ``lora_config``: of adapters; None: there are none. ``ranks``: of the engine.
+        ``replaced``: why its weights may not be those that it is named by."""
         self._node = node
         self._has_lookahead, self._lookahead_tokens = settings.draft_blocks == "lookahead", lookahead_tokens
         registration = node.lease.registration
@@ -68,13 +78,26 @@ class SchedulerSide:
         self._step_tokens = step_tokens
         self._keys = LookaheadKeys(lookahead_tokens if self._has_lookahead else 0, block_tokens)
         self._weights = WeightsVersion(settings.weights_version, announced_in(registration), node.announced_weights)
+        if replaced:
+            self._weights.lose(replaced)
         self._book.salt = self._weights.salt
         keys = self._book.keys
         self._announcer = None if publisher is None else Announcer(node, settings.token_file, publisher, keys)
         self._sealing = Sealer(self._book, self._keys, self._announcer, block_tokens, lookahead_tokens)
         has_whole = len(self._book.groups.parts) == 1 and block_tokens > 1 and not lookahead_tokens
         wished, has_tails = (self._keys, settings, self._announcer, step_tokens, block_tokens), has_whole and not drafts
-        self._wishes = Wishes(*wished, has_whole=has_whole, has_tails=has_tails)
+        most_adapters = () if lora_config is None else (lora_config.max_loras, lora_config.max_cpu_loras)
+        self._adapters = Adapters(self._adapters_in_use, ranks, *most_adapters)
+        if lora_config is not None:
+            watch_loads()
+        self._wishes = Wishes(
+            *wished,
+            adapters=self._adapters,
+            weights_salt=lambda: self._weights.salt,
+            in_towers=bool(lora_config and lora_config.enable_tower_connector_lora),
+            has_whole=has_whole,
+            has_tails=has_tails,
+        )
         self._check = node.page_check()
         self._vouching, self._dropped = Vouching(lambda: node.lease), Dropped.NOT
         has_early_loads = len(self._book.groups.parts) == 1
@@ -87,15 +110,19 @@ class SchedulerSide:
         first_tokens = step_tokens if registration.layout.window_groups else None
         self._wanted: Callable[..., int] = partial(blocks_wanted, block_tokens=block_tokens, step_tokens=first_tokens)
         self._unfinished: dict[str, Any] = {}
+        self._ended: list[tuple[Any, RequestPages]] = []
         self._put_off: set[str] = set()
         self._first_token, self._pace = FirstToken(), Pace()
-        self._watch, self._stats = Stopwatch(), CacheStats()
+        self.watch, self._stats = Stopwatch(), CacheStats()
+        self._ran: bool | None = None
 
     def bind(self, manager: Any) -> None:
         """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
-        pool = self._pool = DaemonBlockPool(manager.block_pool, self._book, self._weights, self._block_tokens)
+        pool = self._pool = DaemonBlockPool(
+            manager.block_pool, self._book, self._weights, self.watch, self._block_tokens
+        )
+        pool.on_reset = self._forget_salts
         if self._announcer is not None:
-            pool.on_reset = self._announcer.reset
             self._announcer.start()
         take_place(manager, pool)
         self._manager = manager
@@ -110,7 +137,7 @@ class SchedulerSide:
 
     def expect(self, request: Any) -> None:
         """Note a new request, which vLLM will schedule."""
-        with self._watch:
+        with self.watch:
             self._loading.waiting.add(request.request_id)
             if (wish := self._wish(request, None)) is not None:
                 self._book.expect(request.request_id, wish)
@@ -119,7 +146,7 @@ class SchedulerSide:
         """Do ``KVCacheManager.get_computed_blocks``, after the request's match; no hits while its adapter is read, and
         ``host_tokens`` then says so. vLLM 0.32 has no limit to pass on."""
         assert self._pool is not None
-        with self._watch:
+        with self.watch:
             self._look()
             self._leave_if_back()
             wish = self._wish(request, max_cache_hit_length)
@@ -130,6 +157,7 @@ class SchedulerSide:
                 self._pool.show_hits(self._book.begin(request.request_id, wish), request.block_hashes)
         return self._find_hits(request)
 
+    @timed
     def allocate_slots(
         self,
         request: Any,
@@ -158,10 +186,12 @@ class SchedulerSide:
                 pages = self._take_less(request, local // self._block_tokens, taken_blocks)
                 if pages is None:
                     return None
-                new_computed_blocks = self._find_hits(request)[0]
+                with self.watch.apart:
+                    new_computed_blocks = self._find_hits(request)[0]
         if pages is not None and pages.others:  # what has left a window may serve what comes
             read = request.num_computed_tokens + local + external - request.num_in_flight_tokens
-            self._manager.remove_skipped_blocks(request.request_id, max(0, read), request.num_prompt_tokens)
+            with self.watch.apart:
+                self._manager.remove_skipped_blocks(request.request_id, max(0, read), request.num_prompt_tokens)
         states = self._states.wanted(request, num_new_tokens, local, external, new_computed_blocks)
         awaited = 0 if num_new_tokens else external
         new = local + external - awaited + num_new_tokens
@@ -170,7 +200,8 @@ class SchedulerSide:
         if pages is not None and self._book.has(pages, wanted, states):
             pool.schedule(pages)
             pool.now.counts_own = True
-            blocks = self._allocate(*asked, **kwargs)
+            with self.watch.apart:
+                blocks = self._allocate(*asked, **kwargs)
             pool.now.counts_own = False
             if blocks is not None:
                 return blocks
@@ -189,7 +220,7 @@ class SchedulerSide:
 
     def move(self, lease_id: str) -> None:
         """Go on under the lease of this slab, which all workers are on, if it is the new one; empty: they differ."""
-        with self._watch:
+        with self.watch:
             if not lease_id or lease_id != self.next_lease or not self._node.move(lease_id):
                 return
             self._check = self._node.page_check()  # the model may have another number
@@ -202,7 +233,7 @@ class SchedulerSide:
         """Tokens to bring behind ``local_tokens`` in place, and whether they come from the host: then the request runs
         later. 0 where vLLM leaves out a part of the hit: what lies behind that is no use. None: ask again, for its
         adapter is read, another node computes more, or, once a request, the daemon's answer is due and others run."""
-        with self._watch:
+        with self.watch:
             pages = self._book.find(request.request_id)
             if pages is None or pages.is_coming:
                 return None, False
@@ -215,6 +246,7 @@ class SchedulerSide:
                     return None, False
             return tokens, awaited > 0
 
+    @timed
     def note_load(self, request: Any, external_tokens: int) -> None:
         """vLLM has the request's pages, ``external_tokens`` of which this connector brings, or their load has ended.
         Raises as ``Loading.begin``."""
@@ -223,33 +255,59 @@ class SchedulerSide:
             tokens = min(pages.loaded_blocks * self._block_tokens, request.num_tokens)
             self._count(request, host_tokens=tokens - pages.hit_blocks * self._block_tokens)
 
+    @timed
     def note_ends(self, ended: Collection[str], failed: Collection[str], invalid_pages: Collection[int]) -> None:
         """Loads of these requests have ended, ours or a sibling's, and an output lacked these pages. vLLM schedules
         requests whose load ``failed`` again; those of an early load begin anew."""
         self._book.without_host |= self._loading.end(ended, failed, self._stats)
+        if invalid_pages:
+            self._book.distrust(invalid_pages)
         self._book.without_host |= self._loading.end_early(invalid_pages, self._unfinished, self._stats)
 
-    def begin_step(self, *, computes: bool) -> None:
-        """An iteration is scheduled. ``computes``: it has tokens."""
+    @timed
+    def begin_step(self, scheduled: Collection[str]) -> None:
+        """An iteration is scheduled, which computes these requests."""
+        assert self._pool is not None
+        self._ran = None
         self._book.begin_step()
-        self._vouching.begin_step(computes=computes)
+        self._sealing.begin_step(self._pool.now.filling, scheduled)
+        self._vouching.begin_step(computes=bool(scheduled))
 
+    @timed
     def drop_step(self, *, repeats: bool) -> None:
         """A worker says of the output that has come that what it was computed from may have been others'. ``repeats``:
         vLLM was told too, and computes it again."""
         self._dropped = Dropped.REPEATED if repeats else Dropped.LOST
 
+    def note_adapters(self, report: AdapterReport) -> None:
+        """The workers have these adapters in memory: what was computed with one that a request's keys do not name is
+        shared with no other. Comes with a step's output, before that is reported to the daemon."""
+        self._adapters.learn(report)
+        adapted = [(each, self._book.find(each.request_id)) for each in self._unfinished.values() if each.lora_request]
+        running = [
+            (each, pages) for each, pages in adapted if pages is not None and pages.held and each.status.name == RUNNING
+        ]
+        for request, pages in (*running, *self._ended):
+            if not self._wishes.is_as_loaded(request, pages.salt):
+                log.warning("adapter_changed request=%s name=%s", request.request_id, request.lora_request.lora_name)
+                pages.is_foreign = True
+                self._book.untold.forget_blocks(pages)
+
     def take_transfers(self, *, is_empty: bool) -> StepTransfers:
         """Message to the workers, once an iteration is scheduled: report the last ones to the daemon, or later
         (``Pace``, and where a lone request needs its first token)."""
-        with self._watch:
+        with self.watch:
             if self._first_token.may_report() and self._pace.is_due(is_urgent=self._book.is_urgent):
                 self._book.flush()
-        return self._loading.take_step(is_empty=is_empty, next_lease=self.next_lease)
+        step = self._loading.take_step(is_empty=is_empty, next_lease=self.next_lease)
+        step.adapters, step.adapters_epoch = self._adapters.begin_step(), self._adapters.epoch
+        return step
 
     def finish(self, request: Any) -> None:
         """A request has ended: what it has computed is sealed before its pages go."""
-        with self._watch:
+        with self.watch:
+            if request.lora_request is not None and (pages := self._book.find(request.request_id)) is not None:
+                self._ended.append((request, pages))
             self._unfinished.pop(request.request_id, None)
             self._put_off.discard(request.request_id)
             self._book.without_host.discard(request.request_id)
@@ -264,17 +322,20 @@ class SchedulerSide:
         assert self._pool is not None
         dropped, self._dropped = self._dropped, Dropped.NOT
         computes = self._vouching.end_step(dropped)
-        with self._watch:
+        self._adapters.end_step()
+        self._ended.clear()
+        with self.watch:
             self._book.untold.begin_output()
             self._sealing.seal_filled(self._pool.now.filling)
+            self._book.end_writes(is_sound=dropped is Dropped.NOT)
             self._book.untold.end_output(computes=computes)
             is_first = self._first_token.take_output()
-            if not self._unfinished:  # there may be no iteration after this
-                self._book.flush(is_last=True)
+            if not self._unfinished:  # no iteration follows but an empty one, whose output nothing waits for
+                self._book.flush(is_last=True, may_wait=not computes)
             elif not is_first:  # answers to users come first
                 self._book.top_up()
             self._leave_if_back()
-        if seconds := self._watch.lap():
+        if seconds := self.watch.lap():
             self._stats.data[STEP_SECONDS].append(seconds)
         if not self._book.is_adrift:
             self._check.step()
@@ -309,25 +370,39 @@ class SchedulerSide:
         """Check the lease once in an iteration, before it schedules anything: lost pages are used no more."""
         if self._vouching.look():
             self._book.is_with_daemon()
+            self._ran = self._computes()
 
     def _wish(self, request: Any, most_tokens: int | None) -> Wish | None:
         """Match for a request; None while its adapter is read."""
         return self._wishes.of(request, most_tokens, may_hit=self._manager.prefix_cache_lookup_enabled(request))
 
+    def _forget_salts(self) -> None:
+        """The prefix cache was reset: no salt that was chosen before it is used again."""
+        self._wishes.reset()
+        if self._announcer is not None:
+            self._announcer.reset()
+
+    def _adapters_in_use(self) -> set[int]:
+        """Numbers of the adapters that running requests use."""
+        running = (each for each in self._unfinished.values() if each.lora_request and each.status.name == RUNNING)
+        return {each.lora_request.lora_int_id for each in running}
+
     def _computes(self) -> bool:
-        """True while requests run: those that are only loaded lose nothing by a wait."""
+        """True while requests run: those that are only loaded lose nothing by a wait, nor do those that the iteration
+        under way has admitted, where none ran when it began."""
+        if self._ran is not None:
+            return self._ran
         return not self._book.is_empty and len(self._unfinished) > len(self._loading)
 
     def _take_less(self, request: Any, device_blocks: int, blocks: int) -> RequestPages | None:
         """vLLM takes ``blocks`` blocks of a longer hit, ``device_blocks`` of them in place: let go of the others, whose
         pages it would write. None where the daemon does not have exactly these: vLLM asks again."""
         assert self._pool is not None
-        with self._watch:
-            wish = self._wish(request, blocks * self._block_tokens)
-            if wish is None:
-                return None
-            pages = self._book.shorten(request.request_id, wish, blocks)
-            self._pool.show_hits(pages, request.block_hashes)
+        wish = self._wish(request, blocks * self._block_tokens)
+        if wish is None:
+            return None
+        pages = self._book.shorten(request.request_id, wish, blocks)
+        self._pool.show_hits(pages, request.block_hashes)
         return pages if (pages.hit_blocks, pages.host_blocks) == (device_blocks, blocks - device_blocks) else None
 
     def _reserve_and_allocate(
@@ -336,25 +411,25 @@ class SchedulerSide:
         """Have vLLM ``allocate`` once there are ``wanted`` blocks and ``states``, else None. ``external_tokens``:
         loaded by any."""
         assert self._pool is not None
-        with self._watch:
-            pages = self._reserve(request, wanted, states)
+        pages = self._reserve(request, wanted, states)
         if pages is None:
             return None
         self._pool.schedule(pages)
         pages.is_foreign |= external_tokens > pages.outside_tokens(self._block_tokens)
         is_admitted = bool(pages.taken)
-        blocks = allocate()
+        with self.watch.apart:
+            blocks = allocate()
         if blocks is None:
-            with self._watch:
-                self._book.ask_room()
-                self._book.give_way(pages)
+            self._book.ask_room()
+            self._book.give_way(pages)
         elif not is_admitted:
             self._unfinished[request.request_id] = request
             self._first_token.admit(is_alone=len(self._unfinished) == 1)
             self._put_off.discard(request.request_id)
             tokens, block_tokens = request.num_tokens, self._block_tokens
             in_place, lost = min(pages.hit_blocks * block_tokens, tokens), pages.lost_blocks * block_tokens
-            self._count(request, asked_tokens=tokens, device_tokens=in_place, lost_tokens=lost)
+            may_hit = self._manager.prefix_cache_lookup_enabled(request)
+            self._count(request, asked_tokens=tokens * may_hit, device_tokens=in_place, lost_tokens=lost)
         return blocks
 
     def _reserve(self, request: Any, blocks: int, states: Positions) -> RequestPages | None:

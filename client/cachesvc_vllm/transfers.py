@@ -15,16 +15,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cachesvc.model.answers import TicketView
+from cachesvc_vllm.daemon.vllm_objects import LoraRequest
+from cachesvc_vllm.namespace.adapters import AdapterReport
 
 
 @dataclass
 class WorkerShare(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Message of a worker, sent once: its memory is the daemon's, under this name. ``comes_back``: after a loss it can
-    go on with the next daemon. ``instance``: the one of ``Node``, for the scheduler's."""
+    go on with the next daemon. ``instance``: the one of ``Node``, for the scheduler's. ``replaced``: why the name may
+    be of other weights than the workers have; empty where it is not."""
 
     share: Share
     comes_back: bool
     instance: str
+    replaced: str = ""
 
 
 class EarlyLoad(NamedTuple):
@@ -40,28 +44,34 @@ class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
     """Message to the workers, in each step. ``loads``: by request, the transfers that bring its blocks from the host.
     ``next_lease``: after a loss, the lease that they are to move to, while nothing uses any page; else empty.
     ``is_empty``: the step computes nothing. ``copies``: pages to copy before it computes. ``early``: by request, loads
-    that the step itself waits for."""
+    that the step itself waits for. ``adapters``: those that the workers are to load and report, in ``adapters_epoch``
+    (``Adapters``)."""
 
     loads: dict[str, tuple[TicketView, ...]] = field(default_factory=dict)
     next_lease: str = ""
     is_empty: bool = False
     copies: list[PageCopy] = field(default_factory=list)
     early: dict[str, EarlyLoad] = field(default_factory=dict)
+    adapters: tuple[LoraRequest, ...] = ()
+    adapters_epoch: int = 0
 
 
 @dataclass
 class WorkerLease(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Message of the workers, to a step with a ``next_lease``: the lease whose slab their tensors lie on; empty where
-    one has another one than the rest. ``has_lapsed``: the step may have read other engines' pages."""
+    """Message of the workers. ``lease_id``: to a step with a ``next_lease``, the lease whose slab their tensors lie on;
+    empty where one has another one than the rest. ``has_lapsed``: the step may have read other engines' pages.
+    ``adapters``: those that are loaded, where that is news."""
 
     lease_id: str
     has_lapsed: bool = False
+    adapters: AdapterReport | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerLease:
         """Combine two ranks' leases: the common one, or an empty name where they differ."""
         assert isinstance(other, WorkerLease)
         lease_id = self.lease_id if self.lease_id == other.lease_id else ""
-        return WorkerLease(lease_id, self.has_lapsed or other.has_lapsed)
+        adapters = other.adapters if self.adapters is None else self.adapters.aggregate(other.adapters)
+        return WorkerLease(lease_id, self.has_lapsed or other.has_lapsed, adapters)
 
 
 def lapsed_blocks(pages: int) -> set[int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cachesvc_client import Expected, Registration
 from cachesvc_client.plugins.pages.wish import Tail, Wish
-from vllm.lora.utils import get_adapter_absolute_path
 
 from cachesvc_vllm.daemon.settings import Settings
 from cachesvc_vllm.daemon.vllm_objects import Request
@@ -15,7 +14,7 @@ from cachesvc_vllm.handover import expected_of, hands_over, retention_of
 from cachesvc_vllm.kv_events import Announcer
 from cachesvc_vllm.namespace.adapters import Adapters
 from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
-from cachesvc_vllm.namespace.media import Media
+from cachesvc_vllm.namespace.media import Media, Sharing
 from cachesvc_vllm.namespace.tails import tail_of
 
 AHEAD_DIVISOR = 8
@@ -31,8 +30,9 @@ def blocks_ahead(step_tokens: int, registration: Registration) -> int:
 
 class Wishes:
     """``step_tokens``: the most that vLLM schedules in an iteration. ``announcer``: notes the keys of each wish; None:
-    there are no KV events. ``has_whole``: a hit may have all blocks of a request (``RequestPages.tail``).
-    ``has_tails``: those, too, that end within a block, where they are handed over."""
+    there are no KV events. ``adapters``, ``weights_salt``: of the engine. ``in_towers``: see ``Media``. ``has_whole``:
+    a hit may have all blocks of a request (``RequestPages.tail``). ``has_tails``: those, too, that end within a block,
+    where they are handed over."""
 
     def __init__(
         self,
@@ -42,23 +42,26 @@ class Wishes:
         step_tokens: int,
         block_tokens: int,
         *,
+        adapters: Adapters,
+        weights_salt: Callable[[], bytes],
+        in_towers: bool = False,
         has_whole: bool = False,
         has_tails: bool = False,
     ) -> None:
         self._keys = keys
-        self._media = Media(is_shared=settings.share_media)
+        self._media = Media(Sharing(settings.share_media), weights_salt, keys.forget, in_towers=in_towers)
         self._announcer = announcer
         self._step_tokens = step_tokens
         self._block_tokens = block_tokens
         self._has_whole = has_whole
         self._has_tails = has_tails
         self._patience_s = settings.remote_patience_ms / 1000
-        self._adapters = Adapters(get_adapter_absolute_path)
+        self._adapters = adapters
         self._kept: dict[str, tuple[tuple[int, int | None, bool], Wish]] = {}
 
     def of(self, request: Request, most_tokens: int | None, *, may_hit: bool) -> Wish | None:
-        """Return what a request is matched for, at most ``most_tokens`` of it; None while its adapter is read. A
-        request that waits is asked for in each iteration: one without adapter keeps its last match."""
+        """Return what a request is matched for, at most ``most_tokens`` of it; None while what it computes with
+        is not known. A request that waits is asked for in each iteration: one without adapter keeps its last match."""
         asked = int(request.num_tokens), most_tokens, may_hit
         kept = self._kept.get(request.request_id)
         if kept is not None and kept[0] == asked:
@@ -74,12 +77,27 @@ class Wishes:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._kept.pop(request_id, None)
+        self._media.forget(request_id)
+
+    def reset(self) -> None:
+        """Use no salt again that was chosen before."""
+        self._kept.clear()
+        self._adapters.forget()
+        self._media.reset()
+
+    def is_as_loaded(self, request: Request, salt: bytes) -> bool:
+        """True where ``salt`` is that of the adapter which the workers have loaded for a request that runs."""
+        assert request.lora_request is not None
+        known = self._adapters.known(request.lora_request.lora_int_id)
+        return known is not None and self._media.agrees(request, known, salt)
 
     def _make(self, request: Request, most_tokens: int | None, *, may_hit: bool) -> Wish | None:
         salt = self._adapters.salt(request.lora_request)
         if salt is None:
             return None
-        salt = self._media.salt(request.mm_features, salt)
+        if (mixed := self._media.salt(request, salt)) is None:
+            return None
+        salt = mixed
         keys = self._keys.of(request)
         first = -(-min(request.num_tokens, self._step_tokens) // self._block_tokens)
         expected, retention = expected_of(request, self._patience_s, self._block_tokens), retention_of(request)
@@ -116,5 +134,5 @@ class Wishes:
         return request.num_tokens // self._block_tokens if is_whole else 0
 
     def close(self) -> None:
-        """Read no more adapters. Idempotent."""
-        self._adapters.close()
+        """Digest no more media. Idempotent."""
+        self._media.close()

@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
@@ -32,9 +33,11 @@ from cachesvc.model.answers import TicketView
 from cachesvc_vllm.daemon.page_copier import PageCopier
 from cachesvc_vllm.daemon.settings import FLAGS, Settings
 from cachesvc_vllm.daemon.slab_layout import group_parts, layers_in_order, place_wider_first, slab_layout
+from cachesvc_vllm.namespace.adapters import LoadedAdapters
 from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
 from cachesvc_vllm.namespace.identity import config_details
-from cachesvc_vllm.namespace.naming import Runtime, model_facts, model_name
+from cachesvc_vllm.namespace.media import Sharing
+from cachesvc_vllm.namespace.naming import Runtime, model_facts, model_name, replaced_weights
 from cachesvc_vllm.startup.memory import SlabMode, require_on_slab
 from cachesvc_vllm.startup.ranks import Start, agreed_model
 from cachesvc_vllm.startup.refusals import require_supported, require_version
@@ -56,7 +59,10 @@ log = init_logger("vllm." + __name__)
 class WorkerSide:
     """Made in each worker process, before its KV memory is. ``share``: what is the daemon's, once it is;
     ``comes_back``: after a loss it can go on with the next daemon; ``instance``: of this start of the engine, all of
-    whose ranks have the same."""
+    whose ranks have the same; ``replaced``: see ``WorkerShare``. ``adapters``: those that are loaded; None: the engine
+    takes none."""
+
+    adapters: LoadedAdapters | None = None
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: Settings) -> None:
         require_version(vllm.__version__, allow_any=settings.allow_untested_vllm)
@@ -68,7 +74,7 @@ class WorkerSide:
         self._settings = settings
         self.share: Share | None = None
         self.comes_back = False
-        self.instance = ""
+        self.instance = self.replaced = ""
         self._node: Node | None = None
         self._mode: SlabMode | None = None
         self._copier: PageCopier | None = None
@@ -84,6 +90,8 @@ class WorkerSide:
         self._drafts = drafts_with_kv(vllm_config)
         self._told: WorkerLease | None = None
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
+        if vllm_config.lora_config is not None:
+            self.adapters = LoadedAdapters(vllm_config.lora_config, get_tp_group().rank_in_group)
 
     @property
     def _pool(self) -> AttachedPool:
@@ -102,7 +110,10 @@ class WorkerSide:
             raise
         model = ""
         try:
-            model = agreed_model(self._tell_all(Start("" if node is None else node.share.model)))
+            mine = Start("" if node is None else node.share.model, replaced=self.replaced)
+            starts = self._tell_all(mine)
+            model = agreed_model(starts)
+            self.replaced = next((each.replaced for each in starts if each.replaced), "")
         finally:
             if node is not None and not model:
                 node.close()
@@ -140,14 +151,17 @@ class WorkerSide:
         self._told = WorkerLease(self._node.follow(next_lease))
 
     def take_lease(self) -> WorkerLease | None:
-        """Lease whose slab the tensors lie on, for the scheduler, in a step in which it asked; and whether the step is
-        void, where block ids cannot say it."""
+        """Return the lease whose slab the tensors lie on, for the scheduler, in a step in which it asked; whether the
+        step is void, where block ids cannot say it; and which adapters are loaded, where that is news."""
         told, self._told = self._told, None
-        return told
+        report = None if self.adapters is None else self.adapters.report()
+        return told if report is None else replace(told or WorkerLease(""), adapters=report)
 
     def start_early(self, step: StepTransfers, *, calls_layers: bool) -> None:
         """Have this step's kernels wait for its early loads, and copy its pages before them. ``calls_layers``: each
         layer asks for its part; else, and where pages are copied, all of them wait for all."""
+        if self.adapters is not None:
+            self.adapters.begin_step(step.adapters, step.adapters_epoch)
         self._early = step.early
         self._asked.clear()
         self._waits.begin(ticket for load in step.early.values() for ticket in load.tickets)
@@ -244,7 +258,7 @@ class WorkerSide:
         config, ranks, laps = self._kv_cache_config, get_tp_group(), Laps()
         settings, runtime = self._settings, _runtime(self._vllm_config)
         facts = model_facts(self._vllm_config, config, settings.model, runtime, settings.draft_blocks)
-        name = model_name(facts)
+        name, self.replaced = model_name(facts), replaced_weights(self._vllm_config, settings.model)
         shown = display_name(self._vllm_config.model_config.model)
         place_wider_first(config)
         layout = slab_layout(config, ranks.world_size)
@@ -252,7 +266,8 @@ class WorkerSide:
         share = Share(name, layout, config.num_blocks, devices, shown, longest, group_parts(config))
         laps.lap("facts")
         if ranks.is_first_rank:
-            log.info("shares_as model=%s name=%s facts=%s", name, shown, facts)
+            media = Sharing(settings.share_media).name.lower()
+            log.info("shares_as model=%s name=%s media_by=%s facts=%s", name, shown, media, facts)
             log.info("shares_by model=%s options=%s", name, config_details(self._vllm_config, runtime.environment))
         node = Node(self._settings, self.instance, share, attaches=True, flags=FLAGS, rank=ranks.rank_in_group)
         try:

@@ -34,10 +34,12 @@ from cachesvc.storage.seam import (
     Outcome,
     Part,
     Scope,
+    Step,
     StorageBackend,
     StoreStatus,
     Totals,
     Use,
+    no_step,
 )
 
 DISCARD_SECONDS = 3
@@ -274,8 +276,8 @@ class Counted:
     def remove(self, names: Sequence[ObjectName]) -> None:
         self.engine.remove(names)
 
-    def purge(self, scope: Scope | None) -> int:
-        return self.engine.purge(scope)
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
+        return self.engine.purge(scope, step)
 
     def status(self) -> StoreStatus:
         return self.engine.status()
@@ -283,8 +285,8 @@ class Counted:
     def totals(self) -> Totals:
         return self.engine.totals()
 
-    def check_all(self, check: Check) -> Checked:
-        return self.engine.check_all(check)
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
+        return self.engine.check_all(check, step)
 
     def close(self) -> None:
         self.engine.close()

@@ -193,7 +193,7 @@ def test_a_disk_that_takes_no_writes_is_tried_again_and_one_that_errs_has_failed
     caplog.set_level("INFO")
     now, folder = [100.0], Folder(str(tmp_path / "cache"))
     disk = Disk(folder, lambda: now[0], wants_direct=False)
-    disk.start()
+    assert disk.look()
     for _ in range(50):
         assert disk.refuse(OSError(number, "as the kernel says"), 4096) is is_refused
     assert disk.takes_writes is not is_refused

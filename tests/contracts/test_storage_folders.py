@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from cachesvc.model.errors import InvalidRequest
 from cachesvc.storage.file.disk import Disk
+from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.folder import Folder
-from tests.contracts.storage_rig import SCOPE, name_of
-from tests.contracts.test_storage_file import OK, opened
+from cachesvc.storage.file.options import FileOptions
+from cachesvc.storage.file.paths import FORMAT_TEXT
+from cachesvc.storage.seam import Outcome
+from tests.contracts.storage_rig import SCOPE, Bench, FileTurning, name_of
+from tests.contracts.test_storage_file import MIB, OK, opened, scanned
+from tests.contracts.test_storage_file_order import until
 from tests.e2e.rig import short_folder
 from tests.other_user import as_user
 from tests.sim.sim_storage import SimStorage
@@ -34,8 +39,155 @@ def test_a_mount_point_is_taken_with_what_it_came_with(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", ["data", "lost+found2", ".config", "my.nfs"])
 def test_a_folder_of_something_else_is_refused_by_the_name_of_what_it_has(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(InvalidRequest, match=f"not ours .it has '{re.escape(name)}'"), opened(tmp_path):
+    assert f"not ours (it has '{name}')" in refused(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    ("torn", "left"),
+    [
+        ("", ()),
+        ("", ("objects", "daemons", "clock")),
+        ("\0" * len(FORMAT_TEXT), ("objects", "clock")),
+        (FORMAT_TEXT[:9], ("objects",)),
+        (FORMAT_TEXT[:9] + "\0" * 20, ("daemons",)),
+        (None, ("objects", "daemons", "clock")),
+    ],
+)
+def test_what_a_power_cut_leaves_of_the_format_is_written_anew_beside_our_own_files(
+    torn: str | None, left: tuple[str, ...], tmp_path: Path
+) -> None:
+    with opened(tmp_path) as bench:
+        assert bench.keep([name_of("a")]) == [OK]
+    for name in {"objects", "daemons", "clock"} - set(left):
+        shutil.rmtree(tmp_path / name) if name != "clock" else (tmp_path / name).unlink()
+    (tmp_path / "format").unlink()
+    if torn is not None:
+        (tmp_path / "format").write_text(torn, encoding="utf-8")
+    for label in tmp_path.rglob("label"):
+        label.write_bytes(b"")
+    if "clock" in left:
+        (tmp_path / "clock").write_bytes(b"\0" * 30)
+    with opened(tmp_path) as bench:
+        assert not bench.turning.backend.totals().problem
+        scanned(bench)
+        assert bench.fetch([name_of("a")]) == [OK if "objects" in left else Outcome.MISS]
+        assert bench.keep([name_of("b")]) == [OK]
+    assert (tmp_path / "format").read_text(encoding="utf-8") == FORMAT_TEXT
+
+
+@pytest.mark.parametrize("content", ["cachesvc storage, files, format 99\n", FORMAT_TEXT + "more", "\udcff\udcfe"])
+def test_a_folder_of_another_format_is_left_as_it_is(content: str, tmp_path: Path) -> None:
+    (tmp_path / "format").write_bytes(content.encode(errors="surrogateescape"))
+    assert "has another format" in refused(tmp_path)
+    assert (tmp_path / "format").read_bytes() == content.encode(errors="surrogateescape")
+    assert [each.name for each in tmp_path.iterdir()] == ["format"]
+
+
+def test_a_torn_format_makes_nothing_ours_of_what_is_not(tmp_path: Path) -> None:
+    (tmp_path / "format").touch()
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects" / "pack").mkdir()
+    assert "it has 'objects/pack'" in refused(tmp_path)
+    assert (tmp_path / "format").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "what", ["foreign", "another format", "a file", "below a file", "a dangling link", "a link round"]
+)
+def test_a_folder_that_cannot_be_used_costs_storage_alone_until_it_is_right(what: str, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    if what in ("foreign", "another format"):
+        folder.mkdir()
+        (folder / ("format" if what == "another format" else "mine")).write_text("precious", encoding="utf-8")
+    elif what in ("a file", "below a file"):
+        folder.write_text("precious", encoding="utf-8")
+    else:
+        folder.symlink_to(tmp_path / ("cache" if what == "a link round" else "no/where"))
+    used = folder / "below" if what == "below a file" else folder
+    with opened(used, rescan=0.05) as bench:
+        assert not bench.turning.backend.totals().is_usable
+        assert bench.keep([name_of("a")]) == [Outcome.FAILED]
+        assert bench.fetch([name_of("a")]) == [Outcome.FAILED]
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        else:
+            folder.unlink()
+        until(lambda: bench.turning.backend.totals().is_usable)
+        scanned(bench)
+        assert bench.keep([name_of("a")]) == [OK]
+        assert bench.fetch([name_of("a")]) == [OK]
+
+
+def test_a_change_of_state_of_a_folder_is_one_line_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "mine").touch()
+    with opened(tmp_path, rescan=0.01) as bench:
+        for _ in range(3):
+            refused_once = bench.turning.backend.totals()
+            assert not refused_once.is_usable
+        (tmp_path / "mine").unlink()
+        until(lambda: bench.turning.backend.totals().is_usable)
+        scanned(bench)
+        shutil.rmtree(tmp_path)
+        until(lambda: not bench.turning.backend.totals().is_usable)
+        tmp_path.mkdir()
+        until(lambda: bench.turning.backend.totals().is_usable)
+    lines = ["storage_folder_refused", "storage_disk_takes_writes", "storage_folder_gone", "storage_disk_takes_writes"]
+    assert [line for line in caplog.messages if "direct" not in line] == lines
+
+
+def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    answers = threading.Event()
+
+    class HungFolder(Folder):
+        def claim(self) -> None:
+            answers.wait()
+            super().claim()
+
+    turning = FileTurning(FileOptions(str(tmp_path / "cache"), capacity=64 * MIB, floor=0, rescan=0.05))
+    backend = turning.backend = FileStorage(turning.options, folder=HungFolder)
+    bench = Bench(turning)
+    try:
+        bench.start()
+        assert not backend.totals().is_usable
+        assert "has not answered" in backend.totals().problem
+        assert backend.status().objects == 0
+        assert bench.keep([name_of("a")]) == [Outcome.FAILED]
+        answers.set()
+        until(lambda: backend.totals().is_usable)
+        scanned(bench)
+        assert bench.keep([name_of("a")]) == [OK]
+    finally:
+        answers.set()
+        turning.close()
+
+
+def test_a_hung_disk_is_left_behind_at_the_end(tmp_path: Path) -> None:
+    with opened(tmp_path):
         pass
+    (tmp_path / "clock").unlink()
+    os.mkfifo(tmp_path / "clock")  # who reads it waits for a writer
+    with opened(tmp_path) as bench:
+        assert bench.keep([name_of("a")]) == [Outcome.BUSY], "nothing is known of the folder"
+    assert any(thread.name == "storage-keeper" for thread in threading.enumerate()), "it hangs still"
+    with os.fdopen(os.open(tmp_path / "clock", os.O_RDWR), "wb") as clock:
+        clock.write(b"\n")
+        clock.flush()
+
+
+def tell_problem(folder: Path) -> None:
+    disk = Disk(Folder(str(folder)), lambda: 0.0, wants_direct=False)
+    disk.look()
+    raise RuntimeError(disk.problem)
+
+
+def refused(folder: Path) -> str:
+    """Return why a folder is not used; the engine starts all the same."""
+    with opened(folder) as bench:
+        totals = bench.turning.backend.totals()
+        assert not totals.is_usable
+        return totals.problem
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
@@ -43,7 +195,7 @@ def test_a_folder_of_another_user_is_told_with_whose_it_is() -> None:
     with short_folder() as parent:
         (parent / "cache").mkdir()
         parent.chmod(0o755)
-        told = as_user(65534, lambda: Disk(Folder(str(parent / "cache")), lambda: 0.0, wants_direct=False).start())
+        told = as_user(65534, lambda: tell_problem(parent / "cache"))
     assert "which belongs to user 0 (this daemon is user 65534)" in told
     assert "that the daemon's user may write to" in told
 

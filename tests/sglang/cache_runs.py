@@ -8,6 +8,8 @@ Prints what each run found, as JSON: an import takes ten seconds.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import sys
 import time
@@ -20,17 +22,20 @@ from tests.sglang.stubs import install
 
 install()
 
+import torch  # noqa: E402
 from cachesvc_client.plugins.daemon.node import RESERVED_PAGES, Node, Share, new_instance  # noqa: E402
 from cachesvc_sglang.allocator import DaemonBudget  # noqa: E402 - the stubs come first
+from cachesvc_sglang.common.adapters import LOADED, load_weights  # noqa: E402
 from cachesvc_sglang.memory import PoolMemory  # noqa: E402
 from cachesvc_sglang.page_cache import PageCache  # noqa: E402
 from cachesvc_sglang.settings import EngineSettings, flags_of  # noqa: E402
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, CacheRequestOutcome  # noqa: E402
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup  # noqa: E402
 
 PAGE_TOKENS = 16
 PAGES = 40
+NUMBERS = itertools.count()
 BOUND_S = 30.0
 """Time in which a page of another engine must have come, on any machine."""
 LAYOUT = Layout(PAGE_TOKENS, 1, (PlaneGroup("full"),), (Plane("kv", 0, "full", (PAGE_TOKENS, 64), "uint8"),))
@@ -41,11 +46,14 @@ class Request:
 
     def __init__(self, rid: str, seed: int, blocks: int) -> None:
         self.rid = rid
+        self.cache_request_handle = CacheRequestHandle(rid=rid, attempt_id=0)
+        self.lora_id: str | None = None
         self.origin_input_ids = array("q", [1000 * seed + at for at in range(blocks * PAGE_TOKENS + 1)])
         self.output_ids = array("q")
         self.full_untruncated_fill_ids = self.origin_input_ids
         self.cache_salt: str | None = None
-        self.extra_key = self.multimodal_inputs = self.input_embeds = None
+        self.extra_key: str | None = None
+        self.multimodal_inputs = self.input_embeds = None
         self.positional_embed_overrides = None
         self.skip_radix_cache_insert = False
         self.kv = SimpleNamespace(kv_allocated_len=0, cache_protected_len=0)
@@ -303,6 +311,99 @@ def load_failed(at: Scheduling) -> dict[str, Any]:
     return {}
 
 
+def two_of_one_name(at: Scheduling) -> dict[str, Any]:
+    """Two requests with one ``rid`` at once, as two tokenizers send them, each with a prompt of its own."""
+    first, second = Request("same", 1, 3), Request("same", 2, 3)
+    for each in (first, second):
+        at.cache.name_request(each)
+        at.cache.name_request(each)  # a request that is retracted comes again
+        at.cache.expect(each)
+    assert at.reserve(first)
+    hit = at.match(second).device_prefix_len
+    assert at.reserve(second)
+    are_apart = first.last_node is not second.last_node
+    for each in (first, second):
+        at.run(each)
+    found = [at.match(Request(f"later {seed}", seed, 3)).device_prefix_len for seed in (1, 2)]
+    return {"hit": hit, "are_apart": are_apart, "found": found, "left": [*at.cache._keys, *at.cache._rows]}  # noqa: SLF001
+
+
+def weights_changed(at: Scheduling) -> dict[str, Any]:
+    """The weights change while a request runs and another waits; what another engine of the old weights finds."""
+    other = Scheduling(at.node.socket_path, weights_changed.__name__)
+    try:
+        at.serve(Request("before", 1, 3))
+        runs, waits = Request("runs", 2, 3), Request("waits", 1, 3)
+        assert at.reserve(runs)
+        result = at.launch(runs)
+        at.match(waits)
+        at.cache.begin_weights()
+        at.cache.end_weights(is_whole=True)
+        at.finish(runs, result)
+        own_old = at.match(waits).device_prefix_len
+        at.serve(Request("after", 3, 3))
+        return {
+            "others_find": [other.match(Request(f"other {seed}", seed, 3)).device_prefix_len for seed in (1, 2, 3)],
+            "it_finds": [own_old, at.match(Request("again", 3, 3)).device_prefix_len],
+        }
+    finally:
+        other.cache.release_host_resources()
+
+
+class Adapter:
+    """The part of SGLang's adapter that its digest is of."""
+
+    def __init__(self, *values: float) -> None:
+        self.scaling = 2.0
+        self.config = SimpleNamespace(hf_config={"r": 8, "lora_alpha": 16})
+        self.layers = [SimpleNamespace(weights={"q_proj.lora_A.weight": torch.tensor(values, dtype=torch.bfloat16)})]
+        self.embedding_layers: dict[str, Any] = {}
+        self.added_tokens_embeddings: dict[str, Any] = {}
+
+
+class AdapterManager:
+    """The part of SGLang's manager of adapters that the hook reads."""
+
+    def __init__(self) -> None:
+        self.loras: dict[str, Adapter] = {}
+
+    def load(self, number: str, *values: float) -> None:
+        """Load an adapter by the hook."""
+
+        def read(manager: AdapterManager, reference: Any) -> None:
+            manager.loras[reference.lora_id] = Adapter(*values)
+
+        load_weights(read, self, SimpleNamespace(lora_id=number))
+
+
+def adapters(at: Scheduling) -> dict[str, Any]:
+    """Adapters by what was loaded: other bytes under one number, equal ones under another, and one unseen."""
+
+    def asks(at: Scheduling, number: str) -> Request:
+        request = Request(f"{number} {next(NUMBERS)}", 1, 3)
+        request.lora_id, request.extra_key = number, f"mine{number}"
+        return request
+
+    manager, other = AdapterManager(), Scheduling(at.node.socket_path, adapters.__name__)
+    try:
+        manager.load("fr", 1.0, 2.0)
+        at.serve(asks(at, "fr"))
+        same = at.match(asks(at, "fr")).device_prefix_len
+        manager.load("elsewhere", 1.0, 2.0)
+        elsewhere = other.match(asks(other, "elsewhere")).device_prefix_len
+        manager.load("fr", 1.0, 3.0)
+        replaced = other.match(asks(other, "fr")).device_prefix_len
+        manager.load("fr", 1.0, 2.0)
+        back = other.match(asks(other, "fr")).device_prefix_len
+        at.serve(asks(at, "unseen"))
+        unseen = [each.match(asks(each, "unseen")).device_prefix_len for each in (at, other)]
+        manager.loras.clear()
+        gc.collect()
+        return {"found": [same, elsewhere, replaced, back], "unseen": unseen, "kept": len(LOADED)}
+    finally:
+        other.cache.release_host_resources()
+
+
 RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
     each.__name__: each
     for each in (
@@ -314,6 +415,9 @@ RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
         messages_before_output,
         next_chunk,
         switched_off,
+        two_of_one_name,
+        weights_changed,
+        adapters,
     )
 }
 

@@ -79,3 +79,17 @@ def test_random_calls_of_two_engines_find_what_was_computed_and_leave_nothing() 
         seen = run("random_calls", node.socket, "2", "200")
         check_daemon(node.socket)
     assert min(seen[each] for each in ("hits", "from_host", "aborted", "retracted")) > 0
+
+
+def test_two_requests_of_one_name_share_nothing_but_their_name(found: Found) -> None:
+    assert found["two_of_one_name"] == {"hit": 0, "are_apart": True, "found": [48, 48], "left": []}
+
+
+def test_what_is_computed_across_and_after_a_change_of_weights_has_not_their_old_name(found: Found) -> None:
+    """An engine of the old weights finds what was computed before, and nothing since, though nothing was flushed."""
+    assert found["weights_changed"] == {"others_find": [48, 0, 0], "it_finds": [0, 48]}
+
+
+def test_an_adapter_is_what_was_loaded(found: Found) -> None:
+    """Equal bytes under another number are found, other bytes under the same one are not, and old ones are again."""
+    assert found["adapters"] == {"found": [48, 48, 0, 48], "unseen": [48, 0], "kept": 0}

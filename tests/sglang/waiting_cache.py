@@ -53,6 +53,8 @@ def request(rid: str) -> Any:
     """A request that waits."""
     return SimpleNamespace(
         rid=rid,
+        cache_request_handle=SimpleNamespace(rid=rid),
+        lora_id=None,
         origin_input_ids=[*rid.encode(), *range(2 * PAGE_TOKENS)],
         output_ids=[],
         extra_key=None,

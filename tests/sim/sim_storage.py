@@ -26,10 +26,12 @@ from cachesvc.storage.seam import (
     Outcome,
     Part,
     Scope,
+    Step,
     StoreStatus,
     Totals,
     Use,
     key_at,
+    no_step,
 )
 
 FAULTS = ("lose", "tear", "swap", "flip", "short", "vanish", "fail", "invent", "twice")
@@ -129,7 +131,7 @@ class SimStorage:
         for name in names:
             self.objects.pop(name, None)
 
-    def purge(self, scope: Scope | None) -> int:
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         gone = [name for name in self.objects if scope is None or name.scope == scope]
         self.remove(gone)
         return len(gone)
@@ -146,7 +148,7 @@ class SimStorage:
         size_bytes = sum(map(len, self.objects.values()))
         return Totals(len(self.objects), size_bytes, 0, 0, self.away, not self.away, self.losses)
 
-    def check_all(self, check: Check) -> Checked:
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
         found = Checked(len(self.objects), sum(map(len, self.objects.values())))
         for name, content in list(self.objects.items()):
             if not check(name, memoryview(content)):

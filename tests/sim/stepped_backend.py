@@ -6,6 +6,7 @@ It must pass the contract suite of the real backends (tests/contracts/test_backe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,6 +153,7 @@ class SteppedBackend:
         self._free = {f"step-{i}": device_bytes for i in range(devices)}
         self._device_bytes = device_bytes
         self._regions: dict[int, memoryview] = {}
+        self.lacking: set[tuple[str, int]] = set()
         self._last_region = 0
         self._timelines = {device: SteppedTimeline(timeline_words) for device in self._free}
         self._arbiters = {device: Arbiter(device, rules or CopyRules()) for device in self._free}
@@ -323,6 +325,26 @@ class SteppedBackend:
 
     def probe(self) -> None:
         """Nothing breaks for good here."""
+
+    def require_answer(self, device: str) -> None:
+        """All devices answer."""
+
+    def has_host(self, device: str, region: int) -> bool:
+        """True unless the device has refused the chunk."""
+        return (device, region) not in self.lacking
+
+    def tell_hosts(self, on_host: Callable[[str], None]) -> None:
+        """Tell when a device takes what it had refused."""
+        self._on_host = on_host
+
+    def lacking_hosts(self) -> dict[str, tuple[int, str]]:
+        """Chunks that devices have refused."""
+        return {device: (1, "it refuses") for device, _ in self.lacking}
+
+    def take_hosts(self, device: str) -> None:
+        """A device takes what it has refused until now."""
+        self.lacking = {each for each in self.lacking if each[0] != device}
+        self._on_host(device)
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
         """Make host memory copyable."""

@@ -38,6 +38,7 @@ UNDRAWN = {
     "resident_blocks",
     "storage_evicted_objects",
     "storage_objects",
+    "storage_tiers",
     "waiting_calls_limit",
 }
 """For a question of the moment, not for a panel."""
@@ -167,3 +168,10 @@ def test_prometheus_takes_the_rules() -> None:
         [promtool, "check", "rules", str(GRAFANA / "alerts.yaml")], capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+    fired = subprocess.run(
+        [promtool, "test", "rules", str(ROOT / "tests/style/alerts_test.yaml")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert fired.returncode == 0, fired.stdout + fired.stderr

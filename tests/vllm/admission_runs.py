@@ -6,10 +6,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from cachesvc_vllm.metrics import CacheStats
+from cachesvc_vllm.daemon.metrics import CacheStats
 
 from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
-from tests.vllm.scheduling_runs import RUNS, cached, main, run_out, serve
+from tests.vllm.scheduling_runs import RUNS, cached, main, run_out, serve, tell
 from tests.vllm.shape import Shape
 
 BUSY = Shape(pages=6200, at_a_time=80, step_tokens=640, stock=8)
@@ -82,6 +82,51 @@ def first_token(socket: str, seed: int) -> list[Engine]:
     return [engine]
 
 
+def burst(socket: str, seed: int) -> list[Engine]:
+    """Requests that come together while nothing runs are admitted in one iteration, again and again; those that come
+    while requests run wait for no answer."""
+    engine, rng = Engine("e2", socket, seed, replace(BUSY, is_async=True)), random.Random(seed)
+    for _ in range(4):
+        before = len(engine.hits)
+        for _ in range(64):
+            engine.add([rng.randrange(VOCABULARY) for _ in range(8)], 4)
+        engine.step()
+        assert len(engine.hits) - before == 64, "admitted in one iteration"
+        engine.catch_up()
+        engine.take_stats()
+        engine.stats = CacheStats()
+        for _ in range(8):
+            engine.add([rng.randrange(VOCABULARY) for _ in range(8)], 4)
+        engine.step()
+        engine.take_stats()
+        assert engine.stats.data["waits"] == engine.stats.data["idle_waits"] == 0
+        run_out(engine)
+    return [engine]
+
+
+def last_token(socket: str, seed: int) -> list[Engine]:
+    """The last token of an engine's last request comes while the daemon answers nothing, and waits for no answer."""
+    engine, rng = Engine("e3", socket, seed, Shape()), random.Random(seed)
+    for _ in range(3):
+        name = engine.add([rng.randrange(VOCABULARY) for _ in range(41)], 3)
+        while len(engine.answers[name]) < 2:
+            engine.step()
+        engine.settle()
+        engine.take_stats()
+        engine.stats = CacheStats()
+        tell("pause")
+        while len(engine.answers[name]) < 3:
+            engine.step()
+        engine.take_stats()
+        assert engine.stats.data["waits"] == engine.stats.data["idle_waits"] == 0
+        tell("resume")
+        run_out(engine)
+        engine.settle()
+    assert engine.stock == engine.shape.stock, "it went back"
+    return [engine]
+
+
+RUNS["burst"], RUNS["last-token"] = burst, last_token
 RUNS["admissions"] = lambda socket, seed: admissions(socket, seed) + first_token(socket, seed)
 RUNS["four"] = four
 

@@ -57,6 +57,11 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
         return llm.sleep(level=asked["sleep"])
     if asked.get("wake"):
         return llm.wake_up()
+    if asked.get("load"):
+        number, folder = asked["load"]
+        return llm.llm_engine.add_lora(LoRARequest(f"adapter-{number}", number, folder, load_inplace=True))
+    if asked.get("plant"):
+        return plant_wrong_pages()
     if asked.get("metrics"):
         from prometheus_client import REGISTRY
 
@@ -74,6 +79,7 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
             "prompt_token_ids": each["tokens"],
             **({"cache_salt": each["salt"]} if each["salt"] else {}),
             **({} if each["image"] is None else {"multi_modal_data": {"image": _image(each["image"])}}),
+            **({"multi_modal_uuids": {"image": [each["image_name"]]}} if each["image_name"] else {}),
         }
         for each in asked["prompts"]
     ]
@@ -93,6 +99,18 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
         }
         for out in llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapters)
     ]
+
+
+def plant_wrong_pages() -> int:
+    """Move the bytes of all pages to the page before; how many."""
+    from cachesvc_client.plugins.pages.request_pages import PageCopy
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group()._worker  # noqa: SLF001 - what nothing but a test does
+    moves = [PageCopy(page + 1, page) for page in range(1, worker.share.pages - 1)]
+    for move in moves:
+        worker._copier.copy([move])  # noqa: SLF001
+    return len(moves)
 
 
 def _image(seed: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,25 @@ WINDOW_TOKENS = 2 * BLOCK_TOKENS
 @dataclass(frozen=True)
 class HybridModel:
     """``config``: its config.json. ``block_tokens``: as vLLM makes them. ``blocks``: of its pool, in the tests;
-    ``least_blocks``: hardly more than vLLM starts with. ``options``: of its engines."""
+    ``least_blocks``: hardly more than vLLM starts with. ``options``: of its engines. ``repeats_bits``: its kernels give
+    a request the same bits in each batch."""
 
     config: Mapping[str, Any]
     block_tokens: int = BLOCK_TOKENS
     blocks: int = 256
     least_blocks: int = 128
     options: Mapping[str, Any] = field(default_factory=dict)
+    repeats_bits: bool = True
 
     def fleet(self, folder: Path) -> Fleet:
         """Engines of random weights, the same in each of them."""
         (folder / "config.json").write_text(json.dumps(dict(self.config)), encoding="utf-8")
         return Fleet(folder)
+
+    def repeating_fleet(self, folder: Path) -> Fleet:
+        """Engines whose answers do not depend on what else is in a batch, if need be by weights that hardly count."""
+        fleet = self.fleet(folder)
+        return fleet if self.repeats_bits else replace(fleet, weight_scale=0.001)
 
 
 def _gqa(**values: Any) -> dict[str, Any]:
@@ -109,5 +116,6 @@ QWEN_3_NEXT = HybridModel(
     blocks=64,
     least_blocks=24,
     options={"max_num_batched_tokens": 576},
+    repeats_bits=False,
 )
 """Three groups of gated delta networks' states, and one of whole sequences, whose blocks are as large as a state."""

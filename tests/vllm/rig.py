@@ -50,7 +50,8 @@ MODEL = {
 @dataclass(frozen=True)
 class Prompt:
     """``new`` tokens are to follow. ``salt``: of vLLM's cache; ``sampling``: what else the request asks for;
-    ``adapter``: its number and folder. ``image``: the seed of one that goes before."""
+    ``adapter``: its number and folder. ``image``: the seed of one that goes before;
+    ``image_name``: what the client calls it."""
 
     tokens: tuple[int, ...]
     new: int = 8
@@ -58,6 +59,7 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     adapter: tuple[int, str] | None = None
     image: int | None = None
+    image_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,11 @@ class Engine:
         self._write({"reset": True})
         return bool(self._read())
 
+    def load_adapter(self, number: int, folder: str) -> None:
+        """``add_lora``, in place of what was loaded under this number."""
+        self._write({"load": [number, folder]})
+        assert self._read() is True
+
     def sleep(self, level: int) -> None:
         """``sleep``: vLLM pauses, resets its prefix cache, and has its workers free what they can."""
         self._write({"sleep": level})
@@ -153,6 +160,12 @@ class Engine:
         """``wake_up``."""
         self._write({"wake": True})
         self._read()
+
+    def plant_wrong_pages(self) -> None:
+        """Have each page of the engine's memory hold what another page held, behind the daemon's back. For engines in
+        one process, at the end of a test: whatever is cached is wrong from here on."""
+        self._write({"plant": True})
+        assert self._read() > 0
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the connector and of drafts, as vLLM's own metrics have them. Wants ``disable_log_stats``
@@ -207,10 +220,11 @@ def _answers(told: Sequence[Mapping[str, Any]]) -> list[Answer]:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Makes engines of one model."""
+    """Makes engines of one model. ``weight_scale``: of dummy weights, where it is not the usual one."""
 
     folder: Path
     load_format: str = "dummy"
+    weight_scale: float | None = None
 
     def engine(
         self,
@@ -231,6 +245,8 @@ class Fleet:
             **wish,
         }
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(is_split))}
+        if self.weight_scale is not None:
+            variables["CACHESVC_TEST_WEIGHT_SCALE"] = str(self.weight_scale)
         return Engine(forker().start("tests.vllm.engine_process", json.dumps(wished), variables=variables))
 
 

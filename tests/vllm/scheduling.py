@@ -15,9 +15,9 @@ from typing import Any
 
 from cachesvc_client.memory.pool import LoadOutcome
 from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
+from cachesvc_vllm.daemon.metrics import CacheStats
 from cachesvc_vllm.daemon.settings import FLAGS, Settings
 from cachesvc_vllm.loading import SHORT_LOAD_BYTES
-from cachesvc_vllm.metrics import CacheStats
 from cachesvc_vllm.transfers import WorkerShare
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
@@ -42,9 +42,9 @@ class Model:
     def __init__(self) -> None:
         self.root = 0
 
-    def digests(self, tokens: Sequence[int]) -> list[int]:
-        """Digest of each token, with all before it."""
-        digest, found = self.root, []
+    def digests(self, tokens: Sequence[int], adapter: int = 0) -> list[int]:
+        """Digest of each token, with all before it. ``adapter``: what is loaded of one; 0: none."""
+        digest, found = hash((self.root, adapter)) if adapter else self.root, []
         for token in tokens:
             digest = self.follow(digest, token)
             found.append(digest)
@@ -54,11 +54,11 @@ class Model:
         """The digest of a token behind others."""
         return hash((digest, token)) & (1 << 63) - 1
 
-    def answer(self, prompt: Sequence[int], new: int) -> list[int]:
+    def answer(self, prompt: Sequence[int], new: int, adapter: int = 0) -> list[int]:
         """Tokens that follow a prompt."""
         tokens = list(prompt)
         for _ in range(new):
-            tokens.append(self.digests(tokens)[-1] % VOCABULARY)
+            tokens.append(self.digests(tokens, adapter)[-1] % VOCABULARY)
         return tokens[len(prompt) :]
 
 
@@ -69,7 +69,8 @@ class Engine:
     ``copies``: pages that were copied within the device. ``asks_layers``: how likely layers ask for early loads.
     ``interrupt``: called once when a request is about to be computed that has something behind it; from then on tokens
     that are not what they should be are read all the same, as kernels would, and are ``misread``.
-    ``sibling_errors``: blocks that another connector of a MultiConnector reports, with the next output."""
+    ``sibling_errors``: blocks that another connector of a MultiConnector reports, with the next output.
+    ``mixed``: requests whose adapter was loaded anew while they ran: what they say is of two adapters."""
 
     def __init__(self, name: str, socket: str, seed: int, shape: Shape) -> None:
         self.name, self.shape, self.model = name, shape, Model()
@@ -103,6 +104,8 @@ class Engine:
         self.asks_layers = 0.5
         self.interrupt: Callable[[], None] | None = None
         self.sibling_errors: set[int] = set()
+        self.mixed: set[str] = set()
+        self._adapters: dict[str, int] = {}
         self._was_interrupted = False
         self._step_loads: dict[str, Any] = {}
         self._spoilt: set[str] = set()
@@ -134,6 +137,17 @@ class Engine:
         """Load other weights, while nothing runs, and reset."""
         self.model.root = root
         assert self.scheduler.reset_prefix_cache()
+
+    def load_adapter(self, request: Any, content: int, *, is_noticed: bool) -> None:
+        """Load an adapter in place. ``is_noticed``: by a call of the scheduler's process, else by none of its."""
+        adapters = self.worker.adapters
+        adapters.files[request.lora_path] = adapters.memory[request.lora_int_id] = content
+        running = self.scheduler.running
+        self.mixed |= {
+            each.request_id for each in running if each.lora_request and each.lora_request.name == request.name
+        }
+        if is_noticed:
+            self.connector._scheduler._adapters.forget()  # noqa: SLF001 - as the wrapped call does
 
     def reset(self) -> None:
         """There are new weights, unless vLLM cannot take them now."""
@@ -219,7 +233,9 @@ class Engine:
         whole = 0
         for name, request in self.requests.items():
             new = min(request.max_tokens, LONGEST - request.num_prompt_tokens)
-            expected = self.model.answer(request.prompt_token_ids, new)
+            if name in self.mixed:
+                continue
+            expected = self.model.answer(request.prompt_token_ids, new, self._adapters.get(name, 0))
             assert self.answers[name] == expected[: len(self.answers[name])], name
             whole += self.answers[name] == expected
             broken = request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
@@ -319,13 +335,15 @@ class Engine:
         if computed and self.interrupt is not None:
             interrupt, self.interrupt, self._was_interrupted = self.interrupt, None, True
             interrupt()
-        digests = self.model.digests(row)
+        adapter = self.requests[name].lora_request
+        loaded = self._adapters[name] = 0 if adapter is None else self.worker.adapters.load(adapter)
+        digests = self.model.digests(row, loaded)
         wrong = 0
         try:
             for each in cells:
                 each.read(digests, computed)
         except Misread:
-            if not (self._was_interrupted or self._is_void(name)):
+            if not (self._was_interrupted or self._is_void(name) or name in self.mixed):
                 raise
             wrong = 1
         self.misread += wrong

@@ -6,14 +6,11 @@ What the daemon is to suffer is said on standard output, and goes on once there 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from cachesvc_client.plugins.steps.vouching import PagesLapsed
@@ -41,6 +38,7 @@ WHOLE, LONG_STEPS = 0.3, 0.9
 
 WINDOWS: dict[str, Any] = {"groups": (WINDOW, WINDOW, FULL), "pages": 160}
 STATES: dict[str, Any] = {"groups": (STATE, STATE, FULL), "pages": 200}
+SAVED: dict[str, Any] = {"groups": (SAVED_STATE, FULL), "pages": 400}
 SIZES: dict[str, Any] = {"groups": (WINDOW, WINDOW, WIDE_FULL), "pages": 160, "page_bytes": 16 * DIGEST_BYTES}
 """Windows in blocks of half as many tokens as whole sequences have."""
 SIZES_TOO = {**SIZES, "groups": (FULL, WIDE_WINDOW, WINDOW, FULL)}
@@ -216,31 +214,42 @@ def sibling(socket: str, seed: int) -> list[Engine]:
     return [engine]
 
 
-def adapters(socket: str, seed: int) -> list[Engine]:
-    """A request's hit is known, and its adapter's files are to be looked at again before it is scheduled. vLLM asks
-    again later, and uses the hit. The thread that looks is held by another adapter: a pipe that ends after that."""
-    engine, rng = Engine("e0", socket, seed, Shape()), random.Random(seed)
-    prompt = [rng.randrange(VOCABULARY) for _ in range(42)]
-    with tempfile.TemporaryDirectory() as folder:
-        file, pipe = (Path(folder, each, "adapter_model.safetensors") for each in ("file", "pipe"))
-        for each in (file, pipe):
-            each.parent.mkdir()
-        file.write_bytes(b"weights")
-        os.mkfifo(pipe)
-        one, two = (LoRARequest(each.parent.name, at, str(each.parent)) for at, each in enumerate((file, pipe), 1))
-        engine.add(prompt, 2, one)
+def adapters(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Two engines with an adapter of one name and path under two numbers. The first one loads another one in place
+    while a request runs: what that computes afterwards is no other's, and what it computed before is. Later the
+    second one loads that too, and then the older one again. A request's hit is known from its first step on."""
+    one, two, rng = Engine("e0", socket, seed, shape), Engine("e1", socket, seed, shape), random.Random(seed)
+    first, second = LoRARequest("a", 1, "folder"), LoRARequest("a", 7, "folder")
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(42)] for _ in range(2)]
+    one.worker.adapters.files["folder"], two.worker.adapters.files["folder"] = 11, 11
+    plain = one.add(prompts[0], 2)
+    run_out(one)
+    for engine, adapter, hit in ((one, first, 0), (one, first, 40), (two, second, 40)):
+        name = engine.add(prompts[0], 2, adapter)
         run_out(engine)
-        engine.add(prompt, 2, two)
-        name = engine.add(prompt, 2, one)
-        request = engine.requests[name]
-        while engine.scheduler.kv_cache_manager.get_computed_blocks(request)[1]:
-            pass
-        told = engine.connector.get_num_new_matched_tokens(request, 0)
-        pipe.open("wb").close()
-        assert told == (None, False)
-        run_out(engine)
-    assert engine.hits[name] == 40
-    return [engine]
+        assert engine.hits[name] == hit
+    running = one.add(prompts[1], 40, first)
+    while len(one.answers[running]) < 10:
+        one.step()
+    before = len(prompts[1]) + len(one.answers[running])
+    one.load_adapter(first, 12, is_noticed=not shape.is_async)
+    run_out(one)
+    whole = prompts[1] + one.answers[running]
+    for content, prompt, least, most in (
+        (11, whole, 40, before),
+        (12, whole, 0, 0),
+        (12, prompts[0], 0, 0),
+        (11, whole, 72, 80),
+    ):
+        two.load_adapter(second, content, is_noticed=True)
+        name = two.add(prompt, 2, second)
+        run_out(two)
+        assert least <= two.hits[name] <= most, (content, two.hits[name])
+    name = one.add(prompts[0], 2, first)
+    run_out(one)
+    assert one.hits[name] == 40, "of the second engine, by what it had loaded"
+    assert one.hits[plain] == 0
+    return [one, two]
 
 
 def weights(socket: str, seed: int) -> list[Engine]:
@@ -292,12 +301,39 @@ def _forget_an_announcement(engines: Sequence[Engine], prompt: Sequence[int]) ->
     assert [cached(each, prompt) for each in engines] == [0, 39, 39]
 
 
-def cached(engine: Engine, prompt: Sequence[int]) -> int:
+def aborted(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Clients go while the step that computes their prompts is under way: all blocks before the last token are there,
+    as in vLLM alone."""
+    engine, rng = Engine("e0", socket, seed, shape), random.Random(seed)
+    for tokens in (7, 8, 9, 41, 64):
+        prompt = [rng.randrange(VOCABULARY) for _ in range(tokens)]
+        name = engine.add(prompt, 6)
+        engine.step()
+        assert not engine.answers[name]
+        engine.abort(name)
+        run_out(engine)
+        assert cached(engine, prompt, 1) >= (tokens - 1) // 4 * 4, tokens
+    return [engine]
+
+
+def cached(engine: Engine, prompt: Sequence[int], new: int = 3) -> int:
     """Serve a prompt; how many of its tokens were there. The answer is that of the engine's weights."""
-    name = engine.add(prompt, 3)
+    name = engine.add(prompt, new)
     run_out(engine)
-    assert engine.answers[name] == engine.model.answer(prompt, 3)
+    assert engine.answers[name] == engine.model.answer(prompt, new)
     return engine.hits[name]
+
+
+def repeated(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Prompts of lengths around the ends of blocks and of chunks, each of which comes again: all blocks before the last
+    token are there, as in vLLM alone, also where vLLM frees a state before the output of the step that wrote it."""
+    engine, rng = Engine("e0", socket, seed, shape), random.Random(seed)
+    for tokens in [*range(3, 23), *range(63, 67), *range(95, 98)]:
+        for new in (1, 6):
+            prompt = [rng.randrange(VOCABULARY) for _ in range(tokens)]
+            first, again = cached(engine, prompt, new), cached(engine, prompt, new)
+            assert (first, again) == (0, (tokens - 1) // 4 * 4), (tokens, new)
+    return [engine]
 
 
 def _begin_hits(engine: Engine, rng: random.Random) -> None:
@@ -363,9 +399,15 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "failing": lambda socket, seed: two(socket, seed, Shape(recomputes=False)),
     "tight": lambda socket, seed: tight(socket, seed, TIGHT),
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
+    "repeated": lambda socket, seed: repeated(socket, seed, Shape(**SAVED)),
+    "repeated-async": lambda socket, seed: repeated(socket, seed, Shape(is_async=True, **SAVED)),
+    "aborted": lambda socket, seed: aborted(socket, seed, Shape(is_async=True)),
+    "aborted-states": lambda socket, seed: aborted(socket, seed, Shape(is_async=True, **SAVED)),
+    "aborted-windows": lambda socket, seed: aborted(socket, seed, Shape(is_async=True, **WINDOWS)),
     "die-while-loading": die_while_loading,
     "sibling": sibling,
-    "adapters": adapters,
+    "adapters": lambda socket, seed: adapters(socket, seed, Shape()),
+    "adapters-async": lambda socket, seed: adapters(socket, seed, Shape(is_async=True)),
     "weights": weights,
     "stopped": stopped,
     "stopped-async": lambda socket, seed: stopped_for_good(socket, seed, Shape(is_async=True)),

@@ -7,6 +7,7 @@ import random
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,34 @@ def ask_each(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[object], l
     return [answer.said for answer in answers], [answer.cached for answer in answers]
 
 
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [pytest.param(GPT_OSS, "write_through", id="gpt-oss"), pytest.param(QWEN_3_NEXT, "write_back", id="qwen3-next")],
+)
+@pytest.mark.parametrize("groups", [3, long(12)])
+def test_a_full_host_serves_each_group_of_conversations(
+    model: HybridModel, policy: str, groups: int, tmp_path: Path
+) -> None:
+    """The host holds one group and some of the next: what is new has to come there whole, and what is old has to go."""
+    fleet, turns, members = model.fleet(tmp_path), 3, 5
+    new = 10 * BLOCK_TOKENS if model.block_tokens == BLOCK_TOKENS else model.block_tokens
+    shares: list[float] = []
+    with running_node(["--write-policy", policy]) as node:
+        small = model.least_blocks
+        with engines(engine_of(fleet, model, node.socket, small, host_blocks=3 * small)) as (engine,):
+            for group in range(groups):
+                hits = known = 0
+                for turn, member in product(range(turns), range(members)):
+                    blocks = ((turn + 1) * new + BLOCK_TOKENS / 2) / BLOCK_TOKENS
+                    answer = engine.ask(random_prompt(100 * group + member, blocks, new=1))[0]
+                    known += turn * new
+                    hits += min(answer.cached, turn * new)
+                shares.append(hits / known)
+            assert node.counters()["hit_blocks_host"] > 0
+            check_daemon(node.socket)
+    assert min(shares) >= 0.9, shares
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_what_one_engine_computed_is_in_place_for_the_next(model: HybridModel, tmp_path: Path) -> None:
     fleet, prompts = model.fleet(tmp_path), prompts_of(model, 3)
@@ -74,13 +103,15 @@ def test_what_one_engine_computed_is_in_place_for_the_next(model: HybridModel, t
         with engines(engine_of(fleet, model, node.socket)) as (two,):
             assert ask_each(two, prompts) == expected[1], "from its first request on"
             assert ask_each(two, longer) == expected[2]
+            two.plant_wrong_pages()
+            assert ask_each(two, longer[:1])[0] != expected[2][0][:1], "wrong pages would show"
 
 
 @pytest.mark.parametrize("model", KINDS)
 def test_two_engines_at_once_on_a_pool_that_is_too_small_for_both(model: HybridModel, tmp_path: Path) -> None:
     """Requests are preempted, and what is coldest goes to the host and comes back; one engine is killed in mid-request,
     and the other one goes on."""
-    fleet, requests = model.fleet(tmp_path), mixed_requests(model, 7, 4 * BATCH)
+    fleet, requests = model.repeating_fleet(tmp_path), mixed_requests(model, 7, 4 * BATCH)
     with engines(engine_of(fleet, model, None)) as (alone,):
         expected = [answer.said for answer in alone.ask(*requests)]
     small = 2 * model.blocks // 3
@@ -130,7 +161,7 @@ def test_random_requests_find_and_say_what_they_do_alone(model: HybridModel, cou
     """One after another each finds at least as many tokens as alone: vLLM keeps blocks of windows at some positions
     only, and whatever is in the daemon's pool is found. At once, two engines and one alone have other batches, and
     a request finds what an earlier batch computed."""
-    fleet, requests, blocks = model.fleet(tmp_path), mixed_requests(model, 11, count), 4 * model.blocks
+    fleet, requests, blocks = model.repeating_fleet(tmp_path), mixed_requests(model, 11, count), 4 * model.blocks
     requests = [replace(each, new=1 + each.new // 4) for each in requests]
     one_by_one, at_once = requests[: count // 6], requests[count // 6 :]
     with running_node(["--checksums", "all"]) as node:

@@ -24,6 +24,8 @@ def run(name: str, node: Node, seed: int, module: str = "scheduling_runs") -> di
     """Return the counts of a run. The daemon suffers what the run asks for."""
     faults = {
         **daemon_faults(node.daemon.kill, node.daemon.start),
+        "@pause": lambda _: node.daemon.process.send_signal(signal.SIGSTOP),
+        "@resume": lambda _: node.daemon.process.send_signal(signal.SIGCONT),
         "@announce": lambda _, version: announce(node, version),
         "@stop": lambda process: stop(process, node, ALL_KINDS if name.endswith("all-kinds") else Shape()),
     }
@@ -82,6 +84,18 @@ def test_each_group_holds_what_was_computed(name: str) -> None:
         assert told["failed_loads"] == 0
 
 
+@pytest.mark.parametrize("name", ["repeated", "repeated-async"])
+def test_a_prompt_that_comes_again_has_as_many_tokens_as_in_vllm_alone(name: str) -> None:
+    with running_node() as node:
+        assert run(name, node, 1)["whole"] == 4 * 27
+
+
+@pytest.mark.parametrize("name", ["aborted", "aborted-states", "aborted-windows"])
+def test_what_a_step_writes_is_kept_until_its_output_whoever_frees_it(name: str) -> None:
+    with running_node() as node:
+        assert run(name, node, 1)["whole"] == 5
+
+
 @pytest.mark.parametrize(("name", "least"), [("plain", 10), long("async", 10), ("failing", 10), ("all-kinds", 1)])
 def test_requests_whose_loads_fail_are_computed_or_end_as_vllm_is_told(name: str, least: int) -> None:
     """Requests of all kinds of groups load seldom: their longest hits are in place."""
@@ -132,15 +146,26 @@ def test_requests_that_use_what_a_dropped_step_was_to_load_begin_anew_with_it() 
         assert run("unsound", node, 1, "whole_hits")["preempted"] > 8
 
 
-def test_a_hit_is_kept_while_the_files_of_its_adapter_are_looked_at() -> None:
+@pytest.mark.parametrize("name", ["adapters", "adapters-async"])
+def test_adapters_are_what_is_loaded_also_where_that_changes_under_a_request(name: str) -> None:
     with running_node() as node:
-        assert run("adapters", node, 1)["whole"] == 3
+        assert run(name, node, 1)["whole"] == 9
 
 
 def test_sixteen_requests_an_iteration_wait_for_no_answer_and_a_first_token_for_no_report() -> None:
     """The pool is full."""
     with running_node() as node:
         assert run("admissions", node, 1, "admission_runs")["whole"] == 200 + 16 * 32 + 2
+
+
+def test_a_burst_at_an_idle_engine_is_admitted_in_one_iteration() -> None:
+    with running_node() as node:
+        assert run("burst", node, 1, "admission_runs")["whole"] == 4 * 72
+
+
+def test_the_last_token_of_an_engine_waits_for_no_answer_of_the_daemon() -> None:
+    with running_node() as node:
+        assert run("last-token", node, 1, "admission_runs")["whole"] == 3
 
 
 def test_the_stock_of_an_engine_that_runs_nothing_goes_back_to_the_others() -> None:

@@ -36,22 +36,36 @@ def test_engines_that_agree_share_and_others_do_not(fleet: Fleet, options: dict[
                 answers = mine.ask(*prompts)
                 assert [answer.said for answer in answers] == expected
                 assert [answer.cached for answer in answers] == [found * BLOCK_TOKENS] * 4
+                if found:
+                    mine.plant_wrong_pages()
+                    assert mine.ask(prompts[0])[0].said != expected[0], "wrong pages would show"
         with engines(fleet.engine(node.socket)) as (other,):
             assert other.ask(prompts[0])[0].cached == 0
 
 
 def test_prompts_share_under_the_same_image_alone(tmp_path: Path) -> None:
-    """Weights are dummies, by which an image hardly counts: what is found tells that it is in the keys."""
+    """Whatever clients call it: the last prompts name another image as the first ones named theirs, and theirs
+    otherwise."""
     write_image_model(tmp_path)
     fleet, plain = Fleet(tmp_path), random_prompt(1, 6.5)
     longer = replace(plain, tokens=plain.tokens[: 3 * BLOCK_TOKENS] + random_prompt(2, 4).tokens, image=1)
     prompts = [plain, *(replace(plain, image=each) for each in (1, 2, 1)), longer, replace(plain, image=2)]
+    named = [(1, "ab" * 32), (2, "img-0")]
+    prompts += [replace(plain, image=image, image_name=name) for image, name in named]
+    swapped = [replace(plain, image=image, image_name=name) for image, name in ((3, named[0][1]), (1, named[1][1]))]
     with engines(fleet.engine(None, caching=False, options=OPTIONS)) as (alone,):
         expected = [alone.ask(prompt)[0].said for prompt in prompts]
+    assert len(set(expected[:3])) == 3
     with running_node() as node:
-        for found in ((0, 0, 0, 6, 3, 6), (6, 6, 6, 6, 7, 6)):
+        for found in ((0, 0, 0, 6, 3, 6, 6, 6), (6, 6, 6, 6, 7, 6, 6, 6)):
             with engines(fleet.engine(node.socket, options=OPTIONS)) as (mine,):
                 answers = [mine.ask(prompt)[0] for prompt in prompts]
                 assert [answer.said for answer in answers] == expected
                 assert [answer.cached // BLOCK_TOKENS for answer in answers] == list(found)
-        assert node.problems() == []
+        with engines(fleet.engine(node.socket, options=OPTIONS)) as (other,):
+            answers = [other.ask(prompt)[0] for prompt in swapped]
+            assert [answer.cached // BLOCK_TOKENS for answer in answers] == [0, 6]
+            assert answers[0].said not in expected
+            assert answers[1].said == expected[1]
+            other.plant_wrong_pages()
+            assert other.ask(prompts[1])[0].said != expected[1], "wrong pages would show"

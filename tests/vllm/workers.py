@@ -9,7 +9,41 @@ import torch
 from cachesvc_client.adapters.layer_waits import LayerWaits
 from cachesvc_client.plugins.daemon.node import Node
 from cachesvc_vllm.daemon.page_copier import PageCopier
+from cachesvc_vllm.namespace.adapters import AdapterReport
 from cachesvc_vllm.worker_side import WorkerSide
+
+
+class LoadedAdapters:
+    """In the place of the product's. ``files``: what lies at each adapter's path now; ``memory``: what was loaded, by
+    number."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, int] = {}
+        self.memory: dict[int, int] = {}
+        self._asked: Any = ()
+        self._epoch = 0
+        self._reported: Any = None
+
+    def load(self, request: Any) -> int:
+        """Load an adapter, as vLLM does for a request if it is not loaded. Return what is loaded."""
+        return self.memory.setdefault(request.lora_int_id, self.files[request.lora_path])
+
+    def begin_step(self, asked: Any, epoch: int) -> None:
+        """Do the product's."""
+        self._asked, self._epoch = asked, epoch
+
+    def report(self) -> AdapterReport | None:
+        """Do the product's."""
+        asked, self._asked = self._asked, ()
+        for each in asked:
+            self.load(each)
+        news = self._epoch, dict(self.memory)
+        if news == self._reported and not asked:
+            return None
+        self._reported = news
+        return AdapterReport(
+            self._epoch, {0: {number: each.to_bytes(32, "little") for number, each in news[1].items()}}
+        )
 
 
 class Worker(WorkerSide):
@@ -17,6 +51,7 @@ class Worker(WorkerSide):
 
     def __init__(self, node: Node, page_bytes: int) -> None:
         self._node: Node = node
+        self.adapters: Any = LoadedAdapters()
         self._loads: dict[str, Any] = {}
         self._may_wait = self._drafts = False
         self._told = None

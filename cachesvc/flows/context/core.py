@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -128,12 +127,14 @@ class Storage(Protocol):
 
 class Promise(NamedTuple):
     """Answer of another node that was asked for blocks. ``lent``: how many of the first it lends from now on; behind
-    these, engines there are ``computing`` blocks. ``epoch``: of its life. ``problem``: why there is no answer."""
+    these, engines there are ``computing`` blocks. ``epoch``: of its life. ``problem``: why there is no answer.
+    ``ask_in``: seconds after which the node is asked again; above 0 where it was not asked, or can lend nothing now."""
 
     lent: int = 0
     computing: int = 0
     epoch: int = 0
     problem: str = ""
+    ask_in: float = 0.0
 
 
 class Lenders(Protocol):
@@ -212,7 +213,7 @@ class Core:
     new_name: Callable[[], str] = field(default_factory=lambda: map(str, itertools.count(1)).__next__)
     on_refused: Callable[[int, str], None] | None = None
     on_sealed: list[Callable[[int, int, int, int], None]] = field(default_factory=list)
-    chores: Chores = field(default_factory=deque)
+    chores: Chores = field(default_factory=Chores)
     on_ended: Callable[[list[int]], None] | None = None
     on_left: Callable[[Lease], None] | None = None
     storage: Storage | None = None

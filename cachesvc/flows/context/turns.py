@@ -9,11 +9,11 @@ that is lost) goes on as a background task.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from cachesvc.model.answers import Wait
+from cachesvc.model.numbers.sharing import BACKGROUND, Party, Rounds
 
 TURN = Wait(())
 LAST_TURNS = Wait((), goes_on=True)
@@ -49,24 +49,58 @@ NO_MODEL = 0
 
 class Chore(NamedTuple):
     """Background work of a model. ``go_on`` does a turn of it and returns whether it is over. ``gives_back``: it may
-    free pages that eviction could not, so that a call that finds too few waits for it."""
+    free pages that eviction could not, so that a call that finds too few waits for it. ``party``: the process that has
+    caused it, where one has."""
 
     model: int
     go_on: Callable[[], bool]
     gives_back: bool = True
+    party: Party = BACKGROUND
 
 
-Chores = deque[Chore]
+class Chores:
+    """Background work that waits, round robin by party: the end of a process with a thousand leases delays a landing of
+    another one by one turn in two."""
+
+    def __init__(self) -> None:
+        self._rounds: Rounds[Party, Chore] = Rounds()
+
+    def __bool__(self) -> bool:
+        return bool(self._rounds)
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def __iter__(self) -> Iterator[Chore]:
+        return iter(self._rounds)
+
+    def append(self, chore: Chore) -> None:
+        """Queue a chore behind those of its party."""
+        self._rounds.add(chore.party, chore)
+
+    def appendleft(self, chore: Chore) -> None:
+        """Queue a chore that has the next turn."""
+        self._rounds.add_first(chore.party, chore)
+
+    def popleft(self) -> Chore:
+        """The chore that has the next turn."""
+        return self._rounds.take()
 
 
-def begin(chores: Chores, model: int, go_on: Callable[[], bool], *, at_once: bool = True) -> None:
+def begin(
+    chores: Chores, model: int, go_on: Callable[[], bool], *, at_once: bool = True, party: Party = BACKGROUND
+) -> None:
     """Do a turn of it now, unless the caller has had one (not ``at_once``), and leave the rest for later."""
     if not at_once or not go_on():
-        chores.append(Chore(model, go_on))
+        chores.append(Chore(model, go_on, party=party))
 
 
 def tidy(chores: Chores) -> None:
-    """Do a turn of what has waited longest. A chore that raises is not gone on with."""
-    chore = chores.popleft()
+    """Do a turn of what has waited longest of the party whose turn it is. A chore that raises is not gone on with."""
+    go_on_with(chores, chores.popleft())
+
+
+def go_on_with(chores: Chores, chore: Chore) -> None:
+    """Do a turn of a chore that was taken from the queue; what is left of it waits again."""
     if not chore.go_on():
         chores.append(chore)

@@ -11,6 +11,7 @@ from cachesvc.flows.storage.expected import follow
 from cachesvc.flows.storage.fetch import fetched_blocks, reach
 from cachesvc.flows.storage.uses import note_hit
 from cachesvc.flows.transfer.backup import back_up_reused
+from cachesvc.flows.transfer.late_states import back_up_copies
 from cachesvc.flows.transfer.replicas import Sharing, share
 from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.ledger.index.tier_copies import NO_ROW
@@ -66,6 +67,9 @@ def match(
     if not coming:  # else its caller matches again before it uses the hit
         observers.matched(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
         note_hit(core, model, hit.row)
+        if place.window_groups and hit.device_blocks:
+            looked = sequence.window_rows.items()
+            back_up_copies(core, model, call.replica, [(group, row) for group, held in looked for row in held.values()])
         if core.writing.counts_reuse and hit.row != NO_ROW:
             back_up_reused(core, model, call.replica, hit.row)
     device, host = hit.device_blocks, hit.blocks - hit.device_blocks

@@ -202,13 +202,14 @@ def _publish(core: Core, call: Call, one: Publishes, named: NamedStates | None) 
 def is_tight(core: Core, call: Call) -> bool:
     """True where for each block that is sealed one may be evicted on the host, for its backup."""
     host = call.model.blocks.host
-    pool = host.pools[host.lead]
-    return core.writing.copies_when_sealed and pool.free < min(core.turns.sealed, pool.usable)
+    pool, pages = host.pools[host.lead], core.turns.sealed * (1 + len(host.window_groups))
+    return core.writing.copies_when_sealed and pool.free < min(pages, pool.usable)
 
 
 def _most(core: Core, call: Call) -> int:
-    """Number of blocks to seal in a turn."""
-    return min(core.turns.sealed, core.turns.evicted) if is_tight(core, call) else core.turns.sealed
+    """Number of blocks to seal in a turn. Their windows and states go to the host with them."""
+    groups = 1 + len(call.model.blocks.host.window_groups)
+    return min(core.turns.sealed, max(1, core.turns.evicted // groups)) if is_tight(core, call) else core.turns.sealed
 
 
 def _join_cells(parts: Iterable[tuple[GroupCells, ...]]) -> tuple[GroupCells, ...]:

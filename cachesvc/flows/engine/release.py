@@ -8,10 +8,13 @@ from cachesvc.flows.context.call import Call, no_sequence
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.storage.uses import note_end
+from cachesvc.flows.transfer.late_states import back_up_copies
 from cachesvc.flows.transfer.low_watermark import look_ahead
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.model.answers import Wait
 from cachesvc.model.columns import Releases
 from cachesvc.model.requests import Ended
+from cachesvc.policy.hints import RequestHint
 
 
 def release_many(
@@ -47,7 +50,11 @@ def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) 
         raise no_sequence(sequence_id)
     if end is not None:
         sequence.tell_end(end)
-    note_end(core, call.model, sequence.anchor)
+    if sequence.is_open:
+        note_end(core, call.model, sequence.anchor)
+        if sequence.window_rows and sequence.anchor != NO_ROW and sequence.retention != RequestHint.ONCE:
+            ends = [(group, sequence.windows.last_rows(group, sequence.anchor)) for group in sequence.window_rows]
+            back_up_copies(core, call.model, call.replica, [(group, row) for group, rows in ends for row in rows])
     if not sequence.end_part(core.turns.pages):
         return TURN
     del call.lease.sequences[sequence_id]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
-from cachesvc.flows.transfer.late_states import back_up_states
+from cachesvc.flows.transfer.late_states import back_up_copies
 from cachesvc.ledger.block_tables import BlockTables
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.sequences import Sequence as OpenSequence
@@ -70,4 +70,4 @@ def seal_states(core: Core, call: Call, tables: BlockTables, named: NamedStates)
         else:
             sealed.append((state.group, row))
     if sealed and core.writing.copies_when_sealed:
-        back_up_states(core, call.model, call.replica, sealed)
+        back_up_copies(core, call.model, call.replica, sealed)

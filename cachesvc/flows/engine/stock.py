@@ -252,7 +252,8 @@ def _keep_room(core: Core, call: Call, room: Reservation, owed: Sequence[int], g
         room.keep(owed, call.now + core.limits.reservation_seconds)
         if going and not lease.is_replacing:
             lease.is_replacing = True
-            core.chores.append(Chore(call.model.id, partial(_replace_more, core, call, room), gives_back=False))
+            go_on, party = partial(_replace_more, core, call, room), call.lease.party
+            core.chores.append(Chore(call.model.id, go_on, gives_back=False, party=party))
 
 
 def _replace_more(core: Core, call: Call, room: Reservation) -> bool:

@@ -14,7 +14,7 @@ from cachesvc.flows.context.call import Call, refusal_of, require_active
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import TURN
 from cachesvc.flows.transfer.apply_evictions import carry_out
-from cachesvc.flows.transfer.make_room import exhausted, make_room
+from cachesvc.flows.transfer.make_room import exhausted, make_room, within_turn
 from cachesvc.flows.transfer.transfers import load_pairs, require_transfer, store_pairs, submit, ticket_view, wait_for
 from cachesvc.ledger.eviction.idle_copies import drop_idle_copies
 from cachesvc.ledger.eviction.planner import no_row, start_backup
@@ -121,9 +121,7 @@ def _make_host_room(core: Core, model: Model, tip: int, wanted: list[int]) -> Wa
     host, index = model.blocks.host, model.blocks.index
     if host.has_shared_pools:
         drop_idle_copies(model.blocks, host, wanted, core.turns.evicted, cheap=True)
-        now = _within_turn(core, host, wanted)
-    else:
-        now = [min(want, pool.free + core.turns.evicted) for want, pool in zip(wanted, host.pools, strict=True)]
+    now = within_turn(core, host, wanted)
     spares = (lambda row: index.is_above(row, tip)) if tip != NO_ROW else no_row
     plan, short = model.evictor.plan_host_room(now, spares)
     if short is not None:
@@ -131,15 +129,3 @@ def _make_host_room(core: Core, model: Model, tip: int, wanted: list[int]) -> Wa
         raise exhausted(host.pools[short], sum(wanted[g] for g in groups), sum(map(plan.freed, groups)))
     carry_out(core, model, plan)
     return None if now == wanted else TURN
-
-
-def _within_turn(core: Core, host: Place, wanted: list[int]) -> list[int]:
-    """Pages of each group that a turn makes room for: of each pool what is free, and as many as are evicted in one."""
-    now = wanted[:]
-    for groups, short in zip(host.shares, host.short_of(wanted), strict=True):
-        beyond = short - core.turns.evicted
-        for group in groups:
-            less = min(now[group], max(0, beyond))
-            now[group] -= less
-            beyond -= less
-    return now

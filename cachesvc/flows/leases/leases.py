@@ -69,7 +69,7 @@ def process_gone(core: Core, token: bytes) -> None:
     if process is not None:
         leave = partial(_leave_some, core, process, sorted(process.leases, reverse=True))
         if not leave(at_once=True):
-            core.chores.append(Chore(NO_MODEL, leave))
+            core.chores.append(Chore(NO_MODEL, leave, party=process.party))
 
 
 def _leave_some(core: Core, process: Process, leases: list[str], *, at_once: bool = False) -> bool:

@@ -47,14 +47,15 @@ def free_quarantine(core: Core, lease: Lease, *, at_once: bool = True) -> None:
 def end_member(core: Core, lease: Lease, number: int, *, at_once: bool = True) -> None:
     """A process has left a lease that lives on with others: its sequences end, and its stock goes back."""
     mine = [sequence for sequence in lease.sequences if member_of(sequence) == number]
-    begin(core.chores, lease.model, partial(_end_left, core, lease, number, mine), at_once=at_once)
+    go_on = partial(_end_left, core, lease, number, mine)
+    begin(core.chores, lease.model, go_on, at_once=at_once, party=lease.party)
 
 
 def free_unwritten(core: Core, lease: Lease, *, at_once: bool = True) -> None:
     """A process has unmapped the pools of a live lease, or is gone: where it was the last that had, pages in quarantine
     come back."""
     if lease.state is LeaseState.LIVE and lease.quarantine and not lease.attached:
-        begin(core.chores, lease.model, partial(_free_some, core, lease), at_once=at_once)
+        begin(core.chores, lease.model, partial(_free_some, core, lease), at_once=at_once, party=lease.party)
 
 
 def unbind(core: Core, lease: Lease, token: bytes) -> None:
@@ -68,7 +69,7 @@ def unbind(core: Core, lease: Lease, token: bytes) -> None:
 def _end_holds(core: Core, lease: Lease, *, at_once: bool) -> None:
     if not lease.is_ending:
         lease.is_ending = True
-        begin(core.chores, lease.model, partial(_end_some, core, lease), at_once=at_once)
+        begin(core.chores, lease.model, partial(_end_some, core, lease), at_once=at_once, party=lease.party)
 
 
 def _end_some(core: Core, lease: Lease) -> bool:

@@ -36,6 +36,7 @@ def idle_models(core: Core) -> list[Model]:
     busy = {lease.model for lease in core.ledger.leases.values()}
     busy |= {ticket.model for ticket in core.ledger.tickets.running.values()}
     busy |= {model.id for model in core.ledger.models.values() if model.lent or not model.stored.is_idle}
+    busy |= {model.id for model in core.ledger.models.values() if model.coming}
     now = core.ledger.moment.seconds
     busy |= {model.id for model in core.ledger.models.values() if model.expected and now < model.expected_until}
     idle = [model for model in core.ledger.models.values() if model.id not in busy]
@@ -51,7 +52,7 @@ def models_for(core: Core, party: Party) -> int:
     ledger, limit = core.ledger, core.limits.models
     if party == BACKGROUND:  # a caller that the daemon cannot tell from others
         return limit
-    users = {model.id: {model.party} for model in ledger.models.values()}
+    users = {model.id: {model.party} for model in (*ledger.models.values(), *ledger.coming.values())}
     for lease in ledger.leases.values():
         users[lease.model].add(lease.party)
     idle = {model.id for model in idle_models(core)}

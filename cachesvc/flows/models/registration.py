@@ -1,18 +1,23 @@
 """Registering models: a layout finds its pools, or gets new ones, for which idle models may be evicted.
 
-Sizing pools takes a while and making them waits for drivers, so a registration has parts, and no other one begins
-before it is through:
+Sizing pools takes a while and making them waits for drivers, so a registration has parts:
 
     begin    on the ledger thread: find the pools, or survey the other models
     plan     on any thread: size new ones and choose the idle models to evict, or refuse
     evict    on the ledger thread: evict them, unless one of them is in use by now
-    make     on any thread: free what they held, then make the pools, all or none
-    enter    on the ledger thread: add the model
+    reserve  on any thread: free the host memory that they held, and take a new model's
+    claim    on the ledger thread: count what comes, so that other registrations plan beside it
+    make     on any thread: make the device pools, all or none
+    enter    on the ledger thread: add the replica, and the model with its first one; or ``give_up``
+
+From ``begin`` to ``claim`` no device is asked for anything, and one registration goes at a time. ``make`` waits for the
+devices of its own replica alone, beside those of others: a device that hangs keeps only its own engines waiting. Two
+replicas of a new model on different devices are one model, which the first that is made brings into the ledger.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -25,7 +30,7 @@ from cachesvc.flows.models.sizing import HasHeadroom, Newcomer, Plan, PoolReques
 from cachesvc.flows.models.tenant_budget import Budget
 from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.ledger import Model, PendingReplica, Replica
 from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.pages.shared_pool import group_pools
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
@@ -41,7 +46,7 @@ MAX_RESERVED_PAGES = 1024
 
 
 class Vault(HasHeadroom, Protocol):
-    """Allocator of the pools' bytes. Any thread may open and close pools, one at a time."""
+    """Allocator of the pools' bytes. Any thread may open and close pools, one at a time for each device."""
 
     def devices(self) -> tuple[str, ...]:
         """UUIDs of the daemon's devices."""
@@ -63,8 +68,11 @@ class Vault(HasHeadroom, Protocol):
     def close_model(self, model: int) -> None:
         """Free the memory of a model that did not come into the ledger."""
 
-    def close_retired(self) -> None:
-        """Free the memory of retired models."""
+    def free_retired(self) -> None:
+        """Free the host memory of retired models. Waits for no device."""
+
+    def close_retired(self, devices: Collection[str] | None = None) -> None:
+        """Free the memory of retired models on ``devices``; None: all."""
 
     def announce(self, model: int) -> list[tuple[int, Run]]:
         """Announce a model that is in the ledger: ``host_pages_arrived`` gets further host pages. The last
@@ -113,7 +121,8 @@ class Registration:
         self._new = newcomer
         self._others = survey(core, newcomer)
         self._plan = Plan(Pools(()), ())
-        self._model_id = self._replica_id = 0
+        self._model = newcomer.model
+        self._model_id = self._place = 0
         self._on_device: tuple[PagePool, ...] = ()
         self._on_host: tuple[PagePool, ...] = ()
 
@@ -129,52 +138,79 @@ class Registration:
             return False
         for model in self._plan.evicted:
             evict_model(core, vault, model)
-        if self._new.model is None:
+        if self._model is None:
             self._model_id = core.next_model
             core.next_model += 1
         else:
-            self._model_id, self._replica_id = self._new.model.id, self._new.model.blocks.places_made - 1
+            self._model_id = self._model.id
         return True
 
+    def reserve(self, vault: Vault) -> None:
+        """Free the host memory of evicted models, and take that of a new one. Raises PoolExhausted and Unavailable,
+        with nothing taken."""
+        vault.free_retired()
+        if self._model is None:
+            layout, pages = self._new.layout, self._plan.pools.host_pages
+            self._on_host = _host_pools(f"host pool of model {self._model_id}", layout, pages)
+            vault.open_host(self._model_id, layout, pages, self._new.devices)
+            for group, run in vault.take_news(self._model_id):
+                self._on_host[group].add(run.first, run.count)
+
+    def claim(self, core: Core) -> None:
+        """Have other registrations count the memory that is being made, and find a new model by its namespace."""
+        if self._model is None:
+            self._model = core.ledger.coming[self.request.namespace] = self._new_model(core)
+        self._place = self._model.blocks.next_place()
+        self._model.coming[self._place] = PendingReplica(self._new.devices, self._plan.pools.device_pages)
+
     def make(self, vault: Vault) -> None:
-        """Free what evicted models held and make the pools. Raises PoolExhausted and Unavailable, with nothing made."""
-        new, pools, is_new = self._new, self._plan.pools, self._new.model is None
-        where = f"device pool of model {self._model_id}, replica {self._replica_id}"
+        """Free what evicted models held on these devices, and make the replica's pools there. Raises PoolExhausted and
+        Unavailable, with nothing made: then ``give_up``."""
+        new, pools, replica = self._new, self._plan.pools, self._place - 1
+        where = f"device pool of model {self._model_id}, replica {replica}"
         self._on_device = _device_pools(where, new.layout, pools.device_pages, new.reserved_pages)
         for groups in new.layout.pools:
             pool = self._on_device[groups[0]]
             pool.add(pool.first, pool.capacity)
-        vault.close_retired()
-        with ExitStack() as undo:
-            if is_new:
-                self._on_host = _host_pools(f"host pool of model {self._model_id}", new.layout, pools.host_pages)
-                vault.open_host(self._model_id, new.layout, pools.host_pages, new.devices)
-                undo.callback(vault.close_model, self._model_id)
-                for group, run in vault.take_news(self._model_id):
-                    self._on_host[group].add(run.first, run.count)
-            vault.open_replica(self._model_id, self._replica_id, new.layout, new.devices, pools.device_pages)
-            undo.pop_all()
+        vault.close_retired(new.devices)
+        vault.open_replica(self._model_id, replica, new.layout, new.devices, pools.device_pages)
+
+    def give_up(self, core: Core, vault: Vault) -> None:
+        """The pools could not be made. A new model that no other registration makes leaves with its host memory."""
+        model = self._model
+        assert model is not None, "it was claimed"
+        del model.coming[self._place]
+        if not model.coming and core.ledger.coming.get(model.namespace) is model:
+            del core.ledger.coming[model.namespace]
+            vault.retire(model.id)
 
     def enter(self, core: Core, vault: Vault, now: float) -> Registered:
         """The pools are there: the model is too, or has one replica more; lost (``gone``) where a device lost its
         memory while they were made."""
-        model = self._new.model or self._enter_model(core, vault)
-        place = model.blocks.add_replica(f"replica {self._replica_id}", self._on_device)
-        made = Replica(self._replica_id, self._new.devices, place, self._plan.pools.device_pages)
+        model, replica = self._model, self._place - 1
+        assert model is not None, "it was claimed"
+        if core.ledger.coming.get(model.namespace) is model:
+            del core.ledger.coming[model.namespace]
+            core.ledger.models[model.id] = model
+            for group, run in vault.announce(model.id):
+                host_pages_arrived(core, model.id, group, run)
+        del model.coming[self._place]
+        place = model.blocks.add_replica(f"replica {replica}", self._on_device, self._place)
+        made = Replica(replica, self._new.devices, place, self._plan.pools.device_pages)
         made.shadow = core.eviction.new_shadow(place.pools[place.lead].capacity)
         model.replicas.append(made)
-        if not vault.has_replica(self._model_id, self._replica_id):
+        if not vault.has_replica(model.id, replica):
             model.lose(made, "a device lost its memory while the pools were made")
         model.last_used = now
         expect_open(core, model)
         return Registered(model, made, existed=False)
 
-    def _enter_model(self, core: Core, vault: Vault) -> Model:
+    def _new_model(self, core: Core) -> Model:
         ledger, request, keep = core.ledger, self.request, core.limits.events_per_model
         policy, layout = core.eviction, request.layout
         history, made = policy.new_history(layout.block_tokens), policy.new_positions
         blocks = BlockLedger(layout, self._on_host, policy.rank, ledger.ages, ledger.moment, keep, history, made)
-        model = ledger.models[self._model_id] = Model(
+        return Model(
             self._model_id,
             request.name,
             request.layout,
@@ -188,9 +224,6 @@ class Registration:
             display_name=request.display_name,
             party=request.party,
         )
-        for group, run in vault.announce(self._model_id):
-            host_pages_arrived(core, self._model_id, group, run)
-        return model
 
 
 def register(core: Core, vault: Vault, request: RegisterRequest, now: float) -> Registered:
@@ -203,7 +236,14 @@ def register(core: Core, vault: Vault, request: RegisterRequest, now: float) -> 
         return begun
     begun.plan(vault)
     assert begun.evict(core, vault), "no other registration came between"
-    begun.make(vault)
+    begun.reserve(vault)
+    begun.claim(core)
+    try:
+        begun.make(vault)
+    except BaseException:
+        begun.give_up(core, vault)
+        vault.free_retired()
+        raise
     return begun.enter(core, vault, now)
 
 
@@ -214,7 +254,7 @@ def find(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Non
     number of reserved pages), Unavailable (a model that is out of service).
     """
     _check(request)
-    devices = _devices(vault, request)
+    devices = devices_of(vault, request)
     model = _known_model(core, request)
     if model is None:
         return None
@@ -247,7 +287,7 @@ def begin(core: Core, vault: Vault, request: RegisterRequest) -> Registered | Re
     if min(device_pool.pages, default=reserved + 1) <= reserved:
         beside = f" beside {reserved} reserved ones" if reserved else ""
         raise InvalidRequest(f"a device pool needs at least one page in every group{beside}, got {device_pool.pages}")
-    devices, model = _devices(vault, request), _known_model(core, request)
+    devices, model = devices_of(vault, request), _known_model(core, request)
     most = core.limits.models if request.budget.models or model is not None else models_for(core, request.party)
     newcomer = Newcomer(layout, devices, device_pool, host_pool, request.budget, model, most, reserved)
     return Registration(core, request, newcomer)
@@ -281,8 +321,10 @@ def host_pages_arrived(core: Core, model_id: int, group: int, run: Run) -> None:
 
 
 def _known_model(core: Core, request: RegisterRequest) -> Model | None:
+    """The model of a namespace: one that is there, or whose first replica is being made."""
     namespace = request.namespace
-    return next((model for model in core.ledger.models.values() if model.namespace == namespace), None)
+    there = (model for model in core.ledger.models.values() if model.namespace == namespace)
+    return next(there, core.ledger.coming.get(namespace))
 
 
 def _check(request: RegisterRequest) -> None:
@@ -320,7 +362,8 @@ def _check_shared(layout: Layout, pools: tuple[tuple[int, ...], ...], pages: tup
             )
 
 
-def _devices(vault: Vault, request: RegisterRequest) -> tuple[str, ...]:
+def devices_of(vault: Vault, request: RegisterRequest) -> tuple[str, ...]:
+    """Devices of the replica that is asked for. Raises InvalidRequest."""
     known, ranks = vault.devices(), request.layout.ranks
     chosen = request.devices or known[:ranks]
     if len(chosen) != ranks or len(set(chosen)) != len(chosen):

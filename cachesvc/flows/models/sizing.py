@@ -90,7 +90,7 @@ class Others:
 
 def survey(core: Core, newcomer: Newcomer) -> Others:
     """Inputs of a plan."""
-    models = core.ledger.models.values()
+    models = (*core.ledger.models.values(), *core.ledger.coming.values())
     tenant = newcomer.budget.tenant if newcomer.budget.is_limited else None
     return Others(
         len(models),

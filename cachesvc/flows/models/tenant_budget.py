@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.ledger import Model, PendingReplica, Replica
 from cachesvc.model.errors import QuotaExceeded
 from cachesvc.model.geometry import device_bytes, host_bytes
 
@@ -54,8 +54,9 @@ def memory_of(models: Iterable[Model]) -> Memory:
 
 
 def pool_device_bytes(model: Model) -> int:
-    """Bytes of a model's device pools, over replicas and ranks."""
-    return sum(device_bytes(model.layout, r.device_pages) * len(r.devices) for r in model.replicas)
+    """Bytes of a model's device pools, over replicas and ranks, of those that are being made too."""
+    every: list[Replica | PendingReplica] = [*model.replicas, *model.coming.values()]
+    return sum(device_bytes(model.layout, each.device_pages) * len(each.devices) for each in every)
 
 
 def pool_host_bytes(model: Model) -> int:
@@ -66,5 +67,6 @@ def pool_host_bytes(model: Model) -> int:
 def pool_pages(model: Model) -> int:
     """Pages of a model's pools, over replicas, groups and the host."""
     layout = model.layout
-    on_devices = sum(layout.device_page_total(replica.device_pages) for replica in model.replicas)
+    every: list[Replica | PendingReplica] = [*model.replicas, *model.coming.values()]
+    on_devices = sum(layout.device_page_total(each.device_pages) for each in every)
     return on_devices + layout.host_page_total(model.host_pages)

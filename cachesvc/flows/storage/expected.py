@@ -26,7 +26,7 @@ from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.storage_state import Expectation, Fetch, key_at
-from cachesvc.model.answers import Expected, Wait
+from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Wait
 from cachesvc.model.errors import KeyMisplaced
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.sharing import Party, most_of
@@ -47,10 +47,12 @@ PAUSE_SECONDS = 0.1
 """Pause after a question without use, seconds."""
 FAILED_PAUSE_SECONDS = 0.3
 """Pause after a question without an answer or a fetch that brought nothing, seconds: longer than a peer is left alone
-after one failure, which may have been another request's. A peer that answers again is asked before it is done without.
+after one failure.
 """
-CALL_SECONDS = 10.0
-"""Time that a call waits for what is coming, seconds. It says then what still is."""
+LONGEST_PAUSE_SECONDS = 2.0
+"""Longest time for which an expectation waits until a peer is asked that has failed, seconds. One that is left alone
+for longer has failed several times in a row: what it has computed is done without.
+"""
 LOOK_SECONDS = 1.0
 """Longest wait of such a call until it looks again, seconds."""
 IDLE_SECONDS = 5.0
@@ -61,6 +63,8 @@ MOST_FETCHES = 3
 """Fetches of an expectation that are under way at a time, each of what was sealed while the one before began."""
 MOST_BESIDE = 8
 """Fetches of a model's expectations under way from which on each has one at a time: all streams are busy then."""
+SILENT_SECONDS = 1.0
+"""Time between the last block and the end of a fetch after which it had come to a standstill, seconds."""
 MOST_FAILURES = 2
 """Questions without an answer after which a peer that has computed all is done without."""
 
@@ -110,7 +114,7 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     sharing.coming = most - hit.blocks
     if sharing.expects_since is None:
         sharing.expects_since = call.now
-    left = sharing.expects_since + CALL_SECONDS - call.now
+    left = sharing.expects_since + LONGEST_EXPECTED_WAIT_SECONDS - call.now
     if not expected.waits or left <= 0:
         return None
     return Wait((known.ticket,), min(LOOK_SECONDS, left))
@@ -231,6 +235,11 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, asked_at
         return
     known.asked_at = None
     now = core.ledger.moment.seconds
+    if promise.ask_in:  # it was not asked, which is no question without an answer
+        known.retry_at = now + promise.ask_in
+        if known.is_computed and promise.ask_in > LONGEST_PAUSE_SECONDS and not known.fetching:
+            _end(core, model, known, ExpectationEnd.UNREACHABLE)
+        return
     if promise.problem:
         known.failures += 1
         known.retry_at = now + FAILED_PAUSE_SECONDS
@@ -328,12 +337,19 @@ def _came(core: Core, model: Model, known: Expectation, fetch: Fetch | None) -> 
         if known.failures >= MOST_FAILURES:
             _end(core, model, known, ExpectationEnd.INCOMPLETE)
         return
-    known.failures = 0
+    now = core.ledger.moment.seconds
+    if fetch is None or fetch.is_whole or now - fetch.came_at < SILENT_SECONDS:
+        known.failures = 0
+    else:  # it came to a standstill: a peer that sends a little each time is not followed without end
+        known.failures += 1
     came = 0 if hit is None else hit.blocks - max(before, 0)
     known.arrived += came
     core.count(Count.EXPECTED_BLOCKS, came)
     if hit is not None:
-        known.here, known.progress_at = hit.blocks, core.ledger.moment.seconds
+        known.here, known.progress_at = hit.blocks, now
+    if known.failures >= MOST_FAILURES and not known.fetches:
+        _end(core, model, known, ExpectationEnd.INCOMPLETE)
+        return
     _go_on(core, model, known)
     _ask_again(core, model, known)
 

@@ -14,8 +14,7 @@ from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN, begin
 from cachesvc.flows.storage.pieces import pass_on
 from cachesvc.flows.storage.presence import note_stored, note_unstored
-from cachesvc.flows.transfer.apply_evictions import carry_out
-from cachesvc.flows.transfer.make_room import make_cheap_host_room
+from cachesvc.flows.transfer.make_room import make_host_room
 from cachesvc.flows.transfer.pending_writes import came_to_host
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.flows.transfer.transfers import land
@@ -23,7 +22,7 @@ from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.ledger.index.pins import Keep, Pin, kept
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.ledger.storage_state import Fetch
+from cachesvc.ledger.storage_state import Fetch, fetched_pages
 from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.sharing import Party
@@ -110,9 +109,12 @@ def begin_fetch(
         return None
     is_needed = hit.blocks > hit.device_blocks and host.is_hittable(hit.row)
     on_host = hit.row if is_needed else NO_ROW
-    if not _has_room(core, model, blocks, on_host):
-        return TURN
-    blocks = min(blocks, host.free_blocks)
+    begin = hit.blocks if above is None else above.first + len(above.keys)
+    with kept(model.blocks, host, Keep(on_host)):
+        if not make_host_room(core, model, fetched_pages(model.blocks, begin, blocks)):
+            return TURN
+    while blocks > 0 and host.lacks(fetched_pages(model.blocks, begin, blocks)):
+        blocks //= 2
     if blocks <= 0:
         return None
     ticket = core.ledger.tickets.open(model.id, replica.id, Inward.FETCH, Urgency.AWAITED, party=party)
@@ -120,7 +122,6 @@ def begin_fetch(
     ticket.size_bytes = blocks * sum(model.layout.page_bytes(g) * model.layout.host_ranks(g) for g in host.full_groups)
     places = (replica.place, *model.blocks.index.places)  # a pin on the host keeps its copies of the path there
     place = next((each for each in places if hit.row != NO_ROW and each.is_hittable(hit.row)), host)
-    begin = hit.blocks if above is None else above.first + len(above.keys)
     first, last = begin * KEY_BYTES, (begin + blocks) * KEY_BYTES
     names = tuple(keys[at : at + KEY_BYTES] for at in range(first, last, KEY_BYTES))
     pin = Pin(model.blocks, place, hit.row if above is None else NO_ROW)
@@ -129,19 +130,6 @@ def begin_fetch(
     core.count(Count.STORAGE_FETCHES)
     fetch.out = core.storage.fetch(FetchRequest(ticket.id, model, keys[first:last], fetch.pages(), fetch.parent))
     return fetch
-
-
-def _has_room(core: Core, model: Model, blocks: int, on_host: int) -> bool:
-    """True where there is as much room on the host for ``blocks`` blocks as there can be. Else a turn's worth was
-    evicted: ask again in another turn."""
-    make_cheap_host_room(core, model, blocks)
-    short = blocks - model.blocks.host.free_blocks
-    if short <= 0:
-        return True
-    with kept(model.blocks, model.blocks.host, Keep(on_host)):
-        plan, _ = model.evictor.plan_host(min(short, core.turns.evicted))
-        carry_out(core, model, plan)
-    return short <= core.turns.evicted or not plan.drops
 
 
 # -- what comes back ---------------------------------------------------------------------------------------------
@@ -215,6 +203,7 @@ def end_ticket(core: Core, ticket: int) -> None:
 def _note_admitted(core: Core, model: Model, fetch: Fetch) -> None:
     """The block that a fetch brought last: the storage has it, unless another node lent it."""
     at = fetch.admitted - 1
+    fetch.came_at = core.ledger.moment.seconds
     if fetch.is_piece:
         model.stored.land(fetch.keys[at])
     if at not in fetch.lent:

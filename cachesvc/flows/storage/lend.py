@@ -87,9 +87,9 @@ def _save(core: Core, model: Model, rows: array[int]) -> bool:
     if not absent:
         return True
     with kept(model.blocks, host, Keep(rows[present - 1] if present else NO_ROW)):
-        if not has_backup_room(core, model, len(absent)):
-            return False
         for replica in model.replicas:
+            if not has_backup_room(core, model, replica, absent):
+                return False
             back_up(core, model, replica, absent, Urgency.AWAITED)
     return True
 

@@ -19,11 +19,7 @@ from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.transfers import may_submit, require_transfer, store_pairs, submit, wait_for
 from cachesvc.ledger.eviction.demand import BlockDemand, demand_of
 from cachesvc.ledger.eviction.idle_copies import drop_idle_copies, idle_windows
-from cachesvc.ledger.eviction.planner import (
-    EvictionPlan,
-    evictable_pages,
-    transfers_here,
-)
+from cachesvc.ledger.eviction.planner import EvictionPlan, Spares, evictable_pages, no_row, transfers_here
 from cachesvc.ledger.index.pins import Keep, kept
 from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Model, Replica
@@ -209,7 +205,8 @@ def _plan(
     saves = core.writing.copies_when_evicted and _has_host(model)
     saves_now = saves and _is_worth_saving(replica) and may_submit(core, model, replica, party)
     share = core.writing.share
-    make_cheap_host_room(core, model, min(demand.left, turn) if saves_now else 0)
+    if saves_now:
+        _drop_cheap_on_host(core, model, min(demand.left, turn))
     plan_device = model.evictor.plan_device
     before = demand.copy()
     plan, met = plan_device(place, demand, to_host=saves_now, share=share, most_looks=looks, most_work=turn)
@@ -234,7 +231,36 @@ def _carry_out(
     return [ticket]
 
 
-def make_cheap_host_room(core: Core, model: Model, blocks: int) -> None:
+def make_host_room(core: Core, model: Model, wanted: Sequence[int], spares: Spares = no_row) -> bool:
+    """Free host pages towards ``wanted[g]`` of group g, a turn's worth: first windowed copies that no hit has used, in
+    pools that groups share, then blocks with all their copies. True where there is as much room as there can be; else
+    ask again in another turn. ``spares``: as of ``plan_host_room``."""
+    host = model.blocks.host
+    if not host.lacks(wanted):
+        return True
+    went = 0
+    if host.has_shared_pools:
+        went = drop_idle_copies(model.blocks, host, wanted, core.turns.evicted, cheap=True)
+    if host.lacks(wanted):
+        plan, _ = model.evictor.plan_host_room(within_turn(core, host, wanted), spares)
+        carry_out(core, model, plan)
+        went += plan.found + len(plan.window_drops)
+    return not went or not host.lacks(wanted)
+
+
+def within_turn(core: Core, host: Place, wanted: Sequence[int]) -> list[int]:
+    """Pages of each group that a turn makes room for: of each pool what is free, and as many as are evicted in one."""
+    now = list(wanted)
+    for groups, short in zip(host.shares, host.short_of(wanted), strict=True):
+        beyond = short - core.turns.evicted
+        for group in groups:
+            less = min(now[group], max(0, beyond))
+            now[group] -= less
+            beyond -= less
+    return now
+
+
+def _drop_cheap_on_host(core: Core, model: Model, blocks: int) -> None:
     """Drop windowed copies that no hit has used, of host pools that groups share, before any block goes there."""
     host = model.blocks.host
     if host.has_shared_pools and blocks > host.free_blocks:

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
@@ -31,7 +29,7 @@ from cachesvc.model.answers import Expected, Wait
 from cachesvc.model.errors import LimitExceeded, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency
-from cachesvc.model.words import ABSENT, READY
+from cachesvc.model.words import READY
 
 
 @dataclass(slots=True)
@@ -143,7 +141,7 @@ def _relay(core: Core, call: Call, source: _Source, hit: Hit, sharing: Sharing) 
         return None
     on_host = hit.row if hit.blocks > hit.device_blocks else NO_ROW
     with kept(blocks, host, Keep(on_host)):  # room for the end of the path is not made at the cost of its middle
-        if not has_backup_room(core, call.model, int(np.count_nonzero(host.states_of(host.lead, rows) == ABSENT))):
+        if not has_backup_room(core, call.model, source.replica, rows):
             return TURN
         ticket = back_up(core, call.model, source.replica, rows, sharing.urgency)
     if ticket is None:

@@ -151,9 +151,9 @@ def land(core: Core, ticket_id: int, outcome: Outcome) -> list[int]:
     A load below another that still runs is held back until that one has ended, and fails with it.
     """
     running = core.ledger.tickets.running
-    model = running[ticket_id].model
+    model, party = running[ticket_id].model, running[ticket_id].party
     landing = _Landing(core, deque(core.ledger.tickets.land(ticket_id, outcome)))
-    begin(core.chores, model, landing.go_on)
+    begin(core.chores, model, landing.go_on, party=party)
     return landing.take_ended()
 
 
@@ -202,7 +202,7 @@ class _Landing:
         if core.ledger.tickets.is_running(ticket.id):
             self._due += core.ledger.tickets.end(ticket)
         if self._due:
-            core.chores.append(Chore(ticket.model, self.go_on))
+            core.chores.append(Chore(ticket.model, self.go_on, party=ticket.party))
         if core.on_ended is not None:
             core.on_ended([*ended, ticket.id])
         waiters, pin = ticket.waiters, ticket.pin

@@ -24,13 +24,13 @@ import numpy as np
 
 from cachesvc.ledger.eviction.demand import BlockDemand, demand_of
 from cachesvc.ledger.eviction.drop import drop_all
-from cachesvc.ledger.eviction.idle_copies import idle_copies
+from cachesvc.ledger.eviction.idle_copies import drop_idle_copies, idle_copies
 from cachesvc.ledger.eviction.victim_walk import walk_of
 from cachesvc.ledger.index.block_index import BlockIndex
-from cachesvc.ledger.index.block_ledger import BlockLedger, Filling
+from cachesvc.ledger.index.block_ledger import BlockLedger, Filling, hit_window_blocks
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.pages.change_log import Cause
-from cachesvc.model.numbers.int32s import Column, array_of, column
+from cachesvc.model.numbers.int32s import Column, among, array_of, column
 from cachesvc.model.words import ABSENT, READY
 
 WORK_OF_RUN, BLOCKS_OF_WORK = 8, 12
@@ -132,7 +132,7 @@ class Evictor:
                     lingering.add(index.parent[row])
                 else:
                     plan.drops.append(row)
-            elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve():
+            elif (lasting_children > 0 or (to_host and self._is_worth_saving(row, share))) and host.reserve(place, row):
                 plan.drains.append(Drain(row, copied=True))
                 lingering.add(index.parent[row])
             elif lasting_children == 0:
@@ -186,17 +186,18 @@ class Evictor:
             met = room.evict_one()
             demand.take(room.victims[-1:] if met else ())
         plan.drops = room.victims
+        lacking = None
         if not met and not host.has_shared_pools:
-            return plan, max(host.full_groups, key=lambda group: wanted[group] - host.pools[group].free)
+            lacking = max(host.full_groups, key=lambda group: wanted[group] - host.pools[group].free)
         going = set(plan.drops)
         for groups, short in zip(host.shares, host.short_of(wanted), strict=True):
             need = short - host.pages_in(groups, plan.drops) if short > 0 else 0
             left = ((group, row) for group, row in idle_copies(host, groups) if row not in going and not spares(row))
             found = list(islice(left, max(0, need)))
             plan.window_drops += found
-            if len(found) < need:
-                return plan, groups[0]
-        return plan, None
+            if len(found) < need and lacking is None:
+                lacking = groups[0]
+        return plan, lacking
 
     def _is_worth_saving(self, row: int, share: float) -> bool:
         chooser = self.ledger.chooser
@@ -255,7 +256,7 @@ def _work_of(place: Place, run: Sequence[int]) -> float:
 
 
 class _HostRoom:
-    """Room on the host, reserved page by page while a plan is made."""
+    """Room on the host, reserved block by block while a plan is made."""
 
     def __init__(self, ledger: BlockLedger, spares: Spares) -> None:
         self.ledger = ledger
@@ -263,23 +264,32 @@ class _HostRoom:
         self.walk = walk_of(ledger, ledger.host)
         self.victims: list[int] = []
         host = ledger.host
-        self._free = host.free_blocks
+        self._free = [host.pools[groups[0]].unreserved for groups in host.shares]
         self._gone: dict[int, int] = {}
 
-    def reserve(self) -> bool:
-        """Reserve one more host page for each full group, evicting if need be; False when there is none."""
-        if self._free > 0:
-            self._free -= 1
-            return True
-        return self.evict_one()
+    def reserve(self, source: Place, row: int) -> bool:
+        """Reserve host pages for a block of ``source``, and for those of its copies in the same pools without which no
+        prompt could go on behind it, evicting if need be; False where there are none for the block."""
+        host = self.ledger.host
+        taken = [0] * len(self._free)
+        for at, (groups, full) in enumerate(zip(host.shares, host.full_in, strict=True)):
+            if full:
+                windowed = [group for group in groups if group in host.window_leaves] if full < len(groups) else ()
+                taken[at] = full + sum(is_needed(self.ledger, source, group, row) for group in windowed)
+                while self._free[at] < taken[at] and self.evict_one():
+                    pass
+                if self._free[at] < full:
+                    return False
+        self._free = [max(0, free - pages) for free, pages in zip(self._free, taken, strict=True)]
+        return True
 
     def evict_one(self) -> bool:
         """Take the next host victim; False when none is left."""
-        index = self.ledger.index
+        index, host = self.ledger.index, self.ledger.host
         while (row := self.walk.next()) is not None:
             if self._spares(row):
                 continue
-            elsewhere = any(p is not self.ledger.host and p.state(row) == READY for p in index.places)
+            elsewhere = any(p is not host and p.state(row) == READY for p in index.places)
             if not elsewhere:
                 if index.children[row] > self._gone.get(row, 0):
                     continue
@@ -287,23 +297,84 @@ class _HostRoom:
                 self._gone[parent] = self._gone.get(parent, 0) + 1
             self.walk.take(row)
             self.victims.append(row)
+            for at, groups in enumerate(host.shares):
+                self._free[at] += host.pages_in(groups, (row,))
             return True
         return False
 
 
-def start_backup(ledger: BlockLedger, source: Place, rows: array[int], ticket: int) -> Filling:
-    """Start to store on the host what ``source`` holds of ``rows``; windowed copies come along while there is room.
+def is_needed(ledger: BlockLedger, source: Place, group: int, row: int) -> bool:
+    """True for a windowed copy of ``source`` that goes to the host with its block whatever goes for it there: a hit has
+    looked back to it, a sequence has ended on it, or it is a sink."""
+    index = ledger.index
+    if source.states[group][row] != READY or ledger.host.states[group][row] != ABSENT:
+        return False
+    is_known = index.reached[row] or index.depth[row] < ledger.layout.sink_blocks(group)
+    return bool(is_known) or any(
+        group in kin.groups and ledger.retention is not None and not ledger.retention.is_middle(source, kin, row)
+        for kin in source.kin
+    )
 
-    The caller has made sure that the full groups have room.
+
+def parts_of(ledger: BlockLedger, source: Place, rows: array[int]) -> list[array[int]]:
+    """Copies of ``source`` that go to the host together when ``rows`` do, by group: of the full groups all, of windowed
+    ones those that a prompt needs to go on behind one of the rows where prompts are known to (``is_needed``), or behind
+    the deepest of its path. Without them the blocks would be of no use there."""
+    host = ledger.host
+    parts = [rows] * len(host.pools)
+    ends = _ends(ledger, source, rows) if source.window_groups else {}
+    for group in source.window_groups:
+        front = ends.get(group, set())
+        parts[group] = array("i", [row for row in rows if row in front or is_needed(ledger, source, group, row)])
+    return parts
+
+
+def _ends(ledger: BlockLedger, source: Place, rows: array[int]) -> dict[int, set[int]]:
+    """Rows, by windowed group, that a prompt going on behind the deepest of ``rows`` on each path looks back to: its
+    last window, or its last state."""
+    index, layout, given = ledger.index, ledger.layout, set(rows)
+    found: dict[int, set[int]] = {group: set() for group in source.window_groups}
+    for tip in rows:
+        if source.children[tip]:
+            continue
+        for group, front in found.items():
+            states, on_host = source.states[group], ledger.host.states[group]
+            left, is_state, row = hit_window_blocks(layout, group), layout.groups[group].is_state, tip
+            while left > 0 and row in given:
+                if states[row] == READY and on_host[row] == ABSENT:
+                    front.add(row)
+                    left -= is_state
+                left -= not is_state
+                row = index.parent[row]
+    return found
+
+
+def start_backup(ledger: BlockLedger, source: Place, rows: array[int], ticket: int) -> Filling:
+    """Start to store on the host what ``source`` holds of ``rows``: their ``parts_of`` first, and other windowed copies
+    while there is room.
+
+    The caller has made sure that the full groups have room. Idle windowed copies of pools without full groups go.
     """
     host = ledger.host
-    coming = [rows] * len(host.pools)
+    parts = parts_of(ledger, source, rows)
+    if source.window_groups:
+        wanted = [len(part) if group in source.window_groups else 0 for group, part in enumerate(parts)]
+        for groups, full in zip(host.shares, host.full_in, strict=True):
+            if not full:
+                alone = [count if group in groups else 0 for group, count in enumerate(wanted)]
+                drop_idle_copies(ledger, host, alone, sum(alone))
+    coming = list(parts)
     for groups, full in zip(host.shares, host.full_in, strict=True):
         left = host.pools[groups[0]].free - full * len(rows)
-        for group in groups if full < len(groups) else ():
-            if group in host.window_leaves:
-                coming[group] = array_of(column(rows)[source.states_of(group, rows) == READY][: max(0, left)])
-                left -= len(coming[group])
+        windowed = [group for group in groups if group in host.window_leaves] if full < len(groups) else []
+        for group in windowed:
+            coming[group] = parts[group][max(0, len(parts[group]) - max(0, left)) :]
+            left -= len(coming[group])
+        for group in windowed if left > 0 else ():
+            is_there = (source.states_of(group, rows) == READY) & (host.states_of(group, rows) == ABSENT)
+            others = is_there & ~among(column(rows), column(coming[group]))
+            coming[group].extend(array_of(column(rows)[others][:left]))
+            left = max(0, left - int(others.sum()))
     return ledger.start_fill(host, coming, ticket)
 
 

@@ -86,7 +86,7 @@ class Walk:
         self._stamps[parent] = stamp
         if left == 0 and self._is_free(parent):
             rank = self.ledger.rank(stamp, index.hits[parent], index.depth[parent])
-            if place.kin and place.is_spent(parent):
+            if place.is_spent(parent):
                 rank -= SPENT
             self._expose(rank << ROW_BITS | parent)
 
@@ -197,7 +197,7 @@ class QueueWalk(Walk):
         super().take(row)
 
     def _goes_first(self, row: int) -> bool:
-        return self.spent_only or (bool(self.place.kin) and self.place.is_spent(row))
+        return self.spent_only or self.place.is_spent(row)
 
     def _family(self, row: int) -> tuple[Sequence[int], int, int]:
         """Rows of the same segment."""

@@ -83,20 +83,26 @@ class BlockLedger(Lookup):
         self.places_made = 0
         self.misplaced = 0
         self.past = PlaceCounts()  # what had left places before these were lost
-        self.host = self._add_place("host", host_pools)
+        self.host = self._add_place("host", host_pools, self.next_place())
 
-    def add_replica(self, name: str, pools: tuple[PagePool, ...]) -> Place:
-        """A further device place with one pool for each group."""
-        return self._add_place(name, pools)
-
-    def _add_place(self, name: str, pools: tuple[PagePool, ...]) -> Place:
-        index, number = self.index, self.places_made
+    def next_place(self) -> int:
+        """Number of a place that will be added; it is no other one's."""
         self.places_made += 1
+        return self.places_made - 1
+
+    def add_replica(self, name: str, pools: tuple[PagePool, ...], number: int | None = None) -> Place:
+        """A further device place with one pool for each group. ``number``: from ``next_place``, where it was called
+        before."""
+        return self._add_place(name, pools, self.next_place() if number is None else number)
+
+    def _add_place(self, name: str, pools: tuple[PagePool, ...], number: int) -> Place:
+        index = self.index
         place = Place(name, self.layout, pools, self.journal, number, index.places, index.told)
         place.pieces = TablePieces(self.index.parent, [place.pages[group] for group in place.full_groups])
         place.protected = Protected(self.index.parent, self.index.depth, self.index.head)
         if self.retention is not None:
             place.kin = kin_of(self.layout, place.shares)
+            place.spent_by = place.kin if index.places else ()  # the first place is the host
         place.leaves = leaf_order(self.index, place, self.rank, self.chooser)
         place.window_leaves = {
             group: window_order(self.index, place, group, self.layout.sink_blocks(group))
@@ -197,7 +203,7 @@ class BlockLedger(Lookup):
 
     def seal_alone(self, place: Place, group: int, row: int, page: int) -> None:
         """A private page becomes a windowed copy of a block that is there already."""
-        is_leaf = bool(place.kin) and place.leaves.remove(row)  # its copies are part of a leaf's rank
+        is_leaf = bool(place.spent_by) and place.leaves.remove(row)  # its copies are part of a leaf's rank
         place.seal(group, row, page)
         if is_leaf:
             place.leaves.update(row)
@@ -235,7 +241,7 @@ class BlockLedger(Lookup):
         """
         place.counts.leave(self.ages.age_of_use(self.index.stamp[row]), 1, not place.used[row])
         self.let_go(place, (row,))
-        if place.kin:  # its copies are part of a leaf's rank
+        if place.spent_by:  # its copies are part of a leaf's rank
             place.leaves.remove(row)
         for group in range(len(place.pools)):
             if place.states[group][row] != ABSENT:
@@ -247,7 +253,7 @@ class BlockLedger(Lookup):
 
     def drop_window(self, place: Place, group: int, row: int) -> None:
         """Take one windowed copy away by itself and free its page."""
-        is_leaf = bool(place.kin) and place.leaves.remove(row)
+        is_leaf = bool(place.spent_by) and place.leaves.remove(row)
         place.drop(group, row, Cause.WINDOW_EVICTED)
         place.window_leaves[group].update(row)
         if is_leaf:

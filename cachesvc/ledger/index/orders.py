@@ -31,7 +31,7 @@ def leaf_order(index: BlockIndex, place: Place, rule: RankRule, chooser: Evictio
     def spent_first(row: int) -> Rank:
         return by_rule(row) - SPENT if place.is_spent(row) else by_rule(row)
 
-    rank = spent_first if place.kin else by_rule
+    rank = spent_first if place.spent_by else by_rule
     if chooser is not None:
         return QueuedLeaves(may_go, rank, chooser, index.segments, depth)
     return LeafOrder(may_go, rank)

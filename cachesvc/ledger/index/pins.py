@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from cachesvc.ledger.index.block_ledger import BlockLedger, window_positions
+from cachesvc.ledger.index.block_ledger import BlockLedger, hit_window_blocks
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
+from cachesvc.model.words import READY
 
 
 class Pin:
@@ -67,19 +68,32 @@ class WindowPins:
             self.place, group, [held.pop(position) for position in positions if position in held]
         )
 
-    def leave(self, sealed: int, tip: int) -> None:
+    def leave(self, tip: int) -> None:
         """Let go of everything, as by ``look_back``. Twice is fine."""
-        self.look_back(sealed, tip)
+        self.look_back(tip)
         self.let_go()
 
-    def look_back(self, sealed: int, tip: int) -> None:
-        """The owner ends at block ``sealed``, in row ``tip``: its next turn will look back to its last window."""
+    def look_back(self, tip: int) -> None:
+        """The owner ends in row ``tip``: its next turn will look back to its last window."""
         for group, held in self.rows.items() if tip != NO_ROW else ():
-            is_state = self._blocks.layout.groups[group].is_state
-            last = sorted(held)[-1:] if is_state else window_positions(self._blocks.layout, group, sealed)
-            self._blocks.use_windows([held[position] for position in last if position in held], tip)
+            self._blocks.use_windows(self.last_rows(group, tip), tip)
             if held:
                 self._blocks.end_position(self.place, group, held[max(held)])
+
+    def last_rows(self, group: int, tip: int) -> list[int]:
+        """Rows of the copies that a prompt going on behind ``tip`` looks back to, held or not: the owner has let go of
+        the first of its last window where it has computed a part of the next block."""
+        blocks, held, states = self._blocks, self.rows[group], self.place.states[group]
+        if blocks.layout.groups[group].is_state:
+            return [held[max(held)]] if held else []
+        window, found, row = hit_window_blocks(blocks.layout, group), list[int](), tip
+        beyond = blocks.index.depth[tip] + 1 - window
+        for _ in range(window):
+            if row != NO_ROW and states[row] == READY:
+                found.append(row)
+            row = NO_ROW if row == NO_ROW else blocks.index.parent[row]
+        sinks = range(min(blocks.layout.sink_blocks(group), beyond))
+        return [*(held[position] for position in sinks if position in held), *found]
 
     def let_go(self) -> None:
         """Release all pins. Idempotent."""

@@ -95,6 +95,11 @@ class Retention:
         if rows > len(self.below):
             self.below.frombytes(b"\xff" * (4 * (rows - len(self.below))))
 
+    def is_middle(self, place: Place, kin: Kin, row: int) -> bool:
+        """True where a row's copy on a place is of a position where no request has ended or continued."""
+        order = place.window_leaves[kin.lead]
+        return not isinstance(order, CopyQueues) or order.is_of_middle(row)
+
     # -- what happens ------------------------------------------------------------------------------------------
 
     def arrived(self, tip: int, blocks: int, beyond: Iterable[bytes]) -> None:

@@ -120,6 +120,10 @@ class CopyQueues(LeafOrder):
         """Entries, the oldest position first. Nothing may be changed meanwhile."""
         return heapq.merge(*self.queues.values())
 
+    def is_of_middle(self, row: int) -> bool:
+        """True where a row's copy is of a position where no request has ended or continued."""
+        return self._is_middle(self._class_of(row))
+
     def middles(self) -> Iterator[int]:
         """Entries of positions where no request has ended or continued, the oldest first."""
         return heapq.merge(*(queue for number, queue in self.queues.items() if self._is_middle(number // OCTAVES)))

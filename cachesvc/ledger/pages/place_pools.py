@@ -37,6 +37,8 @@ class PlacePools:
 
     ``states[g]``: the state of each row's copy in a group. ``unsealed_groups``: those whose pages stay their sequence's
     own when its blocks are sealed. ``kin``: the windowed groups whose copies a policy values.
+    ``spent_by``: those without whose copy a block is of no use. None on the host: what it has comes there by parts, and
+    a block whose state is on a device still, or on its way, is no worse than others.
     """
 
     def __init__(self, layout: Layout, pools: tuple[PagePool, ...], shares: tuple[tuple[int, ...], ...]) -> None:
@@ -49,10 +51,11 @@ class PlacePools:
         self.unsealed_groups = layout.state_groups + layout.scratch_groups
         self.states = [bytearray() for _ in layout.groups]
         self.kin: tuple[Kin, ...] = ()
+        self.spent_by: tuple[Kin, ...] = ()
 
     def is_spent(self, row: int) -> bool:
-        """True where a prompt cannot go on behind the row: a windowed group has no copy of it."""
-        return any(self.states[kin.lead][row] == ABSENT for kin in self.kin)
+        """True where a leaf goes before all others, because no prompt can go on behind it."""
+        return any(self.states[kin.lead][row] == ABSENT for kin in self.spent_by)
 
     def share_names(self, layout: Layout) -> list[str]:
         """The name of each group's pool where it shares that with other groups, else an empty one."""

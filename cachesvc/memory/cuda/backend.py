@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -228,6 +228,22 @@ class CudaBackend:
         """Reason why the GPU is broken for this process; empty while it works."""
         self._gpu(device)
         return self._health[device].reason
+
+    def has_host(self, device: str, region: int) -> bool:
+        """True: chunks are registered for all devices at once."""
+        del device, region
+        return True
+
+    def tell_hosts(self, on_host: Callable[[str], None]) -> None:
+        """No-op, as ``has_host`` says."""
+
+    def lacking_hosts(self) -> dict[str, tuple[int, str]]:
+        """Empty, as ``has_host`` says."""
+        return {}
+
+    def require_answer(self, device: str) -> None:
+        """Raises Unavailable for a GPU that is known not to work."""
+        self._health[device].check()
 
     def probe(self) -> None:
         """Ask every GPU that works for its free memory: one that fell off the bus is known before the next copy. One

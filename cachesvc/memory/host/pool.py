@@ -118,6 +118,7 @@ class HostPool:
                     f"{limit.available_bytes}; ask for less host memory or raise the limit"
                 )
         self._began = time.monotonic()
+        self._backend.tell_hosts(self.reach)
         for thread in self._threads:
             thread.start()
 
@@ -157,15 +158,17 @@ class HostPool:
             return self._free.free_bytes
 
     def plan(self, without: Iterable[HostSlab] = ()) -> FreeRanges:
-        """A copy of what is free, or would be without these slabs."""
+        """A copy of what is free, or would be without these slabs, which may be released meanwhile."""
         with self._changed:
             free = self._free.copy()  # on its own from here on
-        if gone := [slab.places for slab in without]:
+            gone = [slab.places for slab in without if not slab.is_released]
+        if gone:
             free.give_back(np.concatenate(gone))
         return free
 
-    def reserve(self, page_bytes: int, pages: int, device: str = "") -> HostSlab:
+    def reserve(self, page_bytes: int, pages: int, device: str = "", devices: frozenset[str] = frozenset()) -> HostSlab:
         """Pages for one group and rank, near ``device`` where there is room; usable as ``ready_pages`` tells.
+        ``devices``: see ``serve``.
 
         Raises PoolExhausted with the numbers.
         """
@@ -177,7 +180,7 @@ class HostPool:
             pieces = self._free.take(page_bytes, pages, self.nodes.get(device))
             if pieces is None:
                 raise self._exhausted(page_bytes, pages)
-            slab = HostSlab(page_bytes, pieces)
+            slab = HostSlab(page_bytes, pieces, devices)
             self._slabs.add(slab)
             for extent in slab.extents:
                 self._make_usable(slab, extent)
@@ -240,13 +243,58 @@ class HostPool:
             capacity=capacity,
         )
 
+    def serve(self, slab: HostSlab, devices: frozenset[str]) -> None:
+        """Have pages of a slab become usable once these devices can reach them, and no others are waited for. Those
+        that are usable stay so."""
+        with self._changed:
+            slab.devices = devices
+            news = self._settle_all([slab])
+        self._tell(news)
+
+    def require_reach(self, slab: HostSlab, devices: Iterable[str]) -> None:
+        """Raises Unavailable where one of the devices lacks pages of the slab that are usable."""
+        with self._changed:
+            ready = [extent for extent in slab.extents if extent.is_ready]
+        for extent in ready:
+            if lacking := self._lacking(devices, extent):
+                raise Unavailable(
+                    f"device {lacking[0]} cannot reach host memory that this model uses: its mover has not pinned it; "
+                    "go on without the cache and see cachesvc status, or register on another device"
+                )
+
+    def reach(self, device: str) -> None:
+        """A device can reach more chunks than before; any thread."""
+        with self._changed:
+            news = self._settle_all([slab for slab in self._slabs if device in slab.devices])
+        self._tell(news)
+
+    def _settle_all(self, slabs: Iterable[HostSlab]) -> list[tuple[OnPages, Run]]:
+        """Under the lock: extents that are ready from now on, for those that watch them."""
+        news: list[tuple[OnPages, Run]] = []
+        for slab in slabs:
+            come = [extent for extent in slab.extents if not extent.is_ready and self._settle(slab, extent)]
+            if come:
+                slab.refresh()
+            news += [(tell, extent.run) for extent in come for tell in slab.watchers]
+        return news
+
     def _make_usable(self, slab: HostSlab, extent: HostExtent) -> None:
-        """Under the lock: ready now, after zeroing, or when its chunk comes."""
+        """Under the lock: ready now, after zeroing, or when its chunk comes and the slab's devices have that."""
         extent.region = self._chunks[extent.place.chunk].region
         if self._used.overlap(extent.place):
             self._dirty.append((slab, extent))
-        elif extent.region is not None:
-            extent.is_ready = True
+        else:
+            extent.is_clean = True
+            self._settle(slab, extent)
+
+    def _settle(self, slab: HostSlab, extent: HostExtent) -> bool:
+        is_usable = extent.is_clean and extent.region is not None and not slab.is_released
+        extent.is_ready = is_usable and not self._lacking(slab.devices, extent)
+        return extent.is_ready
+
+    def _lacking(self, devices: Iterable[str], extent: HostExtent) -> list[str]:
+        region = extent.region
+        return [each for each in devices if region is None or not self._backend.has_host(each, region)]
 
     def _fill(self) -> None:
         """Root of a filling thread."""
@@ -331,9 +379,8 @@ class HostPool:
                 slab, extent = self._dirty.popleft()
             if self._zero(slab, extent):
                 with self._changed:
-                    extent.is_ready = not slab.is_released
-                    slab.refresh()
-                    news = [(tell, extent.run) for tell in slab.watchers]
+                    extent.is_clean = True
+                    news = self._settle_all([slab])
                 self._tell(news)
 
     def _zero(self, slab: HostSlab, extent: HostExtent) -> bool:

@@ -14,12 +14,14 @@ OnPages = Callable[[Run], None]
 
 @dataclass(slots=True)
 class HostExtent:
-    """``pages`` pages from ``first_page`` on in ``place``. ``is_ready``: populated, registered and zeroed."""
+    """``pages`` pages from ``first_page`` on in ``place``. ``is_clean``: zeroed; ``is_ready``: populated too, and
+    registered with all devices of the slab."""
 
     first_page: int
     pages: int
     place: ByteRange
     region: int | None = None
+    is_clean: bool = False
     is_ready: bool = False
 
     @property
@@ -31,12 +33,15 @@ class HostExtent:
 class HostSlab:
     """Pages 0 .. ``pages`` - 1 of ``page_bytes``; made by ``HostPool.reserve`` and guarded by the pool's lock.
 
-    ``places``: its bytes as columns (``columns_of``).
+    ``places``: its bytes as columns (``columns_of``). ``devices``: those that copy from and to it.
     """
 
-    def __init__(self, page_bytes: int, pieces: list[tuple[int, ByteRange]]) -> None:
+    def __init__(
+        self, page_bytes: int, pieces: list[tuple[int, ByteRange]], devices: frozenset[str] = frozenset()
+    ) -> None:
         """``pieces``: (pages, bytes) in order."""
         self.page_bytes = page_bytes
+        self.devices = devices
         self.extents: list[HostExtent] = []
         first = 0
         for count, place in pieces:

@@ -225,6 +225,21 @@ class ShmBackend:
         self._check_device(device)
         return ""
 
+    def has_host(self, device: str, region: int) -> bool:
+        """True: chunks are registered for all devices at once."""
+        del device, region
+        return True
+
+    def tell_hosts(self, on_host: Callable[[str], None]) -> None:
+        """No-op, as ``has_host`` says."""
+
+    def lacking_hosts(self) -> dict[str, tuple[int, str]]:
+        """Empty, as ``has_host`` says."""
+        return {}
+
+    def require_answer(self, device: str) -> None:
+        """No-op: there is no driver to ask."""
+
     def probe(self) -> None:
         """No-op: there is no driver to ask."""
 

@@ -25,7 +25,10 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """True where no other machine can reach it."""
-        return self.host in LOOPBACK
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
 
 def parse_address(what: str, text: str, *, least_port: int = 0) -> Address:

@@ -14,6 +14,18 @@ class HandshakeFailed(Unavailable):
     """The two nodes do not trust each other's certificates."""
 
 
+class PeerRefused(Unavailable):
+    """The peer has answered, and refuses the call. ``is_full``: it has reached a limit, and may serve it later."""
+
+    is_full = False
+
+
+class PeerPaused(Unavailable):
+    """The peer was not asked: it failed a moment ago. ``seconds``: after which it will be."""
+
+    seconds = 0.0
+
+
 class Loan(NamedTuple):
     """Loan of another daemon. ``lent``: for each key and part (parts of a key together) whether it is there. ``host``,
     ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a heartbeat. ``streams``: that
@@ -40,10 +52,13 @@ class Borrowed(NamedTuple):
 
 Answered = Callable[[Borrowed | CacheError], None]
 """Called once with the answer to a question, or with what it failed by, from any thread."""
+Done = Callable[[CacheError | None], None]
+"""Called once when a call has ended, with what it failed by or None, from any thread."""
 
 
 class PeerControl(Protocol):
-    """One other daemon. Calls block, end by their deadlines, and raise a CacheError where they fail."""
+    """One other daemon. Calls return at once and end by their deadlines; they raise a CacheError where nothing is
+    asked."""
 
     @property
     def address(self) -> str:
@@ -53,19 +68,18 @@ class PeerControl(Protocol):
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
     ) -> None:
         """Have what is there of packed ``keys`` kept, once the first block is there, or ``patience`` seconds later.
-        ``seconds``: for the answer. Returns at once; raises a CacheError where nothing is asked."""
+        ``seconds``: for the answer."""
 
-    def beat(self, leases: Sequence[int], seconds: float) -> None:
-        """Keep loans with a heartbeat."""
+    def beat_later(self, loans: Sequence[Loan], seconds: float, done: Done) -> None:
+        """Keep loans, the newest last, with a heartbeat; without any it finds out whether the peer answers."""
 
-    def give_back(self, lease: int, seconds: float) -> None:
+    def give_back_later(self, loan: Loan, seconds: float, done: Done) -> None:
         """Give back a loan."""
 
     def news_later(
         self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
     ) -> None:
-        """Ask what the peer has, beyond a version that is known, and have it wait for a change. Returns at once;
-        raises a CacheError where nothing is asked."""
+        """Ask what the peer has, beyond a version that is known, and have it wait for a change."""
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

@@ -20,6 +20,8 @@ BITS_A_BLOCK = 10
 MOST_FLIPS = 1 << 16
 """Flips that are remembered; a reader that is further behind gets all bits."""
 MOST_COUNT = (1 << 16) - 1
+FULL_SHARE = 0.9
+"""Share of bits set from which on a digest says nothing: two in three blocks that are not there seem to be."""
 _WORDS = struct.Struct(f"<{HASHES}Q")
 
 
@@ -49,24 +51,31 @@ def numbers_of(keys: bytes, bits: int) -> Any:
 
 
 class CountedDigest:
-    """PeerDigest of this node's copies. ``version`` counts changes from 1 on."""
+    """PeerDigest of this node's copies. ``size``: bits; ``version`` counts changes from 1 on."""
 
     def __init__(self, bits: int) -> None:
         self.version = 1
-        self._bits = bits
+        self.size = bits
+        self._set = 0
         self._counts = np.zeros(bits, np.uint16)
         self._flips: deque[tuple[int, Any]] = deque()
         self._remembered = 0
         self._forgotten = 1
 
+    @property
+    def is_saturated(self) -> bool:
+        """True where nearly all bits are set, so that it tells nothing."""
+        return self._set > FULL_SHARE * self.size
+
     def change(self, keys: bytes, *, came: bool) -> None:
         """Copies of packed keys have come, or gone."""
-        numbers = numbers_of(keys, self._bits).reshape(-1).astype(np.int64)
+        numbers = numbers_of(keys, self.size).reshape(-1).astype(np.int64)
         touched, times = np.unique(numbers, return_counts=True)
         before = self._counts[touched].astype(np.int64)
         after = np.clip(before + times if came else before - times, 0, MOST_COUNT)
         self._counts[touched] = np.where(before == MOST_COUNT, MOST_COUNT, after)  # a full counter stays
         flipped = touched[(before > 0) != (self._counts[touched] > 0)].astype("<u4")
+        self._set += len(flipped) if came else -len(flipped)
         if not len(flipped):
             return
         self.version += 1
@@ -92,11 +101,12 @@ class PeerDigest:
         self.epoch = 0
         self.version = 0
         self.bits = b""
+        self.is_saturated = False
 
     @property
     def is_known(self) -> bool:
-        """True once the node has told."""
-        return bool(self.bits)
+        """True once the node has told which blocks it has. One that seems to have all of them has not."""
+        return bool(self.bits) and not self.is_saturated
 
     def learn(self, news: DigestNews) -> None:
         """Take in what the node told."""
@@ -115,10 +125,12 @@ class PeerDigest:
             np.bitwise_xor.at(bits, flips >> 3, np.uint8(1) << (flips & 7).astype(np.uint8))
             self.bits = bits.tobytes()
         self.epoch, self.version = news.epoch, news.version
+        if news.bits or news.flips:
+            self.is_saturated = int.from_bytes(self.bits, "little").bit_count() > FULL_SHARE * 8 * len(self.bits)
 
     def forget(self) -> None:
         """Know nothing of the node any more."""
-        self.epoch, self.version, self.bits = 0, 0, b""
+        self.epoch, self.version, self.bits, self.is_saturated = 0, 0, b"", False
 
     def has(self, words: Sequence[int]) -> bool:
         """True where the node has the block of these words of a key, most likely."""

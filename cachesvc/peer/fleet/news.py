@@ -58,6 +58,7 @@ class NewsReader:
             self._failed(peer)
             return
         peer.digest.learn(news)
+        peer.answered()
         if self._is_open and self._clock() - asked_at >= QUICK_SECONDS:
             self._ask(peer)
         else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
 
 from kvcache.v1 import storage_pb2
 
@@ -17,8 +18,9 @@ from cachesvc.model.text.printable import one_line
 from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller
 from cachesvc.service.loop.node import Node
+from cachesvc.service.loop.time_slices import Aside
 from cachesvc.storage.objects import Verb
-from cachesvc.storage.seam import CAME, Kept, Scope, StoreStatus
+from cachesvc.storage.seam import CAME, Kept, Scope, Step, StoreStatus
 from cachesvc.storage.spec import StorageSpec
 from cachesvc.storage.tier.canary import SCOPE
 from cachesvc.storage.tier.tier import Tier
@@ -29,6 +31,9 @@ LAST_OF_FIRST = 17
 """Number of the last field of a tier that the whole answer has of the first tier."""
 SHOWN_DIGITS = 12
 MOST_SHOWN = 8
+STALL_SECONDS, STATUS_SECONDS = 15.0, 5.0
+"""Time in which a check or a purge of objects gets on, and time for a status, which is from memory, seconds."""
+Result = TypeVar("Result")
 SHOWN_NAMESPACE = "[0-9a-f]{12,64}"
 """A namespace as listings have it, or more of it."""
 
@@ -47,6 +52,7 @@ class StorageAnswers:
         self._node = node
         self._configured = configured
         self._busy = asyncio.Lock()
+        self._last: Aside | None = None
 
     async def status(self, view: View) -> storage_pb2.GetStorageResponse:
         """Status of the scopes whose models the caller may see; a caller that sees all gets models too that are not
@@ -58,8 +64,8 @@ class StorageAnswers:
         tenants = {model.namespace: model.tenant for model in view.models()}
         texts = [spec.text for spec in self._configured.specs]
         shown: list[storage_pb2.StorageTier] = []
-        for number, tier in enumerate(tiers.all):
-            found = await asyncio.to_thread(tier.backend.status)
+        for number, tier in enumerate((*tiers.stores, *(each for each in tiers.all if each not in tiers.stores))):
+            found = await self._status_of(tier)
             text = texts[number] if number < len(texts) and caller().sees_all else tier.backend.kind
             shown.append(_tier(tier, text, found, tenants, sees_all=caller().sees_all))
         first = {field.name: value for field, value in shown[0].ListFields() if field.number <= LAST_OF_FIRST}
@@ -77,7 +83,7 @@ class StorageAnswers:
         tiers = self._require()
         async with self._busy:
             began = time.monotonic()
-            found = [await asyncio.to_thread(tier.store.check_all) for tier in tiers.all]
+            found = [await self._aside(tier, "check", tier.store.check_all) for tier in tiers.all]
         return storage_pb2.CheckStorageResponse(
             objects_checked=sum(each.objects for each in found),
             size_bytes=sum(each.size_bytes for each in found),
@@ -96,17 +102,28 @@ class StorageAnswers:
             if name:
                 known: dict[Scope, Kept] = {}
                 for tier in tiers.all:
-                    known |= (await asyncio.to_thread(tier.backend.status)).scopes
+                    known |= (await self._status_of(tier)).scopes
                 scopes = _named(known, name)
             objects = 0
             for tier in tiers.all:
                 for scope in scopes:
-                    objects += await asyncio.to_thread(tier.backend.purge, scope)
+                    objects += await self._aside(tier, "purge", partial(tier.backend.purge, scope))
         for model in self._node.view().models():
             if any(scope is None or scope.namespace == model.namespace for scope in scopes):
                 self._node.run(forget_all, self._node.core, model)
         events.event("storage_purged", model_name=name, objects=objects)
         return storage_pb2.PurgeStorageResponse(objects=objects)
+
+    @staticmethod
+    async def _status_of(tier: Tier) -> StoreStatus:
+        return await Aside(f"the status of storage {tier.name}", STATUS_SECONDS).run(tier.backend.status)
+
+    async def _aside(self, tier: Tier, what: str, call: Callable[[Step], Result]) -> Result:
+        """Carry out a check or a purge of a tier. Raises Unavailable also while one that was given up hangs still."""
+        if self._last is not None and self._last.hangs:
+            raise Unavailable("a check or a purge of before still waits for storage that does not answer; try later")
+        self._last = Aside(f"the {what} of storage {tier.name}", STALL_SECONDS)
+        return await self._last.run(partial(call, self._last.step))
 
     def _require(self) -> Tiers:
         tiers = self._configured.tiers

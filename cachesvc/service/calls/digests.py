@@ -10,6 +10,7 @@ from cachesvc.model.errors import SubscriberTooSlow
 from cachesvc.peer.fleet.digest import CountedDigest, DigestNews, bits_for
 from cachesvc.questions.follow import Feed
 from cachesvc.service.loop.node import Node
+from cachesvc.telemetry import events
 
 IDLE_SECONDS = 60.0
 """Time without a reader after which the digest is given up, seconds."""
@@ -31,6 +32,7 @@ class DigestFeed:
         self._asked_at = 0.0
         self._is_whole = False
         self._life = 0
+        self._is_warned = False
         self._waiting: set[asyncio.Future[None]] = set()
 
     async def news(self, epoch: int, version: int, patience: float) -> DigestNews | None:
@@ -55,6 +57,13 @@ class DigestFeed:
             finally:
                 self._waiting.discard(changed)
 
+    def attention(self) -> list[str]:
+        """A sentence about a digest that cannot hold this node's blocks."""
+        if self._digest is None or not self._digest.is_saturated:
+            return []
+        most = f"its digest of {self._digest.size} bits can tell apart"
+        return [f"this node has more blocks than {most}; share such a cache by a storage tier, not by peers"]
+
     @property
     def epoch(self) -> int:
         """Epoch of the digest: of the daemon's life, and of how often it was made anew."""
@@ -66,9 +75,10 @@ class DigestFeed:
             self._drop()
             return
         models = self._core.ledger.models
-        if self._digest is None or any(number not in models for number in self._feeds):
+        blocks = sum(_capacity(model) for model in models.values())
+        is_too_small = self._digest is not None and self._digest.size < bits_for(blocks)  # a model came, or grew
+        if self._digest is None or is_too_small or any(number not in models for number in self._feeds):
             self._drop()
-            blocks = sum(_capacity(model) for model in models.values())
             self._digest, self._life = CountedDigest(bits_for(blocks)), self._life + 1
         before, was_whole = self._digest.version, self._is_whole
         try:
@@ -77,6 +87,9 @@ class DigestFeed:
             self._drop()
             return
         self._is_whole |= all(whole)
+        if self._digest.is_saturated and not self._is_warned:
+            self._is_warned = True
+            events.warning("peer_digest_full", bits=self._digest.size, blocks=blocks)
         if self._is_whole and (before != self._digest.version or not was_whole):
             for changed in self._waiting:
                 if not changed.done():

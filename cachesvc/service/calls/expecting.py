@@ -10,11 +10,13 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import CacheError
 from cachesvc.model.numbers.sharing import Party
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.fleet.control import Borrowed
+from cachesvc.peer.fleet.control import Borrowed, PeerPaused, PeerRefused
 from cachesvc.service.loop.node import Node
 from cachesvc.storage.shapes import shapes_of
 from cachesvc.telemetry import events
 
+FULL_PAUSE_SECONDS = 0.1
+"""Pause before a peer is asked again that has lent as much as it may, seconds."""
 WARN_SECONDS = 10.0
 """Between two warnings that a peer is not asked: requests may name any number of them."""
 
@@ -55,6 +57,10 @@ class PeerLenders:
 
 
 def _promise(answer: Borrowed | CacheError, parts: int, full: int) -> Promise:
+    if isinstance(answer, PeerPaused):
+        return Promise(problem=str(answer), ask_in=answer.seconds)
+    if isinstance(answer, PeerRefused) and answer.is_full:
+        return Promise(problem=str(answer), ask_in=FULL_PAUSE_SECONDS)
     if isinstance(answer, CacheError):
         return Promise(problem=str(answer))
     there = () if answer.loan is None else answer.loan.lent

@@ -1,17 +1,25 @@
-"""Registers models one at a time, round robin by process: begun and entered on the event loop, planned and made on a
-thread.
+"""Registers models: begun and entered on the event loop, planned and made on threads, each device in a line of its own.
 
 So no call waits for a driver, two engines that register the same model at once get one pool, and two that
-register different ones never get more than there is. A caller that disappears before its turn leaves nothing; after
-that its model is made all the same, and the next Register finds it.
+register different ones never get more than there is. Registrations of one device are made one at a time, round robin by
+process; those of other devices go on beside them, whatever that device does. A caller that disappears before its turn
+leaves nothing; after that its model is made all the same, and the next Register finds it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import NamedTuple
 
-from cachesvc.flows.models.registration import Registered, RegisterRequest, Registration, begin, find
+from cachesvc.flows.models.registration import (
+    Registered,
+    RegisterRequest,
+    Registration,
+    begin,
+    devices_of,
+    find,
+)
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.loop.line import BACKGROUND
@@ -19,14 +27,22 @@ from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
 
 
+class _Waiting(NamedTuple):
+    """Registration that waits until none of its devices has another one under way."""
+
+    devices: frozenset[str]
+    turn: asyncio.Future[None]
+
+
 class Registrar:
     """The node's registrations."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._is_busy = False
-        self._waiting: dict[CallerKey, deque[asyncio.Future[None]]] = {}  # in the order of their next turns
-        self._task: asyncio.Task[Registered] | None = None
+        self._busy: set[str] = set()
+        self._waiting: dict[CallerKey, deque[_Waiting]] = {}  # in the order of their next turns; none is empty
+        self._planning = asyncio.Lock()  # what is free is read and taken by one registration at a time; no device waits
+        self._tasks: set[asyncio.Task[Registered]] = set()
         self._is_closed = False
 
     def find(self, request: RegisterRequest) -> Registered | None:
@@ -36,21 +52,16 @@ class Registrar:
     async def register(self, request: RegisterRequest, caller: CallerKey) -> Registered:
         """Have a model's pools made, in the caller's turn, or find that they were made meanwhile. Raises as
         ``models.register``."""
-        node = self._node
-        await self._take_turn(caller)
-        try:
-            if self._is_closed:
-                raise Unavailable("the daemon stops; go on without the cache")
-            begun = node.run(begin, node.core, node.vault, request)
-            if isinstance(begun, Registered):
-                self._pass_on()
-                return begun
-        except BaseException:
-            self._pass_on()
-            raise
-        self._task = asyncio.get_running_loop().create_task(self._finish(begun))
-        self._task.add_done_callback(lambda _: self._pass_on())
-        return await asyncio.shield(self._task)
+        devices = frozenset(devices_of(self._node.vault, request))
+        await self._take_turn(caller, devices)
+        if self._is_closed:
+            self._pass_on(devices)
+            raise Unavailable("the daemon stops; go on without the cache")
+        task = asyncio.get_running_loop().create_task(self._register(request, devices))
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._pass_on(devices))
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
 
     async def close(self) -> None:
         """Begin nothing more, and let what has begun end: its memory is given back by those who close after this.
@@ -58,58 +69,63 @@ class Registrar:
         Idempotent.
         """
         self._is_closed = True
-        await self._take_turn(BACKGROUND)
-        self._pass_on()
+        every = frozenset(self._node.vault.devices())
+        await self._take_turn(BACKGROUND, every)
+        self._pass_on(every)
 
-    async def _take_turn(self, caller: CallerKey) -> None:
-        """Wait for the caller's turn; ``_pass_on`` ends it."""
-        if not self._is_busy:
-            self._is_busy = True
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(turn)
+    async def _take_turn(self, caller: CallerKey, devices: frozenset[str]) -> None:
+        """Wait for the caller's turn on all of these devices; ``_pass_on`` ends it."""
+        mine = _Waiting(devices, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(caller, deque()).append(mine)
+        self._give_turns()
         try:
-            await turn
+            await mine.turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._drop(caller, turn)
-            else:  # it came too late
-                self._pass_on()
+            if not mine.turn.cancelled():  # it came too late
+                self._pass_on(devices)
+            elif mine in (waiting := self._waiting.get(caller, deque())):  # its caller's next one has its turn instead
+                self._remove(caller, waiting, mine)
+                self._give_turns()
             raise
 
-    def _drop(self, caller: CallerKey, turn: asyncio.Future[None]) -> None:
-        """A call is given up: its caller's next one has its turn instead."""
-        waiting = self._waiting.get(caller, deque())
-        if turn in waiting:  # it was not passed over yet
-            waiting.remove(turn)
-            if not waiting:
-                del self._waiting[caller]
+    def _pass_on(self, devices: frozenset[str]) -> None:
+        self._busy -= devices
+        self._give_turns()
 
-    def _pass_on(self) -> None:
-        """Give the next turn: each caller has one before any has two. Callers that have gone are passed over."""
-        while self._waiting:
-            caller = next(iter(self._waiting))
-            waiting = self._waiting.pop(caller)
-            turn = waiting.popleft()
-            if waiting:
-                self._waiting[caller] = waiting
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._is_busy = False
+    def _give_turns(self) -> None:
+        """Give each device that is free its next turn: each caller has one before any has two. One that waits for
+        several devices is passed by none that wants one of them."""
+        wanted = set(self._busy)
+        for caller in list(self._waiting):
+            waiting = self._waiting[caller]
+            for each in list(waiting):
+                if wanted.isdisjoint(each.devices) and not each.turn.done():
+                    self._remove(caller, waiting, each)
+                    if caller in self._waiting:
+                        self._waiting[caller] = self._waiting.pop(caller)
+                    self._busy |= each.devices
+                    each.turn.set_result(None)
+                wanted |= each.devices
 
-    async def _finish(self, begun: Registration) -> Registered:
+    def _remove(self, caller: CallerKey, waiting: deque[_Waiting], which: _Waiting) -> None:
+        waiting.remove(which)
+        if not waiting:
+            del self._waiting[caller]
+
+    async def _register(self, request: RegisterRequest, devices: frozenset[str]) -> Registered:
         node = self._node
         try:
-            await asyncio.to_thread(begun.plan, node.vault)
-            while not node.run(begun.evict, node.core, node.vault):  # an engine came back to an idle model
-                await asyncio.to_thread(begun.plan, node.vault)
-            await asyncio.to_thread(begun.make, node.vault)
-            made = node.run(begun.enter, node.core, node.vault, node.now())
+            await asyncio.to_thread(node.vault.require_answers, devices)  # first: no model leaves for nothing
+            async with self._planning:
+                begun = node.run(begin, node.core, node.vault, request)
+                if isinstance(begun, Registered):
+                    return begun
+                await self._plan(begun)
+            made = await self._make(begun)
         except CacheError:
             raise
         except Exception:  # the caller may have gone: no other code would log it
-            events.failure("registration_broke", model_name=begun.request.name)
+            events.failure("registration_broke", model_name=request.name)
             raise
         if made.replica.gone:  # it is in the ledger like any other lost replica, and no Register finds it
             raise Unavailable(f"{made.replica.gone}; register again")
@@ -123,3 +139,21 @@ class Registrar:
             host_pages=made.model.host_pages,
         )
         return made
+
+    async def _plan(self, begun: Registration) -> None:
+        node = self._node
+        await asyncio.to_thread(begun.plan, node.vault)
+        while not node.run(begun.evict, node.core, node.vault):  # an engine came back to an idle model
+            await asyncio.to_thread(begun.plan, node.vault)
+        await asyncio.to_thread(begun.reserve, node.vault)
+        node.run(begun.claim, node.core)
+
+    async def _make(self, begun: Registration) -> Registered:
+        node = self._node
+        try:
+            await asyncio.to_thread(begun.make, node.vault)
+        except BaseException:
+            node.run(begun.give_up, node.core, node.vault)
+            await asyncio.to_thread(node.vault.free_retired)
+            raise
+        return node.run(begun.enter, node.core, node.vault, node.now())

@@ -1,4 +1,4 @@
-"""Counts of the storage tiers as metrics, over all of them; zeros where there is none."""
+"""Counts of the storage tiers as metrics, of each by its name."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from cachesvc.telemetry.metric_reader import Reading
 def read_storage(reading: Reading, tiers: Tiers | None) -> None:
     """Costs nothing that grows with what is stored."""
     found = () if tiers is None else tiers.all
-    totals = [tier.backend.totals() for tier in found]
-    reading.put("storage_objects", sum(each.objects for each in totals))
-    reading.put("storage_bytes", sum(each.size_bytes for each in totals))
-    reading.put("storage_capacity_bytes", sum(each.capacity_bytes for each in totals))
-    reading.put("storage_evicted_objects", sum(each.evicted_objects for each in totals))
-    reading.put("storage_closed", int(bool(found) and all(tier.breaker.is_closed for tier in found)))
-    reading.put("storage_given_up", sum(tier.breaker.opened for tier in found))
-    reading.put("storage_items_under_way", sum(tier.store.out() for tier in found))
-    counts = [tier.store.counts for tier in found]
-    for verb in Verb:
-        reading.put("storage_moved_bytes", sum(each.size_bytes[verb] for each in counts), verb.value)
-        for outcome in Outcome:
-            items = sum(each.items[verb, outcome] for each in counts)
-            reading.put("storage_items", items, verb.value, outcome.value)
+    reading.put("storage_tiers", len(found))
+    for tier in found:
+        totals, counts, name = tier.backend.totals(), tier.store.counts, tier.name
+        reading.put("storage_objects", totals.objects, name)
+        reading.put("storage_bytes", totals.size_bytes, name)
+        reading.put("storage_capacity_bytes", totals.capacity_bytes, name)
+        reading.put("storage_evicted_objects", totals.evicted_objects, name)
+        reading.put("storage_closed", int(tier.breaker.is_closed), name)
+        reading.put("storage_writable", int(not totals.problem), name)
+        reading.put("storage_given_up", tier.breaker.opened, name)
+        reading.put("storage_items_under_way", tier.store.out(), name)
+        for verb in Verb:
+            reading.put("storage_moved_bytes", counts.size_bytes[verb], verb.value, name)
+            for outcome in Outcome:
+                reading.put("storage_items", counts.items[verb, outcome], verb.value, outcome.value, name)

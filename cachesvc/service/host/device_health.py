@@ -67,6 +67,10 @@ class DeviceHealth:
         """Pairs (source, target) of devices whose copies go by the host, and why."""
         return self._backend.refused_peers()
 
+    def lacking_hosts(self) -> dict[str, tuple[int, str]]:
+        """Devices that refuse chunks of the host pool: how many, and why the last of them."""
+        return self._backend.lacking_hosts()
+
     def serving(self) -> Serving:
         """Current answers."""
         faults = self.faults()

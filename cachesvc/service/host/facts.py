@@ -75,6 +75,11 @@ class Facts:
             "check the link between the two GPUs (ACS, IOMMU, bridge)"
             for (source, target), reason in self.health.refused_peers().items()
         ]
+        out += [
+            f"device {uuid} refuses {chunks} chunks of the host pool, which its models do without: {why}; "
+            "check the limits of locked memory and address space"
+            for uuid, (chunks, why) in self.health.lacking_hosts().items()
+        ]
         if self.host_pool.failure is not None:
             out.append(f"the host pool stays at {self.host_pool_ready_bytes} bytes: {self.host_pool.failure}")
         if stale := self.tokens_stale_seconds:

@@ -164,7 +164,9 @@ class LifeServer:
         process = self._identify(connection)
         self._forget_idle()
         if (reason := self._refusal(process)) is not None:
-            events.warning("life_connection_refused", uid=process.uid, pid=process.pid, reason=reason)
+            if (unlogged := events.admit("life_connection_refused", process.uid)) is not None:
+                uid, pid = process.uid, process.pid
+                events.warning("life_connection_refused", uid=uid, pid=pid, reason=reason, unlogged=unlogged)
             connection.close()
             if process.pidfd >= 0:
                 os.close(process.pidfd)
@@ -204,7 +206,8 @@ class LifeServer:
             if peer.since > before:
                 return False
             if peer.is_connected and peer.process.uid == uid and not self._holds(peer.token):
-                events.event("life_connection_dropped", pid=peer.process.pid, uid=uid)
+                if (unlogged := events.admit("life_connection_dropped", uid)) is not None:
+                    events.event("life_connection_dropped", pid=peer.process.pid, uid=uid, unlogged=unlogged)
                 self._hang_up(peer)
                 return True
         return False
@@ -232,7 +235,9 @@ class LifeServer:
             try:
                 self._answer(peer, message)
             except OSError as error:
-                events.event("life_connection_broke", pid=peer.process.pid, reason=str(error))
+                if (unlogged := events.admit("life_connection_broke", peer.process.uid)) is not None:
+                    who, why = peer.process.pid, str(error)
+                    events.event("life_connection_broke", pid=who, reason=why, unlogged=unlogged)
             else:
                 return
         self._hang_up(peer)
@@ -274,7 +279,8 @@ class LifeServer:
 
     def _ended(self, peer: _Peer, why: str) -> None:
         if peer.token in self._peers:
-            events.event(why, pid=peer.process.pid)
+            if (unlogged := events.admit(why, peer.process.uid)) is not None:
+                events.event(why, pid=peer.process.pid, unlogged=unlogged)
             self._forget(peer)
             self._gone(peer.token)
 

@@ -94,6 +94,7 @@ class Lane:
         self.calls = 0
         self._socket = end
         self._context = context
+        self._party = context.dispatcher.node.party_of(process)
         self._ended = ended
         self._reader = FrameReader(is_welcome=False)
         self._who: Caller | None = None
@@ -128,7 +129,8 @@ class Lane:
         for call in self._waiting.values():
             if call.later is not None and not call.is_step:
                 call.later.cancel()
-        events.event("lane_closed", reason=why, calls=self.calls)
+        if (unlogged := events.admit("lane_closed", self._party)) is not None:
+            events.event("lane_closed", reason=why, calls=self.calls, unlogged=unlogged)
         self._ended(self)
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -333,7 +335,8 @@ class Lane:
 
     def _break(self, tag: int, error: CacheError) -> None:
         """Send what is wrong, and end the lane."""
-        events.warning("lane_refused", reason=str(error))
+        if (unlogged := events.admit("lane_refused", self._party)) is not None:
+            events.warning("lane_refused", reason=str(error), unlogged=unlogged)
         self._send(encode(0, ERROR, 0, tag, refusal(error).SerializeToString()))
         self._close_soon(error.code.value)
 

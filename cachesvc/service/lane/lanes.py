@@ -61,7 +61,8 @@ class Lanes:
         lane = Lane(own, process, self._context, self._forget)
         lanes.add(lane)
         lane.start()
-        events.event("lane_opened", lanes=len(lanes))
+        if (unlogged := events.admit("lane_opened", self._party(process))) is not None:
+            events.event("lane_opened", lanes=len(lanes), unlogged=unlogged)
         return theirs
 
     def end(self, process: bytes) -> None:

@@ -9,15 +9,17 @@ for one turn at most, and a long one for one turn of each other party between it
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from cachesvc.model.answers import Reserved
 from cachesvc.model.errors import DeadlineExceeded
+from cachesvc.model.numbers.sharing import Party, Rounds
 from cachesvc.service.access.admission import CallerKey
 
 BACKGROUND: CallerKey = "(background)"
-"""The daemon's own work: landings, background tasks, lost devices."""
+"""The daemon's own work: background tasks, lost devices. What a process has caused of it is in a row of its own."""
+LANDED: CallerKey = "(landings)"
+"""Transfers that land, for whichever process."""
 OTHER_NODES: CallerKey = "(other nodes)"
 """Loans to other nodes."""
 
@@ -42,24 +44,20 @@ class Line:
     """Used on the running loop alone. A turn raises nothing: it is the root of a callback."""
 
     def __init__(self) -> None:
-        self._parties: dict[CallerKey, deque[Turn]] = {}  # in the order of their next turns; none is empty
+        self._turns: Rounds[CallerKey | Party, Turn] = Rounds()
         self._has_taken = False  # a turn in this round, or one before that has not passed on yet
 
     @property
     def is_empty(self) -> bool:
         """True where no turn waits."""
-        return not self._parties
+        return not self._turns
 
-    def add(self, party: CallerKey, turn: Turn) -> None:
+    def add(self, party: CallerKey | Party, turn: Turn) -> None:
         """Have a turn taken in a later round, behind those that wait of its party."""
-        waiting = self._parties.get(party)
-        if waiting is None:
-            self._parties[party] = deque((turn,))
-        else:
-            waiting.append(turn)
+        self._turns.add(party, turn)
         self._pass_on()
 
-    def take(self, party: CallerKey, turn: Turn) -> None:
+    def take(self, party: CallerKey | Party, turn: Turn) -> None:
         """Take a turn at once where the round has had none; else ``add`` it."""
         if self._has_taken:
             self.add(party, turn)
@@ -74,13 +72,9 @@ class Line:
 
     def _give(self) -> None:
         self._has_taken = False
-        if not self._parties:
+        if not self._turns:
             return
-        party = next(iter(self._parties))
-        waiting = self._parties.pop(party)
-        turn = waiting.popleft()
-        if waiting:
-            self._parties[party] = waiting
+        turn = self._turns.take()
         self._pass_on()
         turn()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -12,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
-from cachesvc.flows.context.turns import tidy
+from cachesvc.flows.context.turns import go_on_with
 from cachesvc.flows.leases.device_loss import lose_device
 from cachesvc.flows.leases.leases import may_map, process_gone
 from cachesvc.flows.models.admin import distrust, trust
@@ -20,13 +19,14 @@ from cachesvc.flows.models.registration import host_pages_arrived
 from cachesvc.flows.transfer.transfers import land
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
-from cachesvc.model.numbers.sharing import Party
+from cachesvc.model.numbers.sharing import BACKGROUND as NO_PARTY
+from cachesvc.model.numbers.sharing import Party, Rounds
 from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
 from cachesvc.model.words import Run
 from cachesvc.questions.view import EVERYTHING, Sight, View
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.loop.latency import LoopWatch
-from cachesvc.service.loop.line import BACKGROUND, AsksAgain, Line, Sleeper, keep_a_moment
+from cachesvc.service.loop.line import BACKGROUND, LANDED, AsksAgain, Line, Sleeper, keep_a_moment
 from cachesvc.service.loop.long_calls import LongCall, LongCalls
 from cachesvc.service.loop.sweeper import Sweeper, tell_left
 from cachesvc.swap.vault import Vault
@@ -67,7 +67,7 @@ class Node:
         self.wait_seconds = wait_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[int, list[Sleeper]] = {}
-        self._landings: deque[tuple[int, Outcome]] = deque()
+        self._landings: Rounds[Party, tuple[int, Outcome]] = Rounds()
         self._sweeping: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._vault: Vault | None = None
@@ -258,8 +258,8 @@ class Node:
         return token if known is None else known.party
 
     def process_gone(self, token: bytes) -> None:
-        """Handle the end of a process, as the kernel reports it."""
-        self._line.take(BACKGROUND, partial(self.run, partial(process_gone, self.core, token)))
+        """Handle the end of a process, as the kernel reports it: a turn of its own, whatever it has under way."""
+        self._line.take(self.party_of(token), partial(self.run, partial(process_gone, self.core, token)))
 
     def descriptor(self, process: bytes, token: bytes) -> int | None:
         """Descriptor behind a handle's token, for a process that has attached it."""
@@ -304,22 +304,23 @@ class Node:
             raise Unavailable("the daemon stops; go on without the cache")
 
     def _landed(self, ticket: int, outcome: Outcome) -> None:
-        self._landings.append((ticket, outcome))
-        if len(self._landings) == 1:
-            self._line.take(BACKGROUND, self._land_some)
+        is_first, known = not self._landings, self.core.ledger.tickets.running.get(ticket)
+        self._landings.add(NO_PARTY if known is None else known.party, (ticket, outcome))
+        if is_first:
+            self._line.take(LANDED, self._land_some)
 
     def _land_some(self) -> None:
-        """Land a turn's worth of transfers."""
+        """Land a turn's worth of transfers, round robin by the process that they are for."""
         running, a_turn = self.core.ledger.tickets.running, self.core.turns.landed
         left = float(LANDINGS)
         while self._landings and left > 0:
-            ticket, outcome = self._landings.popleft()
+            ticket, outcome = self._landings.take()
             known = running.get(ticket)
             blocks = 0 if known is None else known.blocks
             left -= max(1.0, LANDINGS * blocks / a_turn)
             self._land(ticket, outcome)
         if self._landings:
-            self._line.add(BACKGROUND, self._land_some)
+            self._line.add(LANDED, self._land_some)
 
     def _land(self, ticket: int, outcome: Outcome) -> None:
         """A ticket has ended. Raises nothing: it runs as a callback, or behind a flow whose answer counts."""
@@ -383,9 +384,10 @@ class Node:
         began = self.loop_watch.begin()
         self.core.ledger.moment.seconds = self.now()
         self._is_tidying = False
-        model = self.core.chores[0].model
+        chore = self.core.chores.popleft()
+        model = chore.model
         try:
-            tidy(self.core.chores)
+            go_on_with(self.core.chores, chore)
         except CacheError as refusal:  # as a call is refused: it has changed nothing by halves
             self.core.count(Count.CHORES_REFUSED)
             events.warning("chore_refused", model=model, reason=str(refusal))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import grpc
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
@@ -13,22 +14,33 @@ from kvcache.v1 import peer_pb2, peer_pb2_grpc
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text.addresses import MOST_PORT
-from cachesvc.peer.fleet.control import Answered, Borrowed, HandshakeFailed, Loan
+from cachesvc.peer.fleet.control import Answered, Borrowed, Done, HandshakeFailed, Loan, PeerRefused
 from cachesvc.peer.fleet.digest import DigestNews
 from cachesvc.service.host.tls import NodeCertificates
 from cachesvc.service.rpc.peer_service import PeerListening, PeerTokens
 from cachesvc.storage.seam import Part, Scope
-from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER
+from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, ERROR_METADATA_KEY
 
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 5000),
+    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),  # a new certificate is not for connections under the old one
 )
 PROBE_SECONDS = 0.5
 PROBE_PAUSE_SECONDS = 30.0
 """A peer that cannot be reached is tried by hand so seldom, to tell whether it is for the certificates."""
+
+
+_FULL = (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def _is_refusal(error: grpc.Call) -> bool:
+    """True where the other daemon itself has refused the call, and would not refuse all calls."""
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # of its server too: it has too many calls
+        return True
+    names = {name for name, _ in error.trailing_metadata() or ()}
+    return ERROR_METADATA_KEY in names and error.code() is not grpc.StatusCode.UNAUTHENTICATED
 
 
 def _request(scope: Scope, keys: bytes, parts: Sequence[Part], patience: float) -> peer_pb2.BorrowRequest:
@@ -44,8 +56,8 @@ class GrpcControl:
     """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's.
     ``name``: that the peer's certificate is for, where that is not its address.
 
-    News have a connection of their own: they are asked of peers that are not there yet, and while gRPC waits to connect
-    again, it fails every other call on that connection."""
+    News and probes have a connection of their own: they are asked of peers that are not there yet, and while gRPC waits
+    to connect again, it fails every other call on that connection."""
 
     def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None, name: str = "") -> None:
         self._address = address
@@ -62,7 +74,6 @@ class GrpcControl:
         self._channel: grpc.Channel | None = None
         self._before: grpc.Channel | None = None
         self._stub: peer_pb2_grpc.PeerServiceStub | None = None
-        self._epochs: dict[int, int] = {}
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -95,11 +106,8 @@ class GrpcControl:
     ) -> None:
         """See PeerControl."""
         request = peer_pb2.NewsRequest(epoch=epoch, version=version, patience_ms=round(patience * 1000))
-        with self._lock:
-            self._require_open()
-            news = self._news = self._news or self._open_news()
         try:
-            asked = news.stub().News.future(request, timeout=2 * patience, metadata=self._metadata())
+            asked = self._beside().stub().News.future(request, timeout=2 * patience, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
             raise Unavailable(f"{self._address}: {error}") from error
 
@@ -113,6 +121,13 @@ class GrpcControl:
 
         asked.add_done_callback(done)
 
+    def _beside(self) -> GrpcControl:
+        """The connection for news and probes."""
+        with self._lock:
+            self._require_open()
+            self._news = self._news or self._open_news()
+            return self._news
+
     def _borrowed(self, answer: peer_pb2.BorrowResponse, objects: int) -> Borrowed:
         """Return the loan that answers a question for ``objects``. Raises ValueError for one of more."""
         if not answer.lease_id:
@@ -122,8 +137,6 @@ class GrpcControl:
                 f"it lends {len(answer.lent)} objects at port {answer.data_port}, and was asked for {objects}; see "
                 "that both nodes have one release"
             )
-        with self._lock:
-            self._epochs[answer.lease_id] = answer.epoch
         host = self._address.rpartition(":")[0].strip("[]")
         lent = tuple(map(bool, answer.lent))
         seconds = answer.silence_limit_ms / 1000
@@ -131,27 +144,33 @@ class GrpcControl:
         loan = Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent, streams)
         return Borrowed(loan, answer.epoch, answer.computing_blocks)
 
-    def beat(self, leases: Sequence[int], seconds: float) -> None:
+    def beat_later(self, loans: Sequence[Loan], seconds: float, done: Done) -> None:
         """See PeerControl."""
-        by_epoch: dict[int, list[int]] = {}
-        for lease in leases:
-            by_epoch.setdefault(self._epochs.get(lease, 0), []).append(lease)
-        for epoch, some in by_epoch.items():
-            request = peer_pb2.BeatRequest(lease_ids=some, epoch=epoch)
-            try:
-                self.stub().Beat(request, timeout=seconds, metadata=self._metadata())
-            except (grpc.RpcError, ValueError) as error:
-                raise self._failure(error) from error
+        epoch = loans[-1].epoch if loans else 0
+        leases = [loan.lease for loan in loans if loan.epoch == epoch]  # others ended with an older life of the peer
+        stub = self.stub() if leases else self._beside().stub()
+        self._end_later(stub.Beat, peer_pb2.BeatRequest(lease_ids=leases, epoch=epoch), seconds, done)
 
-    def give_back(self, lease: int, seconds: float) -> None:
+    def give_back_later(self, loan: Loan, seconds: float, done: Done) -> None:
         """See PeerControl."""
-        with self._lock:
-            epoch = self._epochs.pop(lease, 0)
-        request = peer_pb2.ReturnRequest(lease_id=lease, epoch=epoch)
+        request = peer_pb2.ReturnRequest(lease_id=loan.lease, epoch=loan.epoch)
+        self._end_later(self.stub().Return, request, seconds, done)
+
+    def _end_later(self, call: Any, request: Any, seconds: float, done: Done) -> None:
         try:
-            self.stub().Return(request, timeout=seconds, metadata=self._metadata())
+            asked = call.future(request, timeout=seconds, metadata=self._metadata())
         except (grpc.RpcError, ValueError) as error:
             raise self._failure(error) from error
+
+        def ended(call: grpc.Future[Any]) -> None:
+            problem: CacheError | None = None
+            try:
+                call.result()
+            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
+                problem = self._failure(error)
+            done(problem)
+
+        asked.add_done_callback(ended)
 
     def close(self) -> None:
         """See PeerControl."""
@@ -201,4 +220,8 @@ class GrpcControl:
             if is_due and (why := self._certificates.why_refused(self._address, PROBE_SECONDS, self._name)):
                 return HandshakeFailed(f"{self._address}: the TLS handshake fails: {why}")
         said = error.details() if isinstance(error, grpc.Call) else str(error)
+        if isinstance(error, grpc.Call) and _is_refusal(error):
+            refused = PeerRefused(f"{self._address}: {said}")
+            refused.is_full = code in _FULL
+            return refused
         return Unavailable(f"{self._address}: {code.name if code is not None else 'closed'}: {said}")

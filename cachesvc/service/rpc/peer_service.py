@@ -83,7 +83,8 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         token, _ = credentials_of(handler_call_details.invocation_metadata)
         try:
             if self._tokens is not None and not self._tokens.knows(token):
-                events.event("peer_refused", method=handler_call_details.method)
+                if (unlogged := events.admit("peer_refused", handler_call_details.method)) is not None:
+                    events.event("peer_refused", method=handler_call_details.method, unlogged=unlogged)
                 raise Unauthenticated("this node lends to nodes that show one of its peer_tokens")
         except CacheError as error:
             return refusing(error)

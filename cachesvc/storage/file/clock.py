@@ -8,15 +8,18 @@ begins at the wall clock's time, so that the file times that it sets look famili
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from cachesvc.storage.file.folder import write_durably
+
 MOST_DOWN_MS = 3_600_000
 """Upper bound on the time that a reboot adds to ages: the wall clock may be wrong by then."""
 HEAD = "cachesvc clock 1"
+MOST_MS = 1 << 43
+"""Latest time that a folder's clock can have (in the year 2248): files take no later ones."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -64,7 +67,7 @@ class FolderClock:
             return
         since_boot_ms, wall_ms, now_ms, began_ms = before
         here_ms = self._moments.since_boot_ms()
-        if head != HEAD or min(now_ms, began_ms) < 0 or began_ms > now_ms:
+        if head != HEAD or not 0 <= began_ms <= now_ms <= MOST_MS:
             return
         down_ms = here_ms - since_boot_ms
         if boot != self._boot or down_ms < 0:
@@ -77,5 +80,4 @@ class FolderClock:
         moments = self._moments
         times = moments.since_boot_ms(), max(0, moments.wall_ms()), self.now_ms(), self.began_ms
         with contextlib.suppress(OSError):
-            aside.write_text(f"{HEAD}: {self._boot or '-'} {' '.join(map(str, times))}\n", encoding="ascii")
-            os.replace(aside, path)
+            write_durably(path, aside, f"{HEAD}: {self._boot or '-'} {' '.join(map(str, times))}\n")

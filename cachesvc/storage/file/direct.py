@@ -33,10 +33,9 @@ def is_aligned(pieces: Sequence[memoryview]) -> bool:
 
 
 class Mover:
-    """One thread's way to files: it has a buffer of its own. ``flag``: O_DIRECT, or 0."""
+    """One thread's way to files: it has a buffer of its own."""
 
-    def __init__(self, flag: int) -> None:
-        self.flag = flag
+    def __init__(self) -> None:
         self._buffer: memoryview | None = None
 
     def read(self, fd: int, pieces: Sequence[memoryview]) -> bool:

@@ -2,7 +2,9 @@
 
     WRITABLE    claimed: objects are read and written
     READABLE    full, or mounted for reading, when it was to be claimed: what is there is served
-    GONE        removed, or its disk is: nothing works
+    GONE        not looked at yet, removed, not to be used, or something else's: nothing works
+
+Whatever a folder is, it is looked after again, and claimed once it can be: a daemon serves from memory until then.
 
 A full disk, or one that became read-only, refuses writes for a while and stays WRITABLE: it is tried again.
 """
@@ -14,15 +16,17 @@ import os
 from collections.abc import Callable
 from enum import Enum
 
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import InvalidRequest
 from cachesvc.storage.file.direct import NO_ROOM, direct_flag
 from cachesvc.storage.file.folder import Folder
 from cachesvc.telemetry import events
 
 REFUSED = NO_ROOM | {errno.EROFS, errno.EACCES, errno.EPERM}
 """Error numbers of a disk that takes no writes, and can be read."""
-PASSING = REFUSED | {errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE, errno.ENOENT, errno.ETIMEDOUT}
-"""Error numbers that may pass by themselves, or by what an operator does beside the daemon."""
+AWAY = frozenset(
+    (errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE, errno.ENOENT, errno.ETIMEDOUT, errno.ESHUTDOWN)
+)
+"""Error numbers of a folder, or a disk, that is not there."""
 REFUSED_SECONDS = 5.0
 """Time without writes after the disk has refused one, seconds."""
 
@@ -50,7 +54,8 @@ class Disk:
         self._clock = clock
         self._wants_direct = wants_direct
         self._is_flag_known = False
-        self._why = ""
+        self._told: tuple[object, ...] = ()
+        self._why = f"the disk of {folder.root} has not answered yet"
         self._refused, self._refused_bytes = "", 0
         self._refused_until = 0.0
 
@@ -62,28 +67,13 @@ class Disk:
     @property
     def problem(self) -> str:
         """Reason why it takes no writes, or is gone; empty where there is none."""
-        if self.condition is Condition.GONE:
-            return f"the folder {self._folder.root} is gone: {self._why}"
-        if self.condition is Condition.READABLE:
-            return f"the folder {self._folder.root} takes no writes: {self._why}"
+        if self.condition is not Condition.WRITABLE:
+            return self._why
         return f"the disk of {self._folder.root} takes no writes: {self._refused}" if self._refused else ""
 
-    def start(self) -> None:
-        """Claim the folder, or see what else can be done with it. Raises InvalidRequest for what is no folder of ours,
-        Unavailable where only the operator can help."""
-        try:
-            self._claim()
-        except OSError as error:
-            is_denied = error.errno in (errno.EACCES, errno.EPERM) and not self._folder.is_ours
-            if error.errno not in PASSING or is_denied:
-                raise Unavailable(
-                    f"storage: {self._folder.root} cannot be used: {error}{_whose(error)}; make it a folder that the "
-                    "daemon's user may write to"
-                ) from error
-            self._degrade(error)
-
     def look(self) -> bool:
-        """Look after the folder; True where it is another one than before, so that its objects are to be found anew."""
+        """Claim the folder, or look after it; True where it is another one than before, so that its objects are to be
+        found anew. Raises nothing of what a folder can be."""
         if self.condition is Condition.WRITABLE and self._folder.is_claimed:
             self._find_flag()
             self._try_again()
@@ -95,7 +85,7 @@ class Disk:
             if not self._folder.may_claim:
                 raise FileNotFoundError(errno.ENOENT, "there is no folder of ours", str(self._folder.root))
             self._claim()
-        except OSError as error:
+        except (OSError, InvalidRequest) as error:
             self._degrade(error)
         is_another = was is Condition.WRITABLE or was is not self.condition
         return is_another and self.condition is not Condition.GONE
@@ -119,8 +109,9 @@ class Disk:
     def lost(self, why: str) -> None:
         """The folder is not there any more."""
         if self.condition is not Condition.GONE:
-            self.condition, self._why = Condition.GONE, why
+            self.condition, self._why = Condition.GONE, f"the folder {self._folder.root} is gone: {why}"
             self.losses += 1
+            self._told = (Condition.GONE, True)
             events.warning("storage_folder_gone", folder=str(self._folder.root), reason=why)
 
     def _try_again(self) -> None:
@@ -137,18 +128,38 @@ class Disk:
 
     def _claim(self) -> None:
         self._folder.claim()
-        if self.condition is not Condition.WRITABLE and self._why:
+        if self._told:
             events.event("storage_disk_takes_writes", folder=str(self._folder.root))
+        self._told = ()
         self.condition, self._why, self._refused, self._is_flag_known = Condition.WRITABLE, "", "", False
         self._find_flag()
 
-    def _degrade(self, error: OSError) -> None:
+    def _degrade(self, error: OSError | InvalidRequest) -> None:
+        """Serve what can be read, if anything; logged where it is another reason than before."""
+        root, number = self._folder.root, error.errno if isinstance(error, OSError) else None
         is_there = self._folder.is_ours and os.access(self._folder.objects, os.R_OK | os.X_OK)
-        condition = Condition.READABLE if is_there and error.errno in REFUSED else Condition.GONE
-        if (condition, str(error)) != (self.condition, self._why):
-            events.warning("storage_disk_refuses", reason=str(error))
+        condition = Condition.READABLE if is_there and number in REFUSED else Condition.GONE
+        told: tuple[object, ...] = (condition, number in AWAY)
+        if condition is Condition.READABLE:
+            why = f"the folder {root} takes no writes: {error}"
+        elif number in AWAY:
+            why = f"the folder {root} is gone: {error}"
+        elif isinstance(error, OSError):
+            why = f"{root} cannot be used: {error}{_whose(error)}; make it a folder that the daemon's user may write to"
+            told = (*told, number)  # the text has names in it that change from try to try
+        else:
+            why = str(error).removeprefix("storage: ")
+            told = (*told, why)
+        if told == self._told:
+            pass
+        elif condition is Condition.READABLE:
+            events.warning("storage_disk_refuses", reason=why)
+        elif number in AWAY:
+            events.warning("storage_folder_gone", folder=str(root), reason=why)
+        else:
+            events.warning("storage_folder_refused", folder=str(root), reason=why)
         self.losses += condition is Condition.GONE and self.condition is Condition.READABLE
-        self.condition, self._why, self.flag = condition, str(error), 0
+        self.condition, self._why, self._told, self.flag = condition, why, told, 0
 
     def _find_flag(self) -> None:
         """Find out whether files can go around the page cache; later, where the disk has no room for the trial."""

@@ -34,15 +34,19 @@ from cachesvc.storage.seam import (
     Part,
     Rank,
     Scope,
+    Step,
     StoreStatus,
     Totals,
     Use,
+    no_step,
     oldest_first,
 )
 from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
 
 PARENT_END = 120
+LOOK_SECONDS = 1.0
+"""Time that a start waits for the disk to answer, seconds; where it does not, the daemon serves from memory."""
 SCAN_SECONDS = 0.25
 """Time that a start waits for the scan of a folder, seconds: of a small one all is known then."""
 
@@ -58,11 +62,12 @@ class FileStorage:
         clock: Callable[[], float] = time.monotonic,
         rank: Rank = oldest_first,
         moments: Moments = Moments(),  # noqa: B008 - immutable
+        folder: Callable[[str], Folder] = Folder,
     ) -> None:
         self.caps = Caps(is_shared=False, survives="daemon", head_bytes=ALIGN_BYTES, follows_use=True)
         self._options = options
         self._clock = clock
-        self._folder = Folder(options.root)
+        self._folder = folder(options.root)
         self._age = FolderClock(moments)
         self._disk = Disk(self._folder, clock, wants_direct=bool(options.direct))
         self._catalogue = Catalogue(rank, self._age.now_ms)
@@ -71,17 +76,16 @@ class FileStorage:
         self._writers = Lane("storage-write", options.writers, clock)
         self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
         self._under_way = UnderWay()
+        self._is_open = True
         self._troubles = Troubles(clock)
 
     def start(self) -> None:
-        """Claim the folder and begin; what is there already is found behind it. A disk that is full, mounted for
-        reading or gone is no reason not to. Raises Unavailable, InvalidRequest."""
-        self._disk.start()
-        self._age.load(self._folder.clock)
-        self._readers.start(self._disk.flag)
-        self._writers.start(self._disk.flag)
+        """Begin; the folder is claimed, and what is there found, by a thread. Whatever the folder or its disk is, that
+        is no reason not to: a hung one is not waited for, and what cannot be used now is used once it can be."""
+        self._readers.start()
+        self._writers.start()
         self._keeper.start()
-        if self._disk.condition is not Condition.GONE:
+        if self._keeper.looked.wait(LOOK_SECONDS) and self._disk.condition is not Condition.GONE:
             self._keeper.found.wait(SCAN_SECONDS)
 
     def register(self, chunk: memoryview) -> None:
@@ -130,22 +134,27 @@ class FileStorage:
         )
 
     def remove(self, names: Sequence[ObjectName]) -> None:
-        """Remove at once, on the caller's thread: a file is some 20 us."""
-        for name in names:
+        """Remove at once, on the caller's thread: a file is some 20 us. Nothing is removed once it is closed: who
+        closes waits for no disk."""
+        for name in names if self._is_open else ():
             self._space.forget(name)
 
-    def purge(self, scope: Scope | None) -> int:
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Looks through the folder: what other daemons have written goes too."""
         scopes = [scope] if scope is not None else list(self._folder.labels())
-        return sum(self._folder.remove_scope(each, self._space.forget) for each in scopes)
 
-    def check_all(self, check: Check) -> Checked:
+        def forget(name: ObjectName) -> None:
+            step()
+            self._space.forget(name)
+
+        return sum(self._folder.remove_scope(each, forget) for each in scopes)
+
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
         """File by file, on the caller's thread."""
-        found, mover = Checked(), Mover(self._disk.flag)
+        found, mover = Checked(), Mover()
         buffer = memoryview(mmap.mmap(-1, ALIGN_BYTES))
         for name in self._catalogue.names():
-            if self._keeper.is_stopping:
-                break
+            step()
             path = object_path(self._folder.objects, name)
             try:
                 size_bytes = os.stat(path).st_size
@@ -199,17 +208,21 @@ class FileStorage:
             self._options.capacity,
             space.evicted_objects,
             self._problem(),
-            disk.condition is not Condition.GONE,
+            disk.condition is not Condition.GONE and not self._keeper.hung_seconds,
             disk.losses,
             len(space.stuck),
         )
 
     def _problem(self) -> str:
         floor = f"the disk of {self._options.root} is full: less than floor={self._options.floor} bytes would be left"
+        hung = self._keeper.hung_seconds
+        if hung:
+            return f"the disk of {self._options.root} has not answered for {hung:.0f} s"
         return self._disk.problem or (floor if self._space.lacks_floor else "")
 
     def close(self) -> None:
         """Threads that hang in the filesystem are left behind."""
+        self._is_open = False
         self._readers.close()
         self._writers.close()
         self._keeper.close()

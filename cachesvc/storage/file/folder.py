@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -27,6 +28,11 @@ FURNITURE = re.compile(
     r"|\.glusterfs|a?quota\.(user|group|project)(\.new)?|\.journal|\.autorelabel|\.(lustre|mmSharedTmpDir|fscrypt|DS_Store)"
 )
 """Names in the root of a mounted filesystem that are its own; nothing of it is touched."""
+MOST_FORMAT_BYTES = 4096
+DAEMON = re.compile("[0-9a-f]{16}")
+"""Name of a daemon's own folder."""
+UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
+"""Error numbers of filesystems that cannot sync a folder."""
 
 
 class Folder:
@@ -63,9 +69,7 @@ class Folder:
         self._check_format()
         self.objects.mkdir(mode=0o700, exist_ok=True)
         daemons.mkdir(mode=0o700, exist_ok=True)
-        for folder in (*daemons.iterdir(), *self.root.glob(f"{NEW}*")):
-            if _is_dead(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+        self.clear_dead()
         for part in self.root.glob("format.*"):
             part.unlink(missing_ok=True)
         name = secrets.token_hex(8)
@@ -104,8 +108,8 @@ class Folder:
     def is_ours(self) -> bool:
         """True where the folder is there, and of our format."""
         try:
-            return (self.root / "format").read_text(encoding="utf-8") == FORMAT_TEXT
-        except (OSError, UnicodeDecodeError):
+            return self._format() == FORMAT_TEXT.encode()
+        except OSError:
             return False
 
     @property
@@ -120,37 +124,52 @@ class Folder:
         except OSError:
             return False
 
+    def _format(self) -> bytes:
+        """Return the text of the file ``format``; empty where there is none. Raises OSError."""
+        try:
+            fd = os.open(self.root / "format", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return b""
+        try:
+            return os.read(fd, MOST_FORMAT_BYTES)
+        finally:
+            os.close(fd)
+
     def _check_format(self) -> None:
-        path = self.root / "format"
-        if not path.exists():
-            strange = _strange(self.root)
-            if strange and not path.exists():  # else another daemon has just begun here, too
-                raise InvalidRequest(
-                    f"storage: {self.root} is not empty, and not ours (it has {one_line(min(strange))!r}); give the "
-                    "cache a folder of its own"
-                )
-            new = self.root / f"format.{secrets.token_hex(4)}"
-            try:
-                new.write_text(FORMAT_TEXT, encoding="utf-8")
-                new.rename(path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    new.unlink()
-                raise
-        found = path.read_text(encoding="utf-8")
-        if found != FORMAT_TEXT:
-            raise InvalidRequest(f"storage: {self.root} has another format ({found.strip()!r}); give another folder")
+        """Say whose the folder is, where nothing does: an empty or torn ``format`` beside files of ours is what a power
+        cut leaves. Raises OSError, InvalidRequest for a folder that is something else's."""
+        found = self._format()
+        if found == FORMAT_TEXT.encode():
+            return
+        if not FORMAT_TEXT.encode().startswith(found.rstrip(b"\0")):
+            said = one_line(found.decode(errors="replace").strip())
+            raise InvalidRequest(f"storage: {self.root} has another format ({said!r}); give another folder")
+        if strange := _strange(self.root):
+            raise InvalidRequest(
+                f"storage: {self.root} is not empty, and not ours (it has {one_line(min(strange))!r}); give the cache "
+                "a folder of its own"
+            )
+        write_durably(self.root / "format", self.root / f"format.{secrets.token_hex(4)}", FORMAT_TEXT)
 
     def is_alone(self) -> bool:
         """True where no other daemon has claimed the folder."""
         return len(_folders(self.root / "daemons")) == 1
 
-    def left_over(self) -> Iterator[tuple[str, int]]:
-        """Files of dead daemons that could not be removed, with their bytes."""
+    def clear_dead(self) -> None:
+        """Remove what dead daemons were writing, or were about to write over."""
+        for folder in (*map(Path, _folders(self.root / "daemons")), *self.root.glob(f"{NEW}*")):
+            if _is_dead(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def others_files(self) -> Iterator[tuple[str, int, bool]]:
+        """Files of other daemons that are no objects: the path, the bytes, and True for those of a dead one, which
+        could not be removed."""
         for folder in _folders(self.root / "daemons"):
-            if folder.path != str(self.mine) and _is_dead(Path(folder.path)):
+            if folder.path != str(self.mine):
+                is_dead = _is_dead(Path(folder.path))
                 for each in _files(folder.path):
-                    yield each.path, allocated_bytes(each.stat(follow_symlinks=False))
+                    with contextlib.suppress(FileNotFoundError):
+                        yield each.path, allocated_bytes(each.stat(follow_symlinks=False)), is_dead
 
     def labels(self) -> dict[Scope, str]:
         """Labels of scopes."""
@@ -168,14 +187,7 @@ class Folder:
         """Call a scope so. Raises OSError."""
         folder = self.objects / scope_folder(scope)
         folder.mkdir(mode=0o700, exist_ok=True)
-        new = self.mine / f"label.{secrets.token_hex(4)}"
-        try:
-            new.write_text(label[:MOST_LABEL_BYTES])
-            new.rename(folder / LABEL)
-        except OSError:
-            with contextlib.suppress(OSError):
-                new.unlink()
-            raise
+        write_durably(folder / LABEL, self.mine / f"label.{secrets.token_hex(4)}", label[:MOST_LABEL_BYTES])
 
     def keep_label(self, scope: Scope, label: str) -> None:
         """Call a scope so, as far as the disk takes it: a label is for operators alone."""
@@ -196,12 +208,14 @@ class Folder:
                 if scope is not None and (changed_ns is None or self._seen.get(fan.path) != changed_ns):
                     yield scope, fan.path
 
-    def look(self, scope: Scope, path: str) -> list[Entry]:
-        """The objects of one folder, each with its file's time in ms; what is none of ours is left alone."""
+    def look(self, scope: Scope, path: str, seen: Callable[[], None] = lambda: None) -> list[Entry]:
+        """The objects of one folder, each with its file's time in ms; what is none of ours is left alone. ``seen``:
+        called for each file."""
         found: list[Entry] = []
         with contextlib.suppress(FileNotFoundError):
             self._seen[path] = os.stat(path).st_mtime_ns
             for file in os.scandir(path):
+                seen()
                 name = object_of(scope, file.name)
                 if name is not None:
                     with contextlib.suppress(FileNotFoundError):
@@ -242,9 +256,50 @@ def _changed_ns(path: str) -> int | None:
 
 
 def _strange(root: Path) -> list[str]:
-    """Names in a folder that are not ours, nor its filesystem's."""
-    names = os.listdir(root)
-    return [name for name in names if not name.startswith(("format", NEW)) and FURNITURE.fullmatch(name) is None]
+    """Names in a folder that are not ours, nor its filesystem's. Raises OSError."""
+    ours: dict[str, Callable[[str], object]] = {"objects": scope_of, "daemons": DAEMON.fullmatch}
+    strange: list[str] = []
+    for each in os.scandir(root):
+        if each.name in ours and each.is_dir(follow_symlinks=False):
+            strange += [
+                f"{each.name}/{name}"
+                for name in os.listdir(each.path)
+                if not ours[each.name](name) and FURNITURE.fullmatch(name) is None
+            ]
+        elif each.name != "clock" and not each.name.startswith(("format", NEW)) and not FURNITURE.fullmatch(each.name):
+            strange.append(each.name)
+    return strange
+
+
+def write_durably(path: Path, aside: Path, content: str) -> None:
+    """Write a small file of ours, so that a power cut at any moment leaves the whole of what was there before, or the
+    whole of this. ``aside``: where it is written first; nothing is left there. Raises OSError."""
+    try:
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if os.write(fd, content.encode()) != len(content.encode()):
+                raise OSError(errno.ENOSPC, "the disk took a part of it", str(aside))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        aside.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have a folder's names survive a power cut, where its filesystem can promise that. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in UNSYNCED:
+            raise
+    finally:
+        os.close(fd)
 
 
 def _is_dead(folder: Path) -> bool:

@@ -21,12 +21,15 @@ AWAY_SECONDS = 1.0
 """Interval between two looks at a folder that takes no writes, or is gone, seconds."""
 SAVED_A_ROUND = 4096
 """Blocks whose last use is written to their files in one round: some 20 ms."""
+HUNG_SECONDS = 10.0
+"""Time without an answer of the disk after which it is said to hang, seconds."""
 CLOSE_SECONDS = 1.0
 """A thread that hangs in the filesystem is left behind after so long, seconds."""
 
 
 class Keeper:
-    """``counted``: set once the bytes of what was there are known, ``found``: once all of it is."""
+    """``looked``: set once the disk has answered for the first time, ``counted``: once the bytes of what was there are
+    known, ``found``: once all of it is."""
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class Keeper:
         space: Space,
         clock: FolderClock,
     ) -> None:
-        self.counted, self.found = threading.Event(), threading.Event()
+        self.looked, self.counted, self.found = threading.Event(), threading.Event(), threading.Event()
         self._options = options
         self._folder = folder
         self._disk = disk
@@ -46,18 +49,20 @@ class Keeper:
         self._clock = clock
         self._headless: list[Entry] = []
         self._save_until = 0.0
+        self._asked: float | None = None
         self._stopping = threading.Event()
         self._due = threading.Event()
         self._thread = threading.Thread(target=self._work, name="storage-keeper", daemon=True)
 
     @property
-    def is_stopping(self) -> bool:
-        """True from ``close`` on."""
-        return self._stopping.is_set()
+    def hung_seconds(self) -> float:
+        """Time for which the disk has not answered, seconds; 0 where that is not long."""
+        asked = self._asked
+        seconds = 0.0 if asked is None else time.monotonic() - asked
+        return seconds if seconds >= HUNG_SECONDS else 0.0
 
     def start(self) -> None:
-        """Begin to find what is there."""
-        self._space.mine = self._folder.mine
+        """Begin to claim the folder, and to find what is there."""
         self._thread.start()
 
     def hurry(self) -> None:
@@ -77,10 +82,12 @@ class Keeper:
         yield_to_callers()
         while not self._stopping.is_set():
             began = time.monotonic()
+            self._answered()
             try:
                 self._round()
             except Exception:  # noqa: BLE001 - the root of a thread: the next round may be better
                 events.failure("storage_scan_broke")
+            self._asked = None
             pause = max(self._options.rescan, 20 * (time.monotonic() - began))
             self._due.wait(pause if self._disk.condition is Condition.WRITABLE else min(pause, AWAY_SECONDS))
             self._due.clear()
@@ -88,10 +95,12 @@ class Keeper:
             pass
 
     def _round(self) -> None:
-        if self._disk.look():
+        is_another = self._disk.look()
+        if is_another:
             self._find_anew()
+        self.looked.set()
         if self._disk.condition is Condition.GONE:
-            if len(self._catalogue):
+            if self.counted.is_set():
                 self._lose()
             return
         self._scan()
@@ -101,6 +110,10 @@ class Keeper:
             self._save()
             self._shrink()
         self.found.set()
+
+    def _answered(self) -> None:
+        """The disk is asked for something now, and has answered what it was asked for before."""
+        self._asked = time.monotonic()
 
     def _find_anew(self) -> None:
         """The folder is another one, or is back."""
@@ -123,7 +136,17 @@ class Keeper:
         """Look through folders in which something has changed: all of them at first."""
         is_first = not self.counted.is_set()
         if not is_first and self._folder.is_alone():
+            self._space.others_bytes = 0
             return
+        if self._disk.condition is Condition.WRITABLE:
+            self._folder.clear_dead()
+        others_bytes = 0
+        for path, size_bytes, is_dead in self._folder.others_files():
+            if is_dead:
+                self._space.discard(path, size_bytes)
+            else:
+                others_bytes += size_bytes
+        self._space.others_bytes = others_bytes
         for scope, label in self._folder.labels().items():
             if label:
                 self._catalogue.describe(scope, label)
@@ -132,14 +155,11 @@ class Keeper:
             if self._stopping.is_set():
                 return
             try:
-                entries = self._folder.look(scope, path)
+                entries = self._folder.look(scope, path, self._answered)
             except OSError as error:
                 events.warning("storage_folder_unread", folder=path, reason=str(error))
                 continue
             found += entries if is_first else [entry for entry in entries if entry.name not in self._catalogue]
-        if is_first:
-            for path, size_bytes in self._folder.left_over():
-                self._space.discard(path, size_bytes)
         # What another daemon removed stays known until it is asked for, or evicted.
         found.sort(key=lambda entry: entry.used)
         found = [entry._replace(used=self._clock.bounded(entry.used)) for entry in found]
@@ -149,6 +169,7 @@ class Keeper:
     def _read_headers(self) -> None:
         """Find the parents of what was found: eviction is leaf-first after a restart, too."""
         while self._headless and not self._stopping.is_set():
+            self._answered()
             name = self._headless.pop().name
             self._catalogue.link(name, self._parent_of(object_path(self._folder.objects, name), name.key))
             if not self._headless:
@@ -173,7 +194,7 @@ class Keeper:
         ttl_ms = int(self._options.ttl * 1000)
         before = self._clock.now_ms() - ttl_ms if ttl_ms else None
         while not self._stopping.is_set() and self._space.shrink(before):
-            pass
+            self._answered()
 
     def _save(self) -> int:
         """Write last uses to files' times, and the time itself: one write for many uses. Returns how many were

@@ -71,11 +71,9 @@ class Lane:
         self._clock = clock
         self._is_open = False
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(threads)]
-        self._flag = 0
 
-    def start(self, flag: int) -> None:
-        """Begin; ``flag``: O_DIRECT, or 0."""
-        self._flag = flag
+    def start(self) -> None:
+        """Begin."""
         self._is_open = True
         for thread in self._threads:
             thread.start()
@@ -105,7 +103,7 @@ class Lane:
     def _work(self) -> None:
         """Root of a thread."""
         yield_to_callers()
-        mover = Mover(self._flag)
+        mover = Mover()
         while True:
             with self._changed:
                 while not self._waiting and self._is_open:

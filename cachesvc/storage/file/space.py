@@ -40,7 +40,8 @@ class Room(NamedTuple):
 
 class Space:
     """Room in ``objects``; what is evicted lies in ``mine`` until it is written over. ``gone``: called with objects
-    that were evicted. ``lacks_floor``: the filesystem had less left than it must keep. Any thread of the engine's."""
+    that were evicted. ``lacks_floor``: the filesystem had less left than it must keep. ``others_bytes``: of files of
+    other daemons on the folder that are no objects. Any thread of the engine's."""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Space:
         self.capacity = capacity
         self.evicted_objects = 0
         self.mine = objects
+        self.others_bytes = 0
         self.gone: Gone | None = None
         self.lacks_floor = False
         self.stuck = StuckFiles(clock)
@@ -69,8 +71,10 @@ class Space:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of objects, of objects to come, of files to be written over, and of those that cannot be removed."""
-        return self._catalogue.size_bytes + self._reserved + self._spare_bytes + self.stuck.size_bytes
+        """Bytes of objects, of objects to come, of files to be written over, and of those that cannot be removed;
+        other daemons' too."""
+        mine = self._catalogue.size_bytes + self._reserved + self._spare_bytes + self.stuck.size_bytes
+        return mine + self.others_bytes
 
     def take(self, size_bytes: int) -> Room | None:
         """Room for a file of that length, evicting where need be; None where there is none. Ends by ``placed`` or

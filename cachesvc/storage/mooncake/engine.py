@@ -38,9 +38,11 @@ from cachesvc.storage.seam import (
     Outcome,
     Part,
     Scope,
+    Step,
     StoreStatus,
     Totals,
     Use,
+    no_step,
 )
 from cachesvc.telemetry import events
 
@@ -140,7 +142,7 @@ class MooncakeStorage:
             self._leaving.update(gone)
         self._questions.add(partial(self._remove, gone), partial(self._forget, gone))
 
-    def purge(self, scope: Scope | None) -> int:
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - one call does it all
         """Purge all nodes' objects. Raises Unavailable."""
         library = self._library
         pattern = f"^{FORMAT}/" if scope is None else f"^{FORMAT}/{re.escape(scope.text)}/"
@@ -158,12 +160,13 @@ class MooncakeStorage:
         """Totals of the objects in ``status``."""
         return self._account.totals()
 
-    def check_all(self, check: Check) -> Checked:
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
         """Check what this daemon has put lately; others' objects cannot be listed. Raises Unavailable."""
         library, found = self._library, Checked()
         if library is None:
             raise Unavailable(f"the Mooncake master at {self._options.master} was not found yet; try again")
         for name in self._account.names():
+            step()
             content = library.get(name.text)
             if not content:
                 found.missing += 1

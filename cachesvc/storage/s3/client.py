@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +32,32 @@ LIST_OBJECTS = 1000
 PANIC = "PanicException"
 """Name of the type that a panic of the library raises: it can be imported from nowhere."""
 _NO_SUCH_RANGE, _NOT_IMPLEMENTED = "416", "501"
+_NO_BUCKET = "NoSuchBucket"
+_WORD = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
+_DENIED_CODES = ("401", "403")
+_DENIED_WORDS = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+_DENIED_TYPES = ("PermissionDeniedError", "UnauthenticatedError")
 _CODE = re.compile(r"status code: ([0-9]{3})")
 _ANSWER = re.compile(r"Code>([^<]*)</Code>.*?<Message>([^<]*)</Message>", re.DOTALL)
 _LONG_HEX = re.compile(r"([0-9a-f]{8})[0-9a-f]{8,}")
 
 
+class Trouble(Enum):
+    """Kinds of failures: what an operator has to look at."""
+
+    DENIED = "the store refuses the credentials"
+    NO_BUCKET = "the store has no such bucket"
+    OTHER = "the store does not answer, or answers with errors"
+
+
 class RequestFailed(Exception):
-    """A request that was not answered, or answered with an error. Its text is one line."""
+    """A request that was not answered, or answered with an error. Its text is one line. ``trouble``: of what kind;
+    ``code``: the store's own word for it, or its status; empty where there was no answer."""
+
+    def __init__(self, reason: str, trouble: Trouble = Trouble.OTHER, code: str = "") -> None:
+        super().__init__(reason)
+        self.trouble = trouble
+        self.code = code
 
 
 class FoundObject(NamedTuple):
@@ -136,12 +156,14 @@ class S3Bucket:
             answer = self._library.get(self._moving, path, options=ranged)
             size = int(answer.meta["size"])
             return FoundObject(memoryview(answer.bytes() if size == size_bytes else b""), size)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if _NO_BUCKET in str(error):
+                raise failed(error) from error
             return None
         except (OSError, self._library.exceptions.BaseError) as error:
             if not is_whole and _code_of(error) == _NO_SUCH_RANGE:
                 return FoundObject(memoryview(b""), 0)  # it ends before this part of it
-            raise RequestFailed(reason_of(error)) from error
+            raise failed(error) from error
 
     @_panics_fail()
     def put(self, path: str, content: memoryview | bytes) -> None:
@@ -164,7 +186,7 @@ class S3Bucket:
                 self._creates = False  # a store without conditional writes
                 self.put(path, content)
                 return
-            raise RequestFailed(reason_of(error)) from error
+            raise failed(error) from error
 
     @_panics_fail()
     def has(self, path: str) -> bool:
@@ -174,7 +196,7 @@ class S3Bucket:
         except FileNotFoundError:
             return False
         except (OSError, self._library.exceptions.BaseError) as error:
-            raise RequestFailed(reason_of(error)) from error
+            raise failed(error) from error
         return True
 
     @_panics_fail()
@@ -185,7 +207,7 @@ class S3Bucket:
         except FileNotFoundError:
             return
         except (OSError, self._library.exceptions.BaseError) as error:
-            raise RequestFailed(reason_of(error)) from error
+            raise failed(error) from error
 
     def list(self, folder: str) -> Iterator[list[ListedObject]]:
         """List objects below a folder, some at a time. Raises RequestFailed."""
@@ -194,7 +216,7 @@ class S3Bucket:
                 for some in self._library.list(self._moving, prefix=folder, chunk_size=LIST_OBJECTS):
                     yield [ListedObject(each["path"], each["size"], _seconds(each["last_modified"])) for each in some]
         except (OSError, self._library.exceptions.BaseError) as error:
-            raise RequestFailed(reason_of(error)) from error
+            raise failed(error) from error
 
 
 def _seconds(when: datetime) -> int:
@@ -208,6 +230,19 @@ def reason_of(error: BaseException) -> str:
     if found := _ANSWER.search(body):
         first = f"{first}{found[1]}: {found[2]}"
     return _LONG_HEX.sub(r"\1..", " ".join(first.split()))[:REASON_CHARACTERS] or type(error).__name__
+
+
+def failed(error: BaseException) -> RequestFailed:
+    """The failure that an error of the library is."""
+    text, status = str(error), _code_of(error)
+    found = _WORD.search(text)
+    word = found[1] if found else ""
+    trouble = Trouble.OTHER
+    if word == _NO_BUCKET or _NO_BUCKET in text:
+        trouble = Trouble.NO_BUCKET
+    elif status in _DENIED_CODES or word in _DENIED_WORDS or type(error).__name__ in _DENIED_TYPES:
+        trouble = Trouble.DENIED
+    return RequestFailed(reason_of(error), trouble, " ".join(filter(None, (status, word))))
 
 
 def _code_of(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cachesvc.model.errors import InvalidRequest
 
-FRESH_SECONDS = 300
+FRESH_SECONDS = 60
 """Time for which credentials of the file are used before it is read again, seconds."""
 
 Provider = Callable[[], dict[str, object]]

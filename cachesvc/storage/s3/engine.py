@@ -15,7 +15,7 @@ from cachesvc.memory.mapped import yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.text.printable import one_line
 from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane
-from cachesvc.storage.s3.client import RequestFailed, S3Bucket
+from cachesvc.storage.s3.client import RequestFailed, S3Bucket, Trouble
 from cachesvc.storage.s3.known import KnownObjects
 from cachesvc.storage.s3.names import LABELS, MOST_LABEL_BYTES, OBJECTS, label_path, object_of, scope_of_label
 from cachesvc.storage.s3.options import S3Options
@@ -34,9 +34,11 @@ from cachesvc.storage.seam import (
     Outcome,
     Part,
     Scope,
+    Step,
     StoreStatus,
     Totals,
     Use,
+    no_step,
 )
 from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
@@ -60,7 +62,9 @@ class S3Storage:
         self._troubles = Troubles(clock)
         self._leaving: set[ObjectName] = set()
         self._left = threading.Condition()
-        self._stopping = threading.Event()
+        self._stopping, self._list_due = threading.Event(), threading.Event()
+        self._problem = ""
+        self._is_doubted = self._lists_alone = self._has_lost_bucket = self._has_answered = False
         self._readers = Lane("s3-read", options.readers, clock)
         self._writers = Lane("s3-write", options.writers, clock)
         self._askers = Lane("s3-ask", ASKERS, clock)
@@ -72,7 +76,7 @@ class S3Storage:
         InvalidRequest."""
         self._bucket = S3Bucket(self._options)
         for lane in (self._readers, self._writers, self._askers, self._removers):
-            lane.start(0)
+            lane.start()
         self._lister.start()
 
     def register(self, chunk: memoryview) -> None:
@@ -134,7 +138,7 @@ class S3Storage:
         self._hide(gone)
         self._removers.add([Job(lambda _: self._remove(gone), partial(self._forget, gone), float("inf"))])
 
-    def purge(self, scope: Scope | None) -> int:
+    def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Purge all daemons' objects, as the store lists them. Raises Unavailable."""
         folder = OBJECTS if scope is None else f"{OBJECTS}/{scope.text}"
         count = 0
@@ -143,6 +147,7 @@ class S3Storage:
                 paths = [listed.path for listed in some if object_of(listed.path) is not None]
                 if paths:
                     self._require().delete(paths)
+                step()
                 count += len(paths)
         except RequestFailed as error:
             raise Unavailable(f"storage: {count} objects were removed, and then {error}; try again") from error
@@ -153,21 +158,31 @@ class S3Storage:
         """Objects that this daemon knows of, others' among them as of the last listing."""
         status = self._known.status(int(time.time()))
         status.capacity_bytes = self._options.capacity
+        status.problem = self._problem
         status.errors, status.last_error = self._troubles.count, self._troubles.last
         return status
 
     def totals(self) -> Totals:
         """Totals of the objects in ``status``."""
-        return Totals(len(self._known), self._known.size_bytes, self._options.capacity, 0)
+        return Totals(
+            len(self._known),
+            self._known.size_bytes,
+            self._options.capacity,
+            0,
+            self._problem,
+            not self._is_doubted,
+            has_answered=self._has_answered,
+        )
 
-    def check_all(self, check: Check) -> Checked:
+    def check_all(self, check: Check, step: Step = no_step) -> Checked:
         """Check every object that the store lists, others' included. Raises Unavailable."""
         found = Checked()
         try:
             for some in self._require().list(OBJECTS):
                 for listed in some:
                     name = object_of(listed.path)
-                    if name is not None and not self._stopping.is_set():
+                    step()
+                    if name is not None:
                         self._check_one(name, listed.size_bytes, check, found)
         except RequestFailed as error:
             raise Unavailable(f"storage: the bucket cannot be listed: {error}; try again") from error
@@ -176,6 +191,7 @@ class S3Storage:
     def close(self) -> None:
         """Requests under way are left behind."""
         self._stopping.set()
+        self._list_due.set()
         with self._left:
             self._left.notify_all()
         for lane in (self._askers, self._readers, self._writers, self._removers):
@@ -189,11 +205,28 @@ class S3Storage:
         assert self._bucket is not None, "it was started"
         return self._bucket
 
+    def _suffered(self, error: RequestFailed) -> None:
+        """A request has failed: for what reason is shown until one succeeds. No names: operators' status shows it to
+        all who may read it."""
+        code = f" ({error.code})" if error.code else ""
+        self._problem = f"bucket {self._options.bucket}: {error.trouble.value}{code}"
+        self._has_lost_bucket |= error.trouble is Trouble.NO_BUCKET
+
+    def _worked(self) -> None:
+        """The store has done what it was asked to. A bucket that is there again is listed: it is not what it was."""
+        self._lists_alone |= self._is_doubted
+        self._problem, self._is_doubted, self._has_answered = "", False, True
+        if self._has_lost_bucket:
+            self._has_lost_bucket = False
+            self._list_due.set()
+
     def _note_unread(self, error: RequestFailed) -> None:
+        self._suffered(error)
         if objects := self._troubles.note("read", str(error)):
             events.event("storage_read_failed", reason=str(error), objects=objects)
 
     def _note_unwritten(self, error: RequestFailed) -> None:
+        self._suffered(error)
         if objects := self._troubles.note("write", str(error)):
             events.event("storage_write_failed", reason=str(error), objects=objects)
 
@@ -203,7 +236,9 @@ class S3Storage:
         except RequestFailed as error:
             self._note_unread(error)
             return None
-        if not is_there:
+        if is_there:
+            self._worked()
+        else:
             self._known.drop(name)
         return is_there
 
@@ -220,6 +255,7 @@ class S3Storage:
             return Outcome.FAILED
         if found is None:
             return Outcome.MISS
+        self._worked()
         if found.size_bytes != size_bytes or len(found.content) != length:
             return Outcome.WRONG
         if self._clock() > deadline:
@@ -249,6 +285,7 @@ class S3Storage:
         except RequestFailed as error:
             self._note_unwritten(error)
             return Outcome.FAILED
+        self._worked()
         self._known.add(item.name, size_bytes, int(time.time()))
         return Outcome.OK
 
@@ -316,15 +353,20 @@ class S3Storage:
         while not self._stopping.is_set():
             try:
                 self._list()
+                self._is_doubted = self._lists_alone = False
+                self._worked()
                 pause = self._options.rescan
             except RequestFailed as error:
+                self._suffered(error)
+                self._is_doubted = not self._lists_alone  # a canary finds out whether anything else works
                 if objects := self._troubles.note("list", str(error)):
                     events.event("storage_not_listed", reason=str(error), objects=objects)
                 pause = min(60.0, self._options.rescan)
             except Exception:  # noqa: BLE001 - the root of a thread: the next round may be better
                 events.failure("storage_scan_broke")
                 pause = self._options.rescan
-            self._stopping.wait(pause)
+            self._list_due.wait(pause)
+            self._list_due.clear()
 
     def _list(self) -> None:
         """List all objects, and the labels of scopes that no model here has. Raises RequestFailed."""

@@ -25,7 +25,7 @@ from cachesvc.storage.tier.budget import WriteBudget
 from cachesvc.storage.tier.canary import Canary
 from cachesvc.storage.tier.coming import Coming, News, Tell, TellGone
 from cachesvc.storage.tier.courier import Carrier, Courier
-from cachesvc.storage.tier.presence import Presence
+from cachesvc.storage.tier.presence import Presence, StateLog
 from cachesvc.storage.tier.request import StorageRequest
 
 UNDER_WAY_BYTES = 64 << 20
@@ -49,7 +49,8 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class Tier:
-    """``tell`` gets the news of each request; ``tell_lost``: called when the engine has lost all that it had.
+    """``name``: in the log, metrics and status; ``late``: objects that have not come back in time. ``tell`` gets the
+    news of each request; ``tell_lost``: called when the engine has lost all that it had.
     ``clock``: monotonic seconds."""
 
     def __init__(
@@ -60,8 +61,11 @@ class Tier:
         post: Post,
         clock: Callable[[], float],
         carriers: Callable[[str], Carrier] = Courier,
+        name: str = "",
     ) -> None:
         self.store = store
+        self.name = name or store.backend.kind
+        self.late = 0
         self.backend: StorageBackend = store.backend
         self.options = options
         self.wait_seconds = options.wait
@@ -82,10 +86,16 @@ class Tier:
         self._shapes: dict[int, Shapes] = {}
         self._passed_over = 0
         self._presence = Presence(self.backend, self.breaker)
+        self._log = StateLog(self.name, self.breaker)
         self._last_news = float("-inf")
         self._news: deque[News] = deque()
         self._gone: dict[tuple[Scope, bytes], None] = {}
         self._lock = threading.Lock()
+
+    @property
+    def problem(self) -> str:
+        """The engine's own word for what is wrong with it; empty where it has none."""
+        return self.backend.totals().problem
 
     def start(self) -> None:
         """Begin. Raises a CacheError that says what is missing."""
@@ -193,7 +203,7 @@ class Tier:
         """Note that a call has waited for the longest time in vain. Where others got something meanwhile the engine is
         slow, and not frozen."""
         now = self._clock()
-        if now - self._last_news >= self.wait_seconds:
+        if now - self._last_news >= self.wait_seconds and not self.backend.caps.keeps_health:
             self.breaker.open(f"nothing came within {self.wait_seconds} s", now)
 
     def tick(self) -> None:
@@ -203,13 +213,14 @@ class Tier:
             self.tell_lost()
         while self._requests and (self._requests[0].is_settled or self._requests[0].deadline <= now):
             self._requests.popleft().expire()
-        self.store.expire()
+        self.late = self.store.expire()
         if self.breaker.state is State.PROBING and now >= self._canary_until:
             self.breaker.probed(now, is_good=False)
         if self.breaker.wants_probe(now):
             deadline = now + max(self.wait_seconds, 0.05)
             self._canary_until = deadline + LOST_SECONDS
             self._putting.add(partial(self._canary.fly, deadline, self._flown), partial(self._flown, False))
+        self._log.look(now, self.late, self.problem)
 
     def _flown(self, is_good: bool) -> None:
         is_in_time = self._clock() <= self._canary_until - LOST_SECONDS  # else BUSY may be of one that waited too long
@@ -327,7 +338,7 @@ class Tier:
         for each in news:
             if each.outcome is not Outcome.LATE:
                 self._last_news = now
-            if each.outcome is not None:
+            if each.outcome is not None and not self.backend.caps.keeps_health:
                 verb = "get" if each.ticket else "put"
                 self.breaker.note(BAD.get(each.outcome, 1.0), f"{verb}: {each.outcome.value}", now)
         if self.tell is not None:

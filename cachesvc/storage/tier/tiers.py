@@ -74,9 +74,14 @@ class Tiers:
             tier.tell_lost = self._lost
 
     @property
+    def stores(self) -> tuple[Tier, ...]:
+        """Those that are configured as storage: all but the other nodes."""
+        return tuple(tier for tier in self.all if not tier.backend.caps.keeps_health)
+
+    @property
     def are_several(self) -> bool:
-        """True where there is more than one."""
-        return len(self.all) > 1
+        """True where there is more than one store."""
+        return len(self.stores) > 1
 
     @property
     def is_idle(self) -> bool:
@@ -107,8 +112,9 @@ class Tiers:
         """Do periodic work of each tier, give up those that bring nothing, and announce what is owed."""
         for tier in self.all:
             tier.tick()
-        if self.are_several:
+        if len(self.all) > 1:
             self._give_up_silent()
+        if self.are_several:
             for number in range(len(self.all)):
                 self._announce(number)
 
@@ -192,6 +198,8 @@ class Tiers:
         at = model.id, key
         out: dict[int, int] = {}
         for number, tier in enumerate(self.all):
+            if tier.backend.caps.keeps_health:
+                continue
             is_due = at in self._due[number]
             self._due[number].pop(at, None)
             if self.are_several and not self._takes(number, model, key, is_due=is_due):

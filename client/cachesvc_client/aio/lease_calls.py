@@ -141,9 +141,8 @@ class LeaseCalls:
 
     async def _send(self, operation: Operation[T]) -> T:
         try:
-            answer: Any = await self.connection.ask(
-                operation.method, operation.request, self.connection.timeouts.call_s
-            )
+            limit_s = self.connection.timeouts.call_s + operation.waits_s
+            answer: Any = await self.connection.ask(operation.method, operation.request, limit_s)
         except CacheClientError as error:
             operation.end_with(error)
             is_gone = isinstance(error, DaemonUnavailable) and self.connection.lost.is_set()

@@ -163,7 +163,8 @@ class AsyncStepStream:
     async def _collect(self, step: SentStep, timeout_s: float | None) -> list[Any]:
         """Take in answers until that of ``step`` has come; its results. Raises as ``AsyncPendingStep.results``."""
         if not step.is_answered:
-            limit_s = self._calls.connection.timeouts.step_s if timeout_s is None else timeout_s
+            default_s = self._calls.connection.timeouts.step_s + self._book.waits_until(step)
+            limit_s = default_s if timeout_s is None else timeout_s
             deadline_s = time.monotonic() + limit_s
             if not await self._take_until(step, deadline_s, deadline_s):
                 raise DeadlineExceeded(f"no answer to the step within {limit_s:g} s; ask again for its results")

@@ -8,7 +8,17 @@ from typing import Any, TypeVar
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.model.answers import Allocated, Expected, GroupCells, Matched, Published, Recycled, Swapped, TicketView
+from cachesvc.model.answers import (
+    LONGEST_EXPECTED_WAIT_SECONDS,
+    Allocated,
+    Expected,
+    GroupCells,
+    Matched,
+    Published,
+    Recycled,
+    Swapped,
+    TicketView,
+)
 from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
@@ -73,10 +83,10 @@ class SequenceRecord:
     ``asked_blocks``: up to where publishing was asked for. ``allocations`` counts allocate operations without an
     answer. ``last_step``: number of the last step that carries something of it, ``growth_step``: of the one that tells
     of its last growth from stock; ``stranded``: stock pages that the daemon does not have in it.
-    ``swap_failure``: why the last swap failed, until the next one. ``give_backs``: what the next recycles give back.
-    ``output_tokens``: of its request, at its end.
+    ``give_backs``: what the next recycles give back. ``output_tokens``: of its request, at its end.
     ``clock_seconds``: the time in a replay's trace.
-    ``retention``: hint of its engine. ``ends_after``: launch that its release waits for, 0: none.
+    ``failure``: why it serves no call but its release. ``swap_failure``: why the last swap left it where it was, until
+    the next one. ``retention``: hint of its engine. ``ends_after``: launch that its release waits for, 0: none.
     """
 
     def __init__(self, sequence_id: int, layout: Layout, launches: Launches | None = None) -> None:
@@ -123,7 +133,10 @@ class SequenceRecord:
             return self
 
         asked = build_match(self.id, told, max_blocks, waited_seconds, self.clock_seconds, expected, self.retention)
-        return self._operation(MATCH, asked, apply, self._end)
+        operation = self._operation(MATCH, asked, apply, self._end)
+        if expected is not None and expected.waits:
+            operation.waits_s = LONGEST_EXPECTED_WAIT_SECONDS
+        return operation
 
     def allocate(
         self, blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
@@ -253,10 +266,10 @@ class SequenceRecord:
         def apply(response: cache_pb2.SwapResponse) -> Swapped:
             answer = parse_swap(response)
             self.is_swapped_out = True
-            self.swap_failure = None
             self.give_backs.forget()  # the daemon has freed them
             self.tickets = ()  # the daemon swaps out only what has been loaded
             self.swap_tickets = answer.tickets
+            self.swap_failure = None
             return answer
 
         return self._operation(SWAP, build_swap(self.id, SWAP_OUT), apply)
@@ -359,9 +372,11 @@ class SequenceRecord:
 
     def require_loaded(self) -> None:
         """Raises what keeps the tables' pages from having their bytes, now that no ticket is left to wait for: as
-        ``require_swapped``, and Conflict for a sequence without pages, or an allocate whose loads are not known."""
-        self.require_swapped()
+        ``require_usable``, Conflict for a sequence that is swapped out (LoadFailed where it could not be brought back)
+        and for an allocate whose loads are not known."""
+        self.require_usable()
         if self.is_swapped_out:
+            self.require_swapped()
             raise self._named(Conflict(f"sequence {self.id} is swapped out and has no pages; swap it in first"))
         if self.allocations:
             raise self._named(

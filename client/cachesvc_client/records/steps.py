@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -56,6 +57,11 @@ class SentStep:
     error: CacheClientError | None = None
     is_answered: bool = False
 
+    @property
+    def waits_s(self) -> float:
+        """Time for which the daemon may wait before it answers, beside the time limit of a step, seconds."""
+        return 0.0 if self.request.no_wait else sum(operation.waits_s for _, operation in self.operations)
+
     def outcome(self) -> list[Any]:
         """Result or CacheClientError of each operation. Raises what refused the step as a whole."""
         assert self.is_answered
@@ -81,6 +87,11 @@ class StepBook:
             free, evictable = map(unpack_numbers, self._packed_room)
             self._room = tuple(free), tuple(evictable)
         return self._room
+
+    def waits_until(self, step: SentStep) -> float:
+        """Seconds for which the daemon may wait in all steps under way up to one of them."""
+        before = takewhile(lambda each: each is not step, self.under_way)
+        return step.waits_s + sum(each.waits_s for each in before)
 
     @property
     def is_full(self) -> bool:

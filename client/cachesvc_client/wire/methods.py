@@ -57,7 +57,8 @@ class Operation(Generic[T]):
 
     ``request`` gets its lease_id and request_id when it is sent. ``apply`` takes the answer into the record of the
     sequence and returns what the caller sees; ``fail`` puts the record right after a refusal. One of the two is called,
-    once. ``owner``: the sequence that it is for, if any.
+    once. ``owner``: the sequence that it is for, if any. ``waits_s``: how long the daemon may wait before it answers,
+    beside the time limit of the call, seconds.
     """
 
     method: Method[Any, Any]
@@ -65,6 +66,7 @@ class Operation(Generic[T]):
     apply: Callable[[Any], T]
     fail: Callable[[CacheClientError], None]
     owner: Owner | None = None
+    waits_s: float = 0.0
 
     def end_with(self, error: CacheClientError) -> None:
         """Note a failure. After a lost answer the owner keeps the operation, to ask again under the same id."""

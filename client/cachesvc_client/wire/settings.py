@@ -65,7 +65,8 @@ def as_path(socket_path: str) -> str:
 class Timeouts:
     """Time limits of each kind of call, in seconds. Raises InvalidRequest unless all are positive.
 
-    ``register_s`` is long because a register may zero a whole device pool.
+    ``register_s`` is long because a register may zero a whole device pool. A Match that waits for what another node
+    computes has ten seconds more than ``call_s`` or ``step_s``: the daemon waits for no longer.
     """
 
     connect_s: float = 5.0

@@ -7,13 +7,13 @@ or can put something into it. Root may be the daemon in any case.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from cachesvc.model.text.addresses import Address
 from cachesvc_client.core.errors import InvalidRequest, UntrustedDaemon
 from cachesvc_client.wire.life import connect, listener_uid
 
@@ -24,11 +24,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def is_loopback(address: str) -> bool:
     """True for a HOST:PORT that does not leave this machine; other forms of gRPC's addresses are not."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return Address(address.rpartition(":")[0].strip("[]"), 0).is_loopback
 
 
 def require_private(address: str) -> None:

@@ -146,7 +146,7 @@ class Simulate(Command):
             "--layout",
             type=_hybrid_model,
             metavar="NAME|FILE",
-            help=f"a hybrid model, {' or '.join(HYBRID_MODELS)} or a .json file: states and windows share the device",
+            help=f"a hybrid model, {' or '.join(HYBRID_MODELS)} or a .json file: states and windows share the pools",
         ),
         flag("--limit", type=at_least_one, metavar="R", help="simulate only the first R requests"),
         flag("--processes", type=at_least_one, metavar="N", help="runs at a time (default: a processor each)"),
@@ -161,7 +161,8 @@ class Simulate(Command):
         check_names(policies, said.write_policies)
         rows = [row for trace in said.traces for row in self._rows(trace, policies)]
         if said.layout:
-            print(hybrid_table(rows, said.layout.name, said.block_bytes))
+            has_host = any(row.cell.host_blocks for row in rows)
+            print((rows_table if has_host else hybrid_table)(rows, block_bytes=said.block_bytes, name=said.layout.name))
         else:
             print(rows_table(rows, said.block_bytes))
         if said.json:
@@ -182,13 +183,13 @@ class Simulate(Command):
         device, host, disk = (self._blocks(each, prompts) for each in sizes)
         if min(device) < 1:
             raise SimulationFailed("--device-blocks must be at least 1")
-        if said.layout and (host != [0] or disk != [0] or said.restart_every or OPTIMUM in policies):
+        if said.layout and (disk != [0] or said.restart_every or OPTIMUM in policies):
             raise SimulationFailed(
-                "--layout is simulated without host, disk and restarts, and there is no opt of it: leave these out"
+                "--layout is simulated without disk and restarts, and there is no opt of it: leave these out"
             )
         if said.layout:
             try:
-                cells = hybrid_grid(policies, device, said.layout.copies(said.block_tokens))
+                cells = hybrid_grid(policies, device, said.layout.copies(said.block_tokens), host, said.write_policies)
             except HybridRejected as error:
                 raise SimulationFailed(str(error)) from error
         else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
+from cachesvc_sglang.common.engine_cache import name_of
 from cachesvc_sglang.common.host_loads import LoadBegin
 from cachesvc_sglang.common.prompts import PromptKeys
 from cachesvc_sglang.ranks.links import Call
@@ -49,13 +50,14 @@ class LoadAnswer(NamedTuple):
     is_given: bool
 
 
-def prompt_call(request: Any, key: Any, keys: PromptKeys | None, block_tokens: int) -> Call:
-    """Match of a request. The key of its last whole block stands for all tokens; without keys, their number does."""
+def prompt_call(name: str, key: Any, keys: PromptKeys | None, block_tokens: int) -> Call:
+    """Match of the request ``name``. The key of its last whole block stands for all tokens; without keys, their number
+    does."""
     blocks = 0 if keys is None else min(len(key.token_ids) // block_tokens, len(keys.hashes))
     last = keys.hashes[blocks - 1].hex() if keys is not None and blocks else ""
-    return (Called.MATCH, request.rid, len(key.token_ids), key.limit, last)
+    return (Called.MATCH, name, len(key.token_ids), key.limit, last)
 
 
 def requests_call(called: Called, requests: Sequence[Any], tokens: int) -> Call:
     """Call for a batch, in its order, of ``tokens`` tokens."""
-    return (called, len(requests), tokens, zlib.crc32("\n".join(each.rid for each in requests).encode()))
+    return (called, len(requests), tokens, zlib.crc32("\n".join(map(name_of, requests)).encode()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,15 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
+from cachesvc_sglang.common.adapters import adapter_key
 from cachesvc_sglang.common.prompts import PromptKeys
 from cachesvc_sglang.common.transfers import to_device
+
+
+def name_of(request: Any) -> str:
+    """Name of a request that no other one of the engine has."""
+    return str(request.cache_request_handle.rid)
+
 
 ROOT = "root"
 """Node of a match that is no request's, or has no answer yet: none is admitted with it."""
@@ -38,11 +47,28 @@ class EngineCache(BasePrefixCache):  # type: ignore[misc]
         self._pool_blocks = allocator.num_pages
         self._vouching = Vouching(lambda: self.node.lease)
         self._namespace = self.node.lease.registration.namespace
+        self._numbers = itertools.count(1)
         self._keys: dict[str, PromptKeys] = {}
         self._rows: dict[str, Any] = {}
         self._in_flight = 0
         self._void: object = None
         self._has_void_step = False
+
+    def name_request(self, request: Any) -> None:
+        """Give a request that comes a name of this engine's own, which its cache handle carries.
+
+        Clients choose ``rid``, and with several tokenizers two requests may have one. All ranks see requests in one
+        order, so their names are alike.
+        """
+        handle = request.cache_request_handle
+        if handle.rid == request.rid:
+            request.cache_request_handle = replace(handle, rid=f"{next(self._numbers)}:{request.rid}")
+
+    def begin_weights(self) -> None:
+        """SGLang begins to change the weights. No-op: rank 0 chooses the keys."""
+
+    def end_weights(self, *, is_whole: bool) -> None:
+        """A change of the weights has ended; the last one where it ``is_whole``."""
 
     def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
         """No-op: pins end with the request."""
@@ -104,10 +130,14 @@ class EngineCache(BasePrefixCache):  # type: ignore[misc]
         )
 
     def _keys_of(self, request: Any) -> PromptKeys:
-        keys = self._keys.get(request.rid)
+        name = name_of(request)
+        keys = self._keys.get(name)
         if keys is None:
-            keys = PromptKeys(self._namespace, self.page_size, request.extra_key, request.cache_salt)
-            self._keys[request.rid] = keys
+            adapter, extra = adapter_key(request, self.node.instance.encode()), request.extra_key
+            if adapter is not None:  # SGLang appends the adapter's number
+                extra = (extra or "").removesuffix(request.lora_id)
+            keys = PromptKeys(self._namespace, self.page_size, extra, request.cache_salt, adapter)
+            self._keys[name] = keys
         return keys
 
     def _indices(self, pages: list[int]) -> Any:

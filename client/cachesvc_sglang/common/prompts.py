@@ -12,12 +12,21 @@ DIGEST_BYTES = 32
 
 
 class PromptKeys:
-    """Keys of one request, which grow with its tokens. ``namespace``: of the registration. ``extra_key``: SGLang's,
-    which names the LoRA adapter too. ``hashes``: of the full blocks."""
+    """Keys of one request, which grow with its tokens. ``namespace``: of the registration. ``extra_key``: its client's.
+    ``adapter``: digest of its LoRA adapter. ``hashes``: of the full blocks."""
 
-    def __init__(self, namespace: bytes, block_tokens: int, extra_key: str | None, cache_salt: str | None) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        block_tokens: int,
+        extra_key: str | None,
+        cache_salt: str | None,
+        adapter: bytes | None = None,
+    ) -> None:
         named = {"sglang.extra": extra_key, "sglang.salt": cache_salt}
         extras = tuple(ExtraKey.of_prompt(kind, _digest(text)) for kind, text in named.items() if text)
+        if adapter is not None:
+            extras = (*extras, ExtraKey.of_prompt("sglang.adapter", adapter))
         self._hasher = BlockHasher(namespace, block_tokens, extras)
         self._tokens = 0
         self.hashes: list[bytes] = []

@@ -27,7 +27,9 @@ class Settings:
     when the daemon has gone. ``draft_blocks``: how the last block of a hit is shared, whose drafter's KV depends on the
     next token: ``lookahead`` keys cover that token, ``drop`` computes the block again. ``verify_steps``: for debugging,
     how many iterations lie between two checks of all sealed pages; 0: none. ``allow_untested_vllm``: see ``versions``.
-    ``share_media``: see ``Media``. ``remote_patience_ms``: how long without progress a request waits for what a router
+    ``share_media``: None: requests with images, video or sound are shared by the content that the engine has of them;
+    True: by their names, where these look like a hash of content, though a client gave them; False: with no other
+    engine. ``remote_patience_ms``: how long without progress a request waits for what a router
     says that another node computes.
     """
 
@@ -42,7 +44,7 @@ class Settings:
     draft_blocks: str = "lookahead"
     verify_steps: int = 0
     allow_untested_vllm: bool = False
-    share_media: bool = True
+    share_media: bool | None = None
     remote_patience_ms: int = 10_000
 
     def __post_init__(self) -> None:

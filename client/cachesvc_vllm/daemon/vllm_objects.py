@@ -87,7 +87,10 @@ class KvCacheConfig(Protocol):
 class Feature(Protocol):
     """An image, video or sound of a request."""
 
+    data: Any
+    modality: str
     identifier: str
+    mm_position: Any
     mm_hash: str | None
 
 
@@ -112,7 +115,7 @@ class HashedRequest(Protocol):
     request_id: str
 
     @property
-    def block_hashes(self) -> Sequence[bytes]:
+    def block_hashes(self) -> list[bytes]:
         """Hashes of the full blocks, in order."""
 
     @property
@@ -127,9 +130,13 @@ class Request(HashedRequest, Protocol):
     num_prompt_tokens: int
     num_computed_tokens: int
     num_in_flight_tokens: int
+    num_preemptions: int
     max_tokens: int
     mm_features: Sequence[Feature] | None
     prompt_embeds: object
     lora_request: NamedLoraRequest | None
     cache_salt: str | None
     kv_transfer_params: dict[str, Any] | None
+
+    def update_block_hashes(self) -> None:
+        """Hash the full blocks behind those that have a hash."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache, wraps
+from typing import Any
 
 from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_client.plugins.namespace.checkpoint import checkpoint_digest
+from cachesvc_client.plugins.namespace.checkpoint import LoadedCheckpoints, checkpoint_digest, process_began_s
 from cachesvc_client.plugins.namespace.facts import digest_of, length_fact, named
 
 from cachesvc_vllm.daemon.vllm_objects import KvCacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
@@ -64,6 +66,43 @@ def model_facts(
     return {name: fact for name, fact in facts.items() if fact}
 
 
+def replaced_weights(vllm_config: VllmConfig, weights: str | None) -> str:
+    """Return why the facts' digests may be of other weights than this process has loaded; empty where they are not.
+    Comes right after ``model_facts``, once for each engine."""
+    model, speculative, load = vllm_config.model_config, vllm_config.speculative_config, vllm_config.load_config
+    draft = None if speculative is None else speculative.draft_model_config
+    draft_load = load if speculative is None else speculative.draft_load_config or load
+    read = [] if weights or load.load_format == "dummy" else [_path(model)]
+    read += [_path(draft)] if draft is not None and draft_load.load_format != "dummy" else []
+    return next(filter(None, map(_loaded().replaced, dict.fromkeys(read))), "")
+
+
+def look_at_loads() -> None:
+    """Have vLLM's loaders of this process take a look at a checkpoint's files before they load it. Idempotent."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    load = BaseModelLoader.load_model
+    if getattr(load, "looks", False):
+        return
+
+    @wraps(load)
+    def look_and_load(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        _loaded().look(_path(model_config))
+        return load(self, vllm_config, model_config, *args, **kwargs)
+
+    look_and_load.looks = True  # type: ignore[attr-defined]
+    BaseModelLoader.load_model = look_and_load
+
+
+@cache
+def _loaded() -> LoadedCheckpoints:
+    return LoadedCheckpoints(process_began_s())
+
+
+def _path(model: ModelConfig) -> str:
+    return getattr(model, "model_weights", "") or model.model
+
+
 def model_name(facts: Mapping[str, str]) -> str:
     """Return the identity: a digest of all facts."""
     return named("vllm", facts)
@@ -108,7 +147,7 @@ def _drafter_weights(target: ModelConfig, draft: ModelConfig, load: LoadConfig) 
 
 def _checkpoint(model: ModelConfig, load: LoadConfig) -> str:
     """Name of the checkpoint of a ``ModelConfig``, as a ``LoadConfig`` reads it."""
-    name = getattr(model, "model_weights", "") or model.model
+    name = _path(model)
     commit = None if getattr(model, "hf_config_path", None) else getattr(model.hf_config, "_commit_hash", None)
     try:
         return checkpoint_digest(

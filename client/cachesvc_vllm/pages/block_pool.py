@@ -22,6 +22,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from cachesvc.model.words import NO_PAGE
+from cachesvc_vllm.daemon.metrics import Stopwatch, timed
 
 
 class RequestBlock(KVCacheBlock):  # type: ignore[misc]
@@ -62,14 +63,17 @@ class _Now:
 class DaemonBlockPool(BlockPool):  # type: ignore[misc]
     """Takes the place of ``replaced``, with all that it knows. Used from vLLM's scheduler thread.
 
-    ``block_tokens``: of the daemon's blocks, in which each group has whole ones. ``on_reset``: called when nothing
-    older is found any more.
+    ``watch``: counts what the methods take. ``block_tokens``: of the daemon's blocks, in which each group has
+    whole ones. ``on_reset``: called when nothing older is found any more.
     """
 
-    def __init__(self, replaced: BlockPool, book: PageBook, weights: WeightsVersion, block_tokens: int) -> None:
+    def __init__(
+        self, replaced: BlockPool, book: PageBook, weights: WeightsVersion, watch: Stopwatch, block_tokens: int
+    ) -> None:
         self.__dict__.update(replaced.__dict__)
         self.book = book
         self.weights = weights
+        self.watch = watch
         self.now = _Now()
         self.on_reset: Callable[[], None] = lambda: None
         self.block_tokens = block_tokens
@@ -96,6 +100,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         """Hide the hits of the current request from vLLM."""
         self.now.current, self.now.hits = None, {}
 
+    @timed
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[KVCacheBlock] | None:
         """Find a block of the current request's hit, in all of these groups."""
         position, request = self.now.hits.get(block_hash), self.now.current
@@ -112,6 +117,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             found.append(RequestBlock(page, request, self, cell, table, 0))
         return found
 
+    @timed
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """vLLM takes the current request's hit: in the leading group all of it, for the daemon has it in the request's
         table, or nothing where it is a part of what is loaded; in others what the tokens behind the hit need."""
@@ -131,6 +137,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             raise RuntimeError(f"vLLM uses {len(used)} blocks of a hit of {request.hit_pages}")
         self.book.use_hits(request)
 
+    @timed
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Pages that were reserved for the current request, for the next cells of the manager's table."""
         request, table = self.now.current, None
@@ -144,6 +151,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             self.book.hold(request, num_blocks)
         return [RequestBlock(page, request, self, first + at, table, 1) for at, page in enumerate(pages)]
 
+    @timed
     def cache_full_blocks(
         self,
         request: Any,
@@ -161,6 +169,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
         if (pages := self.book.find(request.request_id)) is not None:
             pages.full_blocks = full_blocks
 
+    @timed
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Blocks that nothing of this engine uses any more."""
         freed: Counter[RequestPages] = Counter()
@@ -180,6 +189,7 @@ class DaemonBlockPool(BlockPool):  # type: ignore[misc]
             if request in moved and request.held:
                 self.book.move_windows(request)
 
+    @timed
     def get_num_free_blocks(self) -> int:
         """Blocks that vLLM may count on; page 0 is none."""
         current = self.now.current

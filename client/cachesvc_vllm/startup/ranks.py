@@ -11,10 +11,11 @@ from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 @dataclass(frozen=True, slots=True)
 class Start:
     """Start of one rank: it has its slab of ``model``, which is empty where no daemon is there and none is required; or
-    a ``failure`` kept it from starting."""
+    a ``failure`` kept it from starting. ``replaced``: why its name may be of other weights than it has."""
 
     model: str = ""
     failure: str = ""
+    replaced: str = ""
 
 
 def agreed_model(starts: Sequence[Start]) -> str:

@@ -20,7 +20,7 @@ from cachesvc_client.core.errors import error_of
 from cachesvc_ctl.core.daemon_process import DaemonFailed, DaemonProcess
 
 from cachesvc.telemetry.catalogue import CATALOGUE
-from tests.e2e.engine import BLOCK_TOKENS, PLAIN, Engine, prompt
+from tests.e2e.engine import BLOCK_TOKENS, PLAIN, WINDOWED, Engine, prompt
 from tests.e2e.rig import FLAGS, Node, running_node, short_folder, wait_until
 from tests.e2e.scraping import LISTEN, address, page_text, ready_line, running_prometheus, scrape, total
 from tests.style.test_telemetry import GRAFANA, panels, rules
@@ -31,8 +31,10 @@ PAGE_BYTES = PLAIN.page_bytes(0)
 @pytest.fixture
 def scraped() -> Iterator[Node]:
     """A daemon with a page."""
-    with running_node([*LISTEN, "--eviction", "hazard"]) as node:  # which is compared with lru
-        yield node
+    with short_folder() as folder:
+        storage = f"file:{folder}/cache?capacity=64MiB&floor=0&write=never"
+        with running_node([*LISTEN, "--eviction", "hazard", "--storage", storage]) as node:  # it is compared with lru
+            yield node
 
 
 def settle(node: Node) -> None:
@@ -212,18 +214,20 @@ def test_a_real_prometheus_draws_every_panel_and_takes_every_rule(scraped: Node)
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
-    variables = {"$model": ".*", "$job": "cachesvc", "$__rate_interval": "1m"}
+    variables = {"$model": ".*", "$node": ".*", "$job": "cachesvc", "$__rate_interval": "1m"}
     expressions = [target["expr"] for panel in panels() for target in panel["targets"]]
     for name, value in variables.items():
         expressions = [expression.replace(name, value) for expression in expressions]
     with (
         short_folder() as folder,
         Engine(scraped.socket, device_pages=8, host_pages=8) as engine,
+        Engine(scraped.socket, model="windowed@1", layout=WINDOWED) as windowed,
         running_prometheus(binary, folder, address(scraped), GRAFANA / "alerts.yaml") as prometheus,
     ):
 
         def work() -> None:
             load(scraped, engine)
+            windowed.serve(prompt(1, 4))
             with engine.lease.step() as stream:
                 batch = stream.batch()
                 batch.match(engine.keys(prompt(3, 4)))

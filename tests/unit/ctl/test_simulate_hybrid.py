@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 from cachesvc_ctl.lab.simulation.grid import Cell, hybrid_grid, run_cell
 from cachesvc_ctl.lab.simulation.hybrid import HYBRID_MODELS, NO_COPIES, Copies, HybridRejected, hybrid_model
+from cachesvc_ctl.lab.simulation.optimum import optimal_hits
 from cachesvc_ctl.lab.simulation.references import ENDS, EVERY, reference_hits
-from cachesvc_ctl.lab.simulation.report import hybrid_table
+from cachesvc_ctl.lab.simulation.report import hybrid_table, rows_table
 from cachesvc_ctl.lab.traces.prompts import Prompts, prompts_of
 from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
 from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
@@ -74,6 +76,68 @@ def test_middles_go_and_ends_stay(policy: str) -> None:
     assert hits == [len(path) - 30 for path in turns]
     assert reference_hits(prompts, blocks, QWEN, keeps_every=True)[-3:] == [150, 135, 0]
     assert audit(simulation.ledger).problems == []
+
+
+GROUPS, MEMBERS, TURNS, NEW = 6, 6, 4, 10
+"""Conversations that take turns, a group after another; each turn has as many new blocks."""
+
+
+@pytest.fixture(scope="module")
+def groups() -> Prompts:
+    turns = product(range(GROUPS), range(1, TURNS + 1), range(MEMBERS))
+    return columns(*(tuple(range(1000 * (8 * g + m), 1000 * (8 * g + m) + NEW * t)) for g, t, m in turns))
+
+
+def hits_of_groups(prompts: Prompts, policy: str, writes: str, host: int, copies: Copies) -> list[float]:
+    """Share of the known blocks that each group hits, on a device for three conversations and a host for nine."""
+    simulation = Simulation(SimulatedPools(policy, writes, 160, host, copies=SimulatedCopies(*copies)), 1)
+    hits = [sum(simulation.serve(prompts.keys(n), now)) for n, now in enumerate(prompts.seconds.tolist())]
+    assert audit(simulation.ledger).problems == []
+    known = MEMBERS * NEW * sum(range(TURNS))
+    each = len(hits) // GROUPS
+    return [sum(hits[first : first + each]) / known for first in range(0, len(hits), each)]
+
+
+@pytest.mark.parametrize(("policy", "writes"), [("hazard", "write_through"), ("lru", "write_back")])
+@pytest.mark.parametrize(
+    ("copies", "host"),
+    [(Copies(1, 5, 0, 1), 450), (Copies(0, 1, 1, 2), 378), (Copies(2, 5, 0, 1), 540), (Copies(0, 1, 3, 2), 450)],
+)
+def test_the_host_turns_over_with_all_parts_of_its_prompts(
+    groups: Prompts, policy: str, writes: str, copies: Copies, host: int
+) -> None:
+    """Blocks without the windows or states behind which prompts go on are no hits: what is new has to come with them,
+    and what is old has to go with them."""
+    alone = hits_of_groups(groups, policy, writes, 360, NO_COPIES)
+    found = hits_of_groups(groups, policy, writes, host, copies)
+    assert alone == [1.0] * GROUPS
+    assert min(found) >= 0.95, found
+    most = sum(optimal_hits(groups, 160, 360)) / MEMBERS / NEW / sum(range(TURNS))
+    assert sum(found) <= most
+
+
+@pytest.mark.parametrize("copies", [Copies(1, 5, 0, 1), Copies(0, 1, 1, 2)])
+def test_selective_writes_bring_the_end_of_the_hit_along(groups: Prompts, copies: Copies) -> None:
+    """The blocks that are due have no state or window of their own: those of the hit are behind them."""
+    beside = hits_of_groups(groups, "lru", "write_through_selective", 900, copies)
+    assert min(beside[1:]) > max(hits_of_groups(groups, "lru", "write_through_selective", 0, copies)[1:])
+
+
+def test_a_grid_has_a_host_below_the_device(groups: Prompts) -> None:
+    copies = Copies(1, 5, 0, 1)
+    cells = hybrid_grid(("lru",), (160,), copies, (0, 450), ("write_through",))
+    rows = {(cell.host_blocks, cell.policy, cell.copies): run_cell(groups, cell) for cell in cells}
+    row = rows[450, "lru", copies]
+    assert row.host_hits > 0.3 * row.blocks
+    assert row.hit_ratio > rows[0, "lru", copies].hit_ratio + 0.3
+    assert row.hit_ratio == rows[450, "lru", NO_COPIES].hit_ratio
+    assert rows[450, ENDS, copies].host_hits > 0
+    table = rows_table(list(rows.values()), 0, "own")
+    assert "accesses of own" in table
+    assert [line.split()[:4] for line in table.splitlines()[-2:]] == [
+        ["160", "450", "write_through", "lru"],
+        ["160", "450", "write_through", "lru,"],
+    ]
 
 
 def test_the_rules_count_as_by_hand() -> None:

@@ -70,3 +70,14 @@ def test_blanks_around_a_comma_do_not_matter_and_a_list_has_a_limit() -> None:
 
 def test_a_path_reaches_grpc_as_it_was_typed() -> None:
     assert unix_target("/run/a b/k%41v?x#y.sock") == "unix:/run/a%20b/k%2541v%3Fx%23y.sock"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_here"),
+    [
+        *((each, True) for each in ("127.0.0.1", "127.0.1.1", "127.255.0.9", "::1", "localhost")),
+        *((each, False) for each in ("10.0.0.1", "0.0.0.0", "::", "node-1", "127.0.0.1.example")),
+    ],
+)
+def test_all_addresses_of_loopback_are_loopback(host: str, is_here: bool) -> None:
+    assert Address(host, 1).is_loopback is is_here

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachesvc.model.numbers.sharing import most_of
+from cachesvc.model.numbers.sharing import Rounds, most_of
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,13 @@ def test_some_are_left_for_the_next_one(asked: list[str], limit: int) -> None:
     tenants = len(+held)
     assert held.total() < limit or tenants > 3
     assert most_of("new", held, limit) >= 1
+
+
+def test_each_party_has_one_item_before_any_has_two() -> None:
+    rounds: Rounds[str, str] = Rounds()
+    for item in ("a0", "a1", "a2", "b0", "b1", "c0"):
+        rounds.add(item[0], item)
+    rounds.add_first("d", "d0")
+    assert (len(rounds), sorted(rounds)) == (7, ["a0", "a1", "a2", "b0", "b1", "c0", "d0"])
+    assert [rounds.take() for _ in range(7)] == ["d0", "a0", "b0", "c0", "a1", "b1", "a2"]
+    assert not rounds

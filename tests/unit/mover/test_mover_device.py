@@ -49,6 +49,9 @@ class Late:
         if asked.head["ask"] == "open":
             self._ring = Ring(os.dup(asked.descriptors[1]), ENDS_BYTES)
             self._ends = Writer(self._ring)
+        elif asked.head["ask"] == "watch":
+            signs = socket.socket(fileno=os.dup(asked.descriptors[0]))
+            threading.Thread(target=answer_all, args=(signs, self._answer), daemon=True).start()
         elif asked.head["ask"] == "probe":
             self._ends.put(records.end_record(RankEnd(0, "shm-0", None, None)))
             self._ends.put(records.began_record(0, 1.0))

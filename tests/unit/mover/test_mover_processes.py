@@ -21,7 +21,6 @@ from cachesvc.memory.mapped import map_memfd, sealed_memfd
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.mover import peers
-from cachesvc.mover.channel import MoverFault
 from cachesvc.mover.life import Life
 from cachesvc.mover.process import MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
@@ -137,6 +136,31 @@ def test_a_mover_that_hangs_is_replaced(heard: Heard) -> None:
     movers.close()
 
 
+def test_a_mover_that_hangs_is_replaced_while_it_owes_an_answer(heard: Heard) -> None:
+    """Its watchdog asks on a connection of its own."""
+    movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__, probe_seconds=0.2)
+    movers.start()
+    movers.listen(lambda _: None)
+    os.kill(movers.mover_pids()["shm-0"], signal.SIGSTOP)
+    refused: list[Exception] = []
+
+    def make() -> None:
+        try:
+            movers.create_slab("shm-0", 4096)
+        except Unavailable as error:
+            refused.append(error)
+
+    making = threading.Thread(target=make)
+    making.start()
+    with pytest.raises(Unavailable):
+        movers.require_answer("shm-0")
+    making.join()
+    assert len(refused) == 1
+    heard.wait("mover_started")
+    movers.require_answer("shm-0")
+    movers.close()
+
+
 def test_host_memory_that_comes_while_there_is_no_mover_is_there_for_the_next(rig: Rig, heard: Heard) -> None:
     movers, held = movers_of(rig), threading.Event()
 
@@ -164,7 +188,7 @@ def test_host_memory_that_comes_while_there_is_no_mover_is_there_for_the_next(ri
     os.close(fd)
 
 
-def test_chunks_that_come_together_are_all_learned_and_a_bad_one_is_told_to_who_brought_it() -> None:
+def test_chunks_that_come_together_are_all_learned_and_a_refused_one_is_known() -> None:
     movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__)
     movers.start()
     sizes = [4096] * 5 + [8192] + [4096] * 7
@@ -174,22 +198,17 @@ def test_chunks_that_come_together_are_all_learned_and_a_bad_one_is_told_to_who_
         view[:] = bytes([at]) * 4096
     views[5] = memoryview(bytearray(8192))  # more than its file has
 
-    def register(at: int) -> int | MoverFault:
-        try:
-            return movers.register_host(views[at], files[at])
-        except MoverFault as refused:
-            return refused
-
     with ThreadPoolExecutor(len(sizes)) as threads:
-        regions = list(threads.map(register, range(len(sizes))))
+        regions = list(threads.map(lambda at: movers.register_host(views[at], files[at]), range(len(sizes))))
     for at, region in enumerate(regions):
-        if at == 5:
-            assert isinstance(region, MoverFault)
-        else:
-            assert isinstance(region, int)
+        assert movers.has_host("shm-0", region) == (at != 5)
+        if at != 5:
             mover = movers._mover("shm-0")  # noqa: SLF001 - what it has mapped itself
             there = mover.life().ask("read", region=region, offset=0, size_bytes=4096)
             assert there.body == bytes([at]) * 4096
+    [(device, (count, why))] = movers.lacking_hosts().items()
+    assert (device, count) == ("shm-0", 1)
+    assert why
     movers.close()
     for fd in files:
         os.close(fd)

@@ -13,14 +13,12 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.peer import wire
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.desk import Lent, LentObject, LoanDesk
-from cachesvc.peer.fleet.control import Answered, Borrowed, Loan
+from cachesvc.peer.fleet.control import Answered, Borrowed, Done, Loan
 from cachesvc.peer.fleet.digest import DigestNews
 from cachesvc.peer.lender import Lender
-from cachesvc.peer.sources import Nowhere, Sources
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import CAME, ObjectName, Outcome, Part, Scope, key_at
 from tests.contracts.storage_rig import PAGE_BYTES, content_of
-from tests.sim.sim_storage import SimStorage
 
 
 class LendingNode:
@@ -68,7 +66,7 @@ class NearControl:
         self.node = node
         self.name = name
         self.broken = False
-        self.asked = 0
+        self.asked = self.probes = 0
         self.beats: list[int] = []
         self.given_back: list[int] = []
         self.loans: list[Loan] = []
@@ -100,14 +98,17 @@ class NearControl:
     ) -> None:
         answered(Unavailable(f"{self.name}: it tells nothing"))
 
-    def beat(self, leases: Sequence[int], seconds: float) -> None:
+    def beat_later(self, loans: Sequence[Loan], seconds: float, done: Done) -> None:
+        self.probes += not loans
         self._require()
-        self.beats += [lease for lease in leases if self.node.desk.beat(lease)]
+        self.beats += [loan.lease for loan in loans if self.node.desk.beat(loan.lease)]
+        done(None)
 
-    def give_back(self, lease: int, seconds: float) -> None:
+    def give_back_later(self, loan: Loan, seconds: float, done: Done) -> None:
         self._require()
-        self.given_back.append(lease)
-        self.node.desk.give_back(lease)
+        self.given_back.append(loan.lease)
+        self.node.desk.give_back(loan.lease)
+        done(None)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -157,13 +158,11 @@ class Gathered:
 
 
 class Pulling:
-    """A borrower with its verification, in a time that the test sets where nothing waits for the network."""
+    """A borrower with its verification. ``clock``: of the health of peers, monotonic seconds."""
 
-    def __init__(self, *controls: NearControl, store: SimStorage | None = None) -> None:
-        self.peers = PeerStorage(controls, time.monotonic)
-        self.store_engine = store or Nowhere()
-        self.sources = Sources(self.peers, self.store_engine)
-        self.store = ObjectStore(self.sources, time.monotonic)
+    def __init__(self, *controls: NearControl, clock: Callable[[], float] = time.monotonic) -> None:
+        self.peers = PeerStorage(controls, clock)
+        self.store = ObjectStore(self.peers, time.monotonic)
         self.store.start()
         self.reader = Reader(self.peers)
 
@@ -180,9 +179,6 @@ class Pulling:
         """Borrow, read, and look at every byte of what came."""
         self.reader.exists(list(names))
         gathered, pages = self.get(names, seconds)
-        if isinstance(self.store_engine, SimStorage):
-            while len(gathered.outcomes) < len(names):
-                self.store_engine.crank()
         told = gathered.wait()
         for name, page, outcome in zip(names, pages, told, strict=True):
             if outcome in CAME:
@@ -190,7 +186,7 @@ class Pulling:
         return told
 
     def close(self) -> None:
-        self.sources.close()
+        self.peers.close()
 
 
 def greet(node: LendingNode, secret: bytes, magic: bytes = wire.MAGIC) -> socket.socket:

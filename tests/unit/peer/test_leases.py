@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import pytest
 
 from cachesvc.peer import wire
-from cachesvc.peer.borrower import THREADS
 from cachesvc.peer.desk import LentObject
 from cachesvc.peer.loans import STREAM_BYTES
+from cachesvc.peer.reading import PART, SHARED
 from cachesvc.storage.seam import Outcome
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, answers, greet
@@ -51,10 +51,11 @@ def test_a_large_object_renews_its_lease_while_a_slow_borrower_takes_it() -> Non
             wire.send_pieces(ours, [content], 0.04)
 
 
-def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(
-    node: LendingNode, control: NearControl, pulling: Pulling
-) -> None:
-    loans = [[name_of(f"{loan}-{at}") for at in range(wire.STREAMS)] for loan in range(THREADS // wire.STREAMS + 1)]
+def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(node: LendingNode, control: NearControl) -> None:
+    pulling = Pulling(control, clock=lambda: 0.0)
+    loans = [
+        [name_of(f"{loan}-{at}") for at in range(wire.STREAMS)] for loan in range((PART + SHARED) // wire.STREAMS + 1)
+    ]
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         control.port = silent.getsockname()[1]
@@ -62,7 +63,7 @@ def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(
             node.have(names)
             assert all(pulling.reader.exists(names))
         gathered = [pulling.get(names, size_bytes=STREAM_BYTES)[0] for names in loans]
-        for _ in range(THREADS):  # all streams that there can be, which bring nothing
+        for _ in range(PART + SHARED):  # all streams that there can be, which bring nothing
             stack.enter_context(silent.accept()[0])
         control.beats.clear()
         pulling.peers.beat()

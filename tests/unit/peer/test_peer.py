@@ -14,6 +14,7 @@ import pytest
 from cachesvc.peer import wire
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.desk import LentObject
+from cachesvc.peer.fleet.control import Done, Loan
 from cachesvc.peer.loans import UNUSED_SECONDS
 from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, name_of
@@ -79,16 +80,16 @@ def test_the_end_waits_for_no_peer_longer_than_for_one(node: LendingNode, contro
     node.have(NAMES)
     told: list[str] = []
     pulling = Pulling(control)
-    give_back = control.give_back
+    give_back = control.give_back_later
 
-    def tell(lease: int, seconds: float) -> None:
+    def tell(loan: Loan, seconds: float, done: Done) -> None:
         told.append(threading.current_thread().name)
-        give_back(lease, seconds)
+        give_back(loan, seconds, done)
 
-    control.give_back = tell  # type: ignore[method-assign]
+    control.give_back_later = tell  # type: ignore[method-assign]
     pulling.reader.exists(NAMES)
     gathered, _ = pulling.get(NAMES, seconds=-1.0)
-    assert gathered.wait() == [MISS] * 4, "their time has passed, and there is no store"
+    assert gathered.wait() == [BUSY] * 4, "their time has passed"
     pulling.close()
     assert told == ["peer-beat"]
     node.wait_quiet(control.loans[0].lease)

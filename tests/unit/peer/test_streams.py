@@ -7,9 +7,11 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import pytest
+
 from cachesvc.peer import wire
 from cachesvc.peer.fleet.control import Borrowed, Loan
-from cachesvc.peer.lender import MOST_STREAMS_OF_ONE
+from cachesvc.peer.lender import MOST_STREAMS_OF_ONE, MOST_WAITING_OF_ONE
 from cachesvc.peer.loans import STREAM_BYTES
 from cachesvc.storage.seam import Outcome, Part, Scope
 from tests.contracts.storage_rig import name_of
@@ -35,18 +37,56 @@ def test_who_has_no_secret_gets_nothing(node: LendingNode) -> None:
     assert not answers(greet(node, node.lend(NAMES).secret, b"GET / HT"))
 
 
-def test_one_node_does_not_take_all_places(node: LendingNode) -> None:
+def test_a_stream_beyond_those_of_its_address_waits_for_its_turn(node: LendingNode) -> None:
     node.have(NAMES[:1])
+    hello = [wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]) for _ in range(2)]
     address = ("127.0.0.1", node.lender.port)
     streams = [socket.create_connection(address) for _ in range(MOST_STREAMS_OF_ONE)]
+    late = socket.create_connection(address)
+    late.sendall(hello[0])
+    other = socket.create_connection(address, source_address=("127.0.0.2", 0))
+    other.sendall(hello[1])
+    assert answers(other), "another address has its own"
+    late.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        late.recv(1)
+    late.setblocking(True)
+    streams[0].close()
+    assert answers(late)
+    assert node.lender.refused == 0
+    for stream in streams:
+        stream.close()
+
+
+def test_streams_that_wait_are_no_more_than_one_address_may_have(node: LendingNode) -> None:
+    address = ("127.0.0.1", node.lender.port)
+    streams = [socket.create_connection(address) for _ in range(MOST_STREAMS_OF_ONE + MOST_WAITING_OF_ONE)]
     with socket.create_connection(address) as refused:
         assert not refused.recv(1)
         assert node.lender.refused == 1, "it is closed at once"
-    other = socket.create_connection(address, source_address=("127.0.0.2", 0))
-    other.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
-    assert answers(other), "another one has a place"
+    node.lender.close()
     for stream in streams:
+        assert not stream.recv(1), "those that wait end with it"
         stream.close()
+
+
+def test_a_borrower_whose_streams_wait_for_others_of_its_address_gets_all(node: LendingNode) -> None:
+    """Several daemons behind one address each open as many streams as one may."""
+    controls = [NearControl(node, f"near:{at}") for at in range(4)]
+    borrowers = [Pulling(control) for control in controls]
+    try:
+        gathered = []
+        for at, borrower in enumerate(borrowers):
+            for loan in range(3):
+                names = [name_of(f"{at}-{loan}-{each}") for each in range(wire.STREAMS)]
+                node.have(names, STREAM_BYTES)
+                assert all(borrower.reader.exists(names))
+                gathered.append(borrower.get(names, size_bytes=STREAM_BYTES)[0])
+        assert {outcome for each in gathered for outcome in each.wait()} == {LENT}
+        assert [borrower.peers.peers[0].counts["failed"] for borrower in borrowers] == [0] * len(borrowers)
+    finally:
+        for borrower in borrowers:
+            borrower.close()
 
 
 def test_a_large_loan_is_read_by_several_streams(node: LendingNode, control: NearControl, pulling: Pulling) -> None:

@@ -184,13 +184,20 @@ class CountedVault:
     def retire(self, model: int) -> None:
         self._retired.append(model)
 
-    def close_retired(self) -> None:
+    def free_retired(self) -> None:
         for model in self._retired:
-            self.calls.append(("close", model))
-            for device, size in self._held.pop(model, ()):
-                self.device_bytes[device] += size
-            self.host.give_back(columns_of(self._on_host.pop(model)))
-        self._retired.clear()
+            self.host.give_back(columns_of(self._on_host.pop(model, ())))
+
+    def close_retired(self, devices: Collection[str] | None = None) -> None:
+        self.free_retired()
+        for model in list(self._retired):
+            held = self._held.pop(model, [])
+            self._held[model] = [each for each in held if devices is not None and each[0] not in devices]
+            for device, size in held:
+                self.device_bytes[device] += size if devices is None or device in devices else 0
+            if not self._held[model]:
+                self.calls.append(("close", model))
+                self._retired.remove(model)
 
     def close_model(self, model: int) -> None:
         self.retire(model)

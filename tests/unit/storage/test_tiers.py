@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from cachesvc.storage.objects import ObjectStore, Verb
-from cachesvc.storage.seam import Outcome, Use
+from cachesvc.storage.seam import Caps, Outcome, Use
 from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.tier.breaker import State
 from cachesvc.storage.tier.coming import News
@@ -249,3 +249,42 @@ def test_what_one_tier_evicts_is_gone_only_where_no_other_has_it() -> None:
     assert rig.gone == [keys[2]]
     assert rig.tiers.has(rig.model, keys[0])
     assert not rig.tiers.has(rig.model, keys[2])
+
+
+def other_nodes(**settings: object) -> SimStorage:
+    """An engine that stands for the other nodes: it knows by itself which of them can be used."""
+    caps = Caps(is_shared=True, survives="daemon", keeps_health=True)
+    return SimStorage(caps=caps, **settings)  # type: ignore[arg-type]
+
+
+def test_failures_of_other_nodes_give_up_neither_them_nor_the_store() -> None:
+    rig = Rig((other_nodes(knows=False), NEVER), (SimStorage(), THROUGH))
+    rig.keep("abcd", only=1)
+    rig.keep("abcdefgh", only=0)
+    rig.engines[0].odds = {"fail": 1.0}
+    for ticket in range(1, 21):
+        assert rig.fetch("abcd", ticket) == [OK] * 4, "what they fail to send is read from the store"
+        rig.tiers.lagged()
+    assert [tier.state for tier in rig.tiers.all] == [State.CLOSED, State.CLOSED]
+    rig.engines[0].odds = {}
+    assert rig.fetch("abcdefgh", 50) == [OK] * 8
+
+
+def test_other_nodes_are_asked_while_the_store_is_given_up() -> None:
+    rig = Rig((other_nodes(knows=False), NEVER), (SimStorage(), THROUGH))
+    rig.keep("abcd", only=0)
+    rig.engines[1].frozen = True
+    rig.tiers.all[1].breaker.open("it is dead", rig.now)
+    assert expects(rig, "abcd") is None
+    assert rig.fetch("abcd") == [OK] * 4
+
+
+def test_other_nodes_beside_one_store_are_written_nothing_and_owed_nothing() -> None:
+    rig = Rig((other_nodes(), NEVER), (SimStorage(), THROUGH))
+    assert rig.keep("abc") == [OK] * 3
+    assert rig.objects() == [0, 3]
+    assert rig.keep("abc") == [OK] * 3, "one store is written as without other nodes"
+    assert rig.fetch("abc") == [OK] * 3
+    rig.tick(0.2)
+    assert rig.owed == []
+    assert not rig.tiers.are_several

@@ -139,6 +139,75 @@ def test_host_pages_are_told_once_they_are_usable_on_every_rank_and_none_is_lost
     assert store.told == [(1, 0, Run(8, 4)), (1, 0, Run(12, 4))]
 
 
+def on_one(page_bytes: int) -> Layout:
+    """A group of one rank."""
+    return Layout(4, 1, (PlaneGroup("full"),), (Plane("k", 0, "full", (page_bytes,), "uint8"),))
+
+
+def test_a_chunk_that_one_device_lacks_is_there_for_models_of_others_and_comes_to_it_later() -> None:
+    """Model 1 is on the first device, model 2 on the second; each has two chunks of four pages."""
+    store = Store(4)
+    first, second = store.backend.devices()
+    for model, device in ((1, first), (2, second)):
+        store.vault.open_host(model, on_one(1024), (8,), (device,))
+        store.vault.announce(model)
+    store.backend.tell_hosts(store.pool.reach)
+    store.backend.lacking = {(first, region) for region in (2, 4)}
+    store.fill(4)
+    assert store.told == [(1, 0, Run(0, 4)), (2, 0, Run(0, 4)), (2, 0, Run(4, 4))]
+    store.backend.take_hosts(second)
+    assert len(store.told) == 3
+    store.backend.take_hosts(first)
+    assert store.told[3:] == [(1, 0, Run(4, 4))]
+
+
+def test_ranks_wait_for_their_own_devices_alone_and_for_a_lost_one_no_more() -> None:
+    """Two ranks have chunks of their own; the second device lacks what only the first one needs."""
+    store = Store(4)
+    first, second = store.backend.devices()
+    store.vault.open_host(1, two_ranks(1024), (8,), (first, second))
+    store.vault.announce(1)
+    store.backend.tell_hosts(store.pool.reach)
+    store.backend.lacking = {(second, 1), (second, 2), (second, 4)}
+    store.fill(4)
+    assert store.told == [(1, 0, Run(0, 4))]
+    store.backend.take_hosts(second)
+    assert store.told == [(1, 0, Run(0, 4)), (1, 0, Run(4, 4))]
+
+
+def test_a_replica_on_a_device_that_lacks_pages_in_use_is_refused_and_keeps_no_other_waiting() -> None:
+    store = Store(2)
+    first, second = store.backend.devices()
+    layout = on_one(1024)
+    store.vault.open_host(1, layout, (8,), (first,))
+    store.vault.announce(1)
+    store.vault.open_replica(1, 0, layout, (first,), (4,))
+    store.backend.tell_hosts(store.pool.reach)
+    store.backend.lacking = {(second, region) for region in range(100)}
+    store.fill(1)
+    with pytest.raises(Unavailable, match="has not pinned"):
+        store.vault.open_replica(1, 1, layout, (second,), (4,))
+    store.fill(1)
+    assert store.told == [(1, 0, Run(0, 4)), (1, 0, Run(4, 4))]
+    store.backend.take_hosts(second)
+    store.vault.open_replica(1, 1, layout, (second,), (4,))
+
+
+def test_a_device_that_lost_its_memory_is_not_waited_for() -> None:
+    store = Store(2)
+    first, second = store.backend.devices()
+    layout = on_one(1024)
+    store.vault.open_host(1, layout, (8,), (first,))
+    store.vault.announce(1)
+    for replica, device in enumerate((first, second)):
+        store.vault.open_replica(1, replica, layout, (device,), (4,))
+    store.backend.lacking = {(second, region) for region in range(100)}
+    store.fill(1)
+    assert store.told == []
+    store.vault.lose(second)
+    assert store.told == [(1, 0, Run(0, 4))]
+
+
 def test_pages_that_arrive_for_a_model_that_has_left_are_told_to_nobody() -> None:
     store = Store()
     store.vault.open_host(1, two_ranks(1024), (16,), store.backend.devices())

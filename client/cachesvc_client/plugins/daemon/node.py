@@ -133,7 +133,7 @@ class Node:
         rank: int = 0,
     ) -> None:
         self._settings = settings
-        self._instance = instance
+        self.instance = instance
         self.share = share
         self._attaches = attaches
         self._keeps = not attaches if keeps is None else keeps
@@ -194,7 +194,7 @@ class Node:
         laps.lap("connect")
         registration = self._register()
         laps.lap("register")
-        self._lease = self._watched(client.open_lease(registration, instance=self._instance))
+        self._lease = self._watched(client.open_lease(registration, instance=self.instance))
         self._require_room(self._lease)
         laps.lap("lease")
         if self._attaches:
@@ -356,7 +356,7 @@ class Node:
         lease = None
         try:
             if client.connected:  # the daemon is there, and took the lease away: the pools may have gone with a mover
-                lease = client.open_lease(self._register(), instance=self._instance)
+                lease = client.open_lease(self._register(), instance=self.instance)
             else:
                 lease = client.reconnect()[-1]
             if lease.registration.device_pages != share.each(share.pages):

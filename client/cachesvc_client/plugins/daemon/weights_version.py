@@ -57,12 +57,17 @@ class WeightsVersion:
         elif is_known and self._changes_announced and self.version and self._seen.version in ("", self.version):
             log.info("weights_kept version=%s", self.version)
         else:
-            self.version, self.salt, self.is_shared = "", secrets.token_bytes(KEY_BYTES), False
-            log.warning(
-                "not_shared why=the prefix cache was reset without a newly announced version of weights: this engine "
-                "shares with no other until one is announced (cachesvc weights MODEL VERSION) and it is reset again"
-            )
+            self.lose("the prefix cache was reset without a newly announced version of weights")
         self._seen = found or self._seen
+
+    def lose(self, why: str) -> None:
+        """Share with no other engine: it is not known which weights this one has. ``why``: for operators."""
+        self.version, self.salt, self.is_shared = "", secrets.token_bytes(KEY_BYTES), False
+        log.warning(
+            "not_shared why=%s: this engine shares with no other until a version of weights is announced "
+            "(cachesvc weights MODEL VERSION) and it is reset",
+            why,
+        )
 
     def _ask(self) -> Announced | None:
         """Return the last announcement; None without an answer."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cachesvc_client.plugins.namespace.file_digests import FileDigests, Progress
@@ -22,6 +25,15 @@ HARMLESS = (
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+
+Stamp = tuple[tuple[str, int, int, int, int], ...]
+"""Per file: name, bytes, when its content and when anything of it was changed (ns), and its inode."""
+
+BEGIN_S = 0.1
+"""No process loads weights so soon, and the time at which one began is known no better than 0.01 s."""
+
+MOST_LOOKS = 8
+"""Models of one path that an engine loads: the target, and a drafter of the same checkpoint."""
 
 
 def checkpoint_digest(
@@ -61,6 +73,50 @@ def checkpoint_digest(
     if not any(each.suffix in WEIGHTS for each in files):
         raise FileNotFoundError(f"there are no weights ({', '.join(WEIGHTS)}) in {path}")
     return files_digest(files, path.parent if path.is_file() else path, digests)
+
+
+def checkpoint_stamp(model: str) -> Stamp:
+    """Return the stamps of the files that ``checkpoint_digest`` reads of a folder or a file; none for a name on a hub,
+    whose snapshots do not change, and where they cannot be listed."""
+    path = Path(model)
+    with suppress(OSError):
+        files = [path] if path.is_file() else deciding_files(path)
+        facts = [(str(each), each.stat()) for each in files]
+        return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in facts)
+    return ()
+
+
+class LoadedCheckpoints:
+    """Looks that this process took at checkpoints when it began to load them. A digest is taken later, and files that
+    were replaced in between are not those that were loaded. ``process_began_s``: Unix time; a checkpoint that was
+    loaded without a look is known where nothing of it has changed since. Used from one thread."""
+
+    def __init__(self, process_began_s: float) -> None:
+        self._changed_after_ns = int((process_began_s + BEGIN_S) * 1e9)
+        self._looks: dict[str, list[Stamp]] = {}
+
+    def look(self, model: str) -> None:
+        """This process begins to load a folder or a file."""
+        looks = self._looks.setdefault(model, [])
+        looks.append(checkpoint_stamp(model))
+        del looks[:-MOST_LOOKS]
+
+    def replaced(self, model: str) -> str:
+        """Return why the files of a checkpoint, which were just digested, may not be those that were loaded; empty
+        where they are. Forgets the looks."""
+        now, looks = checkpoint_stamp(model), self._looks.pop(model, [])
+        if looks:
+            return (
+                f"files of {model} were replaced while they were loaded" if any(each != now for each in looks) else ""
+            )
+        changed = next((name for name, _, _, changed_ns, _ in now if changed_ns > self._changed_after_ns), "")
+        return f"{changed} has changed since this process began" if changed else ""
+
+
+def process_began_s() -> float:
+    """Return the Unix time at which this process began, of a fork that of the fork. Raises OSError."""
+    ticks = int(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def deciding_files(folder: Path) -> list[Path]:

@@ -78,7 +78,7 @@ class GroupTable:
     """``parts``: its groups in the layout. ``pages``: by position, NO_PAGE in a hole. The engine has taken cells up to
     ``taken``, has not freed ``held`` of them, and needs none below ``first``, which was noted up to ``told`` and
     reported up to ``given_back``. Of a state group: ``unused``: positions whose own pages the engine has not taken;
-    ``states``: pages that it has taken, by position, until they are sealed."""
+    ``states``: pages that it has taken, by position, until they are sealed, freed or not."""
 
     parts: Parts
     is_state: bool
@@ -166,10 +166,15 @@ class GroupTable:
         self.pages[position] = self.states[position] = page
 
     def free(self, position: int) -> None:
-        """The engine has freed a cell, and needs none before it."""
+        """The engine has freed a cell, and needs none before it. A state there may be sealed all the same: an engine
+        frees what it needs no more while the output of the step that wrote it is on its way."""
         self.held -= 1
         self.first = max(self.first, position + 1)
-        self.states.pop(position, None)
+
+    @property
+    def unread(self) -> int:
+        """Number of leading cells that the engine has freed and whose states are sealed: no step needs them."""
+        return min((self.first, *self.states))
 
     def take_states(self, blocks: int) -> dict[int, int]:
         """States below ``blocks``, which are computed: they are to be sealed."""

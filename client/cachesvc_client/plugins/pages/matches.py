@@ -102,6 +102,10 @@ class Matches:
         self._coming.pop(request_id, None)
         self.ahead.pop(request_id, None)
 
+    def forget_coming(self) -> None:
+        """Forget requests that have come and were not sent: each is sent when it is begun."""
+        self._coming.clear()
+
     def send(
         self, outbox: Outbox, now_s: float, first: dict[str, Wish] | None = None, *, is_idle: bool = False
     ) -> list[RequestPages]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from cachesvc_client import Lease, LeaseLost
@@ -25,7 +26,7 @@ from cachesvc_client.plugins.pages.matches import Matches, next_wish
 from cachesvc_client.plugins.pages.private_pages import PrivatePages
 from cachesvc_client.plugins.pages.request_pages import RequestPages
 from cachesvc_client.plugins.pages.salts import salted
-from cachesvc_client.plugins.pages.untold import Sealing, Untold
+from cachesvc_client.plugins.pages.untold import Sealing, Untold, Written
 from cachesvc_client.plugins.pages.wish import Wish
 from cachesvc_client.plugins.steps.giving_way import Clock, GivingWay
 from cachesvc_client.plugins.steps.outbox import Outbox
@@ -61,6 +62,8 @@ class PageBook:
         abandon = self.untold.ready.ended.append
         self._matches = Matches(self.keys, self.groups, abandon, ahead_blocks, self.without_host, clock)
         self._asking = Asking(self._grants, self._matches, self._drop_idle)
+        self._writes: deque[list[Written]] = deque()
+        self._written_on: list[RequestPages] = []
         self._private, self.salt = PrivatePages(), b""
         self._way = GivingWay(clock)
         self.held_blocks = 0
@@ -106,7 +109,8 @@ class PageBook:
         known = self._requests.get(request_id)
         if known is not None:
             self.outbox.wait_if_idle(lambda: known.is_coming or not known.is_matching)
-        is_usable = known is not None and (known.is_matching or self._is_fresh(known, wish))
+        is_like = known is not None and known.salt == wish.salt
+        is_usable = known is not None and is_like and (known.is_matching or self._is_fresh(known, wish))
         begun = known if known is not None and is_usable else self._match(request_id, next_wish(known, wish))
         while begun.host_blocks and request_id in self.without_host:
             begun = self.shorten(request_id, wish, begun.hit_blocks)
@@ -216,18 +220,56 @@ class PageBook:
             return
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
-        self.untold.end(request)
+        if self._is_written(request):
+            self._written_on.append(request)
+        else:
+            self.untold.end(request)
+
+    def begin_writes(self, writes: list[Written]) -> None:
+        """A step is launched that writes these: they are kept until its output has come, also where the engine frees
+        them before."""
+        self._writes.append(writes)
+
+    def end_writes(self, *, is_sound: bool) -> None:
+        """The output of the first step under way has come: seal what it wrote of requests that the engine has let go
+        of, if it ``is_sound``, and let their pages go."""
+        for each in self._writes.popleft():
+            if is_sound and each.is_over():
+                self.seal(each.request, min(each.blocks, each.request.taken_blocks), each.keys)
+        waiting, self._written_on = self._written_on, []
+        for request in waiting:
+            if self._is_written(request):
+                self._written_on.append(request)
+            else:
+                self.untold.end(request)
+
+    def distrust(self, pages: Collection[int]) -> None:
+        """Steps under way lacked these pages: what they write of requests that the engine has let go of is for none."""
+        for each in (each for step in self._writes for each in step):
+            if each.is_over() and not set(pages).isdisjoint(each.request.pages):
+                each.request.is_foreign = True
+
+    def _forget_writes(self) -> None:
+        """Seal nothing of what steps under way write of requests that are over."""
+        for each in (each for step in self._writes for each in step):
+            each.blocks = 0
+
+    def _is_written(self, request: RequestPages) -> bool:
+        return any(each.request is request for step in self._writes for each in step)
 
     def move_windows(self, request: RequestPages) -> None:
-        """The engine has freed cells of a request that goes on, which nothing reads any more."""
+        """The engine has freed cells of a request that goes on, which nothing reads any more. Those go back whose
+        states are sealed, or are for no other."""
+        is_shared = request.is_shared and not self.is_adrift
         for table in request.others:
-            if table.first <= table.told:
+            end = table.unread if is_shared else table.first
+            if end <= table.told:
                 continue
             if self.is_adrift:
-                self._private.add(table.drop_pages(max(table.told, request.first_private_of(table)), table.first))
+                self._private.add(table.drop_pages(max(table.told, request.first_private_of(table)), end))
             else:
-                self.untold.recycle(request, table.parts.dead(table.first))
-            table.told = table.first
+                self.untold.recycle(request, table.parts.dead(end))
+            table.told = end
 
     def seal(self, request: RequestPages, blocks: int, hashes: Sequence[bytes]) -> None:
         """The first ``blocks`` blocks are computed: all engines' from the next ``flush`` on."""
@@ -237,6 +279,8 @@ class PageBook:
                 request, Sealing(blocks, hashes, states), is_prompt=blocks > request.wanted + 1 or not request.wanted
             )
             request.wanted = blocks
+            if states and request.held:
+                self.move_windows(request)
 
     def free_blocks(self, pool_blocks: int, request: RequestPages | None) -> int:
         """Count the blocks that the engine may take, ``request``'s reservation and its untouched hits included."""
@@ -247,15 +291,16 @@ class PageBook:
         room = self._grants.room
         return not_held if room is None else min(not_held, room + spare)
 
-    def flush(self, *, is_last: bool = False, for_waiting: bool = False) -> None:
+    def flush(self, *, is_last: bool = False, may_wait: bool = True, for_waiting: bool = False) -> None:
         """Send what has been computed and what has ended, and the next matches; answers are taken in later.
-        ``is_last``: no iteration may follow, unless requests wait: wait for what is on its way, and let the stock go
-        back to its base. ``for_waiting``: only where requests wait."""
+        ``is_last``: no iteration may follow, unless requests wait: wait for what is on its way, if this engine
+        ``may_wait``, and let the stock go back to its base. ``for_waiting``: only where requests wait."""
         if not self.is_with_daemon() or (for_waiting and not self._matches.waiting_blocks):
             return
         self.outbox.poll()
         if is_last and not self._requests and not self._matches.waiting_blocks:
-            self.outbox.wait()
+            if may_wait:
+                self.outbox.wait()
             self._grants.demand.rest()
         else:
             if self._matches.are_waiting:
@@ -279,6 +324,7 @@ class PageBook:
     def begin_step(self) -> None:
         """An iteration is scheduled."""
         self.untold.begin_step()
+        self.outbox.begin_step()
         self._matches.step += 1
 
     @property
@@ -305,10 +351,16 @@ class PageBook:
             self._drop_idle(request if self.is_adrift else None)
 
     def change_keys(self, salt: bytes) -> None:
-        """Mix keys with another salt from now on. No request has a page."""
-        for request_id in list(self._requests):
-            self.forget(request_id)
+        """Mix keys with another salt from now on. Requests that have pages go on in them and share nothing further;
+        others are matched anew."""
+        for request_id, request in list(self._requests.items()):
+            if request.is_ahead:
+                self.forget(request_id)
+            else:
+                request.is_foreign = True
+        self._matches.forget_coming()  # their salts may be of before
         self.untold.forget_blocks()  # they would be reported under the new keys
+        self._forget_writes()
         self.salt = salt
 
     def close(self) -> None:
@@ -326,6 +378,8 @@ class PageBook:
         self._matches.drop()
         self._matches.ahead.clear()
         self.untold.clear()
+        self._forget_writes()
+        self._written_on.clear()
         self._private = PrivatePages()
         self.is_adrift = self.is_moving = False
 

@@ -10,7 +10,7 @@ next output, whose kernels ran behind them, or after that of a step that compute
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cachesvc_client.plugins.pages.request_pages import RequestPages
@@ -30,6 +30,17 @@ class Sealing:
         self.blocks, self.keys = newer.blocks, newer.keys
         for group, states in newer.states.items():
             self.states.setdefault(group, {}).update(states)
+
+
+@dataclass(slots=True)
+class Written:
+    """Blocks that a step under way writes of a request: once its output has come, the first ``blocks`` are computed.
+    ``is_over``: then, True where the engine has let go of the request meanwhile, and says nothing of it any more."""
+
+    request: RequestPages
+    blocks: int
+    keys: Sequence[bytes]
+    is_over: Callable[[], bool]
 
 
 @dataclass(slots=True)
@@ -132,9 +143,12 @@ class Untold:
         self.begin_output()
         self.end_output(computes=False)
 
-    def forget_blocks(self) -> None:
-        """Seal none of what is computed."""
+    def forget_blocks(self, request: RequestPages | None = None) -> None:
+        """Seal none of what is computed, or none of one request's."""
         for part in (self.ready, self._late, self._fresh):
+            if request is not None:
+                part.sealing.pop(request, None)
+                continue
             part.sealing.clear()
             part.has_prompts = False
 

@@ -16,7 +16,8 @@ from typing import Any
 from cachesvc_client import CacheClientError, DeadlineExceeded, PendingStep, StepStream
 
 ANSWER_S = 1.0
-"""An engine's scheduler waits no longer for an answer: what it is about waits, and everything else goes on."""
+"""An engine's scheduler waits no longer for an answer, once in an iteration: what it is about waits, and everything
+else goes on. A burst of requests does not wait so long for each."""
 
 LOOK_S = 0.0001
 """No answer comes sooner, and each of an iteration's many requests would look: a look is a system call."""
@@ -55,6 +56,11 @@ class Outbox:
         self.stream = stream
         self._under_way: deque[tuple[PendingStep, Take]] = deque()
         self._look_s = 0.0
+        self._is_late = False
+
+    def begin_step(self) -> None:
+        """An iteration was scheduled: the next one may wait again."""
+        self._is_late = False
 
     @property
     def is_empty(self) -> bool:
@@ -92,9 +98,10 @@ class Outbox:
             self.wait(is_done)
 
     def wait(self, is_done: Callable[[], bool] = never) -> None:
-        """Wait until ``is_done``, all answers have come, or ``ANSWER_S`` has passed."""
+        """Wait until ``is_done``, all answers have come, or ``ANSWER_S`` has passed; not at all where it has passed in
+        this iteration."""
         self._look()
-        if is_done() or not self._under_way:
+        if is_done() or not self._under_way or self._is_late:
             return
         if self.runs():
             self.waits.running += 1
@@ -108,6 +115,7 @@ class Outbox:
             except DeadlineExceeded as late:
                 if not step.poll():
                     log.debug("answer_late why=%s", late)
+                    self._is_late = True
                     return
             except CacheClientError as error:
                 log.debug("step_refused why=%s", error)
@@ -123,6 +131,7 @@ class Outbox:
 
     def _take_first(self) -> None:
         step, take = self._under_way.popleft()
+        self._is_late = False
         try:
             answer: Answer = step.results(0)
         except CacheClientError as error:

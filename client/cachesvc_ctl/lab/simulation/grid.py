@@ -98,13 +98,21 @@ def grid(
     ]
 
 
-def hybrid_grid(policies: Sequence[str], device_blocks: Sequence[int], copies: Copies) -> list[Cell]:
-    """For each size the reference rules, then each policy with the copies of a hybrid model, and without any."""
+def hybrid_grid(
+    policies: Sequence[str],
+    device_blocks: Sequence[int],
+    copies: Copies,
+    host_blocks: Sequence[int] = (0,),
+    write_policies: Sequence[str] = ("write_back",),
+) -> list[Cell]:
+    """For each pair of sizes the reference rules, then each policy with the copies of a hybrid model, and without
+    any."""
     cells = []
-    for blocks in device_blocks:
-        cells += [Cell(rule, "write_back", blocks, 0, copies=copies) for rule in (EVERY, ENDS)]
+    for blocks, host in product(device_blocks, host_blocks):
+        cells += [Cell(rule, "write_back", blocks, host, copies=copies) for rule in (EVERY, ENDS)]
         cells += [
-            Cell(policy, "write_back", blocks, 0, copies=kept) for policy in policies for kept in (copies, NO_COPIES)
+            Cell(policy, writes, blocks, host, copies=kept)
+            for writes, policy, kept in product(write_policies, policies, (copies, NO_COPIES))
         ]
     return cells
 
@@ -129,7 +137,11 @@ def run_cell(prompts: Prompts, cell: Cell) -> Row:
         tiers = [optimal_hits(prompts, cell.device_blocks, more) for more in (0, cell.host_blocks)]
         tiers.append(optimal_hits(prompts, cell.device_blocks, cell.host_blocks + cell.disk_blocks))
     elif cell.policy in (EVERY, ENDS):
-        tiers = [reference_hits(prompts, cell.device_blocks, cell.copies, keeps_every=cell.policy == EVERY)] * 3
+        keeps_every, device = cell.policy == EVERY, cell.device_blocks
+        tiers = [reference_hits(prompts, device, cell.copies, keeps_every=keeps_every)] * 3
+        if cell.host_blocks:
+            both = reference_hits(prompts, device, cell.copies, keeps_every=keeps_every, host_blocks=cell.host_blocks)
+            tiers[1:] = both, both
     else:
         tiers = _serve_all(prompts, cell)
     seconds = time.perf_counter() - began

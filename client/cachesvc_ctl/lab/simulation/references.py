@@ -16,9 +16,11 @@ from cachesvc_ctl.lab.traces.prompts import Prompts
 EVERY, ENDS = "every aligned block", "ends and branches"
 
 
-def reference_hits(prompts: Prompts, blocks: int, copies: Copies, *, keeps_every: bool) -> list[int]:
-    """Hit blocks of each prompt on a device of ``blocks`` blocks."""
-    cache = _Cache(blocks, copies)
+def reference_hits(
+    prompts: Prompts, blocks: int, copies: Copies, *, keeps_every: bool, host_blocks: int = 0
+) -> list[int]:
+    """Hit blocks of each prompt on a device of ``blocks`` blocks, and on a host that has nothing of what it has."""
+    cache = _Cache(blocks + host_blocks, copies)
     return [cache.serve(prompts.blocks(prompt).tolist(), keeps_every=keeps_every) for prompt in range(len(prompts))]
 
 

@@ -32,6 +32,7 @@ MAX_TRACE_LETTERS = 60
 FIXED_COLORS = {"lru": FAINT_INK, OPTIMUM: INK}
 COLORS = (BLUE, RED, GREEN, YELLOW, "#7a5195", "#2f4858")
 RULES = (EVERY, ENDS)
+ALONE = ", KV alone"
 MARKERS = "osD^vPX"
 
 
@@ -61,8 +62,8 @@ def rows_json(rows: Sequence[Row], block_bytes: int) -> str:
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
-def rows_table(rows: Sequence[Row], block_bytes: int) -> str:
-    """Table for a terminal: shares of all block accesses, a trace after another."""
+def rows_table(rows: Sequence[Row], block_bytes: int, name: str = "") -> str:
+    """Table for a terminal: shares of all block accesses, a trace after another. ``name``: of a hybrid model."""
     parts = []
     for trace in dict.fromkeys(row.trace for row in rows):
         of_trace = [row for row in rows if row.trace == trace]
@@ -72,8 +73,9 @@ def rows_table(rows: Sequence[Row], block_bytes: int) -> str:
         if has_disk:
             pools, tiers = (*pools, "disk"), (*tiers, "on disk")
         head = (*pools, "writes", "policy", *tiers, "together", "compute saved")
-        cells = [_cells(row, block_bytes, has_disk=has_disk) for row in of_trace]
+        cells = [_cells(row, block_bytes, has_disk=has_disk, alone=ALONE if name else "") for row in of_trace]
         about = f"{trace}: {of_trace[0].requests:,} requests, {of_trace[0].blocks:,} block accesses"
+        about += f" of {name}" if name else ""
         parts.append(f"{about}\n\n{table(head, cells)}")
     return "\n\n".join(parts)
 
@@ -86,7 +88,7 @@ def hybrid_table(rows: Sequence[Row], name: str, block_bytes: int) -> str:
         ratios = {(row.cell.device_blocks, row.cell.policy, row.cell.copies): row.hit_ratio for row in of_trace}
         copies = next(row.cell.copies for row in of_trace if row.cell.policy == EVERY)
         policies = [policy for policy in dict.fromkeys(row.cell.policy for row in of_trace) if policy not in RULES]
-        head = ["device", *RULES, *(f"{policy}{kind}" for policy in policies for kind in ("", ", KV alone"))]
+        head = ["device", *RULES, *(f"{policy}{kind}" for policy in policies for kind in ("", ALONE))]
         cells = []
         for blocks in dict.fromkeys(row.cell.device_blocks for row in of_trace):
             shown = [ratios[blocks, rule, copies] for rule in RULES]
@@ -97,13 +99,16 @@ def hybrid_table(rows: Sequence[Row], name: str, block_bytes: int) -> str:
     return "\n\n".join(parts)
 
 
-def _cells(row: Row, block_bytes: int, *, has_disk: bool) -> tuple[str, ...]:
+def _cells(row: Row, block_bytes: int, *, has_disk: bool, alone: str) -> tuple[str, ...]:
+    """``alone``: behind the policy of a row of blocks without copies."""
     cell, whole = row.cell, row.blocks or 1
     hits = (row.device_hits, row.host_hits, *((row.disk_hits,) if has_disk else ()))
     ratios = (*(each / whole for each in hits), row.hit_ratio, row.compute_saved)
     pools = (cell.device_blocks, cell.host_blocks, *((cell.disk_blocks,) if has_disk else ()))
     sizes = (_size(blocks, block_bytes) for blocks in pools)
-    return (*sizes, cell.write_policy if cell.host_blocks else "-", cell.policy, *(f"{r:8.2%}" for r in ratios))
+    writes = cell.write_policy if cell.host_blocks and cell.policy not in RULES else "-"
+    policy = cell.policy + (alone if cell.copies == NO_COPIES else "")
+    return (*sizes, writes, policy, *(f"{r:8.2%}" for r in ratios))
 
 
 def _size(blocks: int, block_bytes: int) -> str:
@@ -141,7 +146,7 @@ def draw_rows(rows: Sequence[Row], block_bytes: int, path: Path | str) -> None:
         curves: dict[_Curve, list[Row]] = {}
         for row in of_trace:
             writes = row.cell.write_policy if tells_writes and row.cell.policy != OPTIMUM else ""
-            alone = ", KV alone" if is_hybrid and row.cell.copies == NO_COPIES else ""
+            alone = ALONE if is_hybrid and row.cell.copies == NO_COPIES else ""
             curves.setdefault(_Curve(row.cell.policy + alone, writes, other(row)), []).append(row)
         others = sorted({curve.other for curve in curves})
         colors = _colors([curve.policy for curve in curves])

@@ -11,7 +11,7 @@ from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.storage import expected as flow
-from cachesvc.model.answers import Expected, Matched, Wait
+from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.sharing import share_of
@@ -112,7 +112,7 @@ def test_a_call_that_waits_says_after_a_while_what_is_coming() -> None:
     following = Following()
     ask = following.ask(Expected(PEER, patience=600.0))
     assert isinstance(ask(), Wait)
-    following.rig.now += flow.CALL_SECONDS
+    following.rig.now += LONGEST_EXPECTED_WAIT_SECONDS
     answer = ask()
     assert isinstance(answer, Matched)
     assert answer.coming_blocks == 8
@@ -180,7 +180,7 @@ def test_an_unreachable_peer_that_has_computed_all_is_given_up_soon() -> None:
 def test_a_peer_that_failed_another_request_is_asked_once_its_pause_is_over() -> None:
     following = Following()
     peer = Peer(NearControl.__new__(NearControl), lambda: following.rig.now)
-    peer.failed("another request's answer was late")
+    peer.did_not_answer("another request's answer was late", following.rig.now)
     following.look(is_computed=True)
     while len(following.lenders.asked) < flow.MOST_FAILURES:
         assert not peer.is_usable
@@ -197,7 +197,7 @@ def test_a_peer_whose_stream_broke_is_asked_once_its_pause_is_over() -> None:
     peer = Peer(NearControl.__new__(NearControl), lambda: following.rig.now)
     following.look(is_computed=True)
     following.promise(8)
-    peer.failed("a connection took too long")
+    peer.did_not_send("a connection took too long", following.rig.now)
     following.at.tell(range(8), GONE)
     while len(following.lenders.asked) < 2:
         following.pass_time(flow.PAUSE_SECONDS)
@@ -357,3 +357,51 @@ def test_their_keys_take_only_so_much_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_end_has_words_for_operators() -> None:
     assert set(EXPECTATIONS) == {end.value for end in flow.ExpectationEnd}
+
+
+def test_a_peer_that_is_paused_is_asked_once_it_may_be_and_that_is_no_failure() -> None:
+    following = Following()
+    following.look(is_computed=True)
+    for _ in range(2 * flow.MOST_FAILURES):
+        asked = len(following.lenders.asked)
+        following.lenders.told[-1](Promise(problem="it failed another request", ask_in=0.5))
+        following.pass_time(0.4)
+        assert len(following.lenders.asked) == asked
+        following.pass_time(0.2)
+        assert len(following.lenders.asked) == asked + 1
+    following.promise(8)
+    following.at.tell(range(8), LENT)
+    assert following.look(is_computed=True) == (8, 0)
+
+
+def test_a_peer_that_is_left_alone_for_long_is_done_without_where_it_has_computed_all() -> None:
+    for is_computed in (True, False):
+        following = Following()
+        following.look(is_computed=is_computed)
+        following.lenders.told[-1](Promise(problem="no answer", ask_in=2 * flow.LONGEST_PAUSE_SECONDS))
+        assert following.ended("unreachable") == is_computed
+
+
+def test_a_peer_that_sends_a_little_each_time_is_not_followed_for_ever() -> None:
+    following = Following()
+    following.look(patience=60.0)
+    for sealed in range(1, 1 + flow.MOST_FAILURES):
+        assert following.ended("other") == 0
+        following.promise(9 - sealed)
+        following.at.tell([0], LENT)
+        following.look(patience=60.0)
+        following.pass_time(2 * flow.SILENT_SECONDS)
+        following.at.tell(range(1, 9 - sealed), GONE)
+        assert following.rig.core.counters["expected_blocks"] == sealed
+    assert following.ended("other") == 1
+
+
+def test_a_peer_whose_streams_are_cut_again_and_again_is_followed_to_the_end() -> None:
+    following = Following()
+    following.look()
+    for sealed in range(1, 9):
+        following.promise(9 - sealed)
+        following.at.tell([0], LENT)
+        following.at.tell(range(1, 9 - sealed), GONE)
+        assert following.look()[0] == sealed
+    assert following.ended("arrived") == 1

@@ -22,7 +22,7 @@ from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState, WritePolicy
-from tests.unit.rigs.ledger_rig import chain, prefill, serve, windowed
+from tests.unit.rigs.ledger_rig import chain, hybrid, prefill, serve, windowed
 from tests.unit.rigs.storage_flows_rig import (
     BACK,
     GONE,
@@ -354,6 +354,18 @@ def test_windowed_groups_come_where_a_window_needs_them() -> None:
     assert len(at.rig.model.blocks.index) == 4, "the fifth has its window to come"
     at.tell([4, 5], WHOLE, group=1)
     assert hit(ask()) == (0, 6, 6)
+
+
+def test_a_fetch_makes_room_for_all_that_its_hit_needs() -> None:
+    """A full host: blocks that come without a window and a state are read for nothing."""
+    at = storing("abcd", layout=hybrid(), host=14, policy=WritePolicy.WRITE_THROUGH)
+    for number, prompt in enumerate(("uvwx", "mnop", "qrst"), start=1):
+        serve(at.rig, at.lease, number, prompt)
+        at.rig.settle()
+    assert at.rig.host.pools[0].unreserved < 4
+    waits(at.ask("abcd", 9)())
+    [fetch] = at.storage.fetches
+    assert [sum(page >= 0 for page in pages) for pages in fetch.pages] == [4, 2, 4]
 
 
 def test_without_its_window_a_block_comes_and_a_hit_ends_before() -> None:

@@ -128,9 +128,10 @@ def half_and_half() -> tuple[Rig, str]:
     rig, a = backed_up("abc", device=(16, 3), host=(8, 2))
     take_and_keep(rig, a, 2, 2)
     index = rig.model.blocks.index
+    rig.model.blocks.drop_window(rig.host, 1, index.rows[chain(*"abc")[-KEY_BYTES:]])
     device = [bool(rig.place().states[1][row]) for row in index.path(index.rows[chain(*"abc")[-KEY_BYTES:]])]
     assert device == [False, False, True]
-    assert [window for _, window in on_host(rig, *"abc")] == [True, True, False]
+    assert [window for _, window in on_host(rig, *"abc")] == [False, True, False]
     return rig, a
 
 

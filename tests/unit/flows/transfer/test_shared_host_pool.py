@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
+from cachesvc.flows.engine.publish import Publishing, publish
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.backup import back_up
-from cachesvc.flows.transfer.late_states import back_up_states
+from cachesvc.flows.transfer.late_states import back_up_copies
 from cachesvc.flows.transfer.transfers import store_pairs, submit
+from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
-from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain, rig_of
-from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, begin, compute, sequence_of, serve
+from cachesvc.policy.writing import WriteRule
+from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain, rig_of, windowed
+from tests.unit.rigs.ledger_rig import serve as plain_serve
+from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, Ends, begin, compute, hit, sequence_of, serve
 
 
 def test_blocks_are_copied_to_the_host_before_windows_and_states_take_its_pages() -> None:
@@ -109,13 +114,123 @@ def test_a_state_of_a_block_that_leaves_the_device_is_not_copied_from_there() ->
     (late,) = (page for page in sequence_of(ends, 1).tables[STATE] if page != NO_PAGE)
     rig.run(publish, lease, 1, 2, b"", 0, None, (GroupCells(STATE, 0, (late,)),))
     rig.run(release, lease, 1)
+    rig.settle()
+    rig.model.blocks.drop_window(rig.host, STATE, row)
     plan, _ = rig.model.evictor.plan_device(rig.place(), 2, to_host=True)
     assert [drain.copied for drain in plan.drains] == [True, False]
     ticket = rig.core.ledger.tickets.open(rig.model.id, replica.id, Direction.STORE, Urgency.AWAITED)
     ticket.drains = plan.drains
     coming = carry_out(rig.core, rig.model, plan, ticket.id)
     submit(rig.core, rig.model, ticket, store_pairs(rig.place(), coming), layered=False)
-    back_up_states(rig.core, rig.model, replica, [(STATE, row)])
+    back_up_copies(rig.core, rig.model, replica, [(STATE, row)])
     assert list(rig.mover.transfers) == [ticket.id], "its page is freed with the block, and may be another's by then"
     rig.settle()
     assert rig.free() == [8] * 3
+
+
+# -- parts of a prompt that come, age and go together ------------------------------------------------------------------
+
+
+def on_host(ends: Ends, group: int, prompt: str) -> list[int]:
+    """Positions of a prompt of which the host has a group's copy."""
+    keys, index = chain(*prompt), ends.rig.model.blocks.index
+    rows = [index.rows.get(keys[at : at + KEY_BYTES], NO_ROW) for at in range(0, len(keys), KEY_BYTES)]
+    return [at for at, row in enumerate(rows) if row != NO_ROW and ends.rig.host.states[group][row] == READY]
+
+
+@pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
+def test_a_full_host_takes_new_prompts_with_their_ends_and_lets_old_ones_go_whole(policy: WritePolicy) -> None:
+    ends = begin(14, host=21, policy=policy)
+    prompts = ["abcd", "efgh", "ijkl", "mnop", "qrst"]
+    for number, prompt in enumerate(prompts, start=1):
+        serve(ends, number, prompt, states=(3,))
+        ends.rig.settle()
+    served = [hit(ends, 10 + number, prompt)[:2] for number, prompt in enumerate(prompts)]
+    assert [sum(each) for each in served[-3:]] == [4, 4, 4]
+    for prompt in prompts:
+        full, state = on_host(ends, FULL, prompt), on_host(ends, STATE, prompt)
+        is_elsewhere = policy is WritePolicy.WRITE_BACK  # the device has what it has not drained
+        assert not state or is_elsewhere or full == [0, 1, 2, 3], "an end without its blocks is of no use"
+    ends.rig.check()
+
+
+def test_blocks_of_a_running_prompt_wait_on_the_host_for_their_state() -> None:
+    """They are no worse than older prompts, though no prompt can go on behind them yet."""
+    ends = begin(80, host=14, policy=WritePolicy.WRITE_THROUGH)
+    rig, lease = ends
+    for number, prompt in enumerate(("abcd", "efgh"), start=1):
+        serve(ends, number, prompt, states=(3,))
+        rig.settle()
+    keys = chain(*"mnop")
+    rig.run(match, lease, 3, keys, 0)
+    rig.run(partial(allocate, positions={STATE: []}), lease, 3, 2)
+    rig.run(publish, lease, 3, 0, keys[: 2 * KEY_BYTES], 2)
+    rig.settle()
+    serve(ends, 4, "wx", states=(1,))
+    rig.settle()
+    assert on_host(ends, FULL, "mnop") == [0, 1]
+    rig.run(partial(allocate, positions={STATE: [3]}), lease, 3, 4)
+    cells = (GroupCells(STATE, 3, (sequence_of(ends, 3).tables[STATE][3],)),)
+    rig.run(publish, lease, 3, 2, keys[2 * KEY_BYTES :], 2, Publishing(), cells)
+    rig.run(release, lease, 3)
+    rig.settle()
+    assert on_host(ends, FULL, "mnop") == [0, 1, 2, 3]
+    assert on_host(ends, STATE, "mnop") == [3]
+    assert on_host(ends, FULL, "abcd") == [], "the oldest has gone"
+    rig.check()
+
+
+def test_a_copy_that_a_hit_on_the_device_looks_back_to_follows_its_block_to_the_host() -> None:
+    ends = begin(60, host=12, policy=WritePolicy.WRITE_THROUGH)
+    compute(ends, 1, "abcd", states=(1, 3))
+    rig, lease = ends
+    rig.settle()
+    blocks = rig.model.blocks
+    row = blocks.index.rows[chain(*"ab")[-KEY_BYTES:]]
+    rig.run(release, lease, 1)
+    if rig.host.states[STATE][row] == READY:
+        blocks.drop_window(rig.host, STATE, row)
+    rig.run(match, lease, 2, chain(*"abxy"), 0)
+    rig.settle()
+    assert rig.host.states[STATE][row] == READY
+    rig.run(release, lease, 2)
+    rig.settle()
+    rig.check()
+
+
+def test_an_end_follows_blocks_that_the_host_had_without_it() -> None:
+    ends = begin(60, host=40, policy=WritePolicy.WRITE_THROUGH)
+    rig = ends.rig
+    serve(ends, 1, "abcd")
+    rig.settle()
+    assert on_host(ends, FULL, "abcd") == [0, 1, 2, 3]
+    assert on_host(ends, STATE, "abcd") == []
+    rig.core.writing = WriteRule(WritePolicy.WRITE_BACK)
+    serve(ends, 2, "abcd", states=(3,))
+    rig.settle()
+    assert on_host(ends, STATE, "abcd") == [3]
+    rig.check()
+
+
+def test_room_for_a_late_state_costs_no_block_that_it_belongs_to() -> None:
+    ends = begin(40, host=4, policy=WritePolicy.WRITE_THROUGH)
+    rig, lease = ends
+    sequence = compute(ends, 1, "abcd")
+    rig.settle()
+    before = on_host(ends, FULL, "abcd")
+    rig.run(partial(allocate, positions={STATE: [4]}), lease, 1, 5)
+    rig.run(publish, lease, 1, 4, b"", 0, None, (GroupCells(STATE, 3, (sequence.tables[STATE][4],)),))
+    rig.settle()
+    assert on_host(ends, FULL, "abcd") == before
+    rig.run(release, lease, 1)
+
+
+def test_windows_with_a_host_pool_of_their_own_come_with_new_blocks() -> None:
+    rig = rig_of(windowed(8), device=(32, 32), host=(40, 4), policy=WritePolicy.WRITE_THROUGH)
+    ends = Ends(rig, rig.lease())
+    for number, prompt in enumerate(("abcd", "efgh", "ijkl", "mnop"), start=1):
+        plain_serve(rig, ends.lease, number, prompt)
+        rig.settle()
+    assert on_host(ends, WINDOW, "mnop")[-2:] == [2, 3]
+    assert [on_host(ends, FULL, prompt) for prompt in ("abcd", "mnop")] == [[0, 1, 2, 3]] * 2
+    rig.check()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from hashlib import sha256
 
 from cachesvc.flows.models.admin import evict
+from cachesvc.flows.models.registration import RegisterRequest, register
+from cachesvc.flows.models.sizing import PoolRequest
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.fleet.digest import PeerDigest, words_of
+from cachesvc.peer.fleet.digest import LEAST_BITS, CountedDigest, PeerDigest, bits_for, words_of
 from cachesvc.service.calls.digests import MOST_READERS, DigestFeed
 from cachesvc.service.calls.lending import MOST_PATIENT
 from cachesvc.service.rpc.peer_service import MOST_CALLS
 from tests.unit.rigs.dispatch_rig import Desk
-from tests.unit.rigs.ledger_rig import chain, serve
+from tests.unit.rigs.ledger_rig import chain, one_group, serve
 
 
 def has(digest: PeerDigest, prompt: str) -> list[bool]:
@@ -85,3 +88,37 @@ def test_readers_that_wait_leave_places_for_calls_that_do_not() -> None:
             assert all(await asyncio.gather(*waiting))
 
     asyncio.run(run())
+
+
+def test_it_is_made_anew_when_there_are_more_blocks_than_it_has_bits_for() -> None:
+    """Daemons start, and are asked for their digests, before engines register."""
+
+    async def run() -> None:
+        async with Desk() as desk:
+            rig, digest, feed = desk.rig, PeerDigest(), DigestFeed(desk.node)
+            serve(rig, rig.lease(), 1, "abcd")
+            await learn(feed, digest)
+            assert 8 * len(digest.bits) == LEAST_BITS
+            pages, devices = PoolRequest((LEAST_BITS,)), tuple(rig.vault.device_bytes)
+            register(rig.core, rig.vault, RegisterRequest("large", one_group(), b"", devices, pages, pages), 0.0)
+            await learn(feed, digest)
+            assert 8 * len(digest.bits) == bits_for(2 * LEAST_BITS + 16 + 32)
+            assert has(digest, "abcd") == [True] * 4
+            assert has(digest, "wxyz") == [False] * 4
+            before = digest.version
+            await learn(feed, digest)
+            assert digest.version == before, "once"
+
+    asyncio.run(run())
+
+
+def test_a_digest_that_is_full_is_none() -> None:
+    digest, counted = PeerDigest(), CountedDigest(LEAST_BITS)
+    keys = b"".join(sha256(bytes([at & 255, at >> 8])).digest() for at in range(LEAST_BITS))
+    few = LEAST_BITS // 16 * KEY_BYTES
+    found = []
+    for some, came, version in ((keys[:few], True, 0), (keys[few:], True, 0), (keys[few:], False, None)):
+        counted.change(some, came=came)
+        digest.learn(counted.news(1, digest.version if version is None else version))
+        found.append((digest.is_known, counted.is_saturated))
+    assert found == [(True, False), (False, True), (True, False)], "of a node that may have anything, none is known"

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from cachesvc.flows.context.core import Core
-from cachesvc.flows.models.registration import RegisterRequest
+from cachesvc.flows.models.registration import Registered, RegisterRequest
 from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.models.tenant_budget import memory_of
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host.pool import HostPool
 from cachesvc.memory.shm.backend import ShmBackend, ShmSlab
@@ -27,6 +28,7 @@ from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.vault import Vault
 from tests.conservation import audit
 from tests.unit.rigs.ledger_rig import windowed
+from tests.unit.swap.test_vault import two_ranks
 
 LAYOUT = windowed()
 PAGES = (64, 64)
@@ -35,15 +37,23 @@ HOST_BYTES = 1 << 20
 
 
 class GatedBackend(ShmBackend):
-    """``begun`` counts slabs that are asked for. Each waits for a permit, and ends with ``breaks`` where it is set."""
+    """``begun`` counts slabs that are asked for on the first device. Each waits for a permit, and ends with ``breaks``
+    where it is set. ``silent``: devices that do not answer."""
 
-    def __init__(self) -> None:
-        super().__init__(1, POOL_BYTES, timeline_words=64)
+    def __init__(self, devices: int = 1) -> None:
+        super().__init__(devices, POOL_BYTES, timeline_words=64)
+        self.silent: set[str] = set()
         self.begun = threading.Semaphore(0)
         self.permits = threading.Semaphore(0)
         self.breaks: Exception | None = None
 
+    def require_answer(self, device: str) -> None:
+        if device in self.silent:
+            raise Unavailable(f"the mover of {device} does not answer")
+
     def create_slab(self, device: str, size_bytes: int) -> ShmSlab:
+        if device != "shm-0":
+            return super().create_slab(device, size_bytes)
         self.begun.release()
         self.permits.acquire()
         if self.breaks is not None:
@@ -54,8 +64,8 @@ class GatedBackend(ShmBackend):
 class Desk:
     """A node with a registrar over shared memory."""
 
-    def __init__(self) -> None:
-        self.backend = GatedBackend()
+    def __init__(self, devices: int = 1) -> None:
+        self.backend = GatedBackend(devices)
         self.engine = SwapEngine(InProcessMovers(self.backend), lambda *_: None)
         self.core = Core(Ledger(), self.engine, eviction_policy("lru"), WriteRule(WritePolicy.WRITE_BACK))
         self.node = Node(self.core, epoch=1, wait_seconds=1.0, lease_seconds=3600.0)
@@ -86,11 +96,15 @@ class Desk:
         """Until a slab is being made, with the loop free for others."""
         await asyncio.to_thread(self.backend.begun.acquire)
 
-    def register(self, name: str, pages: tuple[int, ...] = PAGES, caller: str = "a") -> asyncio.Task[object]:
-        return asyncio.get_running_loop().create_task(self.registrar.register(self.request(name, pages), caller))
+    def register(
+        self, name: str, pages: tuple[int, ...] = PAGES, caller: str = "a", device: str = "shm-0"
+    ) -> asyncio.Task[Registered]:
+        request = self.request(name, pages, device)
+        return asyncio.get_running_loop().create_task(self.registrar.register(request, caller))
 
-    def request(self, name: str, pages: tuple[int, ...]) -> RegisterRequest:
-        return RegisterRequest(name, LAYOUT, device_pool=PoolRequest(pages), host_pool=PoolRequest((8, 8)))
+    def request(self, name: str, pages: tuple[int, ...], device: str = "shm-0", host: int = 8) -> RegisterRequest:
+        wanted = PoolRequest(pages), PoolRequest((host, host))
+        return RegisterRequest(name, LAYOUT, devices=(device,), device_pool=wanted[0], host_pool=wanted[1])
 
     @property
     def names(self) -> list[str]:
@@ -102,8 +116,8 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk_of() -> AsyncIterator[Desk]:
-    desk = Desk()
+async def desk_of(devices: int) -> AsyncIterator[Desk]:
+    desk = Desk(devices)
     desk.start()
     try:
         yield desk
@@ -111,9 +125,9 @@ async def desk_of() -> AsyncIterator[Desk]:
         await desk.close()
 
 
-def run(test: Callable[[Desk], object]) -> None:
+def run(test: Callable[[Desk], object], devices: int = 1) -> None:
     async def main() -> None:
-        async with desk_of() as desk:
+        async with desk_of(devices) as desk:
             await test(desk)  # type: ignore[misc]
 
     asyncio.run(main())
@@ -129,9 +143,9 @@ def test_the_loop_is_free_while_memory_is_made_and_the_same_model_is_made_once()
         second = desk.register("m")
         desk.permit()
         one, other = await first, await second
-        assert (one.existed, other.existed) == (False, True)  # type: ignore[attr-defined]
-        assert one.model is other.model  # type: ignore[attr-defined]
-        assert (await desk.register("m")).existed  # type: ignore[attr-defined]
+        assert (one.existed, other.existed) == (False, True)
+        assert one.model is other.model
+        assert (await desk.register("m")).existed
         assert desk.free[0] == 0
 
     run(test)
@@ -196,7 +210,7 @@ def test_each_process_has_its_turn_before_any_has_two() -> None:
     async def test(desk: Desk) -> None:
         ended: list[str] = []
 
-        def register(name: str, caller: str) -> asyncio.Task[object]:
+        def register(name: str, caller: str) -> asyncio.Task[Registered]:
             task = desk.register(name, caller=caller)
             task.add_done_callback(lambda _: ended.append(name))
             return task
@@ -242,7 +256,7 @@ def test_a_caller_that_goes_away_is_served_to_the_end_or_not_at_all() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
         desk.permit()
-        assert (await desk.register("begun")).existed  # type: ignore[attr-defined]
+        assert (await desk.register("begun")).existed
         assert desk.names == ["begun"]
 
     run(test)
@@ -288,3 +302,115 @@ def test_pools_of_a_device_that_loses_its_memory_while_they_are_made_serve_nobod
         assert desk.free[0] == 0, "the lost pools have made room"
 
     run(test)
+
+
+def test_a_device_that_is_being_waited_for_keeps_no_other_one_waiting() -> None:
+    """The models are each one's own, and one of them is both's: it comes with its first replica."""
+
+    async def test(desk: Desk) -> None:
+        slow = desk.register("shared")
+        await desk.begun()
+        behind = desk.register("behind")
+        other = await desk.register("shared", device="shm-1", pages=(16, 16))
+        alone = await desk.register("alone", device="shm-1", pages=(16, 16))
+        assert not slow.done()
+        assert not behind.done()
+        assert (other.existed, desk.names) == (False, ["shared", "alone"])
+        assert [replica.devices for replica in other.model.replicas] == [("shm-1",)]
+        assert alone.model is not other.model
+        desk.permit(2)
+        first = await slow
+        assert first.model is other.model
+        assert sorted(replica.id for replica in first.model.replicas) == [0, 1]
+        assert [replica.place.number - 1 for replica in first.model.replicas] == [1, 0]
+        behind.cancel()
+
+    run(test, 2)
+
+
+def test_memory_that_is_being_made_counts_for_those_that_plan_beside_it() -> None:
+    """Neither the host's pages nor the tenant's are given twice, and a model with a replica on its way is not idle."""
+
+    async def test(desk: Desk) -> None:
+        made = await desk.register("old", device="shm-1", pages=(16, 16))
+        made.model.expected = 0
+        slow = desk.register("old")
+        await desk.begun()
+        every_page = HOST_BYTES // sum(map(LAYOUT.host_page_bytes, range(2)))
+        request = desk.request("new", (16, 16), "shm-1", every_page)
+        with pytest.raises(PoolExhausted, match="host"):
+            await desk.registrar.register(request, "b")
+        assert memory_of([made.model]).device_bytes == POOL_BYTES + device_bytes(LAYOUT, (16, 16))
+        desk.permit(2)
+        assert (await slow).model is made.model
+        assert desk.names == ["old"]
+
+    run(test, 2)
+
+
+def test_a_model_of_which_one_replica_cannot_be_made_stays_with_the_other_one() -> None:
+    async def test(desk: Desk) -> None:
+        free = desk.free[1]
+        slow = desk.register("m")
+        await desk.begun()
+        other = await desk.register("m", device="shm-1", pages=(16, 16))
+        desk.backend.breaks = Unavailable("no memory")
+        desk.permit(1)
+        with pytest.raises(Unavailable, match="no memory"):
+            await slow
+        assert (desk.names, other.model.coming) == (["m"], {})
+        assert desk.free[1] == free - 2 * 4096
+        desk.backend.breaks = None
+        desk.permit(2)
+        again = await desk.register("m")
+        assert (again.model, again.replica.id) == (other.model, 2), "a number is never given twice"
+
+    run(test, 2)
+
+
+def test_a_model_whose_only_replica_cannot_be_made_leaves_no_host_memory_taken() -> None:
+    async def test(desk: Desk) -> None:
+        free = desk.free
+        desk.backend.breaks = Unavailable("no memory")
+        desk.permit(1)
+        with pytest.raises(Unavailable, match="no memory"):
+            await desk.register("m")
+        assert (desk.names, desk.free, desk.core.ledger.coming) == ([], free, {})
+
+    run(test)
+
+
+def test_no_idle_model_leaves_for_a_device_that_does_not_answer() -> None:
+    async def test(desk: Desk) -> None:
+        desk.permit()
+        (await desk.register("idle")).model.expected = 0
+        desk.backend.silent.add("shm-0")
+        with pytest.raises(Unavailable, match="does not answer"):
+            await desk.register("new")
+        assert desk.names == ["idle"]
+
+    run(test)
+
+
+def test_one_that_wants_two_devices_is_passed_by_none_that_wants_one_of_them() -> None:
+    async def test(desk: Desk) -> None:
+        ended: list[str] = []
+
+        def register(request: RegisterRequest) -> asyncio.Task[Registered]:
+            task = asyncio.get_running_loop().create_task(desk.registrar.register(request, request.name))
+            task.add_done_callback(lambda _: ended.append(request.name))
+            return task
+
+        small = PoolRequest((8,)), PoolRequest((8,))
+        wide = RegisterRequest(
+            "both", two_ranks(16), devices=("shm-0", "shm-1"), device_pool=small[0], host_pool=small[1]
+        )
+        first = desk.register("first", (8, 8))
+        await desk.begun()
+        tasks = [register(wide), register(desk.request("late", (8, 8), "shm-1"))]
+        await asyncio.sleep(0)
+        desk.permit(3)
+        await asyncio.gather(first, *tasks)
+        assert ended == ["both", "late"]
+
+    run(test, 2)

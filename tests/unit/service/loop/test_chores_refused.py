@@ -21,7 +21,8 @@ def carried_out(rig: Rig, chores: list[Callable[[], bool]]) -> None:
         node = Node(rig.core, epoch=1, wait_seconds=1.0, lease_seconds=60.0)
         vault: Any = None
         node.start(vault)
-        rig.core.chores.extend(Chore(rig.model.id, each) for each in chores)
+        for each in chores:
+            rig.core.chores.append(Chore(rig.model.id, each))
         node.run(lambda: None)
         for _ in range(8):
             await asyncio.sleep(0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import deque
 from collections.abc import Iterator
 
 import pytest
 
-from cachesvc.flows.context.turns import Chore, tidy
+from cachesvc.flows.context.turns import Chore, Chores, tidy
 from cachesvc.service.loop.garbage import (
     FREEZE_ROWS,
     FULL_EVERY_SECONDS,
@@ -59,7 +58,9 @@ def rig() -> Iterator[Rig]:
 
 def test_what_is_new_is_passed_over_before_other_chores(rig: Rig) -> None:
     gone = rig.ring()
-    chores = deque(Chore(1, bool) for _ in range(3))
+    chores = Chores()
+    for _ in range(3):
+        chores.append(Chore(1, bool))
     for _ in range(MOST_FLOWS):
         rig.collector.glance(chores)
     assert len(chores) == 4
@@ -97,7 +98,7 @@ def test_a_daemon_at_work_makes_full_passes_as_rare_as_they_are_long(rig: Rig) -
             rig.collector.rest(earlier)  # old by now
         del ring
         for _ in range(QUIET_FLOWS + 1):
-            rig.collector.glance(deque())
+            rig.collector.glance(Chores())
         rig.collector.rest(now + LATE_SECONDS)
         return gone() is None
 
@@ -150,7 +151,7 @@ def test_rows_that_went_are_no_reason_to_freeze_late(rig: Rig) -> None:
 
 def test_what_replaces_old_objects_is_passed_over_though_the_count_stands_still(rig: Rig) -> None:
     """A full cache drops as much as it makes: nothing was passed over until a sweep, and then all at once."""
-    chores: deque[Chore] = deque()
+    chores = Chores()
     gone = rig.ring()
     old = [[number] for number in range(YOUNG_OBJECTS)]
     gc.collect()
@@ -165,7 +166,7 @@ def test_what_replaces_old_objects_is_passed_over_though_the_count_stands_still(
 
 
 def test_what_is_new_is_passed_over_in_a_turn_once_there_is_enough_of_it(rig: Rig) -> None:
-    chores: deque[Chore] = deque()
+    chores = Chores()
     rig.collector.glance(chores)
     assert not chores
     gone = rig.ring()
@@ -176,7 +177,7 @@ def test_what_is_new_is_passed_over_in_a_turn_once_there_is_enough_of_it(rig: Ri
     assert gone() is not None
     assert chore.go_on()
     assert gone() is None
-    chores.clear()
+    chores.popleft()
     rig.collector.glance(chores)
     assert not chores
     assert len(kept) > YOUNG_OBJECTS

@@ -7,7 +7,10 @@ import asyncio
 import pytest
 from kvcache.v1 import cache_pb2, lease_pb2
 
-from cachesvc.flows.leases.leases import process_gone
+from cachesvc.flows.context.turns import begin, tidy
+from cachesvc.flows.engine.allocate import allocate
+from cachesvc.flows.engine.match import match
+from cachesvc.flows.leases.leases import open_lease, process_arrived, process_gone
 from tests.unit.rigs.dispatch_rig import Desk, turns
 from tests.unit.rigs.dispatch_rig import allocate as allocating
 from tests.unit.rigs.dispatch_rig import match as matching
@@ -103,3 +106,34 @@ def test_a_chore_that_breaks_takes_its_model_out_of_service_and_the_next_one_goe
             assert b not in rig.core.ledger.leases
 
     asyncio.run(main())
+
+
+def test_background_work_of_a_process_is_not_behind_the_end_of_another_one_with_many_leases() -> None:
+    """It has every second turn, however many leases end."""
+    rig = rig_of(one_group(), device=(1024,))
+    rig.core.turns = rig.core.turns._replace(pages=4, holds=1)
+    dead = TOKEN + b"dead"
+    process_arrived(rig.core, dead, 2, 1)
+    for number in range(40):
+        lease = open_lease(rig.core, rig.model.id, 0, "e", dead, number + 1, rig.now).id
+        rig.run(match, lease, 1, b"", 0)
+        rig.run(allocate, lease, 1, 12)
+    chores, done = rig.core.chores, list[int]()
+
+    def land_some() -> bool:
+        done.append(len(done))
+        return len(done) == 4
+
+    process_gone(rig.core, dead)
+    for _ in range(4):
+        tidy(chores)
+    assert len(chores) > 16, "its leases end, in turns"
+    begin(chores, rig.model.id, land_some, at_once=False, party=(7, 7))
+    for _ in range(8):
+        tidy(chores)
+    assert len(done) == 4
+    while chores:
+        tidy(chores)
+    rig.check()
+    assert not rig.core.ledger.leases
+    assert rig.place().pools[0].free == 1024

@@ -12,10 +12,11 @@ import pytest
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.peer.fleet.control import Borrowed
+from cachesvc.peer.fleet.control import Borrowed, Loan, PeerRefused
 from cachesvc.service.rpc.peer_client import GrpcControl
 from cachesvc.service.rpc.peer_service import PeerListening
 from cachesvc.storage.seam import Part, Scope
+from cachesvc.wire.status import ERROR_METADATA_KEY
 
 KEYS = bytes(32 * 4)
 PARTS = [Part(65535, 0, 1), Part(1, 0, 1)]
@@ -41,9 +42,10 @@ class Answering(peer_pb2_grpc.PeerServiceServicer):
 
 
 @contextmanager
-def answering(answer: peer_pb2.BorrowResponse, port: int = 0) -> Iterator[int]:
+def answering(answer: peer_pb2.BorrowResponse | Answering, port: int = 0) -> Iterator[int]:
     server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 1)])
-    peer_pb2_grpc.add_PeerServiceServicer_to_server(Answering(answer), server)
+    service = answer if isinstance(answer, Answering) else Answering(answer)
+    peer_pb2_grpc.add_PeerServiceServicer_to_server(service, server)
     at = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
@@ -99,17 +101,57 @@ def test_an_answer_to_another_question_is_none(answer: peer_pb2.BorrowResponse) 
     assert "was asked for 8" in str(said)
 
 
+LOAN = Loan(1, 7, bytes(32), "127.0.0.1", 7101, 30.0, (True,))
+
+
+def beat(control: GrpcControl) -> CacheError | None:
+    said: Future[CacheError | None] = Future()
+    control.beat_later([LOAN], 60.0, said.set_result)
+    return said.result()
+
+
 def test_a_closed_connection_stays_closed() -> None:
     """A heartbeat that came late opened a channel that nothing closed any more."""
     with answering(peer_pb2.BorrowResponse()) as port:
         control = GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)
-        control.beat([1], 60.0)
+        assert beat(control) is None
         control.close()
         for call in (
-            lambda: control.beat([1], 60.0),
-            lambda: control.give_back(1, 60.0),
+            lambda: control.beat_later([LOAN], 60.0, lambda _: None),
+            lambda: control.give_back_later(LOAN, 60.0, lambda _: None),
             lambda: control.news_later(0, 0, 60.0, lambda _: None),
             lambda: borrow_by(control),
         ):
             with pytest.raises(Unavailable, match="the connection was closed"):
                 call()
+
+
+@pytest.mark.parametrize(
+    ("code", "metadata", "is_answer", "is_full"),
+    [
+        (grpc.StatusCode.OUT_OF_RANGE, ((ERROR_METADATA_KEY, "LIMIT"),), True, True),
+        (grpc.StatusCode.INVALID_ARGUMENT, ((ERROR_METADATA_KEY, "INVALID"),), True, False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, (), True, True),
+        (grpc.StatusCode.UNAVAILABLE, (), False, False),
+        (grpc.StatusCode.UNAUTHENTICATED, ((ERROR_METADATA_KEY, "UNAUTHENTICATED"),), False, False),
+    ],
+)
+def test_a_refusal_is_an_answer_of_the_peer(
+    code: grpc.StatusCode, metadata: tuple[tuple[str, str], ...], is_answer: bool, is_full: bool
+) -> None:
+    """One that is full, or is asked for another layout, is there for all other calls."""
+
+    class Refusing(Answering):
+        def Borrow(self, request: peer_pb2.BorrowRequest, context: grpc.ServicerContext) -> peer_pb2.BorrowResponse:
+            context.set_trailing_metadata(metadata)
+            context.abort(code, "not now")
+            raise AssertionError("abort raises")
+
+    with (
+        answering(Refusing(peer_pb2.BorrowResponse())) as port,
+        closing(GrpcControl(f"127.0.0.1:{port}", PeerListening(""), None)) as control,
+    ):
+        said = borrow_by(control)
+    assert isinstance(said, CacheError)
+    assert isinstance(said, PeerRefused) == is_answer
+    assert getattr(said, "is_full", False) == is_full

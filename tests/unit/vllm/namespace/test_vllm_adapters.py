@@ -1,145 +1,150 @@
-"""Adapters are distinguished by their files, whatever they are called, and only for as long as these stay."""
+"""Salts of adapters are what the workers have loaded, for as long as that is known."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from cachesvc_vllm.namespace.adapters import CONFIG, LOOK_S, Adapters
+from cachesvc_vllm.namespace.adapters import AdapterReport, Adapters, content_digest
 
-WEIGHTS = "adapter_model.safetensors"
+from cachesvc.model.keys import KEY_BYTES
+
+D1, D2, D3 = b"1" * KEY_BYTES, b"2" * KEY_BYTES, b"3" * KEY_BYTES
 
 
 @dataclass
 class LoRARequest:
     """Stand-in for vLLM's own."""
 
-    lora_path: str
     lora_int_id: int = 1
+    lora_path: str = "folder"
     lora_name: str = "a"
 
 
-@contextmanager
-def adapters(locate: Callable[[str], str] = str, clock: Callable[[], float] = lambda: 0.0) -> Iterator[Adapters]:
-    """Those of an engine."""
-    made = Adapters(locate, clock)
-    try:
-        yield made
-    finally:
-        made.close()
+class Scheduler:
+    """Steps of an engine. ``running``: the adapters in use."""
 
+    def __init__(self, ranks: int = 1, most_together: int = 4, most_loaded: int = 4) -> None:
+        self.running: set[int] = set()
+        self.adapters = Adapters(lambda: self.running, ranks, most_together, most_loaded)
 
-def salt_of(made: Adapters, asked: LoRARequest) -> bytes:
-    """Once its files were read."""
-    while (salt := made.salt(asked)) is None:
-        pass
-    return salt
+    def step(self, *ranks: dict[int, bytes], epoch: int | None = None) -> list[int]:
+        """Schedule a step, whose output has the report of these ranks, or none. Return the adapters it asks for."""
+        asked, at = self.adapters.begin_step(), self.adapters.epoch if epoch is None else epoch
+        if ranks:
+            self.adapters.learn(AdapterReport(at, dict(enumerate(ranks))))
+        self.adapters.end_step()
+        return [each.lora_int_id for each in asked]
 
-
-def first_salt(folder: Path) -> bytes:
-    """Salt of an engine that starts now."""
-    with adapters() as made:
-        return salt_of(made, LoRARequest(str(folder)))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """An adapter."""
-    made = tmp_path / "adapter"
-    made.mkdir()
-    (made / WEIGHTS).write_bytes(os.urandom(1000))
-    (made / CONFIG).write_text('{"r": 8}')
-    return made
-
-
-def test_equal_files_give_equal_salts_and_other_ones_others(folder: Path) -> None:
-    first = first_salt(folder)
-    assert len(first) == 32
-    assert first_salt(folder) == first
-    (folder / "README.md").write_text("words")
-    assert first_salt(folder) == first
-    (folder / CONFIG).write_text('{"r": 9}')
-    assert first_salt(folder) != first
-    (folder / CONFIG).write_text('{"r": 8}')
-    assert first_salt(folder) == first
-    (folder / WEIGHTS).write_bytes(os.urandom(1000))
-    assert first_salt(folder) != first
+    def salt(self, number: int = 1) -> bytes | None:
+        """Salt of a request with an adapter."""
+        return self.adapters.salt(LoRARequest(number))
 
 
 def test_a_request_without_an_adapter_has_no_salt() -> None:
-    with adapters() as made:
-        assert made.salt(None) == b""
+    assert Scheduler().adapters.salt(None) == b""
 
 
-def test_nothing_is_waited_for_while_files_are_read(folder: Path) -> None:
-    may_read = threading.Event()
-
-    def locate(path: str) -> str:
-        may_read.wait()
-        return path
-
-    with adapters(locate) as made:
-        asked = LoRARequest(str(folder))
-        assert made.salt(asked) is None
-        assert made.salt(asked) is None
-        may_read.set()
-        assert salt_of(made, asked) == first_salt(folder)
+def test_a_request_waits_for_the_step_that_asks_what_is_loaded() -> None:
+    engine = Scheduler()
+    assert [engine.salt(), engine.salt()] == [None, None]
+    assert engine.step({1: D1}) == [1]
+    assert [engine.salt(), engine.salt()] == [D1, D1]
+    assert engine.step() == []
 
 
-def test_an_engine_whose_adapter_s_files_change_shares_nothing_under_it(folder: Path) -> None:
-    now = [0.0]
-    with adapters(clock=lambda: now[0]) as made:
-        asked = LoRARequest(str(folder))
-        before = salt_of(made, asked)
-        (folder / WEIGHTS).write_bytes(os.urandom(1001))
-        now[0] += LOOK_S
-        own = salt_of(made, asked)
-        assert own not in (before, first_salt(folder))
-        assert salt_of(made, asked) == own
-        assert salt_of(made, LoRARequest(str(folder), lora_int_id=2)) == first_salt(folder)
+def test_two_engines_agree_and_so_does_one_that_loads_the_same_again_under_another_number() -> None:
+    one, other = Scheduler(), Scheduler()
+    one.step({1: D1})
+    other.step({7: D1, 1: D2})
+    assert one.salt(1) == other.salt(7) == D1 != other.salt(1)
+    one.step({1: D2})
+    assert one.salt(1) == D2
+    one.step({1: D1})
+    assert one.salt(1) == D1
 
 
-def test_a_number_that_comes_to_mean_another_folder_is_shared_by_nobody(folder: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(folder, tmp_path / "other")
-    with adapters() as made:
-        before = salt_of(made, LoRARequest(str(folder)))
-        own = salt_of(made, LoRARequest(str(other)))
-        assert own != before
-        assert salt_of(made, LoRARequest(str(folder))) == own
+def test_what_no_worker_can_say_is_this_engine_s_own_until_one_says() -> None:
+    one, other = Scheduler(), Scheduler()
+    for each in (one, other):
+        assert each.salt() is None
+        each.step({})
+    own = one.salt()
+    assert own is not None
+    assert own == one.salt() != other.salt()
+    one.step({1: D1})
+    assert one.salt() == D1
 
 
-def test_what_cannot_be_read_is_shared_with_nobody(tmp_path: Path) -> None:
-    for missing in (tmp_path / "nowhere", tmp_path):
-        asked = LoRARequest(str(missing))
-        with adapters() as one, adapters() as other:
-            assert salt_of(one, asked) == salt_of(one, asked) != salt_of(other, asked)
+def test_an_answer_to_an_older_question_is_none() -> None:
+    """A step was under way when the adapter was loaded anew, or the cache was reset."""
+    engine = Scheduler()
+    engine.step({1: D1})
+    before = engine.adapters.epoch
+    engine.adapters.forget()
+    assert engine.salt() is None
+    engine.step({1: D1}, epoch=before)
+    assert engine.salt() != D1
+    engine.adapters.forget()
+    assert engine.salt() is None
+    engine.step({1: D2})
+    assert engine.salt() == D2
 
 
-def test_no_call_touches_a_file_and_one_in_a_second_has_them_looked_at(folder: Path) -> None:
-    """Once the thread that reads has ended, every further look raises."""
-    now = [0.0]
-    with adapters(clock=lambda: now[0]) as made:
-        asked = LoRARequest(str(folder))
-        first = salt_of(made, asked)
-        made.close()
-        shutil.rmtree(folder)
-        now[0] += LOOK_S / 2
-        assert [made.salt(asked) for _ in range(100)] == [first] * 100
-        now[0] += LOOK_S / 2
-        with pytest.raises(RuntimeError, match="after shutdown"):
-            made.salt(asked)
+def test_a_reset_ends_an_engine_s_own_salts_too() -> None:
+    engine = Scheduler()
+    engine.salt()
+    engine.step({})
+    own = engine.salt()
+    engine.adapters.forget()
+    engine.salt()
+    engine.step({})
+    assert engine.salt() not in (own, None)
 
 
-def test_any_error_of_finding_an_adapter_keeps_it_apart(folder: Path) -> None:
-    def locate(path: str) -> str:
-        raise ValueError(f"no repository is called {path}")
+def test_ranks_that_have_loaded_different_adapters_are_as_no_other_engine() -> None:
+    same, different, turned, missing = (Scheduler(ranks=2) for _ in range(4))
+    same.step({1: D1}, {1: D1})
+    different.step({1: D1}, {1: D2})
+    turned.step({1: D2}, {1: D1})
+    assert same.salt() == D1
+    assert len({D1, D2, different.salt(), turned.salt()}) == 4
+    assert missing.salt() is None
+    missing.step({1: D1})
+    assert missing.salt() not in (D1, None)
 
-    with adapters(locate) as one, adapters(locate) as other:
-        asked = LoRARequest(str(folder))
-        assert salt_of(one, asked) == salt_of(one, asked) != salt_of(other, asked)
+
+def test_no_more_are_asked_for_than_are_computed_together() -> None:
+    """Each may have a worker drop another one."""
+    engine = Scheduler(most_together=2, most_loaded=2)
+    engine.running = {1}
+    assert [engine.salt(2), engine.salt(3)] == [None, None]
+    assert engine.step({1: D1, 2: D2}) == [2]
+    assert engine.salt(2) == D2
+
+
+def test_one_that_may_be_dropped_for_another_counts_as_unknown() -> None:
+    engine = Scheduler(most_together=2, most_loaded=2)
+    engine.step({1: D1, 2: D2})
+    assert engine.salt(3) is None
+    assert engine.salt(1) is None
+    engine.running = {1}
+    assert engine.salt(1) == D1
+
+
+def test_nothing_is_kept_of_adapters_that_are_not_loaded() -> None:
+    engine = Scheduler(most_together=1, most_loaded=2)
+    for number in range(1, 1000):
+        engine.salt(number)
+        engine.step({number: D1} if number % 2 else {})
+    kept = [value for value in vars(engine.adapters).values() if isinstance(value, dict)]
+    assert sum(map(len, kept)) <= 4
+
+
+@pytest.mark.parametrize(
+    "other", [{"a": [1, 3]}, {"a": [1], "b": [2]}, {"a": [[1, 2]]}, {"a": ["1", 2]}, {"b": [1, 2]}, {"a": {0: 1, 1: 2}}]
+)
+def test_a_digest_is_of_all_of_a_value(other: object) -> None:
+    value = {"a": [1, 2]}
+    assert content_digest(value, b"p") == content_digest({"a": [1, 2]}, b"p") != content_digest(other, b"p")
+    assert content_digest(value, b"p") != content_digest(value, b"q")

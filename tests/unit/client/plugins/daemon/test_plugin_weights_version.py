@@ -145,3 +145,19 @@ def test_a_reset_that_the_daemon_does_not_answer_is_safe_and_does_not_adopt_an_o
     daemon.version = "step-2"
     one.reset()
     assert (one.version, one.is_shared) == ("step-2", True)
+
+
+def test_an_engine_that_does_not_have_what_it_is_named_by_shares_again_with_an_announced_version() -> None:
+    daemon = Daemon()
+    one, two = engine(daemon, "step-0"), engine(daemon, "step-0")
+    one.lose("files were replaced")
+    assert (one.is_shared, one.version) == (False, "")
+    assert len({one.salt, two.salt, b""}) == 3
+    lost = one.salt
+    one.reset()
+    assert not one.is_shared
+    assert one.salt not in (lost, two.salt)
+    daemon.version = "step-1"
+    for each in (one, two):
+        each.reset()
+    assert one.salt == two.salt

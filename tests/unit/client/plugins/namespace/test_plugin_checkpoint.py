@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cachesvc_client.plugins.namespace.checkpoint import checkpoint_digest
+from cachesvc_client.plugins.namespace.checkpoint import LoadedCheckpoints, checkpoint_digest
 from cachesvc_client.plugins.namespace.file_digests import SETTLED_S, FileDigests, Progress, new_hasher
 
 
@@ -186,3 +186,52 @@ def test_long_hashing_tells_how_far_it_is(caplog: pytest.LogCaptureFixture) -> N
 def test_the_algorithm_is_a_part_of_the_digest(tmp_path: Path, digests: FileDigests) -> None:
     path = write(tmp_path / "model") / "model.safetensors"
     assert digests.digest(path).startswith(f"{new_hasher()[0]}:")
+
+
+def replace_with(path: Path, content: bytes) -> None:
+    """Put a new file in a file's place, as trainers and copying programs do."""
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "code.py", "added.safetensors"])
+def test_files_that_are_replaced_behind_the_look_of_a_loader_are_noticed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    loaded = LoadedCheckpoints(process_began_s=0.0)
+    loaded.look(str(tmp_path))
+    assert loaded.replaced(str(tmp_path)) == ""
+    loaded.look(str(tmp_path))
+    replace_with(tmp_path / name, b"weights")
+    loaded.look(str(tmp_path))  # a drafter of the same folder
+    assert "were replaced" in loaded.replaced(str(tmp_path))
+    loaded.look(str(tmp_path))
+    assert loaded.replaced(str(tmp_path)) == ""
+
+
+def test_harmless_files_and_names_on_a_hub_are_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    loaded = LoadedCheckpoints(process_began_s=0.0)
+    for each in (str(tmp_path), "org/model"):
+        loaded.look(each)
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    assert [loaded.replaced(str(tmp_path)), loaded.replaced("org/model")] == ["", ""]
+
+
+def test_without_a_look_nothing_may_have_changed_since_the_process_began(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    changed_s = file.stat().st_ctime
+    assert "has changed" in LoadedCheckpoints(changed_s - 1.0).replaced(str(tmp_path))
+    assert LoadedCheckpoints(changed_s + 1.0).replaced(str(tmp_path)) == ""
+
+
+def test_a_process_knows_when_it_began() -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from cachesvc_client.plugins.namespace.checkpoint import process_began_s; print(process_began_s())",
+    ]
+    before_s = time.time()
+    began_s = float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    assert before_s - 0.1 <= began_s <= time.time()

@@ -76,14 +76,19 @@ def test_a_state_that_is_loaded_is_no_page_for_others() -> None:
     assert table.states == {}, "it is sealed"
 
 
-def test_states_are_sealed_once_their_blocks_are_computed_and_not_after_they_were_freed() -> None:
+def test_states_are_sealed_once_their_blocks_are_computed_whether_they_were_freed_or_not() -> None:
+    """Their pages go back after that."""
     table = states(NO_PAGE, 5, NO_PAGE, 6, 7)
     for position in (1, 3, 4):
         table.take(position, 1)
     assert table.take_states(1) == {}
     assert table.take_states(3) == {1: 5}
+    table.free(1)
+    assert table.unread == 2
     table.free(3)
-    assert table.take_states(9) == {4: 7}
+    assert table.unread == 3, "the step that wrote it may be under way"
+    assert table.take_states(9) == {3: 6, 4: 7}
+    assert table.unread == 4
 
 
 def test_a_table_grows_by_a_block_where_a_state_is_wanted_in_a_hole() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +17,10 @@ FOUND = ("asked_tokens", "device_tokens", "host_tokens", "lost_tokens")
 AGAIN = tuple(f"preempted_{name}" for name in FOUND)
 WAITS, IDLE_WAITS = "waits", "idle_waits"
 COUNTS = (*FOUND, *AGAIN, "loads", "failed_loads", WAITS, IDLE_WAITS)
-"""Counts of matched requests: their prompts' tokens, those found in place and in the host pool, and those that were not
-found because a window or a state was missing; the same of requests that were preempted before, or not loaded, with what
-they had generated; loads that have ended, and those whose blocks did not come; answers of the daemon that the scheduler
-waited for, while requests ran and while none did."""
+"""Counts of matched requests: their prompts' tokens, where these may be hits, those found in place and in the host
+pool, and those that were not found because a window or a state was missing; the same of requests that were preempted
+before, or not loaded, with what they had generated; loads that have ended, and those whose blocks did not come;
+answers of the daemon that the scheduler waited for, while requests ran and while none did."""
 
 STEP_SECONDS = "step_seconds"
 """Time of each active iteration in vLLM's scheduler thread."""
@@ -75,30 +76,73 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class Stopwatch:
-    """Stopwatch of an iteration: a context manager around its work, and ``lap`` at its end. Used from one thread;
-    nested use counts once."""
+    """Stopwatch of an iteration: a context manager around its work, ``apart`` around what others do within that, and
+    ``lap`` at its end. Used from one thread; nested use counts once."""
 
     def __init__(self) -> None:
-        self._depth = 0
+        self._outer: list[bool] = []
+        self._runs = False
         self._since_s = 0.0
         self._total_s = 0.0
+        self.apart = Apart(self)
 
     def __enter__(self) -> None:
-        if not self._depth:
-            self._since_s = time.perf_counter()
-        self._depth += 1
+        self.turn(runs=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._total_s += time.perf_counter() - self._since_s
+        self.turn_back()
+
+    def turn(self, *, runs: bool) -> None:
+        """Have the watch run or stand still until it is turned back."""
+        self._outer.append(self._runs)
+        self._set(runs)
+
+    def turn_back(self) -> None:
+        """Go on as before the last turn."""
+        self._set(self._outer.pop())
+
+    def _set(self, runs: bool) -> None:
+        if runs is not self._runs:
+            now_s = time.perf_counter()
+            if runs:
+                self._since_s = now_s
+            else:
+                self._total_s += now_s - self._since_s
+            self._runs = runs
 
     def lap(self) -> float:
         """Seconds since the last lap."""
         seconds, self._total_s = self._total_s, 0.0
         return seconds
+
+
+class Apart:
+    """Context manager around what others do within the work of a ``watch``: it stands still, but for work of its own
+    that they call."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._watch.turn(runs=False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.turn_back()
+
+
+def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Count a method's time as that of its object's ``watch``."""
+
+    @wraps(method)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.watch:
+            return method(self, *args, **kwargs)
+
+    return counted
 
 
 class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
