@@ -155,7 +155,8 @@ class Lenders(Protocol):
 class Limits:
     """Every bound that a caller can run into. Sizes in the unit of the name.
 
-    ``key_bytes_per_process``: of the keys that open sequences were matched with, of all leases that a process opened.
+    ``key_bytes_per_process``: of the keys that open sequences were matched with, and of the messages of calls that
+    wait, of all leases that a process opened.
     ``remembered_blocks``: keys of dropped blocks, over all models, that tell a miss's cause (some 150 bytes each).
     ``recent_blocks``: blocks of the last prompts, over all models, that simulations are run on (8 bytes each; what a
     prompt costs beside them is taken off).
