@@ -11,6 +11,7 @@ from typing import Any
 
 from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.keys import MOST_KEYS
 from cachesvc.model.text.addresses import parse_address
 from cachesvc.model.text.nearest import did_you_mean
 from cachesvc.model.text.sizes import parse_amount, parse_size
@@ -169,6 +170,11 @@ class Config:
             raise InvalidRequest(
                 f"operations_per_step must be at most {MAX_OPERATIONS}, got {self.operations_per_step}"
             )
+        if self.blocks_per_sequence > MOST_KEYS:
+            raise InvalidRequest(
+                f"blocks_per_sequence must be at most {MOST_KEYS}, got {self.blocks_per_sequence}: a request carries "
+                "no more keys; larger blocks (tokens a block) make room for longer prompts"
+            )
         if self.slice_bytes < MIN_SLICE_BYTES:
             raise InvalidRequest(
                 f"slice_bytes must be at least {MIN_SLICE_BYTES} (1 MiB), got {self.slice_bytes}: smaller slices cost "
@@ -255,7 +261,7 @@ def _coerce(name: str, value: Any) -> Any:
         return tuple(value)
     if name in SIZES and not isinstance(value, bool):
         try:
-            return (parse_size if name in POOLS else parse_amount)(value)
+            return _pool_size(value) if name in POOLS else parse_amount(value)
         except InvalidRequest as error:
             raise InvalidRequest(f"{name}: {error}") from error
     if isinstance(default, int):
@@ -277,6 +283,14 @@ def _coerce(name: str, value: Any) -> Any:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InvalidRequest(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+
+
+def _pool_size(text: object) -> int:
+    """Bytes of a pool. Raises InvalidRequest for what is no size, or one with its unit that is too small."""
+    size = parse_size(text)
+    if 0 < size < MIN_POOL_BYTES and not str(text).strip().isdecimal():
+        raise InvalidRequest(f"{text} is too small: a pool has at least {MIN_POOL_BYTES} bytes (1 MiB)")
+    return size
 
 
 def _require_pool(name: str, size_bytes: int) -> None:

@@ -27,7 +27,7 @@ from cachesvc.policy.writing import WriteRule
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.connections import ways_in
 from cachesvc.service.access.keyring import Keyring
-from cachesvc.service.access.owners import lease_name
+from cachesvc.service.access.owners import MODEL_BITS, TICKET_BITS, lease_name, unordered_numbers
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
 from cachesvc.service.access.shares import SharedQuotas
 from cachesvc.service.admin.admin_service import AdminService
@@ -263,7 +263,11 @@ def _core(config: Config, engine: SwapEngine, epoch: int) -> Core:
     limits = Limits(events_per_model=config.event_history, open_seconds=OPEN_SECONDS, **settings)
     writing = WriteRule(WritePolicy(config.write_policy), config.write_through_threshold, share=config.write_back_share)
     new_name = partial(lease_name, epoch)
-    return Core(Ledger(), engine, eviction_policy(config.eviction), writing, limits, new_name=new_name)
+    policy = eviction_policy(config.eviction)
+    if not config.tokens:
+        return Core(Ledger(), engine, policy, writing, limits, new_name=new_name)
+    ledger = Ledger(ticket_numbers=unordered_numbers(TICKET_BITS))  # engines of several tenants get them
+    return Core(ledger, engine, policy, writing, limits, new_name=new_name, model_numbers=unordered_numbers(MODEL_BITS))
 
 
 def _rows(ledger: Ledger) -> int:

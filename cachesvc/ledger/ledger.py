@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -184,13 +185,13 @@ class Ledger:
     made; no flow serves them yet.
     """
 
-    def __init__(self, *, keep_tickets: int = 4096) -> None:
+    def __init__(self, *, keep_tickets: int = 4096, ticket_numbers: Iterator[int] | None = None) -> None:
         self.models: dict[int, Model] = {}
         self.coming: dict[bytes, Model] = {}
         self.leases: dict[str, Lease] = {}
         self.lost: OrderedDict[str, str] = OrderedDict()
         self.processes: dict[bytes, Process] = {}
-        self.tickets = TicketBook(keep_tickets)
+        self.tickets = TicketBook(keep_tickets, ticket_numbers)
         self.key_bytes: dict[Party, int] = {}
         """Bytes of the keys that each process's open sequences were matched with."""
         self.draining = False

@@ -20,7 +20,7 @@ from cachesvc.ledger.recent_requests import RecentRequest
 from cachesvc.ledger.sequence_state import ACTIVE, AWAY, ENDED, LEAVING, RETURNING, SequenceState, move
 from cachesvc.ledger.tickets import MovedPages, Ticket
 from cachesvc.model.numbers.int32s import array_of, column
-from cachesvc.model.numbers.sharing import Party
+from cachesvc.model.numbers.sharing import Party, count_held
 from cachesvc.model.requests import Ended
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE, READY, PageState
@@ -72,7 +72,7 @@ class Sequence(BlockTables):
         """The bytes of keys that it was matched with count as held by ``party`` until it ends."""
         if size_bytes := len(self.keys):
             self.charged = held, party, size_bytes
-            held[party] = held.get(party, 0) + size_bytes
+            count_held(held, party, size_bytes)
 
     def follow_hint(self, retention: int) -> None:
         """Set its engine's hint on what it uses and computes, a value of the policy's ``RequestHint``."""
@@ -315,7 +315,8 @@ class Sequence(BlockTables):
                 return False  # what it takes over is pinned until then
             self.state = move(self.state, ENDED)
             if self.charged is not None:
-                _give_back(*self.charged)
+                held, party, size_bytes = self.charged
+                count_held(held, party, -size_bytes)
             self.windows.look_back(self.anchor)
             if self.room is not None:
                 self.room.release()
@@ -362,11 +363,3 @@ class Sequence(BlockTables):
             if not most:
                 break
         return not self.swapped_pages
-
-
-def _give_back(held: dict[Party, int], party: Party, size_bytes: int) -> None:
-    left = held[party] - size_bytes
-    if left:
-        held[party] = left
-    else:
-        del held[party]

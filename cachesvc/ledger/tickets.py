@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from typing import Protocol, TypeVar
 
 from cachesvc.ledger.eviction.planner import Drain
@@ -141,15 +142,16 @@ class Ticket:
 
 
 class TicketBook:
-    """Running tickets, and the last ``keep`` that have ended. ``held``: how many run of each model, by party."""
+    """Running tickets, and the last ``keep`` that have ended. ``held``: how many run of each model, by party.
+    ``numbers``: where they get their names (left out: 1, 2, ...)."""
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self, keep: int, numbers: Iterator[int] | None = None) -> None:
         self.running: dict[int, Ticket] = {}
         self.ended: OrderedDict[int, Ticket] = OrderedDict()
         self._of_replica: dict[tuple[int, int, Direction | Inward], dict[int, Ticket]] = {}
         self._reading: dict[tuple[int, int], dict[int, Ticket]] = {}
         self._keep = keep
-        self._next = 1
+        self._numbers = count(1) if numbers is None else numbers
         self.held: dict[int, Counter[Party]] = {}
 
     def open(
@@ -167,8 +169,7 @@ class TicketBook:
 
         ``source``: the replica that it reads from, and what it holds there; the ticket owns the pin from now on.
         """
-        ticket = Ticket(self._next, model, replica, direction, urgency, tuple(after), party=party)
-        self._next += 1
+        ticket = Ticket(next(self._numbers), model, replica, direction, urgency, tuple(after), party=party)
         self.held.setdefault(model, Counter())[party] += 1
         self.running[ticket.id] = ticket
         self._of_replica.setdefault((model, replica, direction), {})[ticket.id] = ticket

@@ -12,6 +12,8 @@ import hashlib
 import struct
 
 KEY_BYTES = 32
+MOST_KEYS = 65536
+"""Keys of the longest prompt: a request carries no more."""
 
 
 def namespace_of(model: str, layout_fingerprint: bytes, tenant_salt: bytes = b"", tenant: str = "") -> bytes:

@@ -14,6 +14,7 @@ from google.protobuf.descriptor import Descriptor
 
 from cachesvc.model.columns import MAX_OPERATIONS
 from cachesvc.model.errors import LimitExceeded
+from cachesvc.model.keys import KEY_BYTES, MOST_KEYS
 from cachesvc.model.layout import MAX_DIMS, MAX_GROUPS, MAX_NAME_BYTES, MAX_PLANES, MAX_RANKS
 
 
@@ -35,7 +36,7 @@ class Bound(NamedTuple):
 
 ID = Bound(64)
 TOKEN = Bound(64)
-KEYS = Bound(65536 * 32, Where.FLOW)
+KEYS = Bound(MOST_KEYS * KEY_BYTES, Where.FLOW)
 CELLS = Bound(4 * 65536)
 COLUMN, LONG_COLUMN = Bound(4 * 65536), Bound(8 * 65536)
 GROUPS = Bound(MAX_GROUPS * 4)
@@ -93,7 +94,7 @@ LIMITS: dict[str, Bound] = {
     "StepColumns.publish_sequences": LONG_COLUMN,
     "StepColumns.publish_first": COLUMN,
     "StepColumns.publish_counts": COLUMN,
-    "StepColumns.publish_keys": Bound(65536 * 32),
+    "StepColumns.publish_keys": Bound(MOST_KEYS * KEY_BYTES),
     "StepColumns.recycle_sequences": LONG_COLUMN,
     "StepColumns.recycle_tokens": LONG_COLUMN,
     "StepColumns.release_sequences": LONG_COLUMN,

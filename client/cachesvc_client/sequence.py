@@ -89,8 +89,8 @@ class Sequence(SequenceView):
         return drive(self._calls.swap_in(short_suffix=short_suffix))
 
     def wait_loaded(self, timeout_s: float | None = None) -> None:
-        """Wait until all of ``tickets`` are done. Raises LoadFailed (every further call raises it too: release the
-        sequence), Conflict (swapped out), DeadlineExceeded."""
+        """Wait until all of ``tickets`` are done: the tables' pages have their bytes then. Raises LoadFailed, also when
+        asked again, DeadlineExceeded, Conflict (swapped out, or an allocate without an answer)."""
         drive(self._calls.wait_loaded(timeout_s))
 
     def lost_tokens(self) -> range:
@@ -101,8 +101,8 @@ class Sequence(SequenceView):
         return self._calls.lost_tokens()
 
     def wait_swapped(self, timeout_s: float | None = None) -> None:
-        """Wait until the last swap is done. Raises LoadFailed (it is where it was before, and each further call says
-        so until the next swap), DeadlineExceeded."""
+        """Wait until the last swap is done. Raises LoadFailed (it is where it was before), also when asked again,
+        DeadlineExceeded."""
         drive(self._calls.wait_swapped(timeout_s))
 
     def release(self, *, launch: int | None = None, output_tokens: int | None = None) -> int:

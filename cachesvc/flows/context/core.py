@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -155,7 +155,8 @@ class Lenders(Protocol):
 class Limits:
     """Every bound that a caller can run into. Sizes in the unit of the name.
 
-    ``key_bytes_per_process``: of the keys that open sequences were matched with, of all leases that a process opened.
+    ``key_bytes_per_process``: of the keys that open sequences were matched with, and of the messages of calls that
+    wait, of all leases that a process opened.
     ``remembered_blocks``: keys of dropped blocks, over all models, that tell a miss's cause (some 150 bytes each).
     ``recent_blocks``: blocks of the last prompts, over all models, that simulations are run on (8 bytes each; what a
     prompt costs beside them is taken off).
@@ -194,12 +195,12 @@ class Limits:
 class Core:
     """Made once by the composition root; tests make their own.
 
-    ``new_name`` gives lease ids. ``on_refused``: called with ``(ticket, reason)`` of a transfer that the mover refused;
-    it has failed by then. ``on_sealed``: called with ``(model, replica, row of the last, count)`` for each Publish that
-    sealed blocks. ``chores``: background tasks, for when no call is served; ``on_ended`` is called with tickets
-    that end by one. ``on_left``: called with each lease of a process that has ended, while it holds what the process
-    held. ``storage``: None where none is configured; ``on_wanted``: called when blocks of a model wait to be written
-    to it.
+    ``new_name`` gives lease ids, ``model_numbers`` those of models. ``on_refused``: called with ``(ticket, reason)`` of
+    a transfer that the mover refused; it has failed by then. ``on_sealed``: called with ``(model, replica, row of the
+    last, count)`` for each Publish that sealed blocks. ``chores``: background tasks, for when no call is served;
+    ``on_ended`` is called with tickets that end by one. ``on_left``: called with each lease of a process that has
+    ended, while it holds what the process held. ``storage``: None where none is configured; ``on_wanted``: called when
+    blocks of a model wait to be written to it.
     """
 
     ledger: Ledger
@@ -209,7 +210,7 @@ class Core:
     limits: Limits = field(default_factory=Limits)
     turns: Turns = field(default_factory=Turns)
     counters: dict[str, int] = field(default_factory=dict)
-    next_model: int = 1
+    model_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     new_name: Callable[[], str] = field(default_factory=lambda: map(str, itertools.count(1)).__next__)
     on_refused: Callable[[int, str], None] | None = None
     on_sealed: list[Callable[[int, int, int, int], None]] = field(default_factory=list)

@@ -139,8 +139,7 @@ class Registration:
         for model in self._plan.evicted:
             evict_model(core, vault, model)
         if self._model is None:
-            self._model_id = core.next_model
-            core.next_model += 1
+            self._model_id = next(core.model_numbers)
         else:
             self._model_id = self._model.id
         return True

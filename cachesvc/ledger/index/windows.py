@@ -1,13 +1,14 @@
 """Blocks of a prefix that windowed groups need, and the longest prefix of which they have them.
 
-A prefix of n blocks needs, in a windowed group, its last window and the sinks, and nothing between them. So a search
-looks at those alone. Only where something is missing does it step back, and then at once to the missing block itself:
-all that ends within a window behind it would need it. No position is looked at twice for one group.
+A prefix of n blocks needs, in a windowed group, its last window and the sinks, and nothing between them; of states it
+needs that at its end, a window of one block. So a search looks at the last positions first, and only where something is
+missing at more of them before, many at a time, and those of all groups together: one may have them where another has
+none. No position is looked at twice for one group, but for the windows that lie across two looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from cachesvc.model.numbers.int32s import column
 from cachesvc.model.words import READY
 
 FEW_POSITIONS, MANY_POSITIONS = 64, 4096
-"""Positions in which a state is looked for at first, and at most at a time."""
+"""Ends of a prefix that are looked at first, and at most at a time."""
 
 
 def hit_window_blocks(layout: Layout, group: int) -> int:
@@ -115,8 +116,6 @@ class WindowSearch:
         blocks: int,
     ) -> None:
         self._needs = needs
-        self._windows = [need for need in needs if not need.is_state]
-        self._states = [need.group for need in needs if need.is_state]
         self._prefix = prefix
         self._index = prefix.index
         self._place = place
@@ -134,22 +133,8 @@ class WindowSearch:
         best = self._blocks
         for group, _, sinks, _ in self._needs:
             if sinks:
-                best = self._shorter(group, best, self._first_gap(group, 0, min(best, sinks), best))
-        whole_from = [best] * len(self._windows)
-        steps = len(self._windows) + bool(self._states)
-        at = checked = 0
-        while checked < steps:
-            if at == len(self._windows):
-                group, gap = self._states[0], self._last_states(best)
-            else:
-                group, window, _, _ = self._windows[at]
-                first, last = max(0, best - window), min(whole_from[at], best)
-                gap = self._first_gap(group, first, last, best)
-                whole_from[at] = min(first, last) if gap == best else gap
-            checked = checked + 1 if gap == best else 0
-            best = self._shorter(group, best, gap)
-            at = (at + 1) % steps
-        return best
+                best = self._shorter(group, best, self._first_gap(group, min(best, sinks), best))
+        return self._last_end(best) if self._needs else best
 
     def in_place(self, blocks: int) -> int:
         """Number of the first ``blocks`` blocks (``longest``) that need nothing from the host, windowed copies too."""
@@ -169,54 +154,70 @@ class WindowSearch:
             self.lost[group] = self.lost.get(group, 0) + best - blocks
         return blocks
 
-    def _last_states(self, blocks: int) -> int:
-        """The most blocks, of ``blocks``, at whose end each group of states has one. Most positions have none, so they
-        are looked at many at a time, and those of all groups together: one may have them where another has none."""
-        index, count, left = self._index, FEW_POSITIONS, blocks
-        while left > 0:
-            rows = column(index.last_rows(self._prefix.row(left - 1), count))
-            position: int
-            for position in (left - len(rows) + np.flatnonzero(self._may_have_states(rows))[::-1]).tolist():
-                row = int(rows[position - left])
-                if all(self._has_state(group, position, row) for group in self._states):
-                    return position + 1
-            left -= len(rows)
+    def _last_end(self, blocks: int) -> int:
+        """The most blocks, of ``blocks``, before whose end each group has its window."""
+        windows = [1 if need.is_state else need.window for need in self._needs]
+        reach, count, left = max(windows), FEW_POSITIONS, blocks
+        own: dict[int, int] = {}
+        best = 0
+        while left > 0 and not best:
+            ends = np.arange(max(1, left - count + 1), left + 1)
+            first = max(0, int(ends[0]) - reach)
+            rows = column(self._index.last_rows(self._prefix.row(left - 1), left - first))
+            whole = np.ones(len(ends), np.bool_)
+            for (group, _, _, _), window in zip(self._needs, windows, strict=True):
+                missing = np.concatenate(([0], np.cumsum(~self._have(group, first, rows))))
+                mine = missing[ends - first] == missing[np.maximum(ends - window, 0) - first]
+                if group not in own and mine.any():
+                    own[group] = int(ends[mine][-1])
+                whole &= mine
+            best = int(ends[whole][-1]) if whole.any() else 0
+            left -= len(ends)
             count = min(2 * count, MANY_POSITIONS)
-        return 0
+        if best < blocks:
+            self._tell_lost(blocks, best, own)
+        return best
 
-    def _may_have_states(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """True where the device or the host has a state of each group."""
-        found = np.ones(len(rows), np.bool_)
-        for group in self._states:
-            mine = np.frombuffer(self._place.states[group], np.uint8)[rows] == READY
-            if self._host is not None:
-                mine |= np.frombuffer(self._host.states[group], np.uint8)[rows] == READY
-            found &= mine
-        return found
+    def _tell_lost(self, blocks: int, best: int, own: Mapping[int, int]) -> None:
+        """Note by which groups a hit of ``blocks`` is shortened to ``best``: each down to its own last window, ``own``,
+        and the first of them by what only all together have."""
+        shortest, first = blocks, -1
+        for group, _, _, _ in self._needs:
+            end = max(best, own.get(group, 0))
+            if end < shortest:
+                first = group if first < 0 else first
+                shortest = self._shorter(group, shortest, end)
+        self._shorter(first, shortest, best)
 
-    def _has_state(self, group: int, position: int, row: int) -> bool:
-        is_here = position < self._device_blocks and self._place.states[group][row] == READY
-        return is_here or self._is_loadable(group, position, row)
-
-    def _first_gap(self, group: int, first: int, last: int, otherwise: int) -> int:
-        """The first position of ``[first, last)`` whose windowed copy is missing; ``otherwise`` if there is none."""
-        states, in_place = self._place.states[group], self._device_blocks
-        for position, row in enumerate(self._prefix.rows_at(range(first, last)), start=first):
-            if states[row] == READY and position < in_place:
-                continue
-            if not self._is_loadable(group, position, row):
-                return position
-        return otherwise
-
-    def _is_loadable(self, group: int, position: int, row: int) -> bool:
-        """True where the host has the windowed copy, and all blocks from there to the hit's end."""
+    def _have(self, group: int, first: int, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """True for each of ``rows``, at positions from ``first`` on, whose windowed copy is in place or loadable."""
+        have = np.frombuffer(self._place.states[group], np.uint8)[rows] == READY
+        have[max(0, self._device_blocks - first) :] = False
         host = self._host
+        if host is None or have.all():
+            return have
+        on_host = np.frombuffer(host.states[group], np.uint8)[rows] == READY
+        on_host[: max(0, self._loadable_from(first) - first)] = False
         self._asked_host = True
-        if host is None or host.states[group][row] != READY:
-            return False
-        states = host.states[host.lead]
-        while position < self._loadable == self._looked_to:
-            self._looked_to -= 1
-            if states[self._prefix.row(self._looked_to)] == READY:
-                self._loadable -= 1
-        return position >= self._loadable
+        return have | on_host
+
+    def _first_gap(self, group: int, last: int, otherwise: int) -> int:
+        """The first position below ``last`` whose windowed copy is missing; ``otherwise`` if there is none."""
+        rows = np.array(self._prefix.rows_at(range(last)), np.int32)
+        gaps = np.flatnonzero(~self._have(group, 0, rows))
+        return int(gaps[0]) if len(gaps) else otherwise
+
+    def _loadable_from(self, first: int) -> int:
+        """The position from which on the host has all blocks to the hit's end; ``first`` where it is no later."""
+        host, count = self._host, FEW_POSITIONS
+        assert host is not None
+        states = np.frombuffer(host.states[host.lead], np.uint8)
+        while first < self._loadable == self._looked_to:
+            rows = column(
+                self._index.last_rows(self._prefix.row(self._loadable - 1), min(count, self._loadable - first))
+            )
+            gaps = np.flatnonzero(states[rows] != READY)
+            self._looked_to -= len(rows)
+            self._loadable = self._looked_to + (int(gaps[-1]) + 1 if len(gaps) else 0)
+            count = min(2 * count, MANY_POSITIONS)
+        return max(first, self._loadable)

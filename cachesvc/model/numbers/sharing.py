@@ -58,6 +58,15 @@ class Rounds(Generic[Holder, Item]):
         return item
 
 
+def count_held(held: dict[Holder, int], holder: Holder, by: int) -> None:
+    """Count more or less of what one holds; one that holds nothing is forgotten."""
+    left = held.get(holder, 0) + by
+    if left:
+        held[holder] = left
+    else:
+        held.pop(holder, None)
+
+
 def share_of(limit: int, busy: int) -> int:
     """The most that one of ``busy`` may hold: three quarters alone, so that the next one gets in; else its part."""
     return max(1, limit * 3 // 4 if busy == 1 else limit // busy)

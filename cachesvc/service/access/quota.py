@@ -103,11 +103,12 @@ class Bucket:
 
 
 class Meter:
-    """Current rates of one tenant."""
+    """Current rates of one tenant. ``waiting_bytes``: of the messages of its calls that go on."""
 
     def __init__(self, tenant: str, quota: Quota) -> None:
         self.tenant = tenant
         self.in_flight = 0
+        self.waiting_bytes = 0
         self.refused = 0
         self.use(quota)
 

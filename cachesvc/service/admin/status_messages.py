@@ -47,7 +47,7 @@ def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetSt
         scopes=sorted(scope.value for scope in who.scopes),
         tenant=who.tenant or "",
         tokens=who not in UNPROVEN,
-        attention=[*found.attention, *facts.attention(who.sees)],
+        attention=[*found.attention, *facts.attention(who.sees, sees_all=who.sees_all)],
         hits=_hits(found.hits),
         transfers=status_pb2.TransferStatus(**found.transfers._asdict()),
         holders=[_lease(line) for line in found.holders],

@@ -60,7 +60,7 @@ class StorageAnswers:
         tiers = self._configured.tiers
         if tiers is None:
             return storage_pb2.GetStorageResponse()
-        counters = self._node.core.counters
+        counters = view.counters
         tenants = {model.namespace: model.tenant for model in view.models()}
         texts = [spec.text for spec in self._configured.specs]
         shown: list[storage_pb2.StorageTier] = []
@@ -135,7 +135,6 @@ class StorageAnswers:
 def _tier(
     tier: Tier, text: str, found: StoreStatus, tenants: Mapping[bytes, str], *, sees_all: bool
 ) -> storage_pb2.StorageTier:
-    counts = tier.store.counts
     scopes = [
         storage_pb2.StoredScope(
             model=kept.label,
@@ -149,19 +148,32 @@ def _tier(
         for scope, kept in sorted(found.scopes.items(), key=lambda each: -each[1].size_bytes)
         if scope != SCOPE and (sees_all or scope.namespace in tenants)
     ]
-    return storage_pb2.StorageTier(
+    shown = storage_pb2.StorageTier(
         storage=text,
         engine=tier.backend.kind,
         shared=tier.backend.caps.is_shared,
         breaker=tier.breaker.state.value,
+        objects=sum(scope.objects for scope in scopes),
+        size_bytes=sum(scope.size_bytes for scope in scopes),
+        capacity_bytes=found.capacity_bytes,
+        complete=found.is_complete,
+        scopes=scopes,
+        write=tier.options.write.value,
+    )
+    if sees_all:
+        shown.MergeFrom(_of_all(tier, found))
+    return shown
+
+
+def _of_all(tier: Tier, found: StoreStatus) -> storage_pb2.StorageTier:
+    """What is of all tenants, and free text, which may name anything: for operators."""
+    counts = tier.store.counts
+    return storage_pb2.StorageTier(
         breaker_reason=tier.breaker.reason,
         breaker_opened=tier.breaker.opened,
         objects=found.objects,
         size_bytes=found.size_bytes,
-        capacity_bytes=found.capacity_bytes,
         evicted_objects=found.evicted_objects,
-        complete=found.is_complete,
-        scopes=scopes,
         outcomes=[
             storage_pb2.StorageOutcome(way=verb.value, outcome=outcome.value, items=items)
             for (verb, outcome), items in sorted(counts.items.items(), key=lambda each: each[0][0].value)
@@ -170,7 +182,6 @@ def _tier(
         written_bytes=counts.size_bytes[Verb.PUT],
         read_bytes_per_second=tier.store.bandwidth(Verb.GET),
         items_under_way=tier.store.out(),
-        write=tier.options.write.value,
         hits=sum(counts.items[Verb.GET, outcome] for outcome in CAME),
         errors=found.errors,
         last_error=found.last_error,

@@ -30,7 +30,8 @@ from kvcache.v1.cache_pb2 import OperationError
 from cachesvc.flows.context.call import Call, call_of
 from cachesvc.flows.context.counters import Count
 from cachesvc.ledger.leases import Lease, LeaseState
-from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.model.errors import CacheError, LimitExceeded, Unavailable
+from cachesvc.model.numbers.sharing import count_held
 from cachesvc.service.access.admission import Admission, CallerKey, CallKind, Holder, Slot
 from cachesvc.service.access.auth import Caller
 from cachesvc.service.access.owners import no_lease
@@ -48,6 +49,10 @@ R = TypeVar("R", bound=Message)
 
 INTERNAL = "INTERNAL"
 """Code of an internal error: not caused by the caller, and not one of the API's codes."""
+COPIES_HELD = 2
+"""The transport keeps a message as it came until it is answered, beside what was read of it."""
+TENANT_PROCESSES = 4
+"""How many processes' limits of bytes the waiting calls of one tenant may hold."""
 BROKEN = "the daemon failed to serve this call; its log says why"
 
 Outcome: TypeAlias = Union[R, OperationError]  # noqa: UP007 - a generic alias
@@ -62,7 +67,8 @@ class Ask:
 
     ``began``: when it came, ``deadline``: when its caller gives it up; monotonic seconds. ``repeats``: the answers
     among which its own is kept, where it has a ``request_id``. ``goes_on``: a part of it is done for good, so it is
-    carried through whatever becomes of its caller, and its answer is kept for a retry.
+    carried through whatever becomes of its caller, and its answer is kept for a retry. ``size_bytes``: what it holds
+    of memory while it goes on, and ``charged_bytes`` what of that is charged now.
     """
 
     dispatcher: Dispatcher
@@ -78,6 +84,8 @@ class Ask:
     is_retry: bool = False
     call: Call | None = None
     goes_on: bool = False
+    size_bytes: int = 0
+    charged_bytes: int = 0
 
     def renewed(self) -> Call:
         """The call as of now: its lease or replica may be lost since it came, or its model out of service.
@@ -219,11 +227,24 @@ class Dispatcher:
 
         The future's result is an Outcome: ``work`` may raise as ``Operation.carry`` may.
         """
+        if not is_admitted:
+            self._require_bytes(ask)
         place = self.admission.take(kind, ask.holder, is_admitted=is_admitted)
+        self.hold_bytes(ask)
         task = CallTask(ask, self._guarded(ask, work, place))
         self._under_way.add(task)  # the loop itself would let it go
-        task.add_done_callback(partial(self._over, place))
+        task.add_done_callback(partial(self._over, ask, place))
         return task
+
+    def hold_bytes(self, ask: Ask) -> None:
+        """Count the message of a call that goes on as held by its process and its tenant, until ``free_bytes``."""
+        if not ask.charged_bytes:
+            self._count_bytes(ask, ask.size_bytes)
+
+    def free_bytes(self, ask: Ask) -> None:
+        """The call is over, or about to become what counts by itself."""
+        if ask.charged_bytes:
+            self._count_bytes(ask, -ask.charged_bytes)
 
     def live_lease(self, ask: Ask) -> Lease:
         """The lease that the call names. Raises NotFound, LeaseLost."""
@@ -272,6 +293,7 @@ class Dispatcher:
         check_fields(request, size_bytes)
         deadline = math.inf if seconds is None else now + seconds
         ask = Ask(self, who, operation.name, holder, now, deadline, lease_id, lease, request_id, repeats, is_retry)
+        ask.size_bytes = COPIES_HELD * max(0, size_bytes - FREE_BYTES)
         if request_id and (repeats is None or (lease is not None and lease.state is not LeaseState.LIVE)):
             ask.repeats = self._repeats_of(ask)
         if operation.is_of_lease and not is_retry:
@@ -290,6 +312,25 @@ class Dispatcher:
             return self.later(ask, CallKind.WAITS, lambda _: _first_answer(known), is_admitted=True)
         return known
 
+    def _require_bytes(self, ask: Ask) -> None:
+        """Raises LimitExceeded where the process, or its tenant, holds too much for one message more."""
+        if not ask.size_bytes:
+            return
+        core, meter, most = self.node.core, ask.holder.meter, self.node.core.limits.key_bytes_per_process
+        if ask.lease is not None and (held := core.ledger.key_bytes.get(ask.lease.party, 0) + ask.size_bytes) > most:
+            raise LimitExceeded("bytes of keys of this process's open sequences and calls that wait", held, most)
+        most *= TENANT_PROCESSES
+        if meter is not None and (held := meter.waiting_bytes + ask.size_bytes) > most:
+            meter.refused += 1
+            raise LimitExceeded("bytes of this tenant's calls that wait", held, most)
+
+    def _count_bytes(self, ask: Ask, by: int) -> None:
+        ask.charged_bytes += by
+        if ask.lease is not None:
+            count_held(self.node.core.ledger.key_bytes, ask.lease.party, by)
+        if ask.holder.meter is not None:
+            ask.holder.meter.waiting_bytes += by
+
     async def _guarded(self, ask: Ask, work: Callable[[Slot], Awaitable[R]], place: Slot) -> Outcome[R]:
         try:
             return await work(place)
@@ -298,8 +339,9 @@ class Dispatcher:
         except Exception:  # noqa: BLE001 - the root of a task
             return self.broke(ask.method, ask.lease)
 
-    def _over(self, place: Slot, task: asyncio.Task[Any]) -> None:
+    def _over(self, ask: Ask, place: Slot, task: asyncio.Task[Any]) -> None:
         place.leave()
+        self.free_bytes(ask)
         self._under_way.discard(task)
 
     def _repeats_of(self, ask: Ask) -> Repeats:

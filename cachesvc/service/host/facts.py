@@ -67,8 +67,9 @@ class Facts:
         """Tokens that left the file, and that callers have shown lately."""
         return [] if self.keyring is None else self.keyring.retired_shown()
 
-    def attention(self, sees: Callable[[str], bool]) -> list[str]:
-        """Sentences about what is broken; empty where nothing is. ``sees``: whether a tenant's matters are shown."""
+    def attention(self, sees: Callable[[str], bool], *, sees_all: bool) -> list[str]:
+        """Sentences about what is broken; empty where nothing is. ``sees``: whether a tenant's matters are shown;
+        ``sees_all``: those about storage and other nodes are, whose causes may name any tenant's."""
         out = [f"device {uuid} is broken: {fault}" for uuid, fault in self.health.faults().items()]
         out += [
             f"copies from {source} to {target} are refused, hits there come by the host: {reason}; "
@@ -86,7 +87,8 @@ class Facts:
             out.append(
                 f"the tokens' file has not been readable for {stale:.0f} s: nothing that was taken out is revoked"
             )
-        out += self.other_attention()
+        if sees_all:
+            out += self.other_attention()
         return out + [_describe_retired(each) for each in self.retired_shown() if sees(each.tenant)]
 
 

@@ -150,7 +150,7 @@ class WebPage:
             "uptime_seconds": round(facts.uptime_seconds, 1),
             "lease_seconds": facts.lease_seconds,
             "draining": found.draining,
-            "attention": [*found.attention, *facts.attention(EVERYONE.sees)],
+            "attention": [*found.attention, *facts.attention(EVERYONE.sees, sees_all=EVERYONE.sees_all)],
             "models": [{"id": model.id, "name": model.shown, "blocks": len(model.blocks.index)} for model in models],
             "pools": [_pool(line) for line in found.pools][:MOST_LISTED],
             "hits": {**found.hits._asdict(), "missed_blocks": found.hits.missed_blocks},

@@ -83,7 +83,10 @@ class FlowOperation(Operation[Q, R], Generic[Q, M, A, R]):
         ask.goes_on = wait.goes_on
 
         def run() -> A | Wait:
+            dispatcher.free_bytes(ask)  # for this run: what it opens counts by itself
             again = self.run(dispatcher, ask.renewed(), message, memory)
+            if isinstance(again, Wait):
+                dispatcher.hold_bytes(ask)
             ask.goes_on = isinstance(again, Wait) and again.goes_on
             return again
 

@@ -110,12 +110,13 @@ class AsyncSequence(SequenceView):
 
     @explains_arguments
     async def wait_loaded(self, timeout_s: float | None = None) -> None:
-        """Wait until all of ``tickets`` are done. Raises LoadFailed (every further call raises it too: release the
-        sequence), Conflict (swapped out), DeadlineExceeded."""
+        """Wait until all of ``tickets`` are done: the tables' pages have their bytes then. Raises LoadFailed, also when
+        asked again, DeadlineExceeded, Conflict (swapped out, or an allocate without an answer)."""
+        await self._require_answered()
+        if tickets := self.record.tickets:
+            self.record.end_loads(await self._calls.wait_tickets(_ids(tickets), timeout_s))
+        self.record.require_loaded()
         self._calls.record.check()
-        self.record.require_on_device()
-        if self.record.tickets:
-            self.record.end_loads(await self._calls.wait_tickets(_ids(self.record.tickets), timeout_s))
 
     def lost_tokens(self) -> range:
         """Positions of the tokens that this sequence's loads did not bring, because they failed or the daemon went:
@@ -126,12 +127,13 @@ class AsyncSequence(SequenceView):
 
     @explains_arguments
     async def wait_swapped(self, timeout_s: float | None = None) -> None:
-        """Wait until the last swap is done. Raises LoadFailed (it is where it was before, and each further call says
-        so until the next swap), DeadlineExceeded."""
-        self._calls.record.check()
+        """Wait until the last swap is done. Raises LoadFailed (it is where it was before), also when asked again,
+        DeadlineExceeded."""
+        await self._require_answered()
+        if tickets := self.record.swap_tickets:
+            self.record.end_swap(await self._calls.wait_tickets(_ids(tickets), timeout_s))
         self.record.require_swapped()
-        if self.record.swap_tickets:
-            self.record.end_swap(await self._calls.wait_tickets(_ids(self.record.swap_tickets), timeout_s))
+        self._calls.record.check()
 
     @explains_arguments
     async def release(self, *, launch: int | None = None, output_tokens: int | None = None) -> int:
@@ -184,6 +186,13 @@ class AsyncSequence(SequenceView):
             stacklevel=2,
             source=self,
         )
+
+    async def _require_answered(self) -> None:
+        """Ask for what a call without an answer has begun, which tickets there are to wait for. Raises what the state
+        says: a wait finds it out before it asks the daemon."""
+        self.record.require_usable()
+        self._calls.record.check()
+        await self._calls.settle(self.record)
 
     async def _run(self, build: Callable[[], Operation[T]]) -> T:
         lease = self._calls.record

@@ -39,6 +39,7 @@ from cachesvc_client.records.launches import Launches
 from cachesvc_client.records.sequence_record import SequenceRecord
 from cachesvc_client.records.stock import Stock
 from cachesvc_client.records.tenure import Tenure
+from cachesvc_client.wire.life import GONE
 from cachesvc_client.wire.messages import build_prefetch, parse_prefetch
 from cachesvc_client.wire.methods import PREFETCH, Operation, no_action
 
@@ -147,6 +148,8 @@ class LeaseRecord:
         self.maker.check()
         if self.is_closed:
             raise AlreadyClosed(f"lease {self.id} was closed; open another one")
+        if self.loss is None and self._daemon_lost.is_set():
+            self.lose(DaemonUnavailable(GONE))
         if self.loss is not None:
             raise copy(self.loss)
 
@@ -226,8 +229,8 @@ class LeaseRecord:
         self, sequences: Sequence[SequenceRecord], counts: Sequence[int], positions: Positions = NO_POSITIONS
     ) -> None:
         """Take stock pages as the next cells of sequences, see ``UntoldGrowth.grow``. Raises InvalidRequest without a
-        stock."""
-        self.maker.check()
+        stock, and what ``check`` raises: pages of a lease that is over may be another engine's."""
+        self.check()
         if self.stock is None:
             raise InvalidRequest("growing from stock needs a step stream: open one with lease.step(stock_pages=...)")
         self.growing.grow(self.stock, sequences, counts, positions)

@@ -147,15 +147,15 @@ class SequenceRecord:
         self.allocations += 1
 
         def apply(response: cache_pb2.AllocateResponse) -> Allocated:
-            self.allocations -= 1
             answer = parse_allocate(response)
-            self._put(answer.tables)
             self.tickets += answer.tickets
+            self._put(answer.tables)
             hit = self.matched.device_blocks + self.matched.host_blocks
             if answer.tickets:
                 self.loading = range(self.matched.device_blocks, hit)
             self.sealed_blocks = max(self.sealed_blocks, hit)
             self.asked_blocks = max(self.asked_blocks, hit)
+            self.allocations -= 1  # last: until then a wait in another thread has no tickets to wait for
             return answer
 
         def fail(_: CacheClientError) -> None:
@@ -214,7 +214,7 @@ class SequenceRecord:
 
     def refuse_publish(self, error: CacheClientError) -> None:
         """Undo a publish that the daemon refused."""
-        self.has_failed_load |= isinstance(error, LoadFailed)
+        self._note_refusal(error)
         self.asked_blocks = self.sealed_blocks
 
     def recycle(
@@ -280,11 +280,11 @@ class SequenceRecord:
 
         def apply(response: cache_pb2.SwapResponse) -> Swapped:
             answer = parse_swap(response)
-            self._put(answer.tables)
-            self.is_swapped_out = False
-            self.tickets = self.swap_tickets = answer.tickets
             self.swap_failure = None
+            self.tickets = self.swap_tickets = answer.tickets
+            self._put(answer.tables)
             self.loading = range(self.blocks)
+            self.is_swapped_out = False  # last: until then a wait in another thread has no tickets to wait for
             return answer
 
         return self._operation(SWAP, build_swap(self.id, SWAP_IN, short_suffix=short_suffix), apply)
@@ -345,40 +345,49 @@ class SequenceRecord:
 
     def end_swap(self, tickets: tuple[TicketView, ...]) -> None:
         """The swap's transfer has ended. Raises LoadFailed where it failed: the sequence is where it was before."""
-        ended = {ticket.id for ticket in tickets}
-        self.tickets = tuple(ticket for ticket in self.tickets if ticket.id not in ended)
-        self.swap_tickets = ()
         broken = next((ticket for ticket in tickets if ticket.state == "failed"), None)
         if broken is not None:
             self.is_swapped_out = broken.direction == "load"
             self.swap_failure = LoadFailed(
                 f"sequence {self.id} could not be swapped ({broken.reason}); it is where it was before, swap it again"
             )
-            raise self._named(copy(self.swap_failure))
+        self._forget(tickets)  # last: a wait in another thread that finds none has to find the failure
+        self.require_swapped()
 
-    def require_swapped(self) -> None:
-        """Raises what the end of the last swap was, unless it came to its end or is under way."""
+    def end_loads(self, tickets: tuple[TicketView, ...]) -> None:
+        """The loads have ended. Raises LoadFailed where one failed; where it is the swap's, as ``end_swap``."""
+        if any(ticket.id == swap.id for swap in self.swap_tickets for ticket in tickets):
+            self.end_swap(tickets)
+            return
+        broken = next((ticket for ticket in tickets if ticket.state == "failed"), None)
+        if broken is not None:
+            self._note_refusal(
+                LoadFailed(
+                    f"load {broken.id} of sequence {self.id} failed: {broken.reason}; release it, match again and "
+                    "recompute"
+                )
+            )
+        self._forget(tickets)  # last, as of a swap
         self.require_usable()
-        if self.swap_failure is not None:
-            raise self._named(copy(self.swap_failure))
 
-    def require_on_device(self) -> None:
-        """Raises what keeps the sequence's pages from being read on the device, or from coming there."""
+    def require_loaded(self) -> None:
+        """Raises what keeps the tables' pages from having their bytes, now that no ticket is left to wait for: as
+        ``require_usable``, Conflict for a sequence that is swapped out (LoadFailed where it could not be brought back)
+        and for an allocate whose loads are not known."""
         self.require_usable()
         if self.is_swapped_out:
             self.require_swapped()
-            raise self._named(Conflict(f"sequence {self.id} is swapped out, so nothing of it loads; swap it in first"))
-
-    def end_loads(self, tickets: tuple[TicketView, ...]) -> None:
-        """The loads have ended. Raises LoadFailed where one failed."""
-        self.tickets = ()
-        broken = next((ticket for ticket in tickets if ticket.state == "failed"), None)
-        if broken is not None:
-            self.has_failed_load = True
-            self.failure = LoadFailed(
-                f"load {broken.id} of sequence {self.id} failed: {broken.reason}; release it, match again and recompute"
+            raise self._named(Conflict(f"sequence {self.id} is swapped out and has no pages; swap it in first"))
+        if self.allocations:
+            raise self._named(
+                Conflict(f"sequence {self.id} has an allocate without an answer; collect it, then wait for its loads")
             )
-            raise self._named(copy(self.failure))
+
+    def require_swapped(self) -> None:
+        """Raises what ``require_usable`` does, and LoadFailed where the last swap failed, until the next one."""
+        self.require_usable()
+        if self.swap_failure is not None:
+            raise self._named(copy(self.swap_failure))
 
     def require_usable(self) -> None:
         """Raises what keeps the sequence from being used, with its ``sequence_id``."""
@@ -387,6 +396,18 @@ class SequenceRecord:
             raise self._named(AlreadyClosed(f"sequence {self.id} was released; match again"))
         if self.failure is not None:
             raise self._named(copy(self.failure))
+
+    def _note_refusal(self, error: CacheClientError) -> None:
+        """Note an error that ends the use of the sequence: after a failed load the daemon only releases it."""
+        if isinstance(error, LoadFailed):
+            self.failure = self.failure or error
+            self.has_failed_load = True
+
+    def _forget(self, tickets: tuple[TicketView, ...]) -> None:
+        """Drop ended tickets, and no others: a later call may have brought new ones."""
+        ended = {ticket.id for ticket in tickets}
+        self.swap_tickets = tuple(ticket for ticket in self.swap_tickets if ticket.id not in ended)
+        self.tickets = tuple(ticket for ticket in self.tickets if ticket.id not in ended)
 
     def _named(self, error: CacheClientError) -> CacheClientError:
         error.sequence_id = self.id
@@ -403,7 +424,7 @@ class SequenceRecord:
         fail: Callable[[CacheClientError], None] = no_action,
     ) -> Operation[T]:
         def refused(error: CacheClientError) -> None:
-            self.has_failed_load |= isinstance(error, LoadFailed)
+            self._note_refusal(error)
             fail(error)
 
         return Operation(method, request, apply, refused, self)

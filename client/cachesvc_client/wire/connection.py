@@ -28,7 +28,7 @@ from cachesvc_client.core.errors import (
 from cachesvc_client.core.fork import Maker
 from cachesvc_client.wire.attempts import Attempts, is_broken_way
 from cachesvc_client.wire.credentials import Credentials, Metadata, Proof
-from cachesvc_client.wire.life import LifeConnection
+from cachesvc_client.wire.life import GONE, LifeConnection
 from cachesvc_client.wire.methods import Method, Q, R
 from cachesvc_client.wire.port import Line, Port, StepLine
 from cachesvc_client.wire.settings import Retries, Timeouts, Transport
@@ -39,7 +39,6 @@ INSIST_PAUSE_S = 0.1
 """A rate's bucket has another token by then, and a daemon at its limit of calls has ended some."""
 LANE_PAUSE_S = 1.0
 """Pause after a lane broke before the next one is asked for, seconds; calls go by gRPC meanwhile."""
-GONE = "the daemon went away; go on without the cache, reconnect and recompute"
 
 log = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ _MESSAGE_BYTES = 4096
 BUSY_PAUSE_S = 0.02
 """Pause before a busy daemon is asked again, seconds."""
 _FD_BYTES = struct.calcsize("i")
+GONE = "the daemon went away; go on without the cache, reconnect and recompute"
 NOBODY_LISTENS = (errno.ENOENT, errno.ECONNREFUSED)
 
 log = logging.getLogger(__name__)

@@ -103,7 +103,7 @@ def describe_hits(h: status_pb2.HitStatus) -> str:
         return "hits: nothing was looked up yet"
     return (
         f"hits: {h.looked_up_blocks:,} blocks looked up, {h.device_ratio:.1%} in place, {h.host_ratio:.1%} loaded from "
-        f"the host, {h.missed_blocks / h.looked_up_blocks:.1%} computed"
+        f"the host, {h.storage_ratio:.1%} from storage, {h.missed_blocks / h.looked_up_blocks:.1%} computed"
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -19,12 +20,13 @@ from kvcache.v1 import (
     engine_pb2_grpc,
     inspect_pb2,
     lease_pb2,
+    storage_pb2,
 )
 from kvcache.v1.lease_pb2_grpc import LeaseServiceStub
 
 from tests.e2e.access.test_access import entry, guarded
 from tests.e2e.engine import PLAIN, WAIT_SECONDS, Engine, prompt
-from tests.e2e.rig import Node, short_folder
+from tests.e2e.rig import Node, short_folder, wait_until
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -43,9 +45,9 @@ TWO_TENANTS = (
 
 
 @contextmanager
-def two_tenants(quotas: str = "") -> Iterator[str]:
+def two_tenants(quotas: str = "", *flags: str) -> Iterator[str]:
     """A daemon for tenants a and b; its socket."""
-    with short_folder() as folder, guarded(folder, TWO_TENANTS + quotas) as daemon:
+    with short_folder() as folder, guarded(folder, TWO_TENANTS + quotas, *flags) as daemon:
         yield daemon.socket
 
 
@@ -123,6 +125,35 @@ def test_listings_show_a_tenant_its_own_alone_and_readers_no_key_to_a_lease() ->
             assert {m.model_id for m in admin.ListModels(admin_pb2.ListModelsRequest()).models} == {mine, other}
             assert a.lease.id in [lease.lease_id for lease in admin.ListLeases(admin_pb2.ListLeasesRequest()).leases]
             assert admin.GetStatus(admin_pb2.GetStatusRequest()).counters["match_requests"] == 2
+
+
+def test_a_tenants_reader_sees_of_storage_what_its_tenant_keeps_and_no_text(tmp_path: Path) -> None:
+    flags = (
+        "--host-pool",
+        "16MiB",
+        "--write-policy",
+        "write_through",
+        "--storage",
+        f"file:{tmp_path}/c?capacity=8MiB&floor=0&write=through",
+    )
+    with ExitStack() as stack:
+        socket = stack.enter_context(two_tenants("", *flags))
+        a, b = (stack.enter_context(engine_of(socket, tenant, host_pages=16)) for tenant in "ab")
+        operator = admin_pb2_grpc.AdminServiceStub(stack.enter_context(channel_of(socket, "operator")))
+        viewer = admin_pb2_grpc.AdminServiceStub(stack.enter_context(channel_of(socket, "viewer of a")))
+        a.serve(prompt(1, 2))
+        b.serve(prompt(1, 3))
+        asked = storage_pb2.GetStorageRequest()
+        wait_until(lambda: operator.GetStorage(asked).kept_blocks == 5, "both tenants' blocks are kept")
+        every, mine = operator.GetStorage(asked), viewer.GetStorage(asked)
+        [tier] = mine.tiers
+        [scope] = tier.scopes
+        assert (scope.tenant, scope.namespace_hex, scope.objects) == ("a", "", tier.objects)
+        assert 0 < tier.objects < every.tiers[0].objects
+        shown = {field.name for field, _ in tier.ListFields()}
+        own = {"storage", "engine", "breaker", "objects", "size_bytes", "capacity_bytes", "complete", "scopes", "write"}
+        assert shown <= own, "neither totals of all tenants nor text"
+        assert {field.name for field, _ in mine.ListFields()} <= own | {"tiers", "waiting_blocks"}
 
 
 def test_another_tenants_lease_model_and_tickets_are_not_there_even_by_their_names() -> None:

@@ -77,7 +77,8 @@ def hang_until(event: threading.Event, arrived: threading.Event | None = None) -
 class FakeDaemon:
     """Serves until ``close``. ``faults[rpc]`` are done to the next calls, ``seen[rpc]`` are the requests that came.
     ``is_asked`` for a descriptor it gives it once ``may_give`` is set. ``lane`` serves the daemon's end of
-    each lane; without it there are none."""
+    each lane; without it there are none. ``loads``: tickets of each Allocate and Swap; ``ended``: of each
+    wait for tickets."""
 
     def __init__(self, folder: Path, *, silence_limit_ms: int = 30_000, epoch: int = EPOCH) -> None:
         self.path = str(folder / "kv.sock")
@@ -98,6 +99,8 @@ class FakeDaemon:
         self.timeline.seal()
         self.slab_fds: list[int] = []
         self.is_asked = threading.Event()
+        self.loads: list[common_pb2.Ticket] = []
+        self.ended: list[common_pb2.Ticket] = []
         self.may_give = threading.Event()
         self.may_give.set()
         self.lane: Callable[[socket.socket], None] | None = None
@@ -268,7 +271,7 @@ class _Cache(cache_pb2_grpc.CacheServiceServicer):
 
     def Allocate(self, request: cache_pb2.AllocateRequest, context: Any) -> cache_pb2.AllocateResponse:
         self._daemon.enter("Allocate", request, context)
-        return cache_pb2.AllocateResponse(tables=[cells(0, range(request.blocks))])
+        return cache_pb2.AllocateResponse(tables=[cells(0, range(request.blocks))], tickets=self._daemon.loads)
 
     def Publish(self, request: cache_pb2.PublishRequest, context: Any) -> cache_pb2.PublishResponse:
         self._daemon.enter("Publish", request, context)
@@ -276,7 +279,7 @@ class _Cache(cache_pb2_grpc.CacheServiceServicer):
 
     def Swap(self, request: cache_pb2.SwapRequest, context: Any) -> cache_pb2.SwapResponse:
         self._daemon.enter("Swap", request, context)
-        return cache_pb2.SwapResponse()
+        return cache_pb2.SwapResponse(tickets=self._daemon.loads)
 
     def Recycle(self, request: cache_pb2.RecycleRequest, context: Any) -> cache_pb2.RecycleResponse:
         self._daemon.enter("Recycle", request, context)
@@ -292,7 +295,7 @@ class _Cache(cache_pb2_grpc.CacheServiceServicer):
 
     def WaitTickets(self, request: cache_pb2.WaitTicketsRequest, context: Any) -> cache_pb2.WaitTicketsResponse:
         self._daemon.enter("WaitTickets", request, context)
-        return cache_pb2.WaitTicketsResponse()
+        return cache_pb2.WaitTicketsResponse(tickets=self._daemon.ended)
 
     def Step(self, request_iterator: Any, context: Any) -> Iterator[cache_pb2.StepResponse]:
         """Tests see and answer each entry of the columns as the operation that it stands for, before the others."""

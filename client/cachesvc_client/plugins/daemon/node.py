@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from cachesvc.model.keys import MOST_KEYS
 from cachesvc.model.layout import Layout
 from cachesvc_client import AttachedPool, CacheClient, CacheClientError, Lease, Registration, Timeouts
 from cachesvc_client.layouts.parts import Parts
@@ -296,10 +297,10 @@ class Node:
         """Raises ConnectorRefused where the engine's longest request has more blocks than the daemon lets one have."""
         limit, longest = lease.record.blocks_per_sequence, self.share.longest_blocks
         if 0 < limit < longest:
+            raised = f"the daemon with --blocks-per-sequence {longest} or more, or " if longest <= MOST_KEYS else ""
             raise ConnectorRefused(
                 f"the longest request of this engine has {longest} blocks, and the daemon lets one have {limit}: start "
-                f"the daemon with --blocks-per-sequence {longest} or more, or the engine with a "
-                f"{self._flags.longest} of at most {limit * self.share.layout.block_tokens}"
+                f"{raised}the engine with a {self._flags.longest} of at most {limit * self.share.layout.block_tokens}"
             )
 
     def _map(self, lease: Lease) -> AttachedPool:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 from kvcache.v1 import cache_pb2, lease_pb2
 
 from cachesvc.flows.context.call import resolve
 from cachesvc.flows.context.core import Limits
+from cachesvc.flows.leases.leases import process_arrived
 from cachesvc.service.access.admission import CallKind, Holder
 from cachesvc.service.access.auth import Caller, Scope
 from cachesvc.service.access.owners import lease_name
-from cachesvc.service.access.quota import Quota, Quotas
-from cachesvc.service.calls.dispatcher import INTERNAL
+from cachesvc.service.access.quota import FREE_BYTES, Quota, Quotas
+from cachesvc.service.calls.dispatcher import COPIES_HELD, INTERNAL
 from cachesvc.service.calls.idempotency import MOST_RETRIES
 from cachesvc.service.calls.observe import CallWatch
 from tests.unit.rigs.dispatch_rig import Desk, turns
-from tests.unit.rigs.ledger_rig import chain, one_group, rig_of, serve
+from tests.unit.rigs.ledger_rig import TOKEN, chain, one_group, rig_of, serve
 from tests.unit.rigs.peers_rig import shared
 
 
@@ -378,3 +380,64 @@ async def test_a_model_that_the_caller_calls_by_another_namespace_is_not_found()
                 assert isinstance(answer, lease_pb2.OpenResponse)
             else:
                 assert (answer.code, "register it first" in answer.message) == ("NOT_FOUND", True)
+
+
+# -- memory of what waits --------------------------------------------------------------------------------------
+
+
+async def test_what_waiting_calls_hold_counts_as_their_process_holds_it_until_they_end() -> None:
+    rig = rig_of(one_group(), device=(16,), host=(32,))
+    rig.core.limits = replace(rig.core.limits, key_bytes_per_process=64 + 7 * LONG // 2)
+    async with Desk(rig) as desk:
+        process_arrived(rig.core, TOKEN + b"other", 2, 1)
+        greedy, other = desk.lease("greedy"), desk.lease("other")
+        for lease in (greedy, other):
+            desk.fill(lease, 1, "ab")
+        before = dict(rig.core.ledger.key_bytes)
+        tickets = [desk.swap_out(lease, 1) for lease in (greedy, other)]
+        waiting = [desk.ask(desk.cache.publish, long_publish(greedy)) for _ in range(3)]
+        assert all(isinstance(each, asyncio.Future) for each in waiting)
+        refused = desk.ask(desk.cache.publish, long_publish(greedy))
+        assert (refused.code, "calls that wait" in refused.message) == ("LIMIT", True)
+        short = desk.ask(desk.cache.allocate, allocate(greedy, 1, 3))
+        assert isinstance(short, asyncio.Future), "what holds next to nothing still waits"
+        beside = desk.ask(desk.cache.publish, long_publish(other))
+        assert isinstance(beside, asyncio.Future), "another process has its own limit"
+        held = waiting.pop()
+        held.cancel()
+        await turns()
+        again = desk.ask(desk.cache.publish, long_publish(greedy))
+        assert isinstance(again, asyncio.Future), "a call that was given up holds nothing"
+        for ticket in tickets:
+            await desk.land(ticket)
+        await asyncio.wait([*waiting, again, short, beside])
+        assert rig.core.ledger.key_bytes == before
+
+
+async def test_a_step_whose_operations_wait_is_charged_whole_and_refuses_them_alone() -> None:
+    rig = rig_of(one_group(), device=(16,), host=(32,))
+    rig.core.limits = replace(rig.core.limits, key_bytes_per_process=64 + 3 * LONG // 2)
+    async with Desk(rig) as desk:
+        lease = desk.lease()
+        desk.fill(lease, 1, "ab")
+        before = dict(rig.core.ledger.key_bytes)
+        ticket = desk.swap_out(lease, 1)
+        operation = cache_pb2.StepOperation(publish=long_publish(""))
+        first, second = desk.steps(lease, operation), desk.steps(lease, operation)
+        assert isinstance(first, asyncio.Future)
+        if isinstance(second, asyncio.Future):
+            await turns()
+            second = second.result()
+        [result] = second.results
+        assert result.error.code == "LIMIT"
+        await desk.land(ticket)
+        await first
+        assert rig.core.ledger.key_bytes == before
+
+
+def long_publish(lease: str) -> cache_pb2.PublishRequest:
+    return cache_pb2.PublishRequest(lease_id=lease, sequence_id=1, keys=bytes(range(128)) * 32)
+
+
+LONG = COPIES_HELD * (long_publish("").ByteSize() - FREE_BYTES)
+"""Bytes of memory that such a publish holds while it waits, but for its lease's name."""

@@ -74,6 +74,6 @@ async def test_a_pair_of_devices_whose_copies_are_refused_is_told_once(
         await health.look()
     assert [record.getMessage() for record in caplog.records] == ["device_pair_refused"]
     facts = replace(target.facts, health=health)
-    (line,) = facts.attention(lambda _: True)
+    (line,) = facts.attention(lambda _: True, sees_all=True)
     assert "from shm-0 to shm-1 are refused" in line
     assert "1 of 2 bytes came wrong" in line
