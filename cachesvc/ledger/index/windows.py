@@ -191,7 +191,7 @@ class WindowSearch:
 
     def _have(self, group: int, first: int, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """True for each of ``rows``, at positions from ``first`` on, whose windowed copy is in place or loadable."""
-        have = np.frombuffer(self._place.states[group], np.uint8)[rows] == READY
+        have: npt.NDArray[np.bool_] = np.frombuffer(self._place.states[group], np.uint8)[rows] == READY
         have[max(0, self._device_blocks - first) :] = False
         host = self._host
         if host is None or have.all():
@@ -199,7 +199,8 @@ class WindowSearch:
         on_host = np.frombuffer(host.states[group], np.uint8)[rows] == READY
         on_host[: max(0, self._loadable_from(first) - first)] = False
         self._asked_host = True
-        return have | on_host
+        have |= on_host
+        return have
 
     def _first_gap(self, group: int, last: int, otherwise: int) -> int:
         """The first position below ``last`` whose windowed copy is missing; ``otherwise`` if there is none."""
