@@ -288,7 +288,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = _adding(parser.add_argument_group("limits, beyond which calls are refused"))
     add("--leases", type=int, metavar="N", help="leases at a time, besides a process's first (default 1024)")
     add("--sequences-per-lease", type=int, metavar="N", help="open sequences of one lease (default 4096)")
-    add("--blocks-per-sequence", type=int, metavar="N", help="blocks of one sequence (default and most: 65536)")
+    add("--blocks-per-sequence", type=int, metavar="N", help="blocks of one sequence, the most too (default 65536)")
     add("--stock-pages-per-lease", type=int, metavar="N", help="pages granted ahead of use (default 4096)")
     add("--operations-per-step", type=int, metavar="N", help="operations of one Step (default 4096)")
     add("--calls-in-flight", type=int, metavar="N", help="calls at work, of all callers together (default 1024)")
