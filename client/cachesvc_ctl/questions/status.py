@@ -102,7 +102,7 @@ def describe_hits(h: status_pb2.HitStatus) -> str:
     if not h.looked_up_blocks:
         return "hits: nothing was looked up yet"
     return (
-        f"hits: {h.looked_up_blocks:,} blocks looked up, {h.device_ratio:.1%} in place, {h.host_ratio:.1%} loaded from "
+        f"hits: {h.looked_up_blocks:,} blocks looked up, {h.device_ratio:.1%} in place, {h.host_ratio:.1%} from "
         f"the host, {h.storage_ratio:.1%} from storage, {h.missed_blocks / h.looked_up_blocks:.1%} computed"
     )
 

@@ -98,7 +98,7 @@ def test_each_scope_opens_its_own_calls_and_no_other() -> None:
         with pytest.raises(PermissionDenied, match="takes scope engine"), CacheClient(daemon.socket, token=READER) as c:
             c.register("m", PLAIN)
         with CacheClient(daemon.socket, token=ENGINE) as client:
-            client.register("m", PLAIN, device_pages=[4], host_pages=[0])
+            model_id = client.register("m", PLAIN, device_pages=[4], host_pages=[0]).model_id
         with operator(daemon.socket, ENGINE) as admin:
             assert isinstance(refusal(lambda: admin.ListLeases(admin_pb2.ListLeasesRequest())), PermissionDenied)
         with operator(daemon.socket, READER) as admin:
@@ -106,12 +106,14 @@ def test_each_scope_opens_its_own_calls_and_no_other() -> None:
             assert admin.Verify(admin_pb2.VerifyRequest()).ok
             for call in (
                 lambda: admin.Drain(admin_pb2.DrainRequest()),
-                lambda: admin.Evict(admin_pb2.EvictRequest(model_id=1, tier="device")),
-                lambda: admin.SetWeightsVersion(admin_pb2.SetWeightsVersionRequest(model_id=1, version="step-1")),
+                lambda: admin.Evict(admin_pb2.EvictRequest(model_id=model_id, tier="device")),
+                lambda: admin.SetWeightsVersion(
+                    admin_pb2.SetWeightsVersionRequest(model_id=model_id, version="step-1")
+                ),
             ):
                 assert isinstance(refusal(call), PermissionDenied)
         with operator(daemon.socket, OPERATOR) as admin:
-            assert admin.Evict(admin_pb2.EvictRequest(model_id=1, tier="device")).evicted == 0
+            assert admin.Evict(admin_pb2.EvictRequest(model_id=model_id, tier="device")).evicted == 0
         with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
             asked = health_pb2.HealthCheckRequest()
