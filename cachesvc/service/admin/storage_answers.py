@@ -166,7 +166,7 @@ def _tier(
 
 
 def _of_all(tier: Tier, found: StoreStatus) -> storage_pb2.StorageTier:
-    """What is of all tenants, and free text, which may name anything: for operators."""
+    """Figures of all tenants, and free text, which may name anything: for operators."""
     counts = tier.store.counts
     return storage_pb2.StorageTier(
         breaker_reason=tier.breaker.reason,

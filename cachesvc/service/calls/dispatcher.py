@@ -52,7 +52,7 @@ INTERNAL = "INTERNAL"
 COPIES_HELD = 2
 """The transport keeps a message as it came until it is answered, beside what was read of it."""
 TENANT_PROCESSES = 4
-"""How many processes' limits of bytes the waiting calls of one tenant may hold."""
+"""Number of processes' limits of bytes that the waiting calls of one tenant may hold."""
 BROKEN = "the daemon failed to serve this call; its log says why"
 
 Outcome: TypeAlias = Union[R, OperationError]  # noqa: UP007 - a generic alias

@@ -1,4 +1,4 @@
-"""What each call of a sequence, its lease and its step stream does in each state, in every order and from every thread:
+"""Results of each call of a sequence, its lease and its step stream in each state, in every order and from every thread:
 one table, walked for both clients. A state that says no is never forgotten by the handle that reported it."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Kind = type[CacheClientError]
 
 
 class Handles(NamedTuple):
-    """What an engine holds, of either client. ``stream``: its step stream, to which nothing was sent."""
+    """Handles of an engine, of either client. ``stream``: its step stream, to which nothing was sent."""
 
     daemon: FakeDaemon
     client: Any
