@@ -1,4 +1,4 @@
-"""Results of each call of a sequence, its lease and its step stream in each state, in every order and from every thread:
+"""Results of each call of a sequence, its lease and its step stream in each state, in every order, from every thread:
 one table, walked for both clients. A state that says no is never forgotten by the handle that reported it."""
 
 from __future__ import annotations
