@@ -11,6 +11,8 @@ from tests.sim.meetings import MEETINGS
 from tests.sim.world import FAULTS, SHARED, World, run
 
 SEEDS = 360 if IS_LONG else 200
+RARE = (253, 273, 325)
+"""Seeds beyond these that meet what one in fifty does: a write-back below another one."""
 STEPS = 400
 BATCHES = 4
 EVENTS = (
@@ -40,7 +42,7 @@ _seen: Counter[str] = Counter()
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_nothing_breaks_under_any_seed(batch: int) -> None:
-    for seed in range(batch, SEEDS, BATCHES):
+    for seed in (*range(batch, SEEDS, BATCHES), *RARE[batch : batch + 1]):
         world = run(seed, STEPS)
         _seen.update(world.faults)
         _seen.update(world.node.events)
