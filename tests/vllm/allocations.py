@@ -122,7 +122,7 @@ class Engine:
             request.num_in_flight_tokens += tokens
             scheduled.append((request, tokens, drafts))
         self._admit(scheduled)
-        self._manager.side.begin_step(computes=bool(scheduled))
+        self._manager.side.begin_step({request.request_id for request, _, _ in scheduled})
         self._manager.side.take_transfers(is_empty=not scheduled)
         self._under_way.append(scheduled)
         if len(self._under_way) > rng.randrange(3):
@@ -138,7 +138,7 @@ class Engine:
             self._end(request)
         for request in self._waiting:
             self._manager.side.finish(request)
-        self._manager.side.begin_step(computes=False)  # an iteration of nothing tells of what has ended
+        self._manager.side.begin_step(())  # an iteration of nothing tells of what has ended
         self._manager.side.end_step()
 
     def _admit(self, scheduled: list[tuple[Request, int, int]]) -> None:
