@@ -47,6 +47,7 @@ EXPECTATIONS = {
     "arrived": "all of the prompt has come",
     "silent": "it made no progress for as long as the caller was patient",
     "absent": "it has computed the prompt and lacks this part",
+    "given_up": "the request that computed it there has ended",
     "restarted": "it has started again since",
     "unreachable": "it does not answer",
     "refused": "this node may not ask it: it is none of --peers and in no network of --peer-allow",

@@ -2,7 +2,7 @@
 
     asking ── lent ──▶ fetching ── admitted ──▶ fetching ... until all is here
        │                  └── asking for what lies behind
-       └── absent, silent, restarted, refused: over; the request has what came by then, and computes the rest
+       └── absent, given up, silent, restarted, refused: over; the request has what came by then, and computes the rest
 
 A question waits on the other node until there is something to lend, so a sealed block is on its way at once. The next
 question is under way while blocks are, and what it finds is fetched behind them: streams do not stand still between two
@@ -75,6 +75,7 @@ class ExpectationEnd(StrEnum):
     ARRIVED = "arrived"
     SILENT = "silent"  # no progress for as long as the caller is patient
     ABSENT = "absent"  # the peer has computed it and lacks it: evicted
+    GIVEN_UP = "given_up"  # the request that computed it on the peer has ended
     RESTARTED = "restarted"  # the peer lives another life, in which nothing is computed for this node
     UNREACHABLE = "unreachable"
     REFUSED = "refused"  # the peer is none that this node may ask
@@ -259,7 +260,9 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, asked_at
         _go_on(core, model, known)
         return
     known.failures = 0
-    if known.is_computed and not promise.computing and not known.fetching:
+    if promise.is_given_up and not known.fetching:
+        _end(core, model, known, ExpectationEnd.GIVEN_UP)
+    elif known.is_computed and not promise.computing and not known.fetching:
         _end(core, model, known, ExpectationEnd.ABSENT)
     elif now - asked_at >= POLL_SECONDS / 2:  # the peer has waited; one that answers at once is asked less often
         _ask(core, model, known)

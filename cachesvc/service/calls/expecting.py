@@ -67,4 +67,4 @@ def _promise(answer: Borrowed | CacheError, parts: int, full: int) -> Promise:
     lent = 0
     while (lent + 1) * parts <= len(there) and all(there[lent * parts : lent * parts + full]):
         lent += 1
-    return Promise(lent, answer.computing, answer.epoch)
+    return Promise(lent, answer.computing, answer.epoch, is_given_up=answer.is_given_up)

@@ -104,6 +104,47 @@ def test_what_the_prefiller_has_evicted_is_not_waited_for() -> None:
         assert borrower.counters()["expectations_ended_absent"] == 1
 
 
+@pytest.mark.parametrize("sealed", [0, CHUNK])
+def test_an_aborted_prefill_is_not_waited_for_longer_whenever_it_ended(sealed: int) -> None:
+    with nodes() as (lender, borrower), engine_on(lender) as one, engine_on(borrower) as other:
+        with prefilling(one, 1) as prefill:
+            decode = Decode(other, prefill.keys, address_of(lender))
+            assert decode.look(patience=600.0) == (0, BLOCKS)
+            prefill.chunk(sealed)
+        wait_until(lambda: decode.look(patience=600.0) == (sealed, 0), "the rest is not expected any more")
+        with prefilling(one, 2) as prefill:
+            prefill.chunk(sealed)
+        late = Expected(decode.at, patience=600.0)
+        with other.lease.match(prefill.keys, expected=late) as sequence:
+            assert (sequence.hit_blocks, sequence.coming_blocks) == (sealed, 0)
+        assert borrower.counters()["expectations_ended_given_up"] == 2
+
+
+def test_a_prefill_that_dies_with_its_engine_is_not_waited_for() -> None:
+    with nodes() as (lender, borrower), engine_on(borrower) as other:
+        with engine_on(lender) as one:
+            sequence = one.lease.match(one.keys(prompt(1, BLOCKS)))
+            sequence.allocate(BLOCKS)
+            decode = Decode(other, one.keys(prompt(1, BLOCKS)), address_of(lender))
+            assert decode.look(patience=600.0) == (0, BLOCKS)
+        wait_until(lambda: decode.look(patience=600.0) == (0, 0), "it is not expected any more")
+        assert borrower.counters()["expectations_ended_given_up"] == 1
+
+
+def test_a_prefill_that_is_begun_anew_is_waited_for() -> None:
+    with nodes() as (lender, borrower), engine_on(lender) as one, engine_on(borrower) as other:
+        with prefilling(one, 1) as prefill:
+            decode = Decode(other, prefill.keys, address_of(lender))
+            prefill.chunk(CHUNK)
+        with prefilling(one, 1) as prefill:  # preempted, or sent again by its client
+            assert decode.look()[1] > 0
+            wait_until(lambda: decode.look() == (CHUNK, BLOCKS - CHUNK), "what was sealed before has come")
+            prefill.chunk(BLOCKS)
+            wait_until(lambda: decode.look() == (BLOCKS, 0), "all of it has come")
+        assert "expectations_ended_given_up" not in borrower.counters()
+        assert decode.bad() == []
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_prefiller_that_dies_or_freezes_is_waited_for_a_bounded_time(fault: signal.Signals) -> None:
     with ExitStack() as stack:

@@ -85,6 +85,11 @@ class Following:
         self.lenders.told[-1](Promise(lent, computing, epoch, problem))
         self.at.settle()
 
+    def give_up(self) -> None:
+        """The peer answers the last question: its request has ended without these blocks."""
+        self.lenders.told[-1](Promise(epoch=1, is_given_up=True))
+        self.at.settle()
+
     def pass_time(self, seconds: float) -> None:
         self.rig.now += seconds
         self.rig.core.ledger.moment.seconds = self.rig.now

@@ -148,6 +148,21 @@ def test_what_a_peer_has_computed_and_lacks_is_not_waited_for() -> None:
     assert following.ended("absent") == 1
 
 
+def test_what_the_peers_request_has_given_up_is_not_waited_for() -> None:
+    following = Following()
+    ask = following.ask(Expected(PEER, patience=600.0))
+    waited = ask()
+    assert isinstance(waited, Wait)
+    following.promise(3, 5)
+    following.give_up()
+    assert isinstance(ask(), Wait), "what was lent before is on its way"
+    following.at.tell(range(3), LENT)
+    following.give_up()
+    assert following.ended("given_up") == 1
+    assert not following.rig.core.ledger.tickets.is_running(waited.tickets[0]), "the call goes on"
+    assert following.look()[1] == 0
+
+
 def test_a_prefill_that_has_not_begun_is_waited_for() -> None:
     following = Following()
     following.look()
