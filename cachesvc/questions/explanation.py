@@ -307,7 +307,7 @@ def _expected_words(model: Model, key: bytes) -> str:
     """Words on what other nodes were to send of it lately."""
     words = ""
     for known in model.stored.expectations.values():
-        if known.keys.find(key) % KEY_BYTES == 0:
+        if known.path.find(key) % KEY_BYTES == 0:
             what = EXPECTATIONS.get(known.end, known.end) if known.end else "it is on its way"
             words += f"; expected from the node {known.peer}: {what}"
     return words

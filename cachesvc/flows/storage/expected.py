@@ -28,16 +28,22 @@ from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.storage_state import Expectation, Fetch, key_at
 from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Wait
 from cachesvc.model.errors import KeyMisplaced
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.keys import KEY_BYTES, MOST_KEYS
 from cachesvc.model.numbers.sharing import Party, most_of
 from cachesvc.model.text.addresses import parse_address
 from cachesvc.model.transfer import Inward, Urgency
 from cachesvc.model.words import FILLING
 
 MOST_EXPECTATIONS = 256
-"""Most expectations of a model, those included that ended lately. A process has its share of those under way."""
+"""Most expectations of a model under way that processes share."""
 MOST_KEY_BYTES = 64 << 20
-"""Most bytes of keys of a model's expectations, two million blocks; shared by processes likewise."""
+"""Most bytes of keys of these, two million blocks."""
+FLOOR_EXPECTATIONS = 16
+"""Expectations that a process may have under way whatever others have."""
+FLOOR_KEY_BYTES = MOST_KEYS * KEY_BYTES
+"""Most bytes of keys of these: the longest prompt."""
+FLOORS = 2
+"""With the floors, all processes have at most so many times the numbers that they share. As many are remembered."""
 MOST_PATIENCE_SECONDS = 600.0
 ASKED_BLOCKS = 1024
 """Blocks of one question, as many as one loan has."""
@@ -101,12 +107,11 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     if core.lenders is None or core.storage is None or not most:
         return None
     is_here = most <= hit.blocks
-    name = expected.peer, key_at(keys, most - 1)
-    found = call.model.stored.expectations.get(name)
+    path = keys[: given * KEY_BYTES]
+    found = call.model.stored.expectations.get((expected.peer, most, hash(path)))
     known = found
     if not is_here and (found is None or found.end in NOT_FINAL):  # a call that waits looks again: without a copy
-        behind = keys[most * KEY_BYTES : given * KEY_BYTES]
-        known = _find(core, call, keys[: most * KEY_BYTES], behind, expected)
+        known = _begin(core, call, path, most, expected)
     if known is None:
         return None
     known.wanted_at = call.now
@@ -136,34 +141,26 @@ def tick_expected(core: Core) -> None:
                 _look(core, model, known, now)
 
 
-def _find(core: Core, call: Call, keys: bytes, behind: bytes, expected: Expected) -> Expectation | None:
-    """The expectation of these keys and those ``behind``, begun where there is none; None where there are too many."""
+def _begin(core: Core, call: Call, path: bytes, blocks: int, expected: Expected) -> Expectation:
+    """A new expectation of the first ``blocks`` of packed keys. It has ended where there are too many."""
     all_known = call.model.stored.expectations
-    known = all_known.get((expected.peer, keys[-KEY_BYTES:]))
-    if known is not None and known.end not in NOT_FINAL:
-        return known
-    if known is not None:
-        del all_known[known.name]
     party, tickets = call.lease.party, core.ledger.tickets
     patience = min(expected.patience, MOST_PATIENCE_SECONDS)
     known = Expectation(
-        keys, expected.peer, patience, expected.is_computed, 0, call.replica.id, party, call.now, call.now
+        path, blocks, expected.peer, patience, expected.is_computed, 0, call.replica.id, party, call.now, call.now
     )
-    known.behind = behind
-    if (
-        not _has_share(call.model, party, len(keys) + len(behind))
-        or len(tickets.running) >= core.limits.running_tickets
-    ):
-        known.end, known.keys, known.behind = ExpectationEnd.CROWDED.value, keys[-KEY_BYTES:], b""
+    all_known.pop(known.name, None)
+    if not _has_share(call.model, party, len(path)) or len(tickets.running) >= core.limits.running_tickets:
+        known.forget(ExpectationEnd.CROWDED.value)
         core.count(Count.EXPECTATIONS_REFUSED)
     else:
         ticket = tickets.open(call.model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=party)
         known.ticket = ticket.id
         core.count(Count.EXPECTATIONS)
     ended = next((each for each in all_known.values() if each.end), None)
-    if ended is not None and len(all_known) >= MOST_EXPECTATIONS:
+    if ended is not None and len(all_known) >= FLOORS * MOST_EXPECTATIONS:
         del all_known[ended.name]
-    if len(all_known) < MOST_EXPECTATIONS:
+    if len(all_known) < FLOORS * MOST_EXPECTATIONS:
         all_known[known.name] = known
     return known
 
@@ -174,12 +171,15 @@ def _has_share(model: Model, party: Party, key_bytes: int) -> bool:
     held = Counter(each.party for each in under_way)
     held_bytes = Counter[Party]()
     for each in under_way:
-        held_bytes[each.party] += len(each.keys) + len(each.behind)
+        held_bytes[each.party] += len(each.path)
+    will_have, all_have = held_bytes[party] + key_bytes, held_bytes.total() + key_bytes
+    if held[party] < FLOOR_EXPECTATIONS and will_have <= FLOOR_KEY_BYTES:
+        return held.total() < FLOORS * MOST_EXPECTATIONS and all_have <= FLOORS * MOST_KEY_BYTES
     return (
         held.total() < MOST_EXPECTATIONS
         and held[party] < most_of(party, held, MOST_EXPECTATIONS)
-        and held_bytes.total() + key_bytes <= MOST_KEY_BYTES
-        and held_bytes[party] + key_bytes <= most_of(party, held_bytes, MOST_KEY_BYTES)
+        and all_have <= MOST_KEY_BYTES
+        and will_have <= most_of(party, held_bytes, MOST_KEY_BYTES)
     )
 
 
@@ -211,7 +211,7 @@ def _ask(core: Core, model: Model, known: Expectation) -> None:
         return
     if core.lenders.is_here(known.peer):
         known.retry_at = now + PAUSE_SECONDS
-        if known.is_computed and not _comes_here(model, replica, key_at(known.keys, first)):  # evicted, or never sealed
+        if known.is_computed and not _comes_here(model, replica, key_at(known.path, first)):  # evicted, or never sealed
             _end(core, model, known, ExpectationEnd.ABSENT)
         return
     keys = known.path[first * KEY_BYTES : (first + ASKED_BLOCKS) * KEY_BYTES]
@@ -367,7 +367,7 @@ def _ask_again(core: Core, model: Model, known: Expectation) -> None:
 
 def _end(core: Core, model: Model, known: Expectation, end: ExpectationEnd) -> None:
     """End an expectation; it is remembered for a while."""
-    known.end, known.keys, known.behind = end.value, known.keys[-KEY_BYTES:], b""
+    known.forget(end.value)
     core.count(EXPECTATIONS_ENDED.get(end.value, Count.EXPECTATIONS_ENDED_OTHER))
     model.stored.expectations.move_to_end(known.name)
     if core.ledger.tickets.is_running(known.ticket):
