@@ -122,7 +122,7 @@ class Engine:
             request.num_in_flight_tokens += tokens
             scheduled.append((request, tokens, drafts))
         self._admit(scheduled)
-        self._manager.side.begin_step(computes=bool(scheduled))
+        self._manager.side.begin_step([request.request_id for request, _, _ in scheduled])
         self._manager.side.take_transfers(is_empty=not scheduled)
         self._under_way.append(scheduled)
         if len(self._under_way) > rng.randrange(3):
