@@ -152,6 +152,9 @@ class Lenders(Protocol):
         ``seconds``.
         ``told`` is called later, from the loop; a fetch then finds what is lent. Returns why that node is not asked."""
 
+    def drop(self, model: Model, keys: Sequence[bytes]) -> None:
+        """Read no more of the loans that have these blocks: what they have not brought yet does not come."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -7,7 +7,8 @@
 A question waits on the other node until there is something to lend, so a sealed block is on its way at once. The next
 question is under way while blocks are, and what it finds is fetched behind them: streams do not stand still between two
 loans.
-Matches keep an expectation alive; without one for a while nothing is asked or fetched for it any more.
+Matches keep an expectation alive; without one for a while, or once one says that its request has ended, nothing is
+asked or fetched for it any more.
 """
 
 from __future__ import annotations
@@ -101,13 +102,11 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     expected = sharing.expected
     assert expected is not None
     sharing.coming = 0
-    given = min(len(keys) // KEY_BYTES, max_blocks or 1 << 32)
-    most = min(given, expected.blocks or given)
+    path, most = _named(keys, max_blocks, expected)
     parse_address("expected.peer", expected.peer, least_port=1)
     if core.lenders is None or core.storage is None or not most:
         return None
     is_here = most <= hit.blocks
-    path = keys[: given * KEY_BYTES]
     found = call.model.stored.expectations.get((expected.peer, most, hash(path)))
     known = found
     if not is_here and (found is None or found.end in NOT_FINAL):  # a call that waits looks again: without a copy
@@ -128,6 +127,24 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     return Wait((known.ticket,), min(LOOK_SECONDS, left))
 
 
+def stop_following(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing) -> bool:
+    """End the expectation of a request that has ended. False where the call does not say so."""
+    expected = sharing.expected
+    if expected is None or not expected.is_over:
+        return False
+    path, most = _named(keys, max_blocks, expected)
+    known = call.model.stored.expectations.get((expected.peer, most, hash(path)))
+    if known is not None and not known.end:
+        _abandon(core, call.model, known)
+    return True
+
+
+def _named(keys: bytes, max_blocks: int, expected: Expected) -> tuple[bytes, int]:
+    """The packed keys by which a call names its expectation, and how many of the blocks are expected."""
+    given = min(len(keys) // KEY_BYTES, max_blocks or 1 << 32)
+    return keys[: given * KEY_BYTES], min(given, expected.blocks or given)
+
+
 def tick_expected(core: Core) -> None:
     """Do periodic work: end what makes no progress or is not wanted, and ask again."""
     now = core.ledger.moment.seconds
@@ -136,7 +153,7 @@ def tick_expected(core: Core) -> None:
             if known.end and now - known.wanted_at > KEEP_SECONDS:
                 del model.stored.expectations[known.name]
             elif not known.end and now - known.wanted_at > IDLE_SECONDS:
-                _end(core, model, known, ExpectationEnd.ABANDONED)
+                _abandon(core, model, known)
             else:
                 _look(core, model, known, now)
 
@@ -374,6 +391,21 @@ def _end(core: Core, model: Model, known: Expectation, end: ExpectationEnd) -> N
         end_ticket(core, known.ticket)
 
 
+def _abandon(core: Core, model: Model, known: Expectation) -> None:
+    """End an expectation that no request has any more, and the fetches under way that are for it alone."""
+    first = [fetch.keys[0] for fetch in known.fetches if not _is_shared(model, fetch, known)]
+    if known.lent[1]:
+        first.append(key_at(known.path, known.lent[0]))
+    _end(core, model, known, ExpectationEnd.ABANDONED)
+    if first and core.lenders is not None:
+        core.lenders.drop(model, first)
+
+
+def _is_shared(model: Model, fetch: Fetch, known: Expectation) -> bool:
+    others = (each for each in model.stored.expectations.values() if each is not known and not each.end)
+    return any(fetch in each.fetches for each in others)
+
+
 def _replica_of(model: Model, known: Expectation) -> Replica | None:
     return next((replica for replica in model.replicas if replica.id == known.replica), None)
 
@@ -386,4 +418,4 @@ def _hit(model: Model, replica: Replica, known: Expectation) -> Hit | None:
         return None
 
 
-__all__ = ["ExpectationEnd", "follow", "tick_expected"]
+__all__ = ["ExpectationEnd", "follow", "stop_following", "tick_expected"]

@@ -145,6 +145,22 @@ def test_a_prefill_that_is_begun_anew_is_waited_for() -> None:
         assert decode.bad() == []
 
 
+def test_what_an_aborted_request_expected_is_not_fetched_any_more() -> None:
+    with nodes() as (lender, borrower), engine_on(lender) as one, engine_on(borrower) as other:
+        with prefilling(one, 1) as prefill:
+            decode = Decode(other, prefill.keys, address_of(lender))
+            prefill.chunk(CHUNK)
+            wait_until(lambda: decode.look() == (CHUNK, BLOCKS - CHUNK), "what was sealed has come")
+            with other.lease.match(prefill.keys, expected=Expected(decode.at, is_over=True)) as sequence:
+                assert (sequence.hit_blocks, sequence.coming_blocks) == (CHUNK, 0)
+            prefill.chunk(BLOCKS)
+            assert borrower.counters()["expectations_ended_other"] == 1
+            assert borrower.counters()["expected_blocks"] == CHUNK
+        assert decode.look(is_computed=True)[1] > 0, "a further request begins anew"
+        wait_until(lambda: decode.look(is_computed=True) == (BLOCKS, 0), "and has all of it")
+        assert decode.bad() == []
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_prefiller_that_dies_or_freezes_is_waited_for_a_bounded_time(fault: signal.Signals) -> None:
     with ExitStack() as stack:

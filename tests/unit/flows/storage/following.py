@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachesvc.flows.context.core import Promise
@@ -31,6 +31,10 @@ class RecordingLenders:
         self.told: list[Callable[[Promise], None]] = []
         self.refuses = ""
         self.here: set[str] = set()
+        self.dropped: list[bytes] = []
+
+    def drop(self, model: Model, keys: Sequence[bytes]) -> None:
+        self.dropped += keys
 
     def is_here(self, peer: str) -> bool:
         return peer in self.here
@@ -70,9 +74,10 @@ class Following:
         peer: str = PEER,
         blocks: int = 0,
         keys: bytes = PROMPT_KEYS,
+        is_over: bool = False,
     ) -> tuple[int, int]:
         """Blocks that are here, and that are coming, by a Match that does not wait."""
-        expected = Expected(peer, blocks, patience, is_computed, waits=False)
+        expected = Expected(peer, blocks, patience, is_computed, waits=False, is_over=is_over)
         answer = self.ask(expected, keys)()
         while isinstance(answer, Wait) and not answer.tickets:
             answer = self.ask(expected, keys)()

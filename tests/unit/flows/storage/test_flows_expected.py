@@ -243,6 +243,45 @@ def test_without_a_match_nothing_is_asked_or_fetched_any_more() -> None:
     assert not following.rig.model.stored.expectations, "it is forgotten"
 
 
+def test_what_a_request_expected_that_has_ended_is_not_fetched_any_more() -> None:
+    following = Following()
+    following.look()
+    following.promise(3, 5)
+    following.look(is_over=True)
+    assert following.lenders.dropped == [chain(*PROMPT)[:KEY_BYTES]], "what reads its blocks may end"
+    asked = len(following.lenders.asked)
+    assert following.ended("other") == 1
+    following.at.tell(range(3), GONE)
+    following.promise(8)
+    following.pass_time(flow.FAILED_PAUSE_SECONDS)
+    assert len(following.lenders.asked) == asked
+    assert len(following.storage.fetches) == 1, "nor does the last Match begin a fetch"
+    assert following.look() == (0, 8), "another request of the prompt begins anew"
+
+
+def test_the_end_of_one_request_ends_no_fetch_that_another_waits_for() -> None:
+    following = Following()
+    other = "10.0.0.2:7100"
+    following.look()
+    following.promise(3, 5)
+    following.look(peer=other)
+    following.promise(3, 5)
+    following.look(peer=other, is_over=True)
+    assert not following.lenders.dropped
+    following.at.tell(range(3), LENT)
+    assert following.look() == (3, 5)
+
+
+def test_what_was_lent_and_is_not_fetched_yet_is_given_back_with_its_request() -> None:
+    following = Following(host=2)
+    following.look()
+    following.rig.core.ledger.moment.seconds = following.rig.now
+    [known] = following.rig.model.stored.expectations.values()
+    known.lent = (2, 5)
+    following.look(is_over=True)
+    assert following.lenders.dropped == [chain(*PROMPT)[2 * KEY_BYTES : 3 * KEY_BYTES]]
+
+
 def test_an_engine_that_was_held_up_goes_on_expecting() -> None:
     following = Following()
     following.look()
