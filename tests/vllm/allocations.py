@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 import torch
-from cachesvc_vllm.node import Node, Share
+from cachesvc_client.plugins.daemon.node import Node, Share
+from cachesvc_vllm.daemon.settings import FLAGS, Settings
 from cachesvc_vllm.scheduler_side import SchedulerSide
-from cachesvc_vllm.settings import Settings
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -43,9 +43,10 @@ class Manager:
             max_in_flight_tokens=1024,
         )
         layout = Layout(BLOCK_TOKENS, 1, (PlaneGroup("full"),), (Plane("kv", 0, "full", (64,), "uint8"),))
-        self._node = Node(Settings(socket=socket), "test", Share("m", layout, PAGES), attaches=False)
+        self._node = Node(Settings(socket=socket), "test", Share("m", layout, PAGES), flags=FLAGS, attaches=False)
         self._node.start()
         self.side = SchedulerSide(self._node, Settings(socket=socket), 64)
+        self.side._book.outbox.runs = lambda: False  # noqa: SLF001 - an iteration here takes no time: wait for answers
         self._really = self.vllm.allocate_slots
         self._asked = 0
         self.vllm.allocate_slots = self._ask
@@ -65,9 +66,9 @@ class Manager:
         self.idle += 1
         seen = self._seen(request)
         self._pool.schedule(self._pool.book.find(request.request_id))
-        self._pool.counts_own = True
+        self._pool.now.counts_own = True
         said = self._really(request, tokens, num_lookahead_tokens=ahead)
-        self._pool.counts_own = False
+        self._pool.now.counts_own = False
         assert said is blocks is self.vllm.empty_kv_cache_blocks, (said, blocks)
         assert self._seen(request) == seen
         return blocks
@@ -83,7 +84,7 @@ class Manager:
         pages = self._pool.book.find(name)
         assert pages is not None
         table = [block.block_id for block in group.req_to_blocks[name]]
-        told = {each: blocks for each, (_, blocks) in self._pool.filling.items()}
+        told = {each: blocks for each, (_, blocks) in self._pool.now.filling.items()}
         return table, group.num_cached_block.get(name), pages.taken, pages.held, pages.full_blocks, told
 
     def close(self) -> None:
@@ -121,8 +122,8 @@ class Engine:
             request.num_in_flight_tokens += tokens
             scheduled.append((request, tokens, drafts))
         self._admit(scheduled)
-        self._manager.side.begin_step(computes=bool(scheduled))
-        self._manager.side.take_loads()
+        self._manager.side.begin_step([request.request_id for request, _, _ in scheduled])
+        self._manager.side.take_transfers(is_empty=not scheduled)
         self._under_way.append(scheduled)
         if len(self._under_way) > rng.randrange(3):
             self._take(self._under_way.pop(0))
@@ -137,7 +138,7 @@ class Engine:
             self._end(request)
         for request in self._waiting:
             self._manager.side.finish(request)
-        self._manager.side.begin_step(computes=False)  # an iteration of nothing tells of what has ended
+        self._manager.side.begin_step(())  # an iteration of nothing tells of what has ended
         self._manager.side.end_step()
 
     def _admit(self, scheduled: list[tuple[Request, int, int]]) -> None:

@@ -44,7 +44,7 @@ FLOOR_EXPECTATIONS = 16
 FLOOR_KEY_BYTES = MOST_KEYS * KEY_BYTES
 """Most bytes of keys of these: the longest prompt."""
 FLOORS = 2
-"""With the floors, all processes have at most so many times the numbers that they share. As many are remembered."""
+"""The most that all processes have, floors included, in multiples of what they share. As many are remembered."""
 MOST_PATIENCE_SECONDS = 600.0
 ASKED_BLOCKS = 1024
 """Blocks of one question, as many as one loan has."""

@@ -147,7 +147,7 @@ def test_wrong_keys_and_a_deleted_bucket_cost_hits_alone_are_told_and_pass(
             assert (served.computed, served.bad) == (BLOCKS, [])
         served = engine.serve(prompt(0, BLOCKS))
         assert (served.computed, served.bad) == (BLOCKS, []), "it was evicted, and its object cannot be read"
-        wait_until(lambda: f"bucket blocks: {said}" in cachesvc(node, ask="status"), "operators are told why")
+        wait_until(lambda: f"bucket blocks: {said}" in cachesvc(node, ask="status"), "status says why")
         wait_until(lambda: "storage_given_up" in node.log(), "the log says so")
         store.answer = WELL
         wait_until(lambda: "storage_used_again" in node.log(), "it is used again by itself")

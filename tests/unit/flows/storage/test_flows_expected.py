@@ -155,7 +155,8 @@ def test_what_the_peers_request_has_given_up_is_not_waited_for() -> None:
     assert isinstance(waited, Wait)
     following.promise(3, 5)
     following.give_up()
-    assert isinstance(ask(), Wait), "what was lent before is on its way"
+    assert isinstance(ask(), Wait)
+    assert following.ended("given_up") == 0, "what was lent before is on its way"
     following.at.tell(range(3), LENT)
     following.give_up()
     assert following.ended("given_up") == 1
@@ -379,7 +380,7 @@ def shares(following: Following, processes: int) -> list[int]:
 @pytest.mark.usefixtures("_few")
 def test_a_process_has_its_share_of_them_and_each_that_comes_later_a_floor() -> None:
     following = Following()
-    assert shares(following, 8) == [12, 3, 3, 3, 3, 3, 3, 2], "no more than twice the limit, whoever comes"
+    assert shares(following, 8) == [12, 3, 3, 3, 3, 3, 3, 2], "no more than twice the limit, however many come"
     stored = following.rig.model.stored.expectations
     assert len(stored) == flow.FLOORS * flow.MOST_EXPECTATIONS
     assert following.rig.core.counters["expectations_refused"] == 8 * 24 - 32
@@ -453,7 +454,7 @@ def test_a_process_may_expect_one_prompt_of_any_length(monkeypatch: pytest.Monke
     for number in range(6):
         following.be_other_process(number)
         got.append([following.look(peer=f"10.0.{number}.1:{port}")[1] for port in (1, 2, 3)])
-    assert got == [[8, 8, 0], *[[8, 0, 0]] * 4, [0, 0, 0]], "no more than twice the memory, whoever comes"
+    assert got == [[8, 8, 0], *[[8, 0, 0]] * 4, [0, 0, 0]], "no more than twice the memory, however many come"
 
 
 def test_every_end_has_words_for_operators() -> None:

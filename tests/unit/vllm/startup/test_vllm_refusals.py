@@ -33,7 +33,7 @@ class Pool:
 
 
 class LaterPool(Pool):
-    """One of a release that nobody has looked at."""
+    """A later release's pool, with members that were not looked at."""
 
     def adopt_blocks(self) -> None:
         """A new one."""
