@@ -344,7 +344,7 @@ def _check_ports(config: Config) -> None:
     for name in ("listen", "health_listen", "metrics_listen", "web_listen", "peer_listen"):
         if text := getattr(config, name):
             address = parse_address(name, text)
-            taken.append((name, LOOPBACK_HOST if address.is_loopback else address.host, address.port))
+            taken.append((name, LOOPBACK_HOST if address.host == "localhost" else address.host, address.port))
             if name == "peer_listen":
                 taken.append(("peer_data_port", taken[-1][1], config.peer_data_port))
     for at, (name, host, port) in enumerate(taken):

@@ -323,6 +323,8 @@ class Sequence(BlockTables):
             if self.request is not None:
                 last = self.key(self.sealed - 1) if self.sealed else b""
                 self.request.end(self.sealed, last, self.ledger.clock.seconds)
+            if self.hit_blocks < self.declared and self.sealed < self.known_keys:
+                self.ledger.give_up(self.key(max(self.sealed, self.hit_blocks)))
         first = max(self.sealed, self.hit_blocks)
         if self.declared > first:
             self._withdraw(max(first, self.declared - most), self.declared)

@@ -258,8 +258,8 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class Expectation:
-    """Blocks that the daemon at ``peer`` computes for requests here, ``keys`` packed from the root on; of one that has
-    ended, the last. ``behind``: keys of blocks behind these, which are fetched where the peer lends them along.
+    """The first ``blocks`` of packed keys ``path``, which the daemon at ``peer`` computes for requests here. Blocks
+    behind these are fetched where the peer lends them along. One that has ended has the key of its last block alone.
 
     ``ticket``: of its waiters. ``party`` on ``replica`` expects them, was last here at ``wanted_at``, and is patient
     for ``patience`` seconds after ``progress_at``. ``here``: blocks of it that this node had when it asked last, at
@@ -267,10 +267,12 @@ class Expectation:
     ``failures``: questions in a row that had no answer, or whose loan did not come. ``has_begun``: the peer was seen to
     compute it. ``arrived``: blocks that no call has used yet. ``fetches``: those under way, each behind the one before.
     ``lent``: blocks (first, last) that the peer lends beyond that; ``is_beginning``: a fetch of these is being begun.
+    ``chain``: the hash of its keys.
     ``end``: how it ended, empty while it has not.
     """
 
-    keys: bytes
+    path: bytes
+    blocks: int
     peer: str
     patience: float
     is_computed: bool
@@ -290,17 +292,14 @@ class Expectation:
     has_begun: bool = False
     arrived: int = 0
     end: str = ""
-    behind: bytes = b""
+    chain: int = 0
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that are expected."""
-        return len(self.keys) // KEY_BYTES
+    def __post_init__(self) -> None:
+        self.chain = self.chain or hash(self.path)
 
-    @property
-    def path(self) -> bytes:
-        """Packed keys of these and of those behind them."""
-        return self.keys + self.behind
+    def forget(self, end: str) -> None:
+        """End it."""
+        self.end, self.path = end, key_at(self.path, self.blocks - 1)
 
     @property
     def fetching(self) -> int:
@@ -308,9 +307,9 @@ class Expectation:
         return self.fetches[-1].first + len(self.fetches[-1].keys) if self.fetches else 0
 
     @property
-    def name(self) -> tuple[str, bytes]:
-        """Name of an expectation: the peer and the last block."""
-        return self.peer, self.keys[-KEY_BYTES:]
+    def name(self) -> tuple[str, int, int]:
+        """Name of an expectation: its peer, its length, and the hash of all its keys, keyed for this process."""
+        return self.peer, self.blocks, self.chain
 
 
 @dataclass(slots=True)
@@ -334,7 +333,7 @@ class Stored:
     reused: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     staged: set[bytes] = field(default_factory=set)
     landed: set[bytes] = field(default_factory=set)
-    expectations: OrderedDict[tuple[str, bytes], Expectation] = field(default_factory=OrderedDict)
+    expectations: OrderedDict[tuple[str, int, int], Expectation] = field(default_factory=OrderedDict)
     most_written: int = MOST_WRITTEN
 
     @property

@@ -82,13 +82,15 @@ LONGEST_EXPECTED_WAIT_SECONDS = 10.0
 class Expected(NamedTuple):
     """First ``blocks`` blocks of a request (0: all), which the daemon at ``peer`` has or will have; others behind them
     are not waited for, and come where they are lent along. ``patience``: seconds without progress after which the rest
-    is not expected any more. ``is_computed``: it has computed them all. ``waits``: the call waits for them."""
+    is not expected any more. ``is_computed``: it has computed them all. ``waits``: the call waits for them.
+    ``is_over``: the request has ended, and what has not come is not fetched for it any more."""
 
     peer: str
     blocks: int = 0
     patience: float = 10.0
     is_computed: bool = False
     waits: bool = True
+    is_over: bool = False
 
 
 class Allocated(NamedTuple):

@@ -197,6 +197,10 @@ class PeerStorage:
         except CacheError as error:
             done(error)
 
+    def drop(self, names: Sequence[ObjectName]) -> None:
+        """Read no more of the loans that were asked for ahead and have these objects; what is left of them fails."""
+        self._loans.drop(names)
+
     def _peer_at(self, address: str, party: Party) -> Peer:
         """The peer of an address, configured or a guest. Raises PermissionDenied, InvalidRequest."""
         known = next((peer for peer in self.peers if peer.control.address == address), None)
@@ -342,7 +346,7 @@ class PeerStorage:
 
         self._telling.held = held
         try:
-            LoanStream(held.loan, left, job.deadline, came).read()
+            LoanStream(held.loan, left, job.deadline, came, lambda: not held.is_unwanted).read()
         except OSError as error:
             if self._loans.failed(held):
                 reason = f"{held.peer.control.address}: {str(error) or type(error).__name__}"

@@ -21,7 +21,7 @@ UNUSED_SECONDS = 10.0
 class HeldLoan:
     """Loan of a peer: ``numbers`` by name. ``is_expected``: it was asked for ahead, by ``expect``. ``readers``: streams
     that have not ended, of those that read it. ``waiting``: those of them that have not begun; without these it is
-    renewed by what its streams bring. ``has_failed``: one of them has."""
+    renewed by what its streams bring. ``has_failed``: one of them has. ``is_unwanted``: they bring no more."""
 
     peer: Peer
     loan: Loan
@@ -31,6 +31,7 @@ class HeldLoan:
     readers: int = 0
     waiting: int = 0
     has_failed: bool = False
+    is_unwanted: bool = False
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class HeldLoans:
         self._by_name: dict[ObjectName, HeldLoan] = {}
         self._unread: list[HeldLoan] = []
         self._taken: dict[int, HeldLoan] = {}
+        self._read: dict[int, HeldLoan] = {}
         self._lock = threading.Lock()
 
     def now(self) -> float:
@@ -104,6 +106,7 @@ class HeldLoans:
                 self._drop(held)  # a loan is read once
             shares = [share for one in wanted for share in one.by_stream()]
             self._taken |= {id(one.held): one.held for one in wanted}
+            self._read |= {id(one.held): one.held for one in wanted}
         return shares, list(missing)
 
     def begun(self, held: HeldLoan) -> None:
@@ -117,7 +120,20 @@ class HeldLoans:
         """Note the end of a stream of a loan; True for the last one."""
         with self._lock:
             held.readers -= 1
+            if not held.readers:
+                del self._read[id(held)]
             return not held.readers
+
+    def drop(self, names: Sequence[ObjectName]) -> None:
+        """Give back loans that were asked for ahead and have some of these objects; streams that read them end."""
+        with self._lock:
+            for held in [*self._all(), *self._read.values()]:
+                if not held.is_expected or held.is_unwanted or held.numbers.keys().isdisjoint(names):
+                    continue
+                held.is_unwanted = True
+                if id(held) not in self._read:
+                    self._drop(held)
+                    self._unread.append(held)
 
     def failed(self, held: HeldLoan) -> bool:
         """Note the failure of a stream of a loan; True for the first one: all have the same lender."""

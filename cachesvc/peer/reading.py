@@ -178,17 +178,28 @@ class Readers:
 
 
 class LoanStream:
-    """One stream of a loan. ``left``: objects that have not come. ``came``: see Came."""
+    """One stream of a loan. ``left``: objects that have not come. ``came``: see Came. ``is_wanted``: looked at before
+    each few objects."""
 
-    def __init__(self, loan: Loan, left: deque[Asked], deadline: float, came: Came) -> None:
+    def __init__(
+        self,
+        loan: Loan,
+        left: deque[Asked],
+        deadline: float,
+        came: Came,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._loan = loan
         self._left = left
         self._deadline = deadline
         self._came = came
+        self._is_wanted = is_wanted
         self._most = 1
 
     def read(self) -> None:
-        """Read all of them. Raises OSError; what is left then has not come."""
+        """Read all of them, while they are wanted; what is left has not come. Raises OSError."""
+        if not self._is_wanted():
+            return
         limit = min(self._deadline - time.monotonic(), CONNECT_SECONDS)
         if limit <= 0:
             raise TimeoutError("there is no time left")
@@ -198,7 +209,7 @@ class LoanStream:
             numbers = pack_numbers([number for _, _, number in self._left])
             send_pieces(stream, [HELLO.pack(MAGIC, self._loan.secret) + numbers], limit)
             answer = receive(stream, ANSWER.size, self._deadline)
-            while self._left:
+            while self._left and self._is_wanted():
                 answer = self._read_some(stream, answer)
 
     def _read_some(self, stream: socket.socket, answer: bytes) -> bytes:

@@ -47,6 +47,7 @@ EXPECTATIONS = {
     "arrived": "all of the prompt has come",
     "silent": "it made no progress for as long as the caller was patient",
     "absent": "it has computed the prompt and lacks this part",
+    "given_up": "the request that computed it there has ended",
     "restarted": "it has started again since",
     "unreachable": "it does not answer",
     "refused": "this node may not ask it: it is none of --peers and in no network of --peer-allow",
@@ -306,7 +307,7 @@ def _expected_words(model: Model, key: bytes) -> str:
     """Words on what other nodes were to send of it lately."""
     words = ""
     for known in model.stored.expectations.values():
-        if known.keys.find(key) % KEY_BYTES == 0:
+        if known.path.find(key) % KEY_BYTES == 0:
             what = EXPECTATIONS.get(known.end, known.end) if known.end else "it is on its way"
             words += f"; expected from the node {known.peer}: {what}"
     return words

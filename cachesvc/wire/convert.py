@@ -177,7 +177,7 @@ def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:
 def expected_from_proto(message: cache_pb2.Expected) -> Expected:
     """Expectation of a Match."""
     patience = message.patience_ms / 1000 if message.patience_ms else Expected("").patience
-    return Expected(message.peer, message.blocks, patience, message.is_computed, not message.no_wait)
+    return Expected(message.peer, message.blocks, patience, message.is_computed, not message.no_wait, message.is_over)
 
 
 def expected_to_proto(expected: Expected) -> cache_pb2.Expected:
@@ -192,6 +192,7 @@ def expected_to_proto(expected: Expected) -> cache_pb2.Expected:
         patience_ms=max(1, round(min(expected.patience * 1000, MOST_COUNT))),
         is_computed=expected.is_computed,
         no_wait=not expected.waits,
+        is_over=expected.is_over,
     )
 
 

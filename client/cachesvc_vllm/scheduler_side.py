@@ -28,6 +28,7 @@ from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
 from cachesvc_vllm.pages.lengths import blocks_wanted, fills_nothing
 from cachesvc_vllm.pages.state_cells import StateCells
 from cachesvc_vllm.sealing import Sealer
+from cachesvc_vllm.startup.refusals import require_known_pool
 from cachesvc_vllm.steps.first_token import FirstToken
 from cachesvc_vllm.steps.pace import Pace
 from cachesvc_vllm.transfers import StepTransfers
@@ -60,7 +61,7 @@ class SchedulerSide:
         those that a drafter reads ahead (``draft_lookahead``). ``drafts``: a drafter writes KV (``drafts_with_kv``).
         ``publisher``: of KV events. ``lora_config``: of adapters; None: there are none. ``ranks``: of the engine.
         ``replaced``: why its weights may not be those that it is named by."""
-        self._node = node
+        self._node, self._allows_untested = node, settings.allow_untested_vllm
         self._has_lookahead, self._lookahead_tokens = settings.draft_blocks == "lookahead", lookahead_tokens
         registration = node.lease.registration
         block_tokens = self._block_tokens = registration.layout.block_tokens
@@ -117,7 +118,9 @@ class SchedulerSide:
         self._ran: bool | None = None
 
     def bind(self, manager: Any) -> None:
-        """Take the place of the manager's block pool, and of two methods that say which request is scheduled."""
+        """Take the place of the manager's block pool, and of two methods that say which request is scheduled. Raises
+        ConnectorRefused for a pool that has more than those that were looked at."""
+        require_known_pool(manager.block_pool, allow_any=self._allows_untested)
         pool = self._pool = DaemonBlockPool(
             manager.block_pool, self._book, self._weights, self.watch, self._block_tokens
         )

@@ -46,7 +46,7 @@ class FakeStore(ThreadingHTTPServer):
     @property
     def options(self) -> S3Options:
         return S3Options(
-            "kv", endpoint=f"http://127.0.0.1:{self.server_port}", retries=0, timeout=5.0, rescan=0.05, absent=0.0
+            "blocks", endpoint=f"http://127.0.0.1:{self.server_port}", retries=0, timeout=5.0, rescan=0.05, absent=0.0
         )
 
 
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.command == "POST":
             content = b"<DeleteResult></DeleteResult>"
             for name in list(self.server.objects):
-                if name.removeprefix("/kv/").encode() in body:
+                if name.removeprefix("/blocks/").encode() in body:
                     del self.server.objects[name]
         elif "list-type" in self.path:
             content = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
@@ -100,14 +100,19 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStore]:
+def fake_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStore]:
+    """Such a store, and keys for it."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     made = FakeStore()
     yield made
     made.shutdown()
     made.server_close()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStore]:
+    yield from fake_store(monkeypatch)
 
 
 @contextmanager
@@ -145,9 +150,9 @@ def ask(objects: ObjectStore, verb: str, key: str, page: bytearray) -> Outcome:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (DENIED, "bucket kv: the store refuses the credentials (403 InvalidAccessKeyId)"),
-        (EXPIRED, "bucket kv: the store refuses the credentials (400 ExpiredToken)"),
-        (NO_BUCKET, "bucket kv: the store has no such bucket (404 NoSuchBucket)"),
+        (DENIED, "bucket blocks: the store refuses the credentials (403 InvalidAccessKeyId)"),
+        (EXPIRED, "bucket blocks: the store refuses the credentials (400 ExpiredToken)"),
+        (NO_BUCKET, "bucket blocks: the store has no such bucket (404 NoSuchBucket)"),
     ],
 )
 def test_what_a_store_refuses_is_told_without_any_call_and_passes_by_itself(

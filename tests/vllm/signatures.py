@@ -186,10 +186,13 @@ def differences(release: str, told: dict[str, Any]) -> Iterator[str]:
     from cachesvc_vllm.daemon.metrics import CacheMetrics, CacheStats
     from cachesvc_vllm.pages.block_pool import DaemonBlockPool
     from cachesvc_vllm.scheduler_side import SchedulerSide
+    from cachesvc_vllm.startup.refusals import POOL_METHODS as KNOWN_METHODS
 
     public = {name for name in told["BlockPool"] if not name.startswith("_")}
     if public != POOL_METHODS:
         yield f"{release}: methods of the block pool: {sorted(public ^ POOL_METHODS)}"
+    if more := set(told["BlockPool"]) - KNOWN_METHODS - {"__init__"}:
+        yield f"{release}: methods of the block pool that a start refuses: {sorted(more)}"
     replaced = sorted(public - INHERITED)
     yield from _unlike(release, DaemonBlockPool, {name: told["BlockPool"][name] for name in replaced})
     managed = ("get_computed_blocks", "allocate_slots")

@@ -128,13 +128,15 @@ class Storage(Protocol):
 class Promise(NamedTuple):
     """Answer of another node that was asked for blocks. ``lent``: how many of the first it lends from now on; behind
     these, engines there are ``computing`` blocks. ``epoch``: of its life. ``problem``: why there is no answer.
-    ``ask_in``: seconds after which the node is asked again; above 0 where it was not asked, or can lend nothing now."""
+    ``ask_in``: seconds after which the node is asked again; above 0 where it was not asked, or can lend nothing now.
+    ``is_given_up``: nothing is lent, and the request that computed the first of them there has ended."""
 
     lent: int = 0
     computing: int = 0
     epoch: int = 0
     problem: str = ""
     ask_in: float = 0.0
+    is_given_up: bool = False
 
 
 class Lenders(Protocol):
@@ -149,6 +151,9 @@ class Lenders(Protocol):
         """For ``party``, ask the node at ``peer`` to lend what it has of packed ``keys``, and to wait for the first for
         ``seconds``.
         ``told`` is called later, from the loop; a fetch then finds what is lent. Returns why that node is not asked."""
+
+    def drop(self, model: Model, keys: Sequence[bytes]) -> None:
+        """Read no more of the loans that have these blocks: what they have not brought yet does not come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class Count(StrEnum):
     EXPECTATIONS_ENDED_ARRIVED = "expectations_ended_arrived"
     EXPECTATIONS_ENDED_SILENT = "expectations_ended_silent"
     EXPECTATIONS_ENDED_ABSENT = "expectations_ended_absent"
+    EXPECTATIONS_ENDED_GIVEN_UP = "expectations_ended_given_up"
     EXPECTATIONS_ENDED_UNREACHABLE = "expectations_ended_unreachable"
     EXPECTATIONS_ENDED_OTHER = "expectations_ended_other"
     EXPECTED_BLOCKS = "expected_blocks"
@@ -67,6 +68,7 @@ EXPECTATIONS_ENDED = {
     "arrived": Count.EXPECTATIONS_ENDED_ARRIVED,
     "silent": Count.EXPECTATIONS_ENDED_SILENT,
     "absent": Count.EXPECTATIONS_ENDED_ABSENT,
+    "given_up": Count.EXPECTATIONS_ENDED_GIVEN_UP,
     "unreachable": Count.EXPECTATIONS_ENDED_UNREACHABLE,
     "restarted": Count.EXPECTATIONS_ENDED_UNREACHABLE,
 }

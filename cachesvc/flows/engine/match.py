@@ -7,7 +7,7 @@ from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN
-from cachesvc.flows.storage.expected import follow
+from cachesvc.flows.storage.expected import follow, stop_following
 from cachesvc.flows.storage.fetch import fetched_blocks, reach
 from cachesvc.flows.storage.uses import note_hit
 from cachesvc.flows.transfer.backup import back_up_reused
@@ -129,7 +129,7 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
         raise
     if blocks.misplaced != before:
         core.count(Count.KEYS_MISPLACED, blocks.misplaced - before)
-    if sharing is None:
+    if sharing is None or stop_following(core, call, keys, max_blocks, sharing):
         return hit
     wait = share(core, call, keys, max_blocks, hit, sharing) if len(call.model.replicas) > 1 else None
     if wait is None and sharing.expected is not None:

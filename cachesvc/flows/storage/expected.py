@@ -2,12 +2,13 @@
 
     asking ── lent ──▶ fetching ── admitted ──▶ fetching ... until all is here
        │                  └── asking for what lies behind
-       └── absent, silent, restarted, refused: over; the request has what came by then, and computes the rest
+       └── absent, given up, silent, restarted, refused: over; the request has what came by then, and computes the rest
 
 A question waits on the other node until there is something to lend, so a sealed block is on its way at once. The next
 question is under way while blocks are, and what it finds is fetched behind them: streams do not stand still between two
 loans.
-Matches keep an expectation alive; without one for a while nothing is asked or fetched for it any more.
+Matches keep an expectation alive; without one for a while, or once one says that its request has ended, nothing is
+asked or fetched for it any more.
 """
 
 from __future__ import annotations
@@ -28,16 +29,22 @@ from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.storage_state import Expectation, Fetch, key_at
 from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Wait
 from cachesvc.model.errors import KeyMisplaced
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.keys import KEY_BYTES, MOST_KEYS
 from cachesvc.model.numbers.sharing import Party, most_of
 from cachesvc.model.text.addresses import parse_address
 from cachesvc.model.transfer import Inward, Urgency
 from cachesvc.model.words import FILLING
 
 MOST_EXPECTATIONS = 256
-"""Most expectations of a model, those included that ended lately. A process has its share of those under way."""
+"""Most expectations of a model under way that processes share."""
 MOST_KEY_BYTES = 64 << 20
-"""Most bytes of keys of a model's expectations, two million blocks; shared by processes likewise."""
+"""Most bytes of keys of these, two million blocks."""
+FLOOR_EXPECTATIONS = 16
+"""Expectations that a process may have under way whatever others have."""
+FLOOR_KEY_BYTES = MOST_KEYS * KEY_BYTES
+"""Most bytes of keys of these: the longest prompt."""
+FLOORS = 2
+"""The most that all processes have, floors included, in multiples of what they share. As many are remembered."""
 MOST_PATIENCE_SECONDS = 600.0
 ASKED_BLOCKS = 1024
 """Blocks of one question, as many as one loan has."""
@@ -75,6 +82,7 @@ class ExpectationEnd(StrEnum):
     ARRIVED = "arrived"
     SILENT = "silent"  # no progress for as long as the caller is patient
     ABSENT = "absent"  # the peer has computed it and lacks it: evicted
+    GIVEN_UP = "given_up"  # the request that computed it on the peer has ended
     RESTARTED = "restarted"  # the peer lives another life, in which nothing is computed for this node
     UNREACHABLE = "unreachable"
     REFUSED = "refused"  # the peer is none that this node may ask
@@ -94,18 +102,15 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     expected = sharing.expected
     assert expected is not None
     sharing.coming = 0
-    given = min(len(keys) // KEY_BYTES, max_blocks or 1 << 32)
-    most = min(given, expected.blocks or given)
+    path, most = _named(keys, max_blocks, expected)
     parse_address("expected.peer", expected.peer, least_port=1)
     if core.lenders is None or core.storage is None or not most:
         return None
     is_here = most <= hit.blocks
-    name = expected.peer, key_at(keys, most - 1)
-    found = call.model.stored.expectations.get(name)
+    found = call.model.stored.expectations.get((expected.peer, most, hash(path)))
     known = found
     if not is_here and (found is None or found.end in NOT_FINAL):  # a call that waits looks again: without a copy
-        behind = keys[most * KEY_BYTES : given * KEY_BYTES]
-        known = _find(core, call, keys[: most * KEY_BYTES], behind, expected)
+        known = _begin(core, call, path, most, expected)
     if known is None:
         return None
     known.wanted_at = call.now
@@ -122,6 +127,24 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     return Wait((known.ticket,), min(LOOK_SECONDS, left))
 
 
+def stop_following(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing) -> bool:
+    """End the expectation of a request that has ended. False where the call does not say so."""
+    expected = sharing.expected
+    if expected is None or not expected.is_over:
+        return False
+    path, most = _named(keys, max_blocks, expected)
+    known = call.model.stored.expectations.get((expected.peer, most, hash(path)))
+    if known is not None and not known.end:
+        _abandon(core, call.model, known)
+    return True
+
+
+def _named(keys: bytes, max_blocks: int, expected: Expected) -> tuple[bytes, int]:
+    """The packed keys by which a call names its expectation, and how many of the blocks are expected."""
+    given = min(len(keys) // KEY_BYTES, max_blocks or 1 << 32)
+    return keys[: given * KEY_BYTES], min(given, expected.blocks or given)
+
+
 def tick_expected(core: Core) -> None:
     """Do periodic work: end what makes no progress or is not wanted, and ask again."""
     now = core.ledger.moment.seconds
@@ -130,39 +153,31 @@ def tick_expected(core: Core) -> None:
             if known.end and now - known.wanted_at > KEEP_SECONDS:
                 del model.stored.expectations[known.name]
             elif not known.end and now - known.wanted_at > IDLE_SECONDS:
-                _end(core, model, known, ExpectationEnd.ABANDONED)
+                _abandon(core, model, known)
             else:
                 _look(core, model, known, now)
 
 
-def _find(core: Core, call: Call, keys: bytes, behind: bytes, expected: Expected) -> Expectation | None:
-    """The expectation of these keys and those ``behind``, begun where there is none; None where there are too many."""
+def _begin(core: Core, call: Call, path: bytes, blocks: int, expected: Expected) -> Expectation:
+    """A new expectation of the first ``blocks`` of packed keys. It has ended where there are too many."""
     all_known = call.model.stored.expectations
-    known = all_known.get((expected.peer, keys[-KEY_BYTES:]))
-    if known is not None and known.end not in NOT_FINAL:
-        return known
-    if known is not None:
-        del all_known[known.name]
     party, tickets = call.lease.party, core.ledger.tickets
     patience = min(expected.patience, MOST_PATIENCE_SECONDS)
     known = Expectation(
-        keys, expected.peer, patience, expected.is_computed, 0, call.replica.id, party, call.now, call.now
+        path, blocks, expected.peer, patience, expected.is_computed, 0, call.replica.id, party, call.now, call.now
     )
-    known.behind = behind
-    if (
-        not _has_share(call.model, party, len(keys) + len(behind))
-        or len(tickets.running) >= core.limits.running_tickets
-    ):
-        known.end, known.keys, known.behind = ExpectationEnd.CROWDED.value, keys[-KEY_BYTES:], b""
+    all_known.pop(known.name, None)
+    if not _has_share(call.model, party, len(path)) or len(tickets.running) >= core.limits.running_tickets:
+        known.forget(ExpectationEnd.CROWDED.value)
         core.count(Count.EXPECTATIONS_REFUSED)
     else:
         ticket = tickets.open(call.model.id, call.replica.id, Inward.FETCH, Urgency.AWAITED, party=party)
         known.ticket = ticket.id
         core.count(Count.EXPECTATIONS)
     ended = next((each for each in all_known.values() if each.end), None)
-    if ended is not None and len(all_known) >= MOST_EXPECTATIONS:
+    if ended is not None and len(all_known) >= FLOORS * MOST_EXPECTATIONS:
         del all_known[ended.name]
-    if len(all_known) < MOST_EXPECTATIONS:
+    if len(all_known) < FLOORS * MOST_EXPECTATIONS:
         all_known[known.name] = known
     return known
 
@@ -173,12 +188,15 @@ def _has_share(model: Model, party: Party, key_bytes: int) -> bool:
     held = Counter(each.party for each in under_way)
     held_bytes = Counter[Party]()
     for each in under_way:
-        held_bytes[each.party] += len(each.keys) + len(each.behind)
+        held_bytes[each.party] += len(each.path)
+    will_have, all_have = held_bytes[party] + key_bytes, held_bytes.total() + key_bytes
+    if held[party] < FLOOR_EXPECTATIONS and will_have <= FLOOR_KEY_BYTES:
+        return held.total() < FLOORS * MOST_EXPECTATIONS and all_have <= FLOORS * MOST_KEY_BYTES
     return (
         held.total() < MOST_EXPECTATIONS
         and held[party] < most_of(party, held, MOST_EXPECTATIONS)
-        and held_bytes.total() + key_bytes <= MOST_KEY_BYTES
-        and held_bytes[party] + key_bytes <= most_of(party, held_bytes, MOST_KEY_BYTES)
+        and all_have <= MOST_KEY_BYTES
+        and will_have <= most_of(party, held_bytes, MOST_KEY_BYTES)
     )
 
 
@@ -210,7 +228,7 @@ def _ask(core: Core, model: Model, known: Expectation) -> None:
         return
     if core.lenders.is_here(known.peer):
         known.retry_at = now + PAUSE_SECONDS
-        if known.is_computed and not _comes_here(model, replica, key_at(known.keys, first)):  # evicted, or never sealed
+        if known.is_computed and not _comes_here(model, replica, key_at(known.path, first)):  # evicted, or never sealed
             _end(core, model, known, ExpectationEnd.ABSENT)
         return
     keys = known.path[first * KEY_BYTES : (first + ASKED_BLOCKS) * KEY_BYTES]
@@ -259,7 +277,9 @@ def _answered(core: Core, model: Model, known: Expectation, first: int, asked_at
         _go_on(core, model, known)
         return
     known.failures = 0
-    if known.is_computed and not promise.computing and not known.fetching:
+    if promise.is_given_up and not known.fetching:
+        _end(core, model, known, ExpectationEnd.GIVEN_UP)
+    elif known.is_computed and not promise.computing and not known.fetching:
         _end(core, model, known, ExpectationEnd.ABSENT)
     elif now - asked_at >= POLL_SECONDS / 2:  # the peer has waited; one that answers at once is asked less often
         _ask(core, model, known)
@@ -364,11 +384,26 @@ def _ask_again(core: Core, model: Model, known: Expectation) -> None:
 
 def _end(core: Core, model: Model, known: Expectation, end: ExpectationEnd) -> None:
     """End an expectation; it is remembered for a while."""
-    known.end, known.keys, known.behind = end.value, known.keys[-KEY_BYTES:], b""
+    known.forget(end.value)
     core.count(EXPECTATIONS_ENDED.get(end.value, Count.EXPECTATIONS_ENDED_OTHER))
     model.stored.expectations.move_to_end(known.name)
     if core.ledger.tickets.is_running(known.ticket):
         end_ticket(core, known.ticket)
+
+
+def _abandon(core: Core, model: Model, known: Expectation) -> None:
+    """End an expectation that no request has any more, and the fetches under way that are for it alone."""
+    first = [fetch.keys[0] for fetch in known.fetches if not _is_shared(model, fetch, known)]
+    if known.lent[1]:
+        first.append(key_at(known.path, known.lent[0]))
+    _end(core, model, known, ExpectationEnd.ABANDONED)
+    if first and core.lenders is not None:
+        core.lenders.drop(model, first)
+
+
+def _is_shared(model: Model, fetch: Fetch, known: Expectation) -> bool:
+    others = (each for each in model.stored.expectations.values() if each is not known and not each.end)
+    return any(fetch in each.fetches for each in others)
 
 
 def _replica_of(model: Model, known: Expectation) -> Replica | None:
@@ -383,4 +418,4 @@ def _hit(model: Model, replica: Replica, known: Expectation) -> Hit | None:
         return None
 
 
-__all__ = ["ExpectationEnd", "follow", "tick_expected"]
+__all__ = ["ExpectationEnd", "follow", "stop_following", "tick_expected"]

@@ -8,6 +8,7 @@ child on the same place leaves that place; whatever may leave is filed as a cand
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -37,6 +38,11 @@ from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, Tier
 __all__ = ["Dropped", "Hit", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
 
 
+MOST_GIVEN_UP = 4096
+GIVEN_UP_SECONDS = 10.0
+"""Time for which a block that a request has given up is remembered, seconds: as long as callers are patient."""
+
+
 class Filling(NamedTuple):
     """Copies that have begun to come: of group g, ``rows[g]`` to the pages ``pages[g]``."""
 
@@ -47,8 +53,9 @@ class Filling(NamedTuple):
 class BlockLedger(Lookup):
     """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place.
 
-    ``computing``: keys that sequences have declared to be computing, with how many do. ``places_made``: the next one's
-    number.
+    ``computing``: keys that sequences have declared to be computing, with how many do. ``given_up``: the first block
+    that each of the sequences that ended lately was to compute and has not, with its time, the oldest first.
+    ``places_made``: the next one's number.
     """
 
     def __init__(
@@ -80,10 +87,26 @@ class BlockLedger(Lookup):
         self.dropped: list[Dropped] = []
         self.evicted_blocks = 0
         self.computing: dict[bytes, int] = {}
+        self.given_up: OrderedDict[bytes, float] = OrderedDict()
+        self._moment = moment
         self.places_made = 0
         self.misplaced = 0
         self.past = PlaceCounts()  # what had left places before these were lost
         self.host = self._add_place("host", host_pools, self.next_place())
+
+    def give_up(self, key: bytes) -> None:
+        """Note that a sequence ends before it has computed a block."""
+        self.given_up[key] = self._moment.seconds
+        self.given_up.move_to_end(key)
+        if len(self.given_up) > MOST_GIVEN_UP:
+            self.given_up.popitem(last=False)
+
+    def given_up_at(self, key: bytes) -> float | None:
+        """Time at which the last request that was to compute a block ended; None where that is long ago, or another
+        one computes it."""
+        since = self.given_up.get(key)
+        is_over = since is None or key in self.computing or self._moment.seconds - since > GIVEN_UP_SECONDS
+        return None if is_over else since
 
     def next_place(self) -> int:
         """Number of a place that will be added; it is no other one's."""

@@ -9,7 +9,6 @@ from urllib.parse import quote
 
 from cachesvc.model.errors import InvalidRequest
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_PORT = 65535
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\.?")
@@ -25,10 +24,16 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """True where no other machine can reach it."""
-        try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """True for a host that no other machine can reach: localhost, 127.0.0.0/8, ::1, and IPv4 in IPv6 of these."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def parse_address(what: str, text: str, *, least_port: int = 0) -> Address:

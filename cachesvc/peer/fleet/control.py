@@ -47,11 +47,13 @@ class Loan(NamedTuple):
 
 class Borrowed(NamedTuple):
     """Answer of another daemon, of the life ``epoch``. ``loan``: None where nothing is there; ``computing``: blocks
-    behind what is lent that an engine computes there."""
+    behind what is lent that an engine computes there; ``is_given_up``: it had begun to compute the first, and its
+    request has ended."""
 
     loan: Loan | None = None
     epoch: int = 0
     computing: int = 0
+    is_given_up: bool = False
 
 
 Answered = Callable[[Borrowed | CacheError], None]

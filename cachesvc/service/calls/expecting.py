@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachesvc.flows.context.core import Promise
@@ -12,6 +12,7 @@ from cachesvc.model.numbers.sharing import Party
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.fleet.control import Borrowed, PeerPaused, PeerRefused
 from cachesvc.service.loop.node import Node
+from cachesvc.storage.seam import ObjectName
 from cachesvc.storage.shapes import shapes_of
 from cachesvc.telemetry import events
 
@@ -55,6 +56,11 @@ class PeerLenders:
             return str(error)
         return ""
 
+    def drop(self, model: Model, keys: Sequence[bytes]) -> None:
+        """See ``flows.core.Lenders``."""
+        shapes = shapes_of(model)
+        self._peers.drop([ObjectName(shapes.scope, key, shapes.full[0].part) for key in keys])
+
 
 def _promise(answer: Borrowed | CacheError, parts: int, full: int) -> Promise:
     if isinstance(answer, PeerPaused):
@@ -67,4 +73,4 @@ def _promise(answer: Borrowed | CacheError, parts: int, full: int) -> Promise:
     lent = 0
     while (lent + 1) * parts <= len(there) and all(there[lent * parts : lent * parts + full]):
         lent += 1
-    return Promise(lent, answer.computing, answer.epoch)
+    return Promise(lent, answer.computing, answer.epoch, is_given_up=answer.is_given_up)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 from cachesvc.flows.engine.match import computing_blocks
 from cachesvc.flows.storage.lend import end_lending, lend
@@ -27,6 +28,8 @@ MOST_LEASES = 256
 MOST_PATIENT = 256
 """Most borrowers that wait for a first block at a time; others are answered at once."""
 MOST_PATIENCE_SECONDS = 10.0
+GIVEN_UP_SECONDS = 0.5
+"""Time for which a prompt that a request has given up may be begun anew, seconds: one preempted, or sent again."""
 LEND_SECONDS = 0.4
 """Longest wait of a borrower for room on the host, seconds: it gives up asking a little later."""
 
@@ -53,9 +56,10 @@ class LendingDesk:
 
     async def borrow(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float = 0.0
-    ) -> tuple[Lent | None, int]:
+    ) -> tuple[Lent | None, int, bool]:
         """Keep what is there; None: nothing is, and no first block was sealed for ``patience`` seconds. Beside it, the
-        number of blocks behind that an engine is computing. Raises InvalidRequest, LimitExceeded, Unavailable."""
+        number of blocks behind that an engine is computing, and True where the request that was to compute the first
+        has ended. Raises InvalidRequest, LimitExceeded, Unavailable."""
         if not keys or len(keys) % KEY_BYTES:
             raise InvalidRequest(f"keys has {len(keys)} bytes, which are no keys of {KEY_BYTES}")
         if len(keys) // KEY_BYTES > MOST_BLOCKS:
@@ -64,7 +68,7 @@ class LendingDesk:
             raise LimitExceeded("leases of other nodes", len(self.desk) + 1, MOST_LEASES)
         found = self._find(scope)
         if found is None:
-            return None, 0
+            return None, 0, False
         model, shapes = found
         wanted = self._wanted(shapes, parts)
         model.require_trusted()
@@ -72,28 +76,31 @@ class LendingDesk:
         def run() -> LentBlocks | Wait | None:
             return self._node.run_of(model.id, lend, self._node.core, model, keys)
 
-        until = self._node.now() + min(patience, MOST_PATIENCE_SECONDS)
+        asked_at = self._node.now()
+        until = asked_at + min(patience, MOST_PATIENCE_SECONDS)
         while True:
             answer = run()
             if isinstance(answer, Wait):
                 answer = await self._node.wait_out(run, answer, self._node.now() + LEND_SECONDS, OTHER_NODES, "borrow")
-            if answer is not None or not await self._sealed(model.id, until - self._node.now()):
+            ended_at = model.blocks.given_up_at(keys[:KEY_BYTES]) if answer is None else None
+            over_at = inf if ended_at is None else max(asked_at, ended_at) + GIVEN_UP_SECONDS
+            if answer is not None or not await self._sealed(model.id, min(until, over_at) - self._node.now()):
                 break
         here = 0 if answer is None else len(answer.rows)
         computing = computing_blocks(model, keys, here) if model.blocks.computing else 0
-        return None if answer is None else await self._hand_out(model, scope, wanted, answer), computing
+        lent = None if answer is None else await self._hand_out(model, scope, wanted, answer)
+        return lent, computing, over_at <= self._node.now()
 
     async def _sealed(self, model: int, seconds: float) -> bool:
-        """True once blocks of a model were sealed; False where the time is up, or too many wait."""
+        """Wait for the next sealed block of a model, or until it is time to look again. False where ``seconds`` are
+        over, or too many wait."""
         waiting = self._waiting.setdefault(model, set())
         if seconds <= 0 or sum(map(len, self._waiting.values())) >= MOST_PATIENT:
             return False
         sealed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting.add(sealed)
         try:
-            await asyncio.wait_for(sealed, seconds)
-        except TimeoutError:
-            return False
+            await asyncio.wait((sealed,), timeout=min(seconds, GIVEN_UP_SECONDS))
         finally:
             waiting.discard(sealed)
             if not waiting:

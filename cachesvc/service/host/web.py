@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from cachesvc.model.errors import Unavailable
+from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.model.text.addresses import parse_address
 from cachesvc.model.words import PageState
 from cachesvc.questions.status import PoolLine, status
 from cachesvc.questions.view import Sight
@@ -62,7 +63,7 @@ class WebPage:
         listening = self._listen()
         self.port = int(listening.getsockname()[1])
         config = uvicorn.Config(
-            self._app(allowed_hosts(self.port)),
+            self._app(self.port),
             http="h11",
             ws="none",
             lifespan="off",
@@ -107,7 +108,7 @@ class WebPage:
             self._server.should_exit = True
             await self._task
 
-    def _app(self, hosts: frozenset[str]) -> Starlette:
+    def _app(self, port: int) -> Starlette:
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
         from starlette.middleware.base import BaseHTTPMiddleware
@@ -119,7 +120,7 @@ class WebPage:
         headers = {"Content-Security-Policy": content_policy(page), **FIXED_HEADERS}
 
         async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-            if request.headers.get("host", "").lower() not in hosts:
+            if not names_loopback(request.headers.get("host", ""), port):
                 return PlainTextResponse("this page is for this machine's own address\n", 421, headers)
             answer = await go_on(request)
             answer.headers.update(headers)
@@ -183,9 +184,13 @@ def _pool(line: PoolLine) -> dict[str, Any]:
     }
 
 
-def allowed_hosts(port: int) -> frozenset[str]:
-    """Values of the Host header that name loopback."""
-    return frozenset(f"{host}:{port}" for host in ("127.0.0.1", "localhost", "[::1]"))
+def names_loopback(host: str, port: int) -> bool:
+    """True for a Host header that names loopback, and the port that is served."""
+    try:
+        address = parse_address("Host", host)
+    except InvalidRequest:
+        return False
+    return address.is_loopback and address.port == port
 
 
 def content_policy(page: str) -> str:

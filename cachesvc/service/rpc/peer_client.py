@@ -131,7 +131,7 @@ class GrpcControl:
     def _borrowed(self, answer: peer_pb2.BorrowResponse, objects: int) -> Borrowed:
         """Return the loan that answers a question for ``objects``. Raises ValueError for one of more."""
         if not answer.lease_id:
-            return Borrowed(None, answer.epoch, answer.computing_blocks)
+            return Borrowed(None, answer.epoch, answer.computing_blocks, answer.is_given_up)
         if len(answer.lent) > objects or not 0 < answer.data_port <= MOST_PORT:
             raise ValueError(
                 f"it lends {len(answer.lent)} objects at port {answer.data_port}, and was asked for {objects}; see "

@@ -106,11 +106,13 @@ class PeerService(peer_pb2_grpc.PeerServiceServicer):
                 raise InvalidRequest("namespace has 32 bytes and layout_id 8")
             scope = Scope(request.namespace, request.layout_id)
             parts = [Part(part.group, part.rank, part.ranks) for part in request.parts]
-            lent, computing = await self._desk.borrow(scope, request.keys, parts, request.patience_ms / 1000)
+            lent, computing, is_given_up = await self._desk.borrow(
+                scope, request.keys, parts, request.patience_ms / 1000
+            )
         except CacheError as error:
             await refuse(context, error)
         if lent is None:
-            return peer_pb2.BorrowResponse(epoch=self._desk.epoch, computing_blocks=computing)
+            return peer_pb2.BorrowResponse(epoch=self._desk.epoch, computing_blocks=computing, is_given_up=is_given_up)
         return peer_pb2.BorrowResponse(
             lease_id=lent.lease,
             epoch=self._desk.epoch,

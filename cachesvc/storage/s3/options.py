@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.text.addresses import LOOPBACK
+from cachesvc.model.text.addresses import is_loopback
 from cachesvc.model.text.printable import one_line
 from cachesvc.storage.spec import StorageSpec, count_option, seconds_option, size_option
 
@@ -112,7 +112,7 @@ def _check_endpoint(options: S3Options) -> None:
             f"storage: endpoint={_shown(options.endpoint)} is not a URL such as https://s3.example.com:9000, "
             "without credentials in it"
         )
-    if options.is_plain and host not in LOOPBACK and not options.insecure:
+    if options.is_plain and not is_loopback(host) and not options.insecure:
         raise InvalidRequest(
             f"storage: endpoint={options.endpoint} sends blocks over the network unencrypted; use https, or allow it "
             "by insecure=1"

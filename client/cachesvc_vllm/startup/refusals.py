@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -11,6 +12,24 @@ from cachesvc_vllm.daemon.cache_groups import cache_groups
 
 TESTED = ((0, 32), (0, 33))
 """Releases of vLLM that the connector was tested with: it replaces vLLM's block pool, which is no public API."""
+POOL_FIELDS = frozenset(
+    {
+        *("num_gpu_blocks", "medium", "enable_caching", "hash_block_size", "blocks", "free_block_queue", "null_block"),
+        *("cached_block_hash_to_block", "cached_block_hashes_by_block", "enable_kv_cache_events", "kv_event_queue"),
+        *("metrics_collector", "_reuse_watchers", "num_hash_lookahead_tokens"),
+    }
+)
+POOL_METHODS = frozenset(
+    {
+        *("get_cached_block", "cache_full_blocks", "cache_partial_block", "emit_cached_block_events", "get_new_blocks"),
+        *("move_block_hashes", "unpin_blocks", "touch", "is_block_writable", "free_blocks", "evict_blocks"),
+        *("reset_prefix_cache", "get_num_free_blocks", "get_usage", "take_events", "_build_block_stored_event"),
+        *("_get_partial_block_hash", "_get_partial_block_parent_hash_and_start", "_remove_cached_block_hashes"),
+        *("_emit_block_removed_events", "_insert_block_hash", "_notify_reuse", "_maybe_evict_cached_block"),
+        *("_generate_event_extra_keys", "_lookahead_token_ids"),
+    }
+)
+"""Fields and methods of ``BlockPool`` in these releases. What else one has may hold state or be called by vLLM."""
 DIGESTS = ("sha256", "sha256_cbor")
 """Hash algorithms whose digests are 32 bytes, and the same in every process."""
 
@@ -27,6 +46,8 @@ ROLES = ("kv_both", "kv_consumer")
 them at once, and another engine would get them."""
 
 NAME = "CachesvcConnector"
+
+log = logging.getLogger(__name__)
 
 
 def require_supported(vllm_config: Any, kv_cache_config: Any, whole_config: Any = None) -> None:
@@ -113,3 +134,22 @@ def require_version(version: str, *, allow_any: bool) -> None:
             f"cachesvc_vllm works with vLLM {known}, and this is {version}: install one of these, or try it at your "
             'own risk with "allow_untested_vllm": true in kv_connector_extra_config'
         )
+
+
+def require_known_pool(pool: object, *, allow_any: bool) -> None:
+    """Compare vLLM's block pool with what was looked at before it is replaced. Raises ConnectorRefused for further
+    fields or methods; with ``allow_any`` they are logged."""
+    kinds = [kind for kind in type(pool).__mro__ if kind is not object]
+    methods = {
+        name for kind in kinds for name, each in vars(kind).items() if callable(each) or hasattr(each, "__get__")
+    }
+    more_methods = {name for name in methods - POOL_METHODS if not name.startswith("__")}
+    parts = (("fields", vars(pool).keys() - POOL_FIELDS), ("methods", more_methods))
+    unknown = " and ".join(f"the {what} {', '.join(sorted(more))}" for what, more in parts if more)
+    if unknown and not allow_any:
+        raise ConnectorRefused(
+            f"vLLM's block pool has {unknown}, which cachesvc_vllm was not made for: install a release as it was "
+            'published, or try it at your own risk with "allow_untested_vllm": true in kv_connector_extra_config'
+        )
+    if unknown:
+        log.warning("block_pool_unknown vLLM's block pool has %s, which cachesvc_vllm was not made for", unknown)

@@ -215,3 +215,22 @@ def test_a_request_waits_for_what_is_coming_though_its_last_block_will_be_left_o
         book.forget("b")
         assert book.begin("c", wish(hashes)).hit_blocks == 2
         book.forget("c")
+
+
+def test_what_a_request_expects_that_ends_is_not_fetched_any_more_and_nothing_is_held_for_it() -> None:
+    with running_node(["--peer-allow", "127.0.0.0/8"]) as node, book_of(node) as book:
+        nowhere = Expected("127.0.0.1:1", patience=60.0, waits=False)
+        begun = book.begin("a", replace(wish(some_hashes(6)), expected=nowhere))
+        book.outbox.wait()
+        assert begun.is_coming
+        book.finish(begun, 0)
+        book.outbox.wait()
+        assert node.counters()["expectations_ended_other"] == 1, "the engine has no iteration after that"
+        early = book.begin("b", replace(wish(some_hashes(6)), expected=nowhere))
+        book.finish(early, 0)
+        book.outbox.wait()
+        book.flush()
+        book.outbox.wait()
+        assert node.counters()["expectations_ended_other"] == node.counters()["expectations"]
+        assert (book.find("a"), book.find("b")) == (None, None)
+        compute(book, book.begin("c", wish(hashes := some_hashes(3))), hashes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from cachesvc_client import Expected, Sequence
 
+from cachesvc.service.calls.lending import GIVEN_UP_SECONDS
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.rig import Node, running_node, wait_until
 from tests.e2e.storage.test_nodes import LENDING, engine_on, idle, peer_port
@@ -102,6 +104,66 @@ def test_what_the_prefiller_has_evicted_is_not_waited_for() -> None:
         decode = Decode(other, other.keys(prompt(1, BLOCKS)), address_of(lender))
         wait_until(lambda: decode.look(is_computed=True) == (0, 0), "the peer lacks it")
         assert borrower.counters()["expectations_ended_absent"] == 1
+
+
+@pytest.mark.parametrize("sealed", [0, CHUNK])
+def test_an_aborted_prefill_is_not_waited_for_longer_whenever_it_ended(sealed: int) -> None:
+    with nodes() as (lender, borrower), engine_on(lender) as one, engine_on(borrower) as other:
+        with prefilling(one, 1) as prefill:
+            decode = Decode(other, prefill.keys, address_of(lender))
+            assert decode.look(patience=600.0) == (0, BLOCKS)
+            prefill.chunk(sealed)
+        wait_until(lambda: decode.look(patience=600.0) == (sealed, 0), "the rest is not expected any more")
+        with prefilling(one, 2) as prefill:
+            prefill.chunk(sealed)
+        late = Expected(decode.at, patience=600.0)
+        with other.lease.match(prefill.keys, expected=late) as sequence:
+            assert (sequence.hit_blocks, sequence.coming_blocks) == (sealed, 0)
+        assert borrower.counters()["expectations_ended_given_up"] == 2
+
+
+def test_a_prefill_that_dies_with_its_engine_is_not_waited_for() -> None:
+    with nodes() as (lender, borrower), engine_on(borrower) as other:
+        with engine_on(lender) as one:
+            sequence = one.lease.match(one.keys(prompt(1, BLOCKS)))
+            sequence.allocate(BLOCKS)
+            decode = Decode(other, one.keys(prompt(1, BLOCKS)), address_of(lender))
+            assert decode.look(patience=600.0) == (0, BLOCKS)
+        wait_until(lambda: decode.look(patience=600.0) == (0, 0), "it is not expected any more")
+        assert borrower.counters()["expectations_ended_given_up"] == 1
+
+
+def test_a_prefill_that_is_begun_anew_is_waited_for() -> None:
+    with nodes() as (lender, borrower), engine_on(lender) as one, engine_on(borrower) as other:
+        with prefilling(one, 1) as prefill:
+            decode = Decode(other, prefill.keys, address_of(lender))
+            prefill.chunk(CHUNK)
+        with prefilling(one, 1) as prefill:  # preempted, or sent again by its client
+            began = time.monotonic()
+            wait_until(
+                lambda: decode.look() == (CHUNK, BLOCKS - CHUNK) and time.monotonic() - began > 3 * GIVEN_UP_SECONDS,
+                "what was sealed before has come, and the rest is waited for longer than what is given up",
+            )
+            prefill.chunk(BLOCKS)
+            wait_until(lambda: decode.look() == (BLOCKS, 0), "all of it has come")
+        assert "expectations_ended_given_up" not in borrower.counters()
+        assert decode.bad() == []
+
+
+def test_what_an_aborted_request_expected_is_not_fetched_any_more() -> None:
+    with nodes() as (lender, borrower), engine_on(lender) as one, engine_on(borrower) as other:
+        with prefilling(one, 1) as prefill:
+            decode = Decode(other, prefill.keys, address_of(lender))
+            prefill.chunk(CHUNK)
+            wait_until(lambda: decode.look() == (CHUNK, BLOCKS - CHUNK), "what was sealed has come")
+            with other.lease.match(prefill.keys, expected=Expected(decode.at, is_over=True)) as sequence:
+                assert (sequence.hit_blocks, sequence.coming_blocks) == (CHUNK, 0)
+            prefill.chunk(BLOCKS)
+            assert borrower.counters()["expectations_ended_other"] == 1
+            assert borrower.counters()["expected_blocks"] == CHUNK
+        assert decode.look(is_computed=True)[1] > 0, "a further request begins anew"
+        wait_until(lambda: decode.look(is_computed=True) == (BLOCKS, 0), "and has all of it")
+        assert decode.bad() == []
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.contracts.s3_rig import Proxy, Server, as_it_is, dead, half, options_of, shared_server
+from tests.contracts.test_s3_troubles import DENIED, NO_BUCKET, WELL, FakeStore, fake_store
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.remote import ROOT
 from tests.e2e.rig import Node, running_node, wait_until
@@ -32,6 +33,11 @@ def storing(store: Server | Proxy, prefix: str, more: str = "wait=5s") -> Iterat
 @pytest.fixture
 def prefix() -> str:
     return options_of(shared_server()).prefix
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStore]:
+    yield from fake_store(monkeypatch)
 
 
 @pytest.fixture
@@ -114,6 +120,40 @@ def test_a_daemon_ends_in_good_order_while_its_store_is_stalled(prefix: str, pro
         proxy.flowing.clear()
         for seed in range(3):
             engine.serve(prompt(seed, BLOCKS))
+
+
+@pytest.mark.parametrize("is_there_first", [True, False])
+@pytest.mark.parametrize(
+    ("answer", "said"), [(DENIED, "the store refuses the credentials"), (NO_BUCKET, "the store has no such bucket")]
+)
+def test_wrong_keys_and_a_deleted_bucket_cost_hits_alone_are_told_and_pass(
+    answer: tuple[int, str], said: str, is_there_first: bool, store: FakeStore
+) -> None:
+    options = "write=through&wait=200ms&retries=0&absent=0s&rescan=100ms"
+    spec = f"s3://blocks/p?endpoint={store.options.endpoint}&{options}"
+    if not is_there_first:
+        store.answer = answer
+    with (
+        running_node(["--storage", spec, "--write-policy", "write_through"]) as node,
+        Engine(node.socket, device_pages=16, host_pages=16) as engine,
+    ):
+        if is_there_first:
+            engine.serve(prompt(0, BLOCKS))
+            wait_until(lambda: stored(node, BLOCKS), "it is stored")
+            store.answer = answer
+            store.objects.clear()
+        for seed in range(1, 2 * PROMPTS):
+            served = engine.serve(prompt(seed, BLOCKS))
+            assert (served.computed, served.bad) == (BLOCKS, [])
+        served = engine.serve(prompt(0, BLOCKS))
+        assert (served.computed, served.bad) == (BLOCKS, []), "it was evicted, and its object cannot be read"
+        wait_until(lambda: f"bucket blocks: {said}" in cachesvc(node, ask="status"), "status says why")
+        wait_until(lambda: "storage_given_up" in node.log(), "the log says so")
+        store.answer = WELL
+        wait_until(lambda: "storage_used_again" in node.log(), "it is used again by itself")
+        before = node.counters().get("storage_kept_blocks", 0)
+        engine.serve(prompt(99, BLOCKS))
+        wait_until(lambda: stored(node, before + BLOCKS), "it writes again")
 
 
 def test_without_its_store_a_daemon_starts_and_says_why_it_is_not_used() -> None:

@@ -36,6 +36,7 @@ def test_two_listeners_have_two_ports(one: dict[str, Any], other: dict[str, Any]
 def test_any_port_and_one_port_of_two_addresses_are_no_conflict() -> None:
     Config(metrics_listen="127.0.0.1:0", web_listen="127.0.0.1:0")
     Config(health_listen="10.0.0.1:9464", metrics_listen="127.0.0.1:9464")
+    Config(metrics_listen="127.0.0.1:9464", web_listen="127.0.1.1:9464")
 
 
 @pytest.mark.parametrize("text", ['host_pool = "1GiB"\nhost_pool = "2GiB"\n', "[token]\n[token]\n"])

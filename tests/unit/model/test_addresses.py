@@ -75,8 +75,9 @@ def test_a_path_reaches_grpc_as_it_was_typed() -> None:
 @pytest.mark.parametrize(
     ("host", "is_here"),
     [
-        *((each, True) for each in ("127.0.0.1", "127.0.1.1", "127.255.0.9", "::1", "localhost")),
+        *((each, True) for each in ("127.0.0.1", "127.0.1.1", "127.255.0.9", "::1", "localhost", "LocalHost")),
         *((each, False) for each in ("10.0.0.1", "0.0.0.0", "::", "node-1", "127.0.0.1.example")),
+        *(("::ffff:127.0.1.1", True), ("::ffff:10.0.0.1", False)),
     ],
 )
 def test_all_addresses_of_loopback_are_loopback(host: str, is_here: bool) -> None:

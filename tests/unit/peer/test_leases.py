@@ -11,7 +11,7 @@ from cachesvc.peer import wire
 from cachesvc.peer.desk import LentObject
 from cachesvc.peer.loans import STREAM_BYTES
 from cachesvc.peer.reading import PART, SHARED
-from cachesvc.storage.seam import Outcome
+from cachesvc.storage.seam import ObjectName, Outcome
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, answers, greet
 
@@ -97,3 +97,46 @@ def test_a_loan_whose_bytes_do_not_come_ends_its_streams(node: LendingNode) -> N
     node.desk.give_back(lent.lease)
     assert not answers(stream)
     node.wait_quiet(lent.lease)
+
+
+def expected(pulling: Pulling, control: NearControl, names: list[ObjectName]) -> None:
+    """Have the peer lend these, as a hand-over does."""
+    keys = b"".join(name.key for name in names)
+    pulling.peers.expect(control.address, names[0].scope, keys, [names[0].part], 0.0, lambda _: None)
+
+
+def test_a_loan_that_is_unwanted_is_read_no_further_and_given_back(node: LendingNode, control: NearControl) -> None:
+    pulling = Pulling(control)
+    names = [name_of(str(at)) for at in range(64)]
+    node.have(names)
+    expected(pulling, control, names)
+    [lent] = node.lent
+    lent.ready = 2
+    gathered, _ = pulling.get(names)
+    with gathered.changed:
+        gathered.changed.wait_for(lambda: gathered.outcomes)
+    pulling.peers.drop([names[5]])
+    node.desk.fill(lent.lease, len(names))
+    outcomes = gathered.wait()
+    came = outcomes.count(Outcome.LENT)
+    assert came < len(names) // 2, "what was under way, and no more"
+    assert outcomes == [Outcome.LENT] * came + [Outcome.FAILED] * (len(names) - came)
+    node.wait_quiet(lent.lease)
+    assert control.given_back == [lent.lease]
+    assert pulling.peers.peers[0].is_up, "that is no failure of the peer"
+    pulling.close()
+
+
+def test_a_loan_that_is_unwanted_before_it_is_read_is_given_back(node: LendingNode, control: NearControl) -> None:
+    pulling = Pulling(control)
+    names = [name_of(str(at)) for at in range(3)]
+    others = [name_of(f"other-{at}") for at in range(3)]
+    node.have([*names, *others])
+    for some in (names, others):
+        expected(pulling, control, some)
+    pulling.peers.drop(names[:1])
+    pulling.peers.beat()
+    assert control.given_back == [node.lent[0].lease]
+    assert pulling.get(names)[0].wait() == [Outcome.MISS] * len(names)
+    assert pulling.get(others)[0].wait() == [Outcome.LENT] * len(others)
+    pulling.close()

@@ -86,9 +86,21 @@ def test_of_the_stores_answer_its_code_and_message_are_told_and_no_token() -> No
     assert client.reason_of(OSError("502 Bad Gateway: <html><b>secret</b></html>")) == "502 Bad Gateway:"
 
 
-def test_plain_http_is_for_loopback_or_for_those_who_say_so() -> None:
-    for text in ("s3://bucket?endpoint=http://127.0.0.1:9000", "s3://bucket?endpoint=http://store:9000&insecure=1"):
-        assert s3_options(parse_storage(text, ("s3",))).is_plain
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://127.0.0.1:9000", "http://127.0.1.1:9000", "http://127.255.255.254", "http://[::1]:9000",
+        "http://[::ffff:127.0.0.1]:9000", "http://localhost:9000", "http://LOCALHOST", "http://store:9000&insecure=1",
+    ],
+)  # fmt: skip
+def test_plain_http_is_for_loopback_or_for_those_who_say_so(endpoint: str) -> None:
+    assert s3_options(parse_storage(f"s3://bucket?endpoint={endpoint}", ("s3",))).is_plain
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1.example.com", "128.0.0.1", "[::2]", "localhost.example.com", "0.0.0.0"])
+def test_plain_http_to_another_machine_is_refused(host: str) -> None:
+    with pytest.raises(InvalidRequest, match="unencrypted"):
+        s3_options(parse_storage(f"s3://bucket?endpoint=http://{host}:9000", ("s3",)))
 
 
 def test_the_library_is_loaded_where_it_is_used_and_missed_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

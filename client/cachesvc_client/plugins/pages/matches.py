@@ -50,6 +50,7 @@ class Matches:
         self._clock = clock
         self.ahead: dict[str, RequestPages] = {}
         self._coming: dict[str, Wish] = {}
+        self._over: dict[str, Wish] = {}
         self._sent: list[RequestPages] = []
         self.step = 0
 
@@ -60,8 +61,8 @@ class Matches:
 
     @property
     def are_waiting(self) -> bool:
-        """True while requests wait for their turn."""
-        return bool(self.ahead or self._coming)
+        """True while requests wait for their turn, or the daemon has to hear of the end of one."""
+        return bool(self.ahead or self._coming or self._over)
 
     @property
     def waiting_blocks(self) -> int:
@@ -102,6 +103,11 @@ class Matches:
         self._coming.pop(request_id, None)
         self.ahead.pop(request_id, None)
 
+    def give_up(self, request_id: str, wish: Wish) -> None:
+        """Have the daemon fetch no more of what a request expected that has ended."""
+        assert wish.expected is not None
+        self._over[request_id] = replace(wish, expected=wish.expected._replace(is_over=True))
+
     def forget_coming(self) -> None:
         """Forget requests that have come and were not sent: each is sent when it is begun."""
         self._coming.clear()
@@ -113,7 +119,8 @@ class Matches:
         ``is_idle``: no request has a page, so one that is alone may take its own with its match."""
         if self._sent or not outbox.has_room:
             return []
-        wishes = {**(first or {}), **self._next_coming(is_alone=not first)}
+        over, self._over = self._over, {}
+        wishes = {**(first or {}), **self._next_coming(is_alone=not first), **over}
         if not wishes:
             return []
         for request_id in self._plain & wishes.keys():
@@ -154,9 +161,11 @@ class Matches:
             return []
         self._sent = requests
         for request in requests:
-            self._coming.pop(request.request_id, None)
-            self.ahead[request.request_id] = request
-        return requests
+            request.is_forgotten = request.request_id in over
+            if not request.is_forgotten:
+                self._coming.pop(request.request_id, None)
+                self.ahead[request.request_id] = request
+        return [each for each in requests if not each.is_forgotten]
 
     def _next_coming(self, *, is_alone: bool) -> dict[str, Wish]:
         """Requests that have come first, as far as the limit goes; ``is_alone``: one at least, where none is ahead.

@@ -207,10 +207,14 @@ class PageBook:
 
     def finish(self, request: RequestPages, output_tokens: int) -> None:
         """A request has ended, and the engine frees what it has of it; one that never was admitted has only what was
-        got ahead."""
+        got ahead. What still comes for it from another node is not fetched."""
         request.output_tokens = output_tokens
+        is_coming = request.is_coming and request.wish is not None and request.wish.expected is not None
         if not request.held:
             self.forget(request.request_id)
+        if is_coming and request.wish is not None:
+            self._matches.give_up(request.request_id, request.wish)
+            self._send_matches()
 
     def drop(self, request: RequestPages, blocks: int) -> None:
         """The engine has freed some of a request's pages: with the last of them the request is over."""

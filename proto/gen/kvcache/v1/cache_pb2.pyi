@@ -156,6 +156,7 @@ class Expected(_message.Message):
     PATIENCE_MS_FIELD_NUMBER: _builtins.int
     IS_COMPUTED_FIELD_NUMBER: _builtins.int
     NO_WAIT_FIELD_NUMBER: _builtins.int
+    IS_OVER_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     """HOST:PORT at which that daemon lends: one of this daemon's peers, or one that `peer_allow` permits."""
     blocks: _builtins.int
@@ -168,6 +169,8 @@ class Expected(_message.Message):
     """Answer at once, with `coming_blocks`. Match again to see what has come; without a Match for five seconds nothing is
     fetched any more. Without it the call waits, within its deadline.
     """
+    is_over: _builtins.bool
+    """The request has ended: what has not come is not fetched for it, and the call begins no fetch."""
     def __init__(
         self,
         *,
@@ -176,10 +179,11 @@ class Expected(_message.Message):
         patience_ms: _builtins.int = ...,
         is_computed: _builtins.bool = ...,
         no_wait: _builtins.bool = ...,
+        is_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "is_computed", b"is_computed", "no_wait", b"no_wait", "patience_ms", b"patience_ms", "peer", b"peer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "is_computed", b"is_computed", "is_over", b"is_over", "no_wait", b"no_wait", "patience_ms", b"patience_ms", "peer", b"peer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

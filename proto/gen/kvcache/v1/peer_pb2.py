@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvcache/v1/peer.proto\x12\nkvcache.v1\"6\n\x08PeerPart\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05ranks\x18\x03 \x01(\r\"}\n\rBorrowRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x11\n\tlayout_id\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.kvcache.v1.PeerPart\x12\x13\n\x0bpatience_ms\x18\x05 \x01(\r\"\xa7\x01\n\x0e\x42orrowResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\x12\x11\n\tdata_port\x18\x04 \x01(\r\x12\x18\n\x10silence_limit_ms\x18\x05 \x01(\r\x12\x0c\n\x04lent\x18\x06 \x01(\x0c\x12\x18\n\x10\x63omputing_blocks\x18\x07 \x01(\r\x12\x0f\n\x07streams\x18\x08 \x01(\r\"/\n\x0b\x42\x65\x61tRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"&\n\x0c\x42\x65\x61tResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\x04\"0\n\rReturnRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x10\n\x0eReturnResponse\"B\n\x0bNewsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bpatience_ms\x18\x03 \x01(\r\"K\n\x0cNewsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04\x62its\x18\x03 \x01(\x0c\x12\r\n\x05\x66lips\x18\x04 \x01(\x0c\x32\x85\x02\n\x0bPeerService\x12?\n\x06\x42orrow\x12\x19.kvcache.v1.BorrowRequest\x1a\x1a.kvcache.v1.BorrowResponse\x12\x39\n\x04\x42\x65\x61t\x12\x17.kvcache.v1.BeatRequest\x1a\x18.kvcache.v1.BeatResponse\x12?\n\x06Return\x12\x19.kvcache.v1.ReturnRequest\x1a\x1a.kvcache.v1.ReturnResponse\x12\x39\n\x04News\x12\x17.kvcache.v1.NewsRequest\x1a\x18.kvcache.v1.NewsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvcache/v1/peer.proto\x12\nkvcache.v1\"6\n\x08PeerPart\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05ranks\x18\x03 \x01(\r\"}\n\rBorrowRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x11\n\tlayout_id\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.kvcache.v1.PeerPart\x12\x13\n\x0bpatience_ms\x18\x05 \x01(\r\"\xbc\x01\n\x0e\x42orrowResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06secret\x18\x03 \x01(\x0c\x12\x11\n\tdata_port\x18\x04 \x01(\r\x12\x18\n\x10silence_limit_ms\x18\x05 \x01(\r\x12\x0c\n\x04lent\x18\x06 \x01(\x0c\x12\x18\n\x10\x63omputing_blocks\x18\x07 \x01(\r\x12\x0f\n\x07streams\x18\x08 \x01(\r\x12\x13\n\x0bis_given_up\x18\t \x01(\x08\"/\n\x0b\x42\x65\x61tRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"&\n\x0c\x42\x65\x61tResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\x04\"0\n\rReturnRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x10\n\x0eReturnResponse\"B\n\x0bNewsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bpatience_ms\x18\x03 \x01(\r\"K\n\x0cNewsResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04\x62its\x18\x03 \x01(\x0c\x12\r\n\x05\x66lips\x18\x04 \x01(\x0c\x32\x85\x02\n\x0bPeerService\x12?\n\x06\x42orrow\x12\x19.kvcache.v1.BorrowRequest\x1a\x1a.kvcache.v1.BorrowResponse\x12\x39\n\x04\x42\x65\x61t\x12\x17.kvcache.v1.BeatRequest\x1a\x18.kvcache.v1.BeatResponse\x12?\n\x06Return\x12\x19.kvcache.v1.ReturnRequest\x1a\x1a.kvcache.v1.ReturnResponse\x12\x39\n\x04News\x12\x17.kvcache.v1.NewsRequest\x1a\x18.kvcache.v1.NewsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BORROWREQUEST']._serialized_start=93
   _globals['_BORROWREQUEST']._serialized_end=218
   _globals['_BORROWRESPONSE']._serialized_start=221
-  _globals['_BORROWRESPONSE']._serialized_end=388
-  _globals['_BEATREQUEST']._serialized_start=390
-  _globals['_BEATREQUEST']._serialized_end=437
-  _globals['_BEATRESPONSE']._serialized_start=439
-  _globals['_BEATRESPONSE']._serialized_end=477
-  _globals['_RETURNREQUEST']._serialized_start=479
-  _globals['_RETURNREQUEST']._serialized_end=527
-  _globals['_RETURNRESPONSE']._serialized_start=529
-  _globals['_RETURNRESPONSE']._serialized_end=545
-  _globals['_NEWSREQUEST']._serialized_start=547
-  _globals['_NEWSREQUEST']._serialized_end=613
-  _globals['_NEWSRESPONSE']._serialized_start=615
-  _globals['_NEWSRESPONSE']._serialized_end=690
-  _globals['_PEERSERVICE']._serialized_start=693
-  _globals['_PEERSERVICE']._serialized_end=954
+  _globals['_BORROWRESPONSE']._serialized_end=409
+  _globals['_BEATREQUEST']._serialized_start=411
+  _globals['_BEATREQUEST']._serialized_end=458
+  _globals['_BEATRESPONSE']._serialized_start=460
+  _globals['_BEATRESPONSE']._serialized_end=498
+  _globals['_RETURNREQUEST']._serialized_start=500
+  _globals['_RETURNREQUEST']._serialized_end=548
+  _globals['_RETURNRESPONSE']._serialized_start=550
+  _globals['_RETURNRESPONSE']._serialized_end=566
+  _globals['_NEWSREQUEST']._serialized_start=568
+  _globals['_NEWSREQUEST']._serialized_end=634
+  _globals['_NEWSRESPONSE']._serialized_start=636
+  _globals['_NEWSRESPONSE']._serialized_end=711
+  _globals['_PEERSERVICE']._serialized_start=714
+  _globals['_PEERSERVICE']._serialized_end=975
 # @@protoc_insertion_point(module_scope)

@@ -97,8 +97,9 @@ class BorrowResponse(_message.Message):
     LENT_FIELD_NUMBER: _builtins.int
     COMPUTING_BLOCKS_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
+    IS_GIVEN_UP_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
-    """0: nothing is lent, and nothing below is set but the epoch and what is being computed."""
+    """0: nothing is lent, and nothing below is set but the epoch, what is being computed and what was given up."""
     epoch: _builtins.int
     """Of the lender's life: leases of another one are gone."""
     secret: _builtins.bytes
@@ -112,6 +113,8 @@ class BorrowResponse(_message.Message):
     """How many blocks behind those that are lent an engine is computing now. Set without a lease, too."""
     streams: _builtins.int
     """How many streams the secret opens; 0: one."""
+    is_given_up: _builtins.bool
+    """Nothing is lent: the request that was to compute the first block has ended without it, and no other computes it."""
     def __init__(
         self,
         *,
@@ -123,10 +126,11 @@ class BorrowResponse(_message.Message):
         lent: _builtins.bytes = ...,
         computing_blocks: _builtins.int = ...,
         streams: _builtins.int = ...,
+        is_given_up: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_blocks", b"computing_blocks", "data_port", b"data_port", "epoch", b"epoch", "lease_id", b"lease_id", "lent", b"lent", "secret", b"secret", "silence_limit_ms", b"silence_limit_ms", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing_blocks", b"computing_blocks", "data_port", b"data_port", "epoch", b"epoch", "is_given_up", b"is_given_up", "lease_id", b"lease_id", "lent", b"lent", "secret", b"secret", "silence_limit_ms", b"silence_limit_ms", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -148,6 +148,22 @@ def test_what_a_peer_has_computed_and_lacks_is_not_waited_for() -> None:
     assert following.ended("absent") == 1
 
 
+def test_what_the_peers_request_has_given_up_is_not_waited_for() -> None:
+    following = Following()
+    ask = following.ask(Expected(PEER, patience=600.0))
+    waited = ask()
+    assert isinstance(waited, Wait)
+    following.promise(3, 5)
+    following.give_up()
+    assert isinstance(ask(), Wait)
+    assert following.ended("given_up") == 0, "what was lent before is on its way"
+    following.at.tell(range(3), LENT)
+    following.give_up()
+    assert following.ended("given_up") == 1
+    assert not following.rig.core.ledger.tickets.is_running(waited.tickets[0]), "the call goes on"
+    assert following.look()[1] == 0
+
+
 def test_a_prefill_that_has_not_begun_is_waited_for() -> None:
     following = Following()
     following.look()
@@ -228,6 +244,45 @@ def test_without_a_match_nothing_is_asked_or_fetched_any_more() -> None:
     assert not following.rig.model.stored.expectations, "it is forgotten"
 
 
+def test_what_a_request_expected_that_has_ended_is_not_fetched_any_more() -> None:
+    following = Following()
+    following.look()
+    following.promise(3, 5)
+    following.look(is_over=True)
+    assert following.lenders.dropped == [chain(*PROMPT)[:KEY_BYTES]], "what reads its blocks may end"
+    asked = len(following.lenders.asked)
+    assert following.ended("other") == 1
+    following.at.tell(range(3), GONE)
+    following.promise(8)
+    following.pass_time(flow.FAILED_PAUSE_SECONDS)
+    assert len(following.lenders.asked) == asked
+    assert len(following.storage.fetches) == 1, "nor does the last Match begin a fetch"
+    assert following.look() == (0, 8), "another request of the prompt begins anew"
+
+
+def test_the_end_of_one_request_ends_no_fetch_that_another_waits_for() -> None:
+    following = Following()
+    other = "10.0.0.2:7100"
+    following.look()
+    following.promise(3, 5)
+    following.look(peer=other)
+    following.promise(3, 5)
+    following.look(peer=other, is_over=True)
+    assert not following.lenders.dropped
+    following.at.tell(range(3), LENT)
+    assert following.look() == (3, 5)
+
+
+def test_what_was_lent_and_is_not_fetched_yet_is_given_back_with_its_request() -> None:
+    following = Following(host=2)
+    following.look()
+    following.rig.core.ledger.moment.seconds = following.rig.now
+    [known] = following.rig.model.stored.expectations.values()
+    known.lent = (2, 5)
+    following.look(is_over=True)
+    assert following.lenders.dropped == [chain(*PROMPT)[2 * KEY_BYTES : 3 * KEY_BYTES]]
+
+
 def test_an_engine_that_was_held_up_goes_on_expecting() -> None:
     following = Following()
     following.look()
@@ -306,22 +361,57 @@ def test_what_is_being_copied_from_another_gpu_of_this_node_is_waited_for() -> N
     assert following.look(is_computed=True) == (8, 0)
 
 
-def test_a_process_has_its_share_of_them_and_its_neighbour_still_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "MOST_EXPECTATIONS", 16)
+    monkeypatch.setattr(flow, "FLOOR_EXPECTATIONS", 3)
+
+
+def shares(following: Following, processes: int) -> list[int]:
+    """Numbers of prompts that each of some processes is let expect, one after another."""
+    got = []
+    for number in range(processes):
+        following.be_other_process(number)
+        asked = range(1, flow.MOST_EXPECTATIONS + 9)
+        got.append(sum(following.look(peer=f"10.0.{number}.1:{port}")[1] == 8 for port in asked))
+    return got
+
+
+@pytest.mark.usefixtures("_few")
+def test_a_process_has_its_share_of_them_and_each_that_comes_later_a_floor() -> None:
     following = Following()
-    looks = [following.look(peer=f"10.0.0.1:{port}")[1] for port in range(1, flow.MOST_EXPECTATIONS + 9)]
+    assert shares(following, 8) == [12, 3, 3, 3, 3, 3, 3, 2], "no more than twice the limit, however many come"
+    stored = following.rig.model.stored.expectations
+    assert len(stored) == flow.FLOORS * flow.MOST_EXPECTATIONS
+    assert following.rig.core.counters["expectations_refused"] == 8 * 24 - 32
+
+
+@pytest.mark.usefixtures("_few")
+def test_the_refused_are_remembered_as_far_as_there_is_room() -> None:
+    following = Following()
+    looks = [following.look(peer=f"10.0.0.1:{port}")[1] for port in range(1, 2 * flow.MOST_EXPECTATIONS + 9)]
     share = share_of(flow.MOST_EXPECTATIONS, 1)
     assert looks == [8] * share + [0] * (len(looks) - share)
-    assert following.rig.core.counters["expectations_refused"] == len(looks) - share
     stored = following.rig.model.stored.expectations
-    assert len(stored) == flow.MOST_EXPECTATIONS, "the refused are remembered as far as there is room"
+    assert len(stored) == flow.FLOORS * flow.MOST_EXPECTATIONS
     assert [each.end for each in stored.values()][-1] == flow.ExpectationEnd.CROWDED
-    following.be_other_process()
-    assert following.look() == (0, 8)
 
 
-def test_one_that_found_no_room_is_begun_once_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "MOST_EXPECTATIONS", 16)
+def test_prompts_that_end_with_one_key_are_not_taken_for_each_other() -> None:
+    following = Following()
+    right = chain(*PROMPT)
+    wrong = chain(*"ijklmno") + right[-KEY_BYTES:]
+    assert following.look(keys=wrong) == (0, 8)
+    following.promise(0)
+    assert following.look(keys=right) == (0, 8)
+    assert len(following.lenders.asked) == 2, "it is asked for by its own keys"
+    following.promise(8)
+    following.at.tell(range(8), LENT)
+    assert following.look(keys=right) == (8, 0)
+
+
+@pytest.mark.usefixtures("_few")
+def test_one_that_found_no_room_is_begun_once_there_is_some() -> None:
     following = Following()
     for port in range(1, flow.MOST_EXPECTATIONS):
         following.look(peer=f"10.0.0.1:{port}")
@@ -335,15 +425,16 @@ def test_there_are_only_so_many_however_many_processes() -> None:
     model = following.rig.model
     assert following.look()[1] == 8
     [first] = model.stored.expectations.values()
-    for number in range(flow.MOST_EXPECTATIONS - 1):
+    for number in range(flow.FLOORS * flow.MOST_EXPECTATIONS - 1):
         held = replace(first, peer=str(number), party=(9, number))
         model.stored.expectations[held.name] = held
     assert following.look(peer="10.0.0.2:1")[1] == 0
-    assert len(model.stored.expectations) == flow.MOST_EXPECTATIONS
+    assert len(model.stored.expectations) == flow.FLOORS * flow.MOST_EXPECTATIONS
 
 
 def test_their_keys_take_only_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "MOST_KEY_BYTES", 24 * KEY_BYTES)
+    monkeypatch.setattr(flow, "FLOOR_KEY_BYTES", 0)
     following = Following()
     for port in (1, 2):
         assert following.look(peer=f"10.0.0.1:{port}")[1] == 8
@@ -353,6 +444,17 @@ def test_their_keys_take_only_so_much_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert following.look(peer="10.0.0.1:3")[1] == 0, "a quarter of the memory is left, and a prompt takes a third"
     following.pass_time(flow.IDLE_SECONDS + 0.1)
     assert following.look(peer="10.0.0.1:3")[1] == 8, "those that have ended keep one key"
+
+
+def test_a_process_may_expect_one_prompt_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "MOST_KEY_BYTES", 24 * KEY_BYTES)
+    monkeypatch.setattr(flow, "FLOOR_KEY_BYTES", 8 * KEY_BYTES)
+    following = Following()
+    got = []
+    for number in range(6):
+        following.be_other_process(number)
+        got.append([following.look(peer=f"10.0.{number}.1:{port}")[1] for port in (1, 2, 3)])
+    assert got == [[8, 8, 0], *[[8, 0, 0]] * 4, [0, 0, 0]], "no more than twice the memory, however many come"
 
 
 def test_every_end_has_words_for_operators() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cachesvc_client.plugins.daemon.errors import ConnectorRefused
 from cachesvc_vllm.daemon.cache_groups import CacheGroup, Retention, cache_groups
-from cachesvc_vllm.startup.refusals import require_supported
+from cachesvc_vllm.startup.refusals import POOL_FIELDS, require_known_pool, require_supported
 
 from tests.unit.rigs.vllm_rig import (
     CircularBufferSpec,
@@ -20,6 +20,50 @@ from tests.unit.rigs.vllm_rig import (
     overlaid,
     vllm_config,
 )
+
+
+class Pool:
+    """vLLM's block pool, as far as a look at its members goes."""
+
+    def __init__(self, **more: object) -> None:
+        vars(self).update(dict.fromkeys(POOL_FIELDS), **more)
+
+    def touch(self) -> None:
+        """One of the known ones."""
+
+
+class LaterPool(Pool):
+    """A later release's pool, with members that were not looked at."""
+
+    def adopt_blocks(self) -> None:
+        """A new one."""
+
+    @property
+    def epoch(self) -> int:
+        """Another."""
+        return 0
+
+    @staticmethod
+    def _split() -> None:
+        """A private one."""
+
+
+def test_a_block_pool_as_it_was_published_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    require_known_pool(Pool(), allow_any=False)
+    assert not caplog.records
+
+
+def test_a_block_pool_with_more_is_refused_or_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    later = LaterPool(num_lanes=1, _owner=2)
+    words = (
+        "the fields _owner, num_lanes and the methods _split, adopt_blocks, epoch, which cachesvc_vllm was not made for"
+    )
+    with pytest.raises(ConnectorRefused, match=rf"^vLLM's block pool has {words}: .*allow_untested_vllm"):
+        require_known_pool(later, allow_any=False)
+    with pytest.raises(ConnectorRefused, match=r"has the fields num_lanes, which"):
+        require_known_pool(Pool(num_lanes=1), allow_any=False)
+    require_known_pool(later, allow_any=True)
+    assert caplog.messages == [f"block_pool_unknown vLLM's block pool has {words}"]
 
 
 def test_a_plain_engine_is_served() -> None:
