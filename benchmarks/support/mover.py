@@ -90,7 +90,7 @@ class Mover:
 
     def reserve(self, layout: Layout, pages: int, device: str = "") -> HostSlab:
         """Host pages, zeroed and usable, near a device where one is named."""
-        slab = self.host.reserve(layout.page_bytes(0), pages, device)
+        slab = self.host.reserve(layout.page_bytes(0), pages, device, frozenset({device or self.device}))
         come = threading.Event()
         ready = self.host.ready_pages(slab, lambda _: come.set())
         while sum(run.count for run in ready) < pages:

@@ -2,7 +2,8 @@
 
 A mover copies from another one's slab once two things are done: it has mapped the slab, and it has got the stamp of
 that mover's life by the way of its loads (``cachesvc.memory.copy.peer_check``). A pair (source, target) that fails the
-check is refused until the source has a new life: its copies go by the host.
+check is refused until one of the two has a new life, or, where movers of the target ended in the check, the source:
+its copies go by the host.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 ASKED_SECONDS = 1.0
 """Time limit of movers that are asked at once, seconds. One that hangs answers, or is ended, while others go on."""
+WAITED_SECONDS, WAITED_OF_SECONDS = 0.5, 30.0
+"""Seconds that callers wait for another device in any time of the second length: a model has many slabs, and an engine
+of a sound device may wait 1 s in all."""
 DEATHS = 2
 """Movers that may die while they check one pair. One death may have another cause; a pair that kills is refused."""
 
@@ -95,6 +99,38 @@ class _Known(NamedTuple):
     source: _Peer | None
 
 
+class Patience:
+    """Waits for other devices, which do not add up: a device that hangs, or is slow each time, has used up
+    ``WAITED_SECONDS`` once, whatever the number of calls. Any thread."""
+
+    def __init__(self) -> None:
+        self._waited: dict[str, tuple[float, float]] = {}  # by device: beginning of its time, seconds used of it
+
+    def ask(self, calls: Mapping[str, Callable[[], object]]) -> None:
+        """Make a call for each device, all at once, and wait for them within the limit; late ones go on."""
+        ended: dict[str, float] = {}
+
+        def run(device: str, call: Callable[[], object]) -> None:
+            try:
+                call()
+            finally:
+                ended[device] = time.monotonic()
+
+        threads = {
+            device: threading.Thread(target=run, args=(device, call), name="mover-asked", daemon=True)
+            for device, call in calls.items()
+        }
+        now = time.monotonic()
+        for thread in threads.values():
+            thread.start()
+        for device, thread in threads.items():
+            begun, used = self._waited.get(device, (now, 0.0))
+            begun, used = (begun, used) if now < begun + WAITED_OF_SECONDS else (now, 0.0)
+            thread.join(max(0.0, now + WAITED_SECONDS - used - time.monotonic()))
+            took = ended.get(device, now + WAITED_SECONDS) - now
+            self._waited[device] = begun, min(WAITED_SECONDS, used + took)
+
+
 class PeerSlabs:
     """Slabs of all movers, and which movers know them. Any thread."""
 
@@ -106,15 +142,22 @@ class PeerSlabs:
         self._slabs: dict[int, _Known] = {}
         self._unknown: set[tuple[int, str]] = set()  # slabs that a target does not know, by (region, target)
         self._refused: dict[tuple[str, str], str] = {}
+        self._patience = Patience()
 
     def begin(self, device: str, life: Life) -> None:
-        """Show a new life the slabs of others; those that come meanwhile reach it too, and all of them once."""
+        """Show a new life the slabs of others; those that come meanwhile reach it too, and all of them once. It is
+        asked to copy from none before it has been shown it."""
         mine = _Peer(device, life)
         with self._lock:
             before = self._peers.get(device)
             self._peers[device] = mine
-            self._refused = {pair: why for pair, why in self._refused.items() if pair[0] != device}
-            regions = [region for region, each in self._slabs.items() if self._is_wired(each.device, device)]
+            self._refused = {pair: why for pair, why in self._refused.items() if self._stays_refused(pair, device)}
+            regions = [
+                region
+                for region, each in self._slabs.items()
+                if each.source is not None and self._is_wired(each.device, device)
+            ]
+            self._unknown.update((region, device) for region in regions)
             for peer in self._peers.values():
                 peer.sound = {each for each in peer.sound if each is not before}
         if before is not None:
@@ -148,7 +191,7 @@ class PeerSlabs:
             targets = [] if source is None else self._targets(device)
             self._unknown.update((slab.region, each.device) for each in targets)
         if source is not None:
-            at_once([self._telling(each, source, slab) for each in targets])
+            self._patience.ask({each.device: self._telling(each, source, slab) for each in targets})
 
     def remove(self, device: str, region: int) -> None:
         """Have movers unmap a slab, before its memory is freed; waits for them, but not for long."""
@@ -156,7 +199,8 @@ class PeerSlabs:
             self._slabs.pop(region, None)
             self._unknown = {each for each in self._unknown if each[0] != region}
             targets = self._targets(device)
-        at_once([partial(_tolerated, partial(each.life.forget_peer, region)) for each in targets])
+        forget = {each.device: partial(_tolerated, partial(each.life.forget_peer, region)) for each in targets}
+        self._patience.ask(forget)
 
     def device_of(self, region: int) -> str | None:
         """Device of a slab; None where it is closed, or never was."""
@@ -164,10 +208,11 @@ class PeerSlabs:
         return None if known is None else known.device
 
     def can_reach(self, source: str, target: str) -> bool:
-        """True where the target's mover knows all slabs of the source, and the pair is not refused."""
+        """True where both have movers, the target's knows all slabs of the source, and the pair is not refused."""
         with self._lock:
             is_blind = any(self._slabs[region].device == source for region, to in self._unknown if to == target)
-            return self._is_wired(source, target) and not is_blind and (source, target) not in self._refused
+            is_equipped = self._is_wired(source, target) and {source, target} <= self._peers.keys()
+            return is_equipped and not is_blind and (source, target) not in self._refused
 
     def refused(self) -> dict[tuple[str, str], str]:
         """Pairs that failed their check, or have none since one into their target hangs, and why."""
@@ -180,6 +225,12 @@ class PeerSlabs:
 
     def _is_wired(self, source: str, target: str) -> bool:
         return source != target and (self._reaches is None or (source, target) in self._reaches)
+
+    def _stays_refused(self, pair: tuple[str, str], device: str) -> bool:
+        """True where a new life of a device changes nothing for a pair: it is of others, or ends movers of its target,
+        and would end this one."""
+        source = self._peers.get(pair[0])
+        return device not in pair or (device == pair[1] and source is not None and _ends_movers(source, device))
 
     def _targets(self, source: str) -> list[_Peer]:
         return [peer for peer in self._peers.values() if self._is_wired(source, peer.device)]
@@ -236,7 +287,7 @@ class PeerSlabs:
                     wrong, hangs = target.life.check_peer(stamp)
                 except MoverGone as gone:
                     source.died.add(target)  # once, however many slabs it was asked for
-                    is_cause = sum(each.device == target.device for each in source.died) >= DEATHS
+                    is_cause = _ends_movers(source, target.device)
                     return f"{DEATHS} movers ended during the check ({gone})" if is_cause else ""
         except MoverGone:  # the source's own: its next life is checked
             return ""
@@ -244,6 +295,10 @@ class PeerSlabs:
             return str(refused)
         target.stuck = wrong if hangs else ""
         return wrong or None
+
+
+def _ends_movers(source: _Peer, target: str) -> bool:
+    return sum(each.device == target for each in source.died) >= DEATHS
 
 
 def at_once(calls: Sequence[Callable[[], object]]) -> None:

@@ -24,7 +24,7 @@ from cachesvc.model.transfer import Direction
 from cachesvc.mover.channel import MOST_DESCRIPTORS, MoverFault
 from cachesvc.mover.device import DeviceMover
 from cachesvc.mover.life import Claim, HostChunk, Life
-from cachesvc.mover.peers import ASKED_SECONDS, PeerSlabs, SlabOfMover, at_once
+from cachesvc.mover.peers import PeerSlabs, SlabOfMover, at_once
 from cachesvc.mover.process import Begin, child
 from cachesvc.mover.settings import Settings
 from cachesvc.swap.movers import OnEnd, RankJob
@@ -72,7 +72,6 @@ class MoverProcesses:
         self._claim: Claim = tuple
         self._lock = threading.Lock()
         self._regions = itertools.count(1)
-        self._learned = threading.Condition(self._lock)
         self._chunks: dict[int, _Chunk] = {}
         # By device, of the life that its mover has: chunks that it has, was asked to take, and refuses, and why.
         self._has: dict[str, set[int]] = {}
@@ -80,7 +79,6 @@ class MoverProcesses:
         self._lacking: dict[str, dict[int, str]] = {}
         self._again_at: dict[str, float] = {}
         self._teaching: set[str] = set()  # devices with a thread that tells them of chunks
-        self._behind: set[str] = set()  # those of them that no filling thread waits for
         self._on_host: Callable[[str], None] = _no_pool
         self._peers = PeerSlabs(reaches)
         self._lives: dict[str, Life] = {}
@@ -198,22 +196,15 @@ class MoverProcesses:
         return self._peers.refused()
 
     def register_host(self, buffer: memoryview, fd: int | None = None) -> int:
-        """Have every mover map and pin a chunk; it must stay mapped until ``close``. ``has_host`` says which have it. A
-        mover that refuses it, or is gone, keeps it from no other device, and one that is slow only a moment, once."""
+        """Have every mover map and pin a chunk, which must stay mapped until ``close``. Waits for none: ``has_host``
+        says which have it, and ``tell_hosts`` when."""
         self._check_running()
         assert fd is not None, "a mover maps memory files"
         with self._lock:
             region = next(self._regions)
             self._chunks[region] = _Chunk(buffer, fd)
-            asked = [device for device in self._lives if device not in self._behind]
             for device in self._lives:
                 self._teach_soon(device)
-
-            def late() -> list[str]:
-                return [each for each in asked if each in self._teaching and region not in self._tried[each]]
-
-            if not self._learned.wait_for(lambda: not late(), ASKED_SECONDS):
-                self._behind.update(late())
         return region
 
     def has_host(self, device: str, region: int) -> bool:
@@ -397,23 +388,18 @@ class MoverProcesses:
                 due = due[:MOST_DESCRIPTORS]
                 chunks = [HostChunk(each, self._chunks[each].view.nbytes, self._chunks[each].fd) for each in due]
                 if life is None or not due:
-                    self._end_teaching(device)
+                    self._teaching.discard(device)
                     return
             try:
                 refused = life.learn_hosts(chunks)
             except (CacheError, MoverFault) as gone:  # its next life gets all of them first
                 log.info("mover_chunk_not_told device=%s reason=%s", device, gone)
                 with self._lock:
-                    self._end_teaching(device)
+                    self._teaching.discard(device)
                 return
             if refused:
                 self._at[device].probe()  # of a GPU that broke a new mover asks again
             self._note_chunks(device, life, due, refused)
-
-    def _end_teaching(self, device: str) -> None:
-        self._teaching.discard(device)
-        self._behind.discard(device)
-        self._learned.notify_all()
 
     def _note_chunks(self, device: str, life: Life, regions: Sequence[int], refused: dict[int, Exception]) -> None:
         """A life of a mover has taken chunks, or refused some of them, for which it is asked again later."""
@@ -428,7 +414,6 @@ class MoverProcesses:
             lacking.update({each: str(why) for each, why in refused.items()})
             if refused:
                 self._again_at[device] = time.monotonic() + REFUSED_AGAIN_S
-            self._learned.notify_all()
         if refused and is_first:
             why = next(iter(refused.values()))
             log.warning("mover_chunk_refused device=%s chunks=%d reason=%s", device, len(refused), why)
@@ -459,7 +444,6 @@ class MoverProcesses:
             self._lives.pop(device, None)
             for known in (self._has, self._lacking):
                 known.pop(device, None)
-            self._learned.notify_all()
         self._peers.end(device)
         self._on_lost(device, why)
 

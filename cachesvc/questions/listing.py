@@ -10,6 +10,7 @@ from cachesvc.flows.transfer.transfers import ticket_view
 from cachesvc.model.answers import TicketView
 from cachesvc.model.layout import Layout
 from cachesvc.questions.query import MAX_LISTED
+from cachesvc.questions.steps import Question, in_steps
 from cachesvc.questions.view import Listed, View
 
 SEQUENCES_LISTED = 1024
@@ -54,29 +55,33 @@ class SequenceLine(NamedTuple):
     failed: str
 
 
-def models(view: View) -> list[ModelLine]:
+def models(view: View) -> Question[list[ModelLine]]:
     """Every model."""
     leases = Counter((lease.model, lease.replica) for lease in view.leases())
-    return [
-        ModelLine(
-            model.id,
-            model.name,
-            view.namespace_of(model),
-            model.layout,
-            [ReplicaLine(each.id, each.devices, leases[model.id, each.id]) for each in model.replicas],
-            len(model.blocks.index),
-            model.host_pages,
-            next((each.device_pages for each in (*model.replicas, *model.lost)), ()),
-            model.suspect,
-            model.reserved_pages,
-            model.display_name,
-            model.weights_version,
-        )
-        for model in view.models()
-    ]
+    lines: list[ModelLine] = []
+    for some in in_steps(list(view.models())):
+        lines += [
+            ModelLine(
+                model.id,
+                model.name,
+                view.namespace_of(model),
+                model.layout,
+                [ReplicaLine(each.id, each.devices, leases[model.id, each.id]) for each in model.replicas],
+                len(model.blocks.index),
+                model.host_pages,
+                next((each.device_pages for each in (*model.replicas, *model.lost)), ()),
+                model.suspect,
+                model.reserved_pages,
+                model.display_name,
+                model.weights_version,
+            )
+            for model in some
+        ]
+        yield None
+    return lines
 
 
-def sequences(view: View, lease_id: str = "", limit: int = 0) -> Listed[SequenceLine]:
+def sequences(view: View, lease_id: str = "", limit: int = 0) -> Question[Listed[SequenceLine]]:
     """Open sequences of a lease, named as the caller may see it, or (empty) of every lease.
 
     ``limit`` 0: ``SEQUENCES_LISTED``; at most ``MAX_LISTED``.
@@ -89,21 +94,28 @@ def sequences(view: View, lease_id: str = "", limit: int = 0) -> Listed[Sequence
         for sequence in lease.sequences.values()
     )
     found = list(islice(every, limit + 1))
-    lines = [
-        SequenceLine(
-            shown_id,
-            sequence.id,
-            sequence.blocks,
-            sequence.sealed,
-            sum(len(own) for own in sequence.own),
-            sequence.swapped_out,
-            sequence.failed,
-        )
-        for shown_id, sequence in found[:limit]
-    ]
+    lines: list[SequenceLine] = []
+    for some in in_steps(found[:limit]):
+        lines += [
+            SequenceLine(
+                shown_id,
+                sequence.id,
+                sequence.blocks,
+                sequence.sealed,
+                sum(len(own) for own in sequence.own),
+                sequence.swapped_out,
+                sequence.failed,
+            )
+            for shown_id, sequence in some
+        ]
+        yield None
     return Listed(lines, len(found) > limit)
 
 
-def tickets(view: View, limit: int = 0) -> list[TicketView]:
+def tickets(view: View, limit: int = 0) -> Question[list[TicketView]]:
     """Transfers: those that run, then those that ended, the newest first. ``limit`` 0: ``TICKETS_LISTED``."""
-    return [ticket_view(ticket) for ticket in islice(view.tickets(), min(limit or TICKETS_LISTED, MAX_LISTED))]
+    lines: list[TicketView] = []
+    for some in in_steps(list(islice(view.tickets(), min(limit or TICKETS_LISTED, MAX_LISTED)))):
+        lines += map(ticket_view, some)
+        yield None
+    return lines

@@ -18,7 +18,7 @@ from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import CopyState, Tier
 from cachesvc.questions.snapshot import Ints, TreeShape, int32s, int64s, live_now
-from cachesvc.questions.steps import Question, off_loop
+from cachesvc.questions.steps import Question, in_steps, off_loop
 from cachesvc.questions.view import Listed, View
 
 BLOCKS_LISTED = 64
@@ -95,7 +95,8 @@ def blocks(
         rows = [known[key] for key in wanted if key in known]
     else:
         rows = yield from off_loop(partial(Ranking(model, by_hits=by_hits).first, limit + 1))
-    return Listed(block_lines(model, rows[:limit]), len(rows) > limit)
+    lines = yield from block_lines(model, rows[:limit])
+    return Listed(lines, len(rows) > limit)
 
 
 def tree(
@@ -114,7 +115,8 @@ def tree(
         key = yield from one_key(model, digits or key.hex())
     nodes = partial(Tree(model, key).nodes, depth or TREE_DEPTH, min(limit or NODES_LISTED, MAX_LISTED))
     rows, truncated = yield from off_loop(nodes)
-    return Listed(tree_lines(model, rows), truncated)
+    lines = yield from tree_lines(model, rows)
+    return Listed(lines, truncated)
 
 
 def one_key(model: Model, digits: str) -> Question[bytes]:
@@ -178,10 +180,14 @@ class Ranking:
         return [int(row) for row in rows[order][:count]]
 
 
-def block_lines(model: Model, rows: list[int]) -> list[BlockLine]:
+def block_lines(model: Model, rows: list[int]) -> Question[list[BlockLine]]:
     """The rows that still hold a block."""
     index = model.blocks.index
-    return [block_line(model, row) for row in rows if index.keys[row] is not None and index.has_copy(row)]
+    lines: list[BlockLine] = []
+    for some in in_steps(rows):
+        lines += [block_line(model, row) for row in some if index.keys[row] is not None and index.has_copy(row)]
+        yield None
+    return lines
 
 
 def block_line(model: Model, row: int) -> BlockLine:
@@ -241,22 +247,26 @@ class Tree:
         return out, truncated
 
 
-def tree_lines(model: Model, rows: list[TreeRow]) -> list[TreeLine]:
+def tree_lines(model: Model, rows: list[TreeRow]) -> Question[list[TreeLine]]:
     """The nodes that still hold a block."""
     index = model.blocks.index
-    return [
-        TreeLine(
-            key,
-            index.depth[node.row],
-            node.depth,
-            index.children[node.row],
-            _tiers(model, node.row),
-            node.descendants,
-            index.hits[node.row],
-        )
-        for node in rows
-        if (key := index.keys[node.row]) is not None
-    ]
+    lines: list[TreeLine] = []
+    for some in in_steps(rows):
+        lines += [
+            TreeLine(
+                key,
+                index.depth[node.row],
+                node.depth,
+                index.children[node.row],
+                _tiers(model, node.row),
+                node.descendants,
+                index.hits[node.row],
+            )
+            for node in some
+            if (key := index.keys[node.row]) is not None
+        ]
+        yield None
+    return lines
 
 
 def _tiers(model: Model, row: int) -> str:

@@ -7,9 +7,13 @@ What was read before a ``yield`` may have changed after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
+LINES_A_STEP = 32
+"""Lines that are made in one step: some 0.3 ms of blocks with their copies."""
+
+Row = TypeVar("Row")
 Answer = TypeVar("Answer")
 Work = Callable[[], Any]
 Question = Generator[Work | None, Any, Answer]
@@ -19,6 +23,12 @@ def off_loop(work: Callable[[], Answer]) -> Question[Answer]:
     """The result of ``work``, which is not done on the ledger thread."""
     answer: Answer = yield work
     return answer
+
+
+def in_steps(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Rows by the number of which a question, or its answer's message, makes lines in one step."""
+    for first in range(0, len(rows), LINES_A_STEP):
+        yield rows[first : first + LINES_A_STEP]
 
 
 def answer_at_once(question: Question[Answer]) -> Answer:

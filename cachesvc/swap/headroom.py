@@ -49,6 +49,10 @@ class PoolSizes:
         """Bytes like ``geometry.host_bytes``, of counts for every group."""
         return sum(pages[group] * page_bytes for group, _, page_bytes in self.host_slabs)
 
+    def readers(self, group: int, rank: int, devices: Sequence[str]) -> frozenset[str]:
+        """Devices that copy from and to a host slab: all ranks' where they share one."""
+        return frozenset(devices if self.layout.host_ranks(group) == 1 else devices[rank : rank + 1])
+
     def device_pages(self, size_bytes: int) -> tuple[int, ...]:
         """Most pages of each group, in the layout's proportion, whose slabs take at most ``size_bytes`` of a device."""
         units = self.layout.unit_pages
@@ -95,7 +99,8 @@ class Headroom:
             return False
         host = self.host.copy()
         return all(
-            host.take(page_bytes, host_pages[group], self.nodes.get(devices[rank])) is not None
+            host.take(page_bytes, host_pages[group], self.nodes.get(devices[rank]), sizes.readers(group, rank, devices))
+            is not None
             for group, rank, page_bytes in sizes.host_slabs
         )
 

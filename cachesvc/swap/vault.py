@@ -269,9 +269,9 @@ class Vault:
         """Reserve host pages, each rank's near its device where there is room. Raises PoolExhausted, Unavailable."""
         made: dict[int, list[HostSlab]] = {pool[0]: [] for pool in layout.host_pools}
         with ExitStack() as undo:
-            for group, rank, page_bytes in PoolSizes(layout).host_slabs:
-                is_one = layout.host_ranks(group) == 1
-                readers = frozenset(devices if is_one else (devices[rank],))
+            sizes = PoolSizes(layout)
+            for group, rank, page_bytes in sizes.host_slabs:
+                readers = sizes.readers(group, rank, devices)
                 slab = self._pool.reserve(page_bytes, pages[group], devices[rank], readers)
                 undo.callback(self._pool.release, slab)
                 made[group].append(slab)

@@ -137,6 +137,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "device_peers_refused", (), "Pairs of devices whose copies failed their check: hits there come by the host."
         ),
+        _gauge(
+            "host_chunks_refused",
+            ("device",),
+            "Chunks of the host pool that a device refuses to map or pin: its models do without them.",
+        ),
         _gauge("host_pool_bytes", (), "Bytes of the host pool."),
         _gauge("host_pool_ready_bytes", (), "Of these, bytes that are populated and registered."),
     ),

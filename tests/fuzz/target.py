@@ -241,6 +241,7 @@ class Target:
                 await stream.aclose()
             else:
                 answers.append(await handler(requests[0], context))
+            answers = [rpc.answer.FromString(each) if isinstance(each, bytes) else each for each in answers]
             for answer in answers:
                 answer.SerializeToString()
         except grpc.aio.AbortError:

@@ -7,7 +7,7 @@ from cachesvc.flows.context.call import Call
 from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.counters import Count
 from cachesvc.flows.context.turns import TURN
-from cachesvc.flows.storage.expected import follow, stop_following
+from cachesvc.flows.storage.expected import follow, go_on_waiting, stop_following
 from cachesvc.flows.storage.fetch import fetched_blocks, reach
 from cachesvc.flows.storage.uses import note_hit
 from cachesvc.flows.transfer.backup import back_up_reused
@@ -121,6 +121,8 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
     check_keys(call.lease, keys)
     call.model.last_used = call.now
     blocks = call.model.blocks
+    if sharing is not None and (still := go_on_waiting(core, call, keys, max_blocks, sharing)) is not None:
+        return still
     before = blocks.misplaced
     try:
         hit = blocks.find(keys, call.replica.place, max_blocks)

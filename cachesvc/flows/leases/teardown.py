@@ -18,6 +18,9 @@ from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.words import PageState
 
+MOST_QUARANTINED = 0.25
+"""Pages in quarantine of a lease that lives on, as a part of its replica's largest pool."""
+
 
 def lose(core: Core, lease: Lease, why: str, cause: LeaseEnd = LeaseEnd.OTHER, *, at_once: bool = True) -> None:
     """End a live lease: sealed blocks stay, sequences end, private pages go to quarantine. ``cause``: for counting.
@@ -100,9 +103,23 @@ def _end_left(core: Core, lease: Lease, number: int, mine: list[int]) -> bool:
                 left = _end_stock(lease, model, left)
             if left > 0:
                 free_unwritten(core, lease)
+                _bound_quarantine(core, lease, model)
             return left > 0
         except LedgerBroken as broken:
             model.distrust(str(broken))
+
+
+def _bound_quarantine(core: Core, lease: Lease, model: Model) -> None:
+    """End an instance whose processes come and go while others have its pools mapped, once what they left takes too
+    much of a pool: its engines open a lease anew, and their pages come back when they have stopped writing."""
+    largest = max(pool.capacity for pool in _pools(lease, model))
+    if len(lease.quarantine) > largest * MOST_QUARANTINED:
+        lose(
+            core,
+            lease,
+            f"processes that have left it kept {len(lease.quarantine)} pages from use; open it anew",
+            at_once=False,
+        )
 
 
 def _end_part(core: Core, lease: Lease, model: Model) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 ALIGN_BYTES = 4096
 
 Int64s = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class FreeRanges:
         self._chunks: Int64s = np.arange(len(self._sizes), dtype=np.int64)
         self._offsets: Int64s = np.zeros_like(self._sizes)
         self._nodes: Int64s = np.array([-1 if node is None else node for node in nodes], np.int64)
+        self.lacking: Mapping[str, Flags] = {}
+        """By device, chunks that have come and that it cannot reach; a copy keeps those of its time."""
 
     def copy(self) -> Self:
         """Independent copy of the free ranges."""
@@ -58,14 +61,17 @@ class FreeRanges:
         """Pages that fit; none crosses the border of a chunk."""
         return int((self._sizes // page_bytes).sum())
 
-    def take(self, page_bytes: int, pages: int, node: int | None = None) -> list[tuple[int, ByteRange]] | None:
+    def take(
+        self, page_bytes: int, pages: int, node: int | None = None, readers: Collection[str] = ()
+    ) -> list[tuple[int, ByteRange]] | None:
         """(pages, bytes) pieces that hold ``pages`` in all; None, changing nothing, if short.
 
-        Chunks on ``node`` come first, then lowest addresses.
+        Chunks that all ``readers`` can reach come first, then those on ``node``, those that every device can reach,
+        which may be a reader one day, and lowest addresses.
         """
         if not pages:
             return []
-        order = self._order(node)
+        order = self._order(node, readers)
         held = np.cumsum(self._sizes[order] // page_bytes)
         if not len(held) or held[-1] < pages:
             return None
@@ -100,10 +106,17 @@ class FreeRanges:
         self._keep(heads)
         self._sizes = sizes
 
-    def _order(self, node: int | None) -> npt.NDArray[np.intp]:
-        if node is None or not len(self._nodes):
-            return np.arange(len(self._sizes))
-        return np.argsort(self._nodes[self._chunks] != node, kind="stable")
+    def _order(self, node: int | None, readers: Collection[str]) -> npt.NDArray[np.intp]:
+        is_far = np.zeros(len(self._chunks), bool)
+        if node is not None and len(self._nodes):
+            is_far = self._nodes[self._chunks] != node
+        return np.lexsort((self._lacked_by(self.lacking), is_far, self._lacked_by(readers)))
+
+    def _lacked_by(self, devices: Collection[str]) -> Flags:
+        is_lacked = np.zeros(len(self._chunks), bool)
+        for lacked in (self.lacking[device] for device in devices if device in self.lacking):
+            is_lacked |= lacked[self._chunks]
+        return is_lacked
 
     def _keep(self, which: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> None:
         self._chunks, self._offsets, self._sizes = self._chunks[which], self._offsets[which], self._sizes[which]

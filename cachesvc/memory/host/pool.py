@@ -2,8 +2,8 @@
 
     start    threads map each chunk, place it on the node and populate it slice by slice; when it is full they
              register it with the backend and call on_ready(chunk)
-    reserve  gives extents of pages, none across a chunk, on the node of a device where there is room; those that were
-    used before are zeroed first
+    reserve  gives extents of pages, none across a chunk, that the slab's devices can reach, on the node of one of them,
+    where there is room; those that were used before are zeroed first
 
 A page is usable once its chunk is registered and, after an earlier slab, its bytes are zeroed:
 ``ready_pages``.
@@ -23,7 +23,7 @@ import numpy as np
 
 from cachesvc.memory.host import numa
 from cachesvc.memory.host.available import MemoryLimit, memory_limits
-from cachesvc.memory.host.free_ranges import ALIGN_BYTES, FreeRanges, UsedBytes
+from cachesvc.memory.host.free_ranges import ALIGN_BYTES, Flags, FreeRanges, UsedBytes
 from cachesvc.memory.host.slab import HostExtent, HostSlab, OnPages
 from cachesvc.memory.interface import DeviceMemory
 from cachesvc.memory.mapped import (
@@ -45,6 +45,8 @@ MAX_CHUNK_BYTES = 1 << 30
 """Largest chunk: a larger registration holds a driver-wide lock for too long."""
 SLICE_BYTES = 32 << 20
 """Bytes that a thread populates or zeroes before it checks whether to stop: some 10 ms."""
+REACH_SECONDS = 1.0
+"""Time for a device's own mover to pin chunks that others have already, seconds: each pins on a thread of its own."""
 
 Bind = Callable[[int, int, int | None], numa.Placement]
 """Signature of ``numa.bind``: the seam for machines that are made up."""
@@ -160,6 +162,7 @@ class HostPool:
     def plan(self, without: Iterable[HostSlab] = ()) -> FreeRanges:
         """A copy of what is free, or would be without these slabs, which may be released meanwhile."""
         with self._changed:
+            self._free.lacking = self._unreached()
             free = self._free.copy()  # on its own from here on
             gone = [slab.places for slab in without if not slab.is_released]
         if gone:
@@ -167,8 +170,8 @@ class HostPool:
         return free
 
     def reserve(self, page_bytes: int, pages: int, device: str = "", devices: frozenset[str] = frozenset()) -> HostSlab:
-        """Pages for one group and rank, near ``device`` where there is room; usable as ``ready_pages`` tells.
-        ``devices``: see ``serve``.
+        """Pages for one group and rank, within reach of ``devices`` (see ``serve``) and near ``device`` while there is
+        room; usable as ``ready_pages`` tells.
 
         Raises PoolExhausted with the numbers.
         """
@@ -177,7 +180,8 @@ class HostPool:
         with self._changed:
             if self._stopping:
                 raise Unavailable("the host pool is closed")
-            pieces = self._free.take(page_bytes, pages, self.nodes.get(device))
+            self._free.lacking = self._unreached()
+            pieces = self._free.take(page_bytes, pages, self.nodes.get(device), devices)
             if pieces is None:
                 raise self._exhausted(page_bytes, pages)
             slab = HostSlab(page_bytes, pieces, devices)
@@ -252,20 +256,24 @@ class HostPool:
         self._tell(news)
 
     def require_reach(self, slab: HostSlab, devices: Iterable[str]) -> None:
-        """Raises Unavailable where one of the devices lacks pages of the slab that are usable."""
+        """Raises Unavailable where one of the devices lacks pages of the slab that are usable, and goes on lacking them
+        for ``REACH_SECONDS``."""
+
+        def lacking() -> list[str]:
+            return [each for extent in slab.extents if extent.is_ready for each in self._lacking(devices, extent)]
+
         with self._changed:
-            ready = [extent for extent in slab.extents if extent.is_ready]
-        for extent in ready:
-            if lacking := self._lacking(devices, extent):
+            if not self._changed.wait_for(lambda: not lacking(), REACH_SECONDS):
                 raise Unavailable(
-                    f"device {lacking[0]} cannot reach host memory that this model uses: its mover has not pinned it; "
-                    "go on without the cache and see cachesvc status, or register on another device"
+                    f"device {lacking()[0]} cannot reach host memory that this model uses: its mover has not pinned "
+                    "it; go on without the cache and see cachesvc status, or register on another device"
                 )
 
     def reach(self, device: str) -> None:
         """A device can reach more chunks than before; any thread."""
         with self._changed:
             news = self._settle_all([slab for slab in self._slabs if device in slab.devices])
+            self._changed.notify_all()
         self._tell(news)
 
     def _settle_all(self, slabs: Iterable[HostSlab]) -> list[tuple[OnPages, Run]]:
@@ -295,6 +303,14 @@ class HostPool:
     def _lacking(self, devices: Iterable[str], extent: HostExtent) -> list[str]:
         region = extent.region
         return [each for each in devices if region is None or not self._backend.has_host(each, region)]
+
+    def _unreached(self) -> dict[str, Flags]:
+        """By device, chunks that have come and that it cannot reach."""
+        regions = [chunk.region for chunk in self._chunks]
+        return {
+            device: np.array([each is not None and not self._backend.has_host(device, each) for each in regions], bool)
+            for device in self._backend.devices()
+        }
 
     def _fill(self) -> None:
         """Root of a filling thread."""

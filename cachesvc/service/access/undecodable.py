@@ -15,13 +15,20 @@ _UNREAD: ContextVar[CacheError | None] = ContextVar("unread", default=None)
 
 def readable(handler: Any, charge: Callable[[int], None]) -> Any:
     """``handler`` with a deserializer that never raises: what it does not read becomes an empty message and is
-    remembered for ``unread``. gRPC reads requests in the task that serves them.
+    remembered for ``unread``. gRPC reads requests in the task that serves them. Answers that are bytes already are sent
+    as they are.
 
     ``charge(bytes)``: to the caller of the running task. Raises QuotaExceeded.
     """
     if handler is None or handler.request_deserializer is None:
         return handler
-    return handler._replace(request_deserializer=_careful(handler.request_deserializer, charge))
+    careful, serializer = _careful(handler.request_deserializer, charge), handler.response_serializer
+
+    def sent(answer: Any) -> bytes:
+        packed: bytes = answer if isinstance(answer, bytes) else serializer(answer)
+        return packed
+
+    return handler._replace(request_deserializer=careful, response_serializer=sent)
 
 
 def unread() -> CacheError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -31,6 +31,8 @@ from cachesvc.service.rpc.edge import Context, Edge, refuse
 
 Answer = TypeVar("Answer")
 Reply = TypeVar("Reply", bound=Message)
+Packed = Any
+"""Bytes of an answer: the service's serialiser sends them as they are."""
 
 DUMP_BLOCKS = 8192
 DUMP_BLOCKS_MAX = 65536
@@ -65,30 +67,26 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             shown.ClearField("counters")
         return shown
 
-    async def ListModels(self, request: admin_pb2.ListModelsRequest, context: Context) -> admin_pb2.ListModelsResponse:
-        return await self._ask(context, request, models, status_messages.models_to_proto)
+    async def ListModels(self, request: admin_pb2.ListModelsRequest, context: Context) -> Packed:
+        return await self._ask_in_parts(context, request, models, status_messages.models_to_proto)
 
-    async def ListLeases(self, request: admin_pb2.ListLeasesRequest, context: Context) -> admin_pb2.ListLeasesResponse:
-        return await self._ask_in_slices(context, request, lease_lines, status_messages.leases_to_proto)
+    async def ListLeases(self, request: admin_pb2.ListLeasesRequest, context: Context) -> Packed:
+        return await self._ask_in_parts(context, request, lease_lines, status_messages.leases_to_proto)
 
     async def ListTenants(
         self, request: inspect_pb2.ListTenantsRequest, context: Context
     ) -> inspect_pb2.ListTenantsResponse:
         return await self._ask(context, request, self._quotas.lines, status_messages.tenants_to_proto)
 
-    async def ListSequences(
-        self, request: admin_pb2.ListSequencesRequest, context: Context
-    ) -> admin_pb2.ListSequencesResponse:
+    async def ListSequences(self, request: admin_pb2.ListSequencesRequest, context: Context) -> Packed:
         question = partial(sequences, lease_id=request.lease_id, limit=request.limit)
-        return await self._ask(context, request, question, status_messages.sequences_to_proto)
+        return await self._ask_in_parts(context, request, question, status_messages.sequences_to_proto)
 
-    async def ListTickets(
-        self, request: admin_pb2.ListTicketsRequest, context: Context
-    ) -> admin_pb2.ListTicketsResponse:
+    async def ListTickets(self, request: admin_pb2.ListTicketsRequest, context: Context) -> Packed:
         question = partial(tickets, limit=request.limit)
-        return await self._ask(context, request, question, status_messages.tickets_to_proto)
+        return await self._ask_in_parts(context, request, question, status_messages.tickets_to_proto)
 
-    async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> admin_pb2.ListBlocksResponse:
+    async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> Packed:
         question = partial(
             blocks,
             model_id=request.model_id,
@@ -97,9 +95,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             by_hits=request.order == admin_pb2.BLOCK_ORDER_HITS,
             limit=request.limit,
         )
-        return await self._ask_in_slices(context, request, question, index_messages.blocks_to_proto)
+        return await self._ask_in_parts(context, request, question, index_messages.blocks_to_proto)
 
-    async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> admin_pb2.GetTreeResponse:
+    async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> Packed:
         question = partial(
             tree,
             model_id=request.model_id,
@@ -108,11 +106,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             depth=request.depth,
             limit=request.limit,
         )
-        return await self._ask_in_slices(context, request, question, index_messages.tree_to_proto)
+        return await self._ask_in_parts(context, request, question, index_messages.tree_to_proto)
 
-    async def Explain(self, request: inspect_pb2.ExplainRequest, context: Context) -> admin_pb2.ExplainResponse:
+    async def Explain(self, request: inspect_pb2.ExplainRequest, context: Context) -> Packed:
         question = partial(explain, model_id=request.model_id, prefix=request.key_prefix, events=request.events)
-        return await self._ask_in_slices(context, request, question, index_messages.explanation_to_proto)
+        return await self._ask_in_parts(context, request, question, index_messages.explanation_to_proto)
 
     async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> admin_pb2.VerifyResponse:
         return await self._serve(context, request, partial(self._inspection.verify, request))
@@ -196,6 +194,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
         return await self._serve(context, request, call)
 
+    async def _ask_in_parts(
+        self,
+        context: Context,
+        request: Any,
+        question: Callable[[View], Question[Answer]],
+        convert: Callable[[Answer], Iterable[Message]],
+    ) -> Packed:
+        """Answer a question in slices to the last byte: the parts of the message are made and serialised in slices too,
+        and are the message, one after another."""
+
+        async def call() -> Packed:
+            slices = self._inspection.slices()
+            answer = await slices.answer(question(self._inspection.view()))
+            return await slices.answer(_serialised(convert(answer)))
+
+        return await self._serve(context, request, call)
+
     def _status_to_proto(self, found: Status) -> admin_pb2.GetStatusResponse:
         return status_messages.status_to_proto(found, self._facts, caller())
 
@@ -224,3 +239,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _reload(self) -> inspect_pb2.ReloadResponse:
         changes = [inspect_pb2.SettingChange(**change._asdict()) for change in self._reload_settings()]
         return inspect_pb2.ReloadResponse(changes=changes)
+
+
+def _serialised(parts: Iterable[Message]) -> Question[bytes]:
+    out: list[bytes] = []
+    for part in parts:
+        out.append(part.SerializeToString())
+        yield None
+    return b"".join(out)

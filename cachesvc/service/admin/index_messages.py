@@ -12,27 +12,30 @@ from cachesvc.model.words import Tier
 from cachesvc.questions.dump import Columns, Dump
 from cachesvc.questions.explanation import BlockExplanation, BlockHolder, EventLine, Explanation
 from cachesvc.questions.query import BlockLine, TreeLine
+from cachesvc.questions.steps import in_steps
 from cachesvc.questions.view import Listed
 
 
-def blocks_to_proto(listed: Listed[BlockLine]) -> admin_pb2.ListBlocksResponse:
-    """The answer of ListBlocks."""
-    return admin_pb2.ListBlocksResponse(blocks=map(_block, listed.lines), truncated=listed.truncated)
+def blocks_to_proto(listed: Listed[BlockLine]) -> Iterator[admin_pb2.ListBlocksResponse]:
+    """The answer of ListBlocks, in parts."""
+    yield admin_pb2.ListBlocksResponse(truncated=listed.truncated)
+    for some in in_steps(listed.lines):
+        yield admin_pb2.ListBlocksResponse(blocks=map(_block, some))
 
 
-def tree_to_proto(listed: Listed[TreeLine]) -> admin_pb2.GetTreeResponse:
-    """The answer of GetTree."""
-    nodes = [admin_pb2.TreeNode(key_hex=line.key.hex(), **line._asdict()) for line in listed.lines]
-    return admin_pb2.GetTreeResponse(nodes=nodes, truncated=listed.truncated)
+def tree_to_proto(listed: Listed[TreeLine]) -> Iterator[admin_pb2.GetTreeResponse]:
+    """The answer of GetTree, in parts."""
+    yield admin_pb2.GetTreeResponse(truncated=listed.truncated)
+    for some in in_steps(listed.lines):
+        nodes = [admin_pb2.TreeNode(key_hex=line.key.hex(), **line._asdict()) for line in some]
+        yield admin_pb2.GetTreeResponse(nodes=nodes)
 
 
-def explanation_to_proto(found: Explanation) -> admin_pb2.ExplainResponse:
-    """The answer of Explain."""
-    return admin_pb2.ExplainResponse(
-        stories=[_explained(block) for block in found.blocks],
-        truncated=found.truncated,
-        forgotten_before_seconds=found.forgotten_before_seconds,
-    )
+def explanation_to_proto(found: Explanation) -> Iterator[admin_pb2.ExplainResponse]:
+    """The answer of Explain, in parts."""
+    yield admin_pb2.ExplainResponse(truncated=found.truncated, forgotten_before_seconds=found.forgotten_before_seconds)
+    for block in found.blocks:
+        yield admin_pb2.ExplainResponse(stories=[_explained(block)])
 
 
 def head_to_proto(taken: Dump, version: str, eviction: str) -> inspect_pb2.DumpIndexResponse:

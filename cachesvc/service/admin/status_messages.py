@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvcache.v1 import admin_pb2, inspect_pb2, status_pb2
@@ -11,6 +11,7 @@ from cachesvc.model.answers import TicketView
 from cachesvc.model.words import PageState
 from cachesvc.questions.listing import ModelLine, SequenceLine
 from cachesvc.questions.status import HitLine, LeaseLine, PinLine, PoolLine, Status
+from cachesvc.questions.steps import in_steps
 from cachesvc.questions.view import Listed
 from cachesvc.service.access.auth import UNPROVEN, Caller
 from cachesvc.service.access.quota import TenantLine
@@ -82,25 +83,30 @@ def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
     )
 
 
-def models_to_proto(lines: Iterable[ModelLine]) -> admin_pb2.ListModelsResponse:
-    """The answer of ListModels."""
-    return admin_pb2.ListModelsResponse(models=[_model(line) for line in lines])
+def models_to_proto(lines: Iterable[ModelLine]) -> Iterator[admin_pb2.ListModelsResponse]:
+    """The answer of ListModels, in parts."""
+    for line in lines:
+        yield admin_pb2.ListModelsResponse(models=[_model(line)])
 
 
-def leases_to_proto(lines: Iterable[LeaseLine]) -> admin_pb2.ListLeasesResponse:
-    """The answer of ListLeases."""
-    return admin_pb2.ListLeasesResponse(leases=[_lease(line) for line in lines])
+def leases_to_proto(lines: Sequence[LeaseLine]) -> Iterator[admin_pb2.ListLeasesResponse]:
+    """The answer of ListLeases, in parts."""
+    for some in in_steps(lines):
+        yield admin_pb2.ListLeasesResponse(leases=map(_lease, some))
 
 
-def sequences_to_proto(listed: Listed[SequenceLine]) -> admin_pb2.ListSequencesResponse:
-    """The answer of ListSequences."""
-    sequences = [admin_pb2.SequenceStatus(**line._asdict()) for line in listed.lines]
-    return admin_pb2.ListSequencesResponse(sequences=sequences, truncated=listed.truncated)
+def sequences_to_proto(listed: Listed[SequenceLine]) -> Iterator[admin_pb2.ListSequencesResponse]:
+    """The answer of ListSequences, in parts."""
+    yield admin_pb2.ListSequencesResponse(truncated=listed.truncated)
+    for some in in_steps(listed.lines):
+        sequences = [admin_pb2.SequenceStatus(**line._asdict()) for line in some]
+        yield admin_pb2.ListSequencesResponse(sequences=sequences)
 
 
-def tickets_to_proto(lines: Iterable[TicketView]) -> admin_pb2.ListTicketsResponse:
-    """The answer of ListTickets."""
-    return admin_pb2.ListTicketsResponse(tickets=[ticket_to_proto(line) for line in lines])
+def tickets_to_proto(lines: Sequence[TicketView]) -> Iterator[admin_pb2.ListTicketsResponse]:
+    """The answer of ListTickets, in parts."""
+    for some in in_steps(lines):
+        yield admin_pb2.ListTicketsResponse(tickets=map(ticket_to_proto, some))
 
 
 def tenants_to_proto(lines: Iterable[TenantLine]) -> inspect_pb2.ListTenantsResponse:

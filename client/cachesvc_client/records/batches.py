@@ -60,6 +60,12 @@ class StepBatch(Generic[H]):
         self.size = 0
         self._are_columns = True
         self._reached: dict[int, int] = {}
+        self._asked: dict[SequenceRecord, int] = {}
+
+    def note_sent(self) -> None:
+        """Note in the sequences what is published: a batch that is dropped unsent leaves them as they were."""
+        for record, upto in self._asked.items():
+            record.asked_blocks = upto
 
     @property
     def owners(self) -> list[SequenceRecord]:
@@ -206,22 +212,24 @@ class StepBatch(Generic[H]):
     ) -> None:
         """Add publishes, or their refusals, whose results stand at ``places``."""
         self._lease.maker.check()
-        entries, reached = self.publishes, self._reached
+        entries, reached, asked = self.publishes, self._reached, self._asked
         for place, record, upto, chain, first_key in zip(places, records, uptos, keys, first_keys, strict=True):
             sends_keys = upto > record.known_keys or bool(chain)
+            before = asked.get(record, record.asked_blocks) if asked else record.asked_blocks
             try:
                 if (
-                    upto <= record.asked_blocks
+                    upto <= before
                     or entries.sends_keys is (not sends_keys)  # a column has the keys of all its entries, or of none
                     or not self._are_columns
                     or (reached and record.id in reached)
                 ):
                     self._publish_behind(record, upto, chain, first_key, NO_STATES, place)
                     continue
-                first, wanted = record.begin_publish(upto, chain, first_key)
+                first, wanted = record.begin_publish(upto, chain, first_key, before)
             except CacheClientError as refusal:
                 self.refused[place] = refusal
                 continue
+            asked[record] = upto
             if wanted:
                 entries.keys += wanted
             entries.sends_keys = sends_keys
@@ -234,7 +242,10 @@ class StepBatch(Generic[H]):
         self, record: SequenceRecord, upto_blocks: int, keys: PackedKeys, first_key: int, states: States, place: int
     ) -> None:
         """Add a publish that is no entry of the column: the sequence's further operations are none either."""
-        self.operations.append((place, record.publish(upto_blocks, keys, first_key=first_key, states=states)))
+        after = self._asked.get(record, record.asked_blocks)
+        publish = record.publish(upto_blocks, keys, first_key=first_key, states=states, after=after)
+        self.operations.append((place, publish))
+        self._asked[record] = upto_blocks
         self._reached[record.id] = BEHIND_COLUMNS
 
     def _fits(self, record: SequenceRecord, column: Column) -> bool:

@@ -164,12 +164,20 @@ class SequenceRecord:
         return self._operation(ALLOCATE, build_allocate(self.id, blocks, short_suffix, positions), apply, fail)
 
     def publish(
-        self, upto_blocks: int, keys: PackedKeys, *, first_key: int = 0, states: States = NO_STATES
+        self,
+        upto_blocks: int,
+        keys: PackedKeys,
+        *,
+        first_key: int = 0,
+        states: States = NO_STATES,
+        after: int | None = None,
     ) -> Operation[Published]:
         """Seal blocks up to ``upto_blocks``, and ``states``. ``keys``: from block ``first_key`` on, or empty where
-        known."""
+        known. ``after``: see ``begin_publish``; without it the publish counts as asked for."""
         self.maker.check()
-        first, wanted = self.begin_publish(upto_blocks, keys, first_key)
+        first, wanted = self.begin_publish(upto_blocks, keys, first_key, self.asked_blocks if after is None else after)
+        if after is None:
+            self.asked_blocks = upto_blocks
         named = named_states(states)
 
         def apply(response: cache_pb2.PublishResponse) -> Published:
@@ -180,13 +188,12 @@ class SequenceRecord:
         request = build_publish(self.id, first, upto_blocks - first, wanted, named)
         return self._operation(PUBLISH, request, apply, self.refuse_publish)
 
-    def begin_publish(self, upto_blocks: int, keys: PackedKeys, first_key: int = 0) -> tuple[int, bytes]:
-        """Note that blocks up to ``upto_blocks`` are published. Returns the first of them, and their keys to send:
-        empty where ``keys`` is and Match had them. Given keys are always sent: the daemon compares them with Match's.
-        They begin at block ``first_key``."""
+    def begin_publish(self, upto_blocks: int, keys: PackedKeys, first_key: int, first: int) -> tuple[int, bytes]:
+        """Check a publish of blocks ``first`` to ``upto_blocks``, which changes nothing before it is sent. Returns the
+        first of them, and their keys to send: empty where ``keys`` is and Match had them. Given keys are always sent:
+        the daemon compares them with Match's. They begin at block ``first_key``."""
         if self.is_released or self.ends_after or self.failure is not None:
             self.require_usable()
-        first = self.asked_blocks
         if upto_blocks < first:
             raise InvalidRequest(
                 f"blocks up to {first} of sequence {self.id} are published already; publish({upto_blocks}) goes back"
@@ -202,7 +209,6 @@ class SequenceRecord:
                     f"{first_key + len(chain) // KEY_BYTES} were given, and Match was told {self.known_keys}"
                 )
             wanted = bytes(chain[(first - first_key) * KEY_BYTES : (upto_blocks - first_key) * KEY_BYTES])
-        self.asked_blocks = upto_blocks
         return first, wanted
 
     def published(self, upto_blocks: int, answer: Published) -> Published:

@@ -134,6 +134,7 @@ class StepBook:
                 operation.owner.last_step = number
                 if operation.method is RELEASE_CALL:
                     ended.append(operation.owner)
+        batch.note_sent()
         step = SentStep(request, number, batch.size, growth, entries, operations, ended, batch.refused)
         batch.clear()
         self.under_way.append(step)

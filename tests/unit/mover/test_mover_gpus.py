@@ -35,6 +35,7 @@ from tests.unit.rigs.swap_rig import (
     Rig,
     attach_replica,
     mixed_layout,
+    wait_chunks,
 )
 
 FIGURES = LinkFigures(
@@ -236,7 +237,7 @@ def test_processes_that_cannot_be_killed_do_not_pile_up(process: MoverProcess | 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HostGpu, HostGpu, MoverProcesses]]:
     """Two GPUs, each with a mover of its own."""
-    monkeypatch.setattr("cachesvc.mover.peers.ASKED_SECONDS", 0.05)
+    monkeypatch.setattr("cachesvc.mover.peers.WAITED_SECONDS", 0.05)
     gpus = HostGpu(0), HostGpu(1)
     settings = [Settings("cuda", gpu.uuid, 1 << 20, timeline_words=64) for gpu in gpus]
     movers = MoverProcesses(settings, __version__, begins=[InThreads([gpu]) for gpu in gpus])
@@ -272,9 +273,11 @@ def test_a_gpu_that_cannot_pin_for_it_is_broken_takes_host_memory_from_no_other(
     view = map_memfd(fd, 4096)
     before = other.pins()
     movers.register_host(view, fd)
+    wait_chunks()
     assert other.pins() == before + 1
     other.breaks = {"register_host"}
     refused = movers.register_host(view, fd)
+    wait_chunks()
     assert not movers.has_host(other.uuid, refused)
     assert "ulimit -l" in movers.lacking_hosts()[other.uuid][1]
     os.close(fd)

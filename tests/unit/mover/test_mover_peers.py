@@ -215,6 +215,35 @@ def test_a_pair_that_brings_wrong_bytes_is_refused_until_the_source_has_a_new_li
     assert target.pulls == 2
 
 
+def test_a_pair_that_brought_wrong_bytes_is_checked_anew_with_a_new_life_of_the_target(
+    make: Callable[..., Pair], heard: Heard
+) -> None:
+    pair = make(WrongTarget, Target)
+    assert not pair.share()
+    pair.targets.made[0].end()
+    heard.wait("mover_started")
+    assert pair.movers.refused_peers() == {}
+    assert pair.movers.can_reach(SOURCE, TARGET)
+
+
+def test_a_device_without_a_mover_is_not_reached_from_and_reaches_none(make: Callable[..., Pair], heard: Heard) -> None:
+    pair, is_lost, held = make(Target), threading.Event(), threading.Event()
+
+    def hold(device: str, why: str) -> None:
+        assert (device, bool(why)) == (SOURCE, True)
+        is_lost.set()
+        held.wait()
+
+    pair.movers.tell_losses(hold)
+    assert pair.share()
+    pair.kill_source()
+    is_lost.wait()
+    reached = [pair.movers.can_reach(SOURCE, TARGET), pair.movers.can_reach(TARGET, SOURCE)]
+    held.set()
+    heard.wait("mover_started")
+    assert reached == [False, False]
+
+
 def test_a_pull_that_hangs_refuses_the_ways_into_its_device_and_holds_up_no_slab(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +284,7 @@ def test_one_death_refuses_no_pair_however_many_slabs_were_to_be_shown(make: Cal
 def test_a_slab_that_is_closed_during_its_check_is_not_kept_by_the_other_mover(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachesvc.mover.peers.ASKED_SECONDS", 0.01)
+    monkeypatch.setattr("cachesvc.mover.peers.WAITED_SECONDS", 0.01)
     pair = make(SlowTarget)
     pair.movers.create_slab(SOURCE, 4096).close()
     (target,) = pair.targets.made
@@ -277,6 +306,7 @@ def test_a_slab_that_is_closed_while_a_new_mover_is_checked_does_no_harm_to_that
     checked = pair.targets.made[1]
     assert isinstance(checked, SlowTarget)
     checked.has_begun.wait()
+    assert not pair.movers.can_reach(SOURCE, TARGET), "it has not been shown the slab yet"
     slab.close()
     pair.targets.goes_on.set()
     heard.wait("mover_started")

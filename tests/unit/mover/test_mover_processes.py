@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,6 +38,7 @@ from tests.unit.rigs.swap_rig import (
     attach_replica,
     mixed_layout,
     rig_of,
+    wait_chunks,
 )
 
 SECOND = 2
@@ -64,6 +66,13 @@ def movers_of(rig: Rig) -> MoverProcesses:
 
 def kill(movers: MoverProcesses, device: str) -> None:
     os.kill(movers.mover_pids()[device], signal.SIGKILL)
+
+
+def freeze(movers: MoverProcesses, device: str) -> None:
+    """Stop a mover, and wait until it has stopped: one of its threads may answer until then."""
+    pid = movers.mover_pids()[device]
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def test_what_was_under_way_when_a_mover_is_killed_fails_with_its_waiters_released(rig: Rig, heard: Heard) -> None:
@@ -141,7 +150,7 @@ def test_a_mover_that_hangs_is_replaced_while_it_owes_an_answer(heard: Heard) ->
     movers = MoverProcesses([Settings("shm", "shm-0", 1 << 20)], __version__, probe_seconds=0.2)
     movers.start()
     movers.listen(lambda _: None)
-    os.kill(movers.mover_pids()["shm-0"], signal.SIGSTOP)
+    freeze(movers, "shm-0")
     refused: list[Exception] = []
 
     def make() -> None:
@@ -200,6 +209,7 @@ def test_chunks_that_come_together_are_all_learned_and_a_refused_one_is_known() 
 
     with ThreadPoolExecutor(len(sizes)) as threads:
         regions = list(threads.map(lambda at: movers.register_host(views[at], files[at]), range(len(sizes))))
+    wait_chunks()
     for at, region in enumerate(regions):
         assert movers.has_host("shm-0", region) == (at != 5)
         if at != 5:
@@ -263,7 +273,7 @@ def test_replicas_share_from_device_to_device_through_both_movers(rig: Rig) -> N
 
 
 def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "ASKED_SECONDS", 0.05)
+    monkeypatch.setattr(peers, "WAITED_SECONDS", 0.05)
     movers = MoverProcesses([Settings("shm", f"shm-{number}", 1 << 20) for number in range(2)], __version__)
     movers.start()
     movers.listen(lambda _: None)
@@ -280,6 +290,27 @@ def test_a_slab_does_not_wait_for_another_device_s_mover_that_hangs(monkeypatch:
     assert movers.can_reach("shm-0", "shm-1")
     kept.close()
     movers.close()
+
+
+def test_waits_for_a_device_that_hangs_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "WAITED_SECONDS", 0.2)
+    patience, goes_on = peers.Patience(), threading.Event()
+    began, done = time.monotonic(), threading.Event()
+    for _ in range(20):
+        done.clear()
+        patience.ask({"hung": goes_on.wait, "well": done.set})
+    assert time.monotonic() - began < 10 * peers.WAITED_SECONDS
+    assert done.wait(1.0)
+    goes_on.set()
+
+
+def test_waits_for_a_device_that_is_slow_each_time_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "WAITED_SECONDS", 0.2)
+    patience, never = peers.Patience(), threading.Event()
+    began = time.monotonic()
+    for _ in range(20):
+        patience.ask({"slow": partial(never.wait, 0.15)})
+    assert time.monotonic() - began < 10 * peers.WAITED_SECONDS
 
 
 def test_a_slab_that_a_mover_refused_is_not_reached_until_a_new_mover_knows_it(

@@ -47,10 +47,10 @@ def now(question: Question[Any]) -> Any:
 
 
 QUESTIONS: dict[str, Ask] = {
-    "models": models,
+    "models": lambda view: now(models(view)),
     "leases": lambda view: now(lease_lines(view)),
-    "sequences": sequences,
-    "tickets": tickets,
+    "sequences": lambda view: now(sequences(view)),
+    "tickets": lambda view: now(tickets(view)),
     "status": lambda view: now(status(view, 10.0)),
     "explain": lambda view: now(explain(view, 0, b"key of ")),
     "verify": lambda view: now(verify(view, 0)),

@@ -59,6 +59,13 @@ class HostArray:
         return slice(start, start + self.page_bytes)
 
 
+def wait_chunks() -> None:
+    """Until every mover has been asked for the chunks of host memory that there are."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("chunks-"):
+            thread.join()
+
+
 @dataclass
 class Rig:
     """An engine on a backend with one model on one replica; ``ended`` in order of the ends."""
@@ -125,6 +132,7 @@ class Rig:
                 self.descriptors.append(fd)
                 ranks.append(HostArray(self.layout.page_bytes(group), HOST_PAGES, memory, region, HOST_PAGES))
             self.hosts.append(ranks)
+        wait_chunks()
         self.engine.attach_model(MODEL, self.layout, self.hosts)
 
     def close(self) -> None:

@@ -116,6 +116,11 @@ class Store:
         for _ in range(chunks):
             assert self.pool.fill_one()
 
+    def chunks_of(self, model: int) -> list[int]:
+        """Chunks of the host pool in which the pages of the model's only slab lie."""
+        ((slab,),) = self.vault._models[model].host  # noqa: SLF001 - where they lie is to be seen in no other way
+        return [extent.place.chunk for extent in slab.extents]
+
     def free(self) -> tuple[int, ...]:
         left = self.vault.headroom()
         return *(left.device_bytes[device] for device in self.backend.devices()), left.host.free_bytes
@@ -191,6 +196,48 @@ def test_a_replica_on_a_device_that_lacks_pages_in_use_is_refused_and_keeps_no_o
     assert store.told == [(1, 0, Run(0, 4)), (1, 0, Run(4, 4))]
     store.backend.take_hosts(second)
     store.vault.open_replica(1, 1, layout, (second,), (4,))
+
+
+def test_models_get_the_chunks_that_their_devices_have_and_those_that_all_have_before_others() -> None:
+    """Of four chunks of four pages the second device refuses the first and the third."""
+    store = Store(4)
+    first, second = store.backend.devices()
+    store.backend.lacking = {(second, 1), (second, 3)}
+    store.fill(4)
+    layout = on_one(1024)
+    for model, device in ((1, second), (2, first), (3, first)):
+        store.vault.open_host(model, layout, (4,), (device,))
+        store.vault.announce(model)
+    assert store.chunks_of(1) == [1]
+    assert store.chunks_of(2) == [3], "a replica on the other device may come"
+    assert store.chunks_of(3) == [0], "what is left"
+    store.vault.open_replica(2, 0, layout, (first,), (4,))
+    store.vault.open_replica(2, 1, layout, (second,), (4,))
+    with pytest.raises(Unavailable, match="has not pinned"):
+        store.vault.open_replica(3, 0, layout, (second,), (4,))
+
+
+def test_a_device_that_pins_late_is_waited_for_by_its_own_models() -> None:
+    store = Store(1)
+    first, second = store.backend.devices()
+    layout = on_one(1024)
+    store.vault.open_host(1, layout, (4,), (first,))
+    store.backend.tell_hosts(store.pool.reach)
+    store.backend.lacking = {(second, 1)}
+    store.fill(1)
+    late = threading.Thread(target=store.backend.take_hosts, args=(second,))
+    has_host = store.backend.has_host
+
+    def looked(device: str, region: int) -> bool:
+        """The first look finds it missing, and then it comes."""
+        there = has_host(device, region)
+        if device == second and late.ident is None:
+            late.start()
+        return there
+
+    store.backend.has_host = looked  # type: ignore[method-assign]
+    store.vault.open_replica(1, 0, layout, (second,), (4,))
+    late.join()
 
 
 def test_a_device_that_lost_its_memory_is_not_waited_for() -> None:

@@ -104,6 +104,25 @@ def test_results_stand_in_the_order_of_the_batch_each_with_its_own_outcome(daemo
     assert sequence.record.asked_blocks == 0
 
 
+def test_a_batch_that_is_dropped_unsent_leaves_the_next_publish_as_it_was(daemon: FakeDaemon, lease: Lease) -> None:
+    sequence, keys = lease.match(b""), b"k" * 32 * 4
+    stream = lease.step()
+    dropped = stream.batch()
+    dropped.publish(sequence, 2, keys)
+    dropped.publish(sequence, 3, keys)
+    dropped.allocate(sequence, 3)
+    dropped.publish(sequence, 4, keys)
+    assert sequence.record.asked_blocks == 0
+    batch = stream.batch()
+    batch.publish(sequence, 1, keys)
+    batch.publish(sequence, 4, keys)
+    assert list(batch.publishes.firsts) == [0, 1]
+    assert list(batch.publishes.uptos) == [1, 4]
+    daemon.step_answers.append(Step())
+    with pytest.raises(DaemonFault, match="answers for 2 entries"):
+        stream.submit(batch)
+
+
 def test_growth_rides_ahead_of_the_next_step_and_the_stock_is_filled_by_its_answer(
     daemon: FakeDaemon, lease: Lease
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.storage import expected as flow
+from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
@@ -103,6 +105,34 @@ def test_a_call_that_waits_is_run_again_until_all_is_here() -> None:
     assert isinstance(ask(), Wait)
     following.at.tell(range(8), LENT)
     assert not following.rig.core.ledger.tickets.is_running(waited.tickets[0])
+    answer = ask()
+    assert isinstance(answer, Matched)
+    assert (answer.host_blocks, answer.coming_blocks) == (8, 0)
+
+
+def test_a_call_that_looks_again_looks_nothing_up_before_its_last_block_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    following, looked = Following(), list[int]()
+    find = BlockLedger.find
+
+    def counted(blocks: BlockLedger, keys: bytes, *rest: Any) -> Any:
+        looked.append(len(keys))
+        return find(blocks, keys, *rest)
+
+    monkeypatch.setattr(BlockLedger, "find", counted)
+    ask = following.ask(Expected(PEER))
+    assert isinstance(ask(), Wait)
+    looked.clear()
+    for _ in range(3):
+        following.pass_time(0.5)
+        assert isinstance(ask(), Wait)
+    assert looked == []
+    following.promise(3, 5)
+    following.at.tell(range(3), LENT)
+    assert isinstance(ask(), Wait)
+    following.promise(5)
+    following.at.tell(range(5), LENT)
     answer = ask()
     assert isinstance(answer, Matched)
     assert (answer.host_blocks, answer.coming_blocks) == (8, 0)
