@@ -87,7 +87,8 @@ def test_a_full_host_serves_each_group_of_conversations(
                     hits += min(answer.cached, turn * new)
                 shares.append(hits / known)
             assert node.counters()["hit_blocks_host"] > 0
-            check_daemon(node.socket)
+        check_daemon(node.socket)  # an idle engine that lives has its stock still: a row of pages or two
+    print(f"hits of known tokens by group of conversations: {shares}")
     assert min(shares) >= 0.9, shares
 
 
