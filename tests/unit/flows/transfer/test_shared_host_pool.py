@@ -198,7 +198,8 @@ def test_a_copy_that_a_hit_on_the_device_looks_back_to_follows_its_block_to_the_
     rig.check()
 
 
-def test_an_end_follows_blocks_that_the_host_had_without_it() -> None:
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_end_follows_blocks_that_the_host_had_without_it(goes_on: bool) -> None:
     ends = begin(60, host=40, policy=WritePolicy.WRITE_THROUGH)
     rig = ends.rig
     serve(ends, 1, "abcd")
@@ -206,7 +207,7 @@ def test_an_end_follows_blocks_that_the_host_had_without_it() -> None:
     assert on_host(ends, FULL, "abcd") == [0, 1, 2, 3]
     assert on_host(ends, STATE, "abcd") == []
     rig.core.writing = WriteRule(WritePolicy.WRITE_BACK)
-    serve(ends, 2, "abcd", states=(3,))
+    serve(ends, 2, "abcd", states=(3,), goes_on=goes_on)
     rig.settle()
     assert on_host(ends, STATE, "abcd") == [3]
     rig.check()
