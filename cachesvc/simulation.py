@@ -172,7 +172,7 @@ class Simulation:
         sealed = keys[first * KEY_BYTES : blocks * KEY_BYTES]
         answer = self._run(publish, core, call, sequence, first, sealed, blocks - first, states=states)
         if layout.window_groups:
-            dead = tuple(ends[-1] if ends and group in layout.state_groups else 0 for group in layout.window_groups)
+            dead = tuple(ends[-1] + 1 if ends and group in layout.state_groups else 0 for group in layout.window_groups)
             idle = (*answer.kept, *answer.spares)
             self._run(recycle, core, call, sequence, blocks * layout.block_tokens, idle, dead_blocks=dead)
 

@@ -73,11 +73,13 @@ def test_a_full_host_serves_each_group_of_conversations(
 ) -> None:
     """The host holds one group and some of the next: what is new has to come there whole, and what is old has to go."""
     fleet, turns, members = model.fleet(tmp_path), 3, 5
-    new = 10 * BLOCK_TOKENS if model.block_tokens == BLOCK_TOKENS else model.block_tokens
     shares: list[float] = []
     with running_node(["--write-policy", policy]) as node:
         small = model.least_blocks
         with engines(engine_of(fleet, model, node.socket, small, host_blocks=3 * small)) as (engine,):
+            (served,) = node.admin.ListModels(admin_pb2.ListModelsRequest()).models
+            has_states = any(group.state for group in served.layout.groups)
+            new = served.layout.block_tokens * (1 if has_states else 10)
             for group in range(groups):
                 hits = known = 0
                 for turn, member in product(range(turns), range(members)):
@@ -89,7 +91,7 @@ def test_a_full_host_serves_each_group_of_conversations(
             assert node.counters()["hit_blocks_host"] > 0
         check_daemon(node.socket)  # an idle engine that lives has its stock still: a row of pages or two
     print(f"hits of known tokens by group of conversations: {shares}")
-    assert min(shares) >= 0.9, shares
+    assert min(shares) >= 0.95, shares
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -87,19 +87,20 @@ def free_some(core: Core, call: Call, wanted: Sequence[int], room: Reservation) 
     most, now or, for ``room``, once they are saved.
     """
     model, replica, place, party = call.model, call.replica, call.replica.place, call.lease.party
-    going = _drop_spent(core, model, replica, wanted)
-    going = max(going, drop_idle_copies(model.blocks, place, wanted, core.turns.evicted, cheap=True))
-    demand = demand_of(place, wanted)
-    for ticket in _draining(core, model, replica, room):
-        demand.take([drain.row for drain in ticket.drains])
+    draining = _draining(core, model, replica, room)
+    left = _without_draining(place, wanted, draining)
+    going = _drop_spent(core, model, replica, left)
+    going = max(going, drop_idle_copies(model.blocks, place, left, core.turns.evicted, cheap=True))
+    demand = demand_of(place, left)
     if (short := demand.left) > 0:
         turn = _turn(core, model)
         looks = LOOKS_FOR_NOTHING + LOOKS_A_PAGE * min(short, turn)
         plan, _ = _plan(core, model, replica, demand, turn, party, looks)
         if not plan.drains or may_submit(core, model, replica, party):
-            _carry_out(core, model, replica, plan, room, party)
+            draining += _carry_out(core, model, replica, plan, room, party)
+            left = _without_draining(place, wanted, draining)
             going = max(going, plan.found)
-    return max(going, drop_idle_copies(model.blocks, place, wanted, core.turns.evicted))
+    return max(going, drop_idle_copies(model.blocks, place, left, core.turns.evicted))
 
 
 def _evict(
@@ -107,20 +108,22 @@ def _evict(
 ) -> Wait | None:
     """Make room in every pool that is short: first by windowed copies that no hit has used, in a pool that they share
     with full groups, then by blocks, then by other idle windowed copies."""
-    place = replica.place
+    place, room = replica.place, None if waiter is None else waiter.room
+    draining = _draining(core, model, replica, room)
+    left = _without_draining(place, wanted, draining)
     if place.window_groups:
         for groups, full, short in zip(place.shares, place.full_in, place.short_of(wanted), strict=True):
             if short > 0 and full < len(groups) and _evictable(model, place, groups, after_flights=False) < short:
                 return _wait_or_refuse(core, model, replica, groups, wanted, waiter)
-        if place.kin and _drop_spent(core, model, replica, wanted) >= core.turns.evicted:
+        if place.kin and _drop_spent(core, model, replica, left) >= core.turns.evicted:
             return TURN if place.lacks(wanted) else None
         if (
             place.has_shared_pools
-            and drop_idle_copies(model.blocks, place, wanted, core.turns.evicted, cheap=True) >= core.turns.evicted
+            and drop_idle_copies(model.blocks, place, left, core.turns.evicted, cheap=True) >= core.turns.evicted
         ):
             return TURN if place.lacks(wanted) else None
     if demand_of(place, wanted).left > 0:
-        wait = _evict_blocks(core, model, replica, wanted, waiter, party)
+        wait = _evict_blocks(core, model, replica, wanted, waiter, party, draining)
         if wait is not None:
             return wait
     if place.window_groups:
@@ -143,13 +146,17 @@ def _drop_spent(core: Core, model: Model, replica: Replica, wanted: Sequence[int
 
 
 def _evict_blocks(
-    core: Core, model: Model, replica: Replica, wanted: Sequence[int], waiter: OpenSequence | None, party: Party
+    core: Core,
+    model: Model,
+    replica: Replica,
+    wanted: Sequence[int],
+    waiter: OpenSequence | None,
+    party: Party,
+    draining: list[Ticket],
 ) -> Wait | None:
     place, room = replica.place, None if waiter is None else waiter.room
-    draining = _draining(core, model, replica, room)
-    demand = demand_of(place, wanted)
-    for ticket in draining:
-        demand.take([drain.row for drain in ticket.drains])
+    left = _without_draining(place, wanted, draining)
+    demand = demand_of(place, left)
     if (short := demand.left) > 0 and len(draining) >= DRAINS_AT_ONCE:
         return wait_for(core, (ticket.id for ticket in draining))
     if short > 0:
@@ -158,7 +165,7 @@ def _evict_blocks(
         is_beyond = turn < short and not has_begun and evictable_pages(model.blocks, place) < short
         plan, met = _plan(core, model, replica, demand, turn, party)
         if is_beyond or not met:
-            if place.has_shared_pools and drop_idle_copies(model.blocks, place, wanted, core.turns.evicted):
+            if place.has_shared_pools and drop_idle_copies(model.blocks, place, left, core.turns.evicted):
                 return TURN
             return _wait_or_refuse(core, model, replica, _shortest(place, wanted), wanted, waiter)
         if plan.drains and draining and not may_submit(core, model, replica, party):
@@ -195,6 +202,12 @@ def _draining(core: Core, model: Model, replica: Replica, room: Reservation | No
         for ticket in core.ledger.tickets.of_replica(model.id, replica.id, Direction.STORE)
         if ticket.drains and (ticket.room is None or ticket.room is room or not ticket.room.is_open)
     ]
+
+
+def _without_draining(place: Place, wanted: Sequence[int], draining: Sequence[Ticket]) -> list[int]:
+    """``wanted[g]`` pages of each group without those that running evictions free: nothing need go for them."""
+    rows = [drain.row for ticket in draining for drain in ticket.drains]
+    return [count - place.pages_in((group,), rows) for group, count in enumerate(wanted)]
 
 
 def _plan(

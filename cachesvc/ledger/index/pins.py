@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from cachesvc.ledger.index.block_ledger import BlockLedger, hit_window_blocks
+from cachesvc.ledger.index.retention import ROWS_LOOKED
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.model.words import READY
 
@@ -75,25 +76,25 @@ class WindowPins:
 
     def look_back(self, tip: int) -> None:
         """The owner ends in row ``tip``: its next turn will look back to its last window."""
-        for group, held in self.rows.items() if tip != NO_ROW else ():
-            self._blocks.use_windows(self.last_rows(group, tip), tip)
-            if held:
-                self._blocks.end_position(self.place, group, held[max(held)])
+        for group in self.rows if tip != NO_ROW else ():
+            if rows := self.last_rows(group, tip):
+                self._blocks.use_windows(rows, tip)
+                self._blocks.end_position(self.place, group, rows[0])
 
     def last_rows(self, group: int, tip: int) -> list[int]:
-        """Rows of the copies that a prompt going on behind ``tip`` looks back to, held or not: the owner has let go of
-        the first of its last window where it has computed a part of the next block."""
+        """Rows of the copies that a prompt going on behind ``tip`` looks back to, the deepest first, held or not: an
+        owner that computes a part of the next block lets go of its last state, and of the first of its last window."""
         blocks, held, states = self._blocks, self.rows[group], self.place.states[group]
-        if blocks.layout.groups[group].is_state:
-            return [held[max(held)]] if held else []
-        window, found, row = hit_window_blocks(blocks.layout, group), list[int](), tip
-        beyond = blocks.index.depth[tip] + 1 - window
-        for _ in range(window):
-            if row != NO_ROW and states[row] == READY:
+        is_state, window = blocks.layout.groups[group].is_state, hit_window_blocks(blocks.layout, group)
+        found, row = list[int](), tip
+        for _ in range(ROWS_LOOKED if is_state else window):
+            if row == NO_ROW or (is_state and found):
+                break
+            if states[row] == READY:
                 found.append(row)
-            row = NO_ROW if row == NO_ROW else blocks.index.parent[row]
-        sinks = range(min(blocks.layout.sink_blocks(group), beyond))
-        return [*(held[position] for position in sinks if position in held), *found]
+            row = blocks.index.parent[row]
+        sinks = range(min(blocks.layout.sink_blocks(group), blocks.index.depth[tip] + 1 - window))
+        return [*found, *(held[position] for position in sinks if position in held)]
 
     def let_go(self) -> None:
         """Release all pins. Idempotent."""

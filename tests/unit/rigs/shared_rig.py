@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import Publishing, publish
+from cachesvc.flows.engine.recycle import recycle
 from cachesvc.flows.engine.release import release
 from cachesvc.ledger.sequences import Sequence
 from cachesvc.model.answers import GroupCells
@@ -50,8 +51,11 @@ def compute(ends: Ends, number: int, prompt: str, states: tuple[int, ...] = ()) 
     return sequence
 
 
-def serve(ends: Ends, number: int, prompt: str, states: tuple[int, ...] = ()) -> None:
+def serve(ends: Ends, number: int, prompt: str, states: tuple[int, ...] = (), *, goes_on: bool = False) -> None:
+    """``goes_on``: it computes a part of the block behind the prompt before it ends, and needs no state but that."""
     compute(ends, number, prompt, states)
+    if goes_on:
+        ends.rig.run(partial(recycle, dead_blocks=(0, len(prompt))), ends.lease, number, 0, ())
     ends.rig.run(release, ends.lease, number)
 
 

@@ -11,6 +11,7 @@ from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import Publishing, publish
 from cachesvc.flows.engine.release import release
+from cachesvc.flows.engine.stock import refill_stock
 from cachesvc.flows.transfer.apply_evictions import carry_out
 from cachesvc.flows.transfer.backup import back_up
 from cachesvc.flows.transfer.late_states import back_up_copies
@@ -24,7 +25,7 @@ from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
 from cachesvc.policy.writing import WriteRule
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain, rig_of, windowed
 from tests.unit.rigs.ledger_rig import serve as plain_serve
-from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, Ends, begin, compute, hit, sequence_of, serve
+from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, Ends, begin, compute, copies, hit, sequence_of, serve
 
 
 def test_blocks_are_copied_to_the_host_before_windows_and_states_take_its_pages() -> None:
@@ -198,7 +199,8 @@ def test_a_copy_that_a_hit_on_the_device_looks_back_to_follows_its_block_to_the_
     rig.check()
 
 
-def test_an_end_follows_blocks_that_the_host_had_without_it() -> None:
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_end_follows_blocks_that_the_host_had_without_it(goes_on: bool) -> None:
     ends = begin(60, host=40, policy=WritePolicy.WRITE_THROUGH)
     rig = ends.rig
     serve(ends, 1, "abcd")
@@ -206,7 +208,7 @@ def test_an_end_follows_blocks_that_the_host_had_without_it() -> None:
     assert on_host(ends, FULL, "abcd") == [0, 1, 2, 3]
     assert on_host(ends, STATE, "abcd") == []
     rig.core.writing = WriteRule(WritePolicy.WRITE_BACK)
-    serve(ends, 2, "abcd", states=(3,))
+    serve(ends, 2, "abcd", states=(3,), goes_on=goes_on)
     rig.settle()
     assert on_host(ends, STATE, "abcd") == [3]
     rig.check()
@@ -233,4 +235,20 @@ def test_windows_with_a_host_pool_of_their_own_come_with_new_blocks() -> None:
         rig.settle()
     assert on_host(ends, WINDOW, "mnop")[-2:] == [2, 3]
     assert [on_host(ends, FULL, prompt) for prompt in ("abcd", "mnop")] == [[0, 1, 2, 3]] * 2
+    rig.check()
+
+
+def test_no_end_goes_for_pages_that_a_running_eviction_frees() -> None:
+    """A stock asks again and again while write-backs run."""
+    ends = begin(15, host=30)
+    rig, lease = ends
+    for number, prompt in enumerate(("ab", "cd", "ef"), start=1):
+        serve(ends, number, prompt, states=(1,))
+    before = copies(ends, STATE)
+    for _ in range(3):
+        rig.run(refill_stock, lease, (2, 1, 1), 0, 2)
+    assert rig.mover.transfers, "a prompt is on its way to the host"
+    assert copies(ends, STATE) == before
+    rig.settle()
+    assert [sum(hit(ends, 10, prompt)[:2]) for prompt in ("ab", "cd", "ef")] == [2, 2, 2]
     rig.check()
