@@ -194,6 +194,12 @@ VOCABULARY: dict[str, Event] = {
         "A model, or a further replica of one.",
         ("model", "model_name", "display_name", "devices", "device_pages", "host_pages"),
     ),
+    "host_tier_missing": Event(
+        "warning",
+        "A model's engines have no host tier: models before it have all of the host pool. Remedy: engines that name "
+        "their part of it (`host_blocks`), or a larger `--host-pool`.",
+        ("model", "display_name", "host_pages", "others"),
+    ),
     "registration_broke": Event("error", "A defect: a model's pools were not made or not entered.", ("model_name",)),
     "lease_opened": Event("info", "An engine has a lease.", ("lease", "engine", "model", "replica")),
     "lease_joined": Event(

@@ -20,6 +20,7 @@ from cachesvc.flows.models.registration import (
     devices_of,
     find,
 )
+from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.service.access.admission import CallerKey
 from cachesvc.service.loop.line import BACKGROUND
@@ -138,7 +139,22 @@ class Registrar:
             device_pages=made.replica.device_pages,
             host_pages=made.model.host_pages,
         )
+        self._warn_of_host(made.model, request)
         return made
+
+    def _warn_of_host(self, model: Model, request: RegisterRequest) -> None:
+        """Warn where a model that wants a part of the host pool got a page of it, or none, because others have it."""
+        models = self._node.core.ledger.models.values()
+        others = [each.display_name for each in models if each is not model and max(each.host_pages, default=0) > 1]
+        wants = request.host_pool.share > 0 and not request.host_pool.pages
+        if wants and others and max(model.host_pages, default=0) <= 1:
+            events.event(
+                "host_tier_missing",
+                model=model.id,
+                display_name=model.display_name,
+                host_pages=model.host_pages,
+                others=others,
+            )
 
     async def _plan(self, begun: Registration) -> None:
         node = self._node

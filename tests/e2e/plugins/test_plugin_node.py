@@ -44,6 +44,32 @@ def test_another_number_of_blocks_is_refused_with_both(node: Daemon) -> None:
         first.close()
 
 
+@pytest.mark.parametrize(("parts", "is_missing"), [((None, None), True), ((64, None), False), ((None, 0), False)])
+def test_operators_are_warned_of_a_model_that_finds_the_host_pool_given_away(
+    folder: Path, parts: tuple[int | None, int | None], is_missing: bool
+) -> None:
+    """By default the first model has all of it; engines that name their part leave the rest, or want none."""
+    with running_node(folder=folder) as node:
+        started = [
+            Node(
+                Settings(socket=node.socket, host_blocks=part),
+                name,
+                replace(SHARE, model=name),
+                flags=FLAGS,
+                attaches=False,
+            )
+            for name, part in zip(("first", "second"), parts, strict=True)
+        ]
+        try:
+            for each in started:
+                assert "host_tier_missing" not in node.log()
+                each.start()
+            assert ("host_tier_missing" in node.log()) is is_missing
+        finally:
+            for each in started:
+                each.close()
+
+
 @pytest.fixture
 def staying(folder: Path) -> Iterator[Daemon]:
     """A daemon whose socket is where it was when it comes again."""
