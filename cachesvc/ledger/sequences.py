@@ -71,7 +71,7 @@ class Sequence(BlockTables):
         self.expectation: Expectation | None = None
 
     def wait_for(self, expectation: Expectation) -> None:
-        """What another node computes is wanted while the sequence is open."""
+        """Note that what another node computes is wanted while the sequence is open."""
         self.expectation = expectation
         expectation.wanted_by += 1
 
