@@ -18,6 +18,7 @@ from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.pages.reservations import Reservation
 from cachesvc.ledger.recent_requests import RecentRequest
 from cachesvc.ledger.sequence_state import ACTIVE, AWAY, ENDED, LEAVING, RETURNING, SequenceState, move
+from cachesvc.ledger.storage_state import Expectation
 from cachesvc.ledger.tickets import MovedPages, Ticket
 from cachesvc.model.numbers.int32s import array_of, column
 from cachesvc.model.numbers.sharing import Party, count_held
@@ -49,7 +50,7 @@ class Sequence(BlockTables):
 
     __slots__ = (
         *("freed", "id", "lease", "model", "recent", "replica"),
-        *("charged", "parts", "room", "swap_ticket", "swapped"),
+        *("charged", "expectation", "parts", "room", "swap_ticket", "swapped"),
     )
 
     def __init__(
@@ -67,6 +68,12 @@ class Sequence(BlockTables):
         self.swapped: list[SwappedPages] = []
         self.freed = 0
         self.charged: tuple[dict[Party, int], Party, int] | None = None
+        self.expectation: Expectation | None = None
+
+    def wait_for(self, expectation: Expectation) -> None:
+        """Note that what another node computes is wanted while the sequence is open."""
+        self.expectation = expectation
+        expectation.wanted_by += 1
 
     def charge(self, held: dict[Party, int], party: Party) -> None:
         """The bytes of keys that it was matched with count as held by ``party`` until it ends."""
@@ -317,6 +324,8 @@ class Sequence(BlockTables):
             if self.charged is not None:
                 held, party, size_bytes = self.charged
                 count_held(held, party, -size_bytes)
+            if self.expectation is not None:
+                self.expectation.wanted_by -= 1
             self.windows.look_back(self.anchor)
             if self.room is not None:
                 self.room.release()

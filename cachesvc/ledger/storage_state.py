@@ -267,7 +267,7 @@ class Expectation:
     ``failures``: questions in a row that had no answer, or whose loan did not come. ``has_begun``: the peer was seen to
     compute it. ``arrived``: blocks that no call has used yet. ``fetches``: those under way, each behind the one before.
     ``lent``: blocks (first, last) that the peer lends beyond that; ``is_beginning``: a fetch of these is being begun.
-    ``chain``: the hash of its keys.
+    ``chain``: the hash of its keys. ``wanted_by``: open sequences whose Match said that it was on its way.
     ``end``: how it ended, empty while it has not.
     """
 
@@ -293,6 +293,7 @@ class Expectation:
     arrived: int = 0
     end: str = ""
     chain: int = 0
+    wanted_by: int = 0
 
     def __post_init__(self) -> None:
         self.chain = self.chain or hash(self.path)

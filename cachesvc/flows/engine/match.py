@@ -64,6 +64,8 @@ def match(
     sequence.charge(core.ledger.key_bytes, lease.party)
     stored = 0 if sharing is None or core.storage is None else fetched_blocks(hit, sharing)
     coming = 0 if sharing is None else sharing.coming
+    if sharing is not None and sharing.expectation is not None:
+        sequence.wait_for(sharing.expectation)
     if not coming:  # else its caller matches again before it uses the hit
         observers.matched(core, call, sequence, hit, stored, max_blocks, min(waited, MOST_WAITED_SECONDS), clock)
         note_hit(core, model, hit.row)

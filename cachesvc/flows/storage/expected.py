@@ -64,6 +64,8 @@ LOOK_SECONDS = 1.0
 """Longest wait of such a call until it looks again, seconds."""
 IDLE_SECONDS = 5.0
 """Time without a Match after which an expectation is given up, seconds."""
+RELEASED_SECONDS = 2.0
+"""The same where the sequences of its Matches have been released: their requests have ended, or match again soon."""
 KEEP_SECONDS = 10.0
 """Time for which an ended expectation is not begun again, seconds."""
 MOST_FETCHES = 3
@@ -101,7 +103,7 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     has the hit that there is. Raises InvalidRequest for a peer that is no address."""
     expected = sharing.expected
     assert expected is not None
-    sharing.coming = 0
+    sharing.coming, sharing.expectation = 0, None
     path, most = _named(keys, max_blocks, expected)
     parse_address("expected.peer", expected.peer, least_port=1)
     if core.lenders is None or core.storage is None or not most:
@@ -118,7 +120,7 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     if known.end or is_here:
         sharing.arrived, known.arrived = known.arrived, 0  # for the first call that uses them
         return None
-    sharing.coming = most - hit.blocks
+    sharing.coming, sharing.expectation = most - hit.blocks, known
     if sharing.expects_since is None:
         sharing.expects_since = call.now
     return _wait(call, known, sharing)
@@ -172,7 +174,7 @@ def tick_expected(core: Core) -> None:
         for known in list(model.stored.expectations.values()):
             if known.end and now - known.wanted_at > KEEP_SECONDS:
                 del model.stored.expectations[known.name]
-            elif not known.end and now - known.wanted_at > IDLE_SECONDS:
+            elif not known.end and now - known.wanted_at > (IDLE_SECONDS if known.wanted_by else RELEASED_SECONDS):
                 _abandon(core, model, known)
             else:
                 _look(core, model, known, now)

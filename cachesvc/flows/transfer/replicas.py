@@ -23,7 +23,7 @@ from cachesvc.ledger.index.block_ledger import Hit, window_positions
 from cachesvc.ledger.index.pins import Keep, kept
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.ledger.storage_state import Fetch
+from cachesvc.ledger.storage_state import Expectation, Fetch
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Expected, Wait
 from cachesvc.model.errors import LimitExceeded, PoolExhausted
@@ -41,6 +41,7 @@ class Sharing:
     ``goes_on``: it waits for what lies behind that one. ``in_pieces``: the host cannot hold all that storage has; the
     device has ``passed_on`` blocks of it by then. ``expected``: what the caller expects of another node; ``coming``
     blocks of it are on their way still, and ``arrived`` came; the call waits for them since ``expects_since``.
+    ``expectation``: of them; None where nothing is on its way.
     """
 
     urgency: Urgency = Urgency.AWAITED
@@ -59,6 +60,7 @@ class Sharing:
     expects_since: float | None = None
     coming: int = 0
     arrived: int = 0
+    expectation: Expectation | None = None
 
 
 class _Source(NamedTuple):

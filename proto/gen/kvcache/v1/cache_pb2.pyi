@@ -166,8 +166,8 @@ class Expected(_message.Message):
     is_computed: _builtins.bool
     """The other node has computed all of them: what it lacks by now does not come."""
     no_wait: _builtins.bool
-    """Answer at once, with `coming_blocks`. Match again to see what has come; without a Match for five seconds nothing is
-    fetched any more. Without it the call waits, within its deadline.
+    """Answer at once, with `coming_blocks`. Match again to see what has come; without a Match for five seconds, or two where
+    its sequence was released, nothing is fetched any more. Without it the call waits, within its deadline.
     """
     is_over: _builtins.bool
     """The request has ended: what has not come is not fetched for it, and the call begins no fetch."""

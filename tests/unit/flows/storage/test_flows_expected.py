@@ -290,6 +290,24 @@ def test_what_a_request_expected_that_has_ended_is_not_fetched_any_more() -> Non
     assert following.look() == (0, 8), "another request of the prompt begins anew"
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+def test_what_is_expected_is_wanted_for_longer_while_a_sequence_of_its_match_is_open(is_open: bool) -> None:
+    following = Following()
+    assert isinstance(following.ask(Expected(PEER, waits=False))(), Matched)
+    following.promise(3, 5)
+    if not is_open:
+        following.rig.run(release, following.lease, following.number)
+    following.pass_time(flow.RELEASED_SECONDS + 0.1)
+    assert bool(following.lenders.dropped) is not is_open, "streams end with what no request waits for"
+    assert following.ended("other") == (not is_open)
+    if is_open:
+        following.pass_time(flow.IDLE_SECONDS)
+        assert following.ended("other") == 1
+        following.rig.run(release, following.lease, following.number)
+    following.at.tell(range(3), GONE)
+    assert following.look() == (0, 8)
+
+
 def test_the_end_of_one_request_ends_no_fetch_that_another_waits_for() -> None:
     following = Following()
     other = "10.0.0.2:7100"
@@ -493,7 +511,7 @@ def test_every_end_has_words_for_operators() -> None:
 
 def test_a_peer_that_is_paused_is_asked_once_it_may_be_and_that_is_no_failure() -> None:
     following = Following()
-    following.look(is_computed=True)
+    assert isinstance(following.ask(Expected(PEER, is_computed=True, waits=False))(), Matched)
     for _ in range(2 * flow.MOST_FAILURES):
         asked = len(following.lenders.asked)
         following.lenders.told[-1](Promise(problem="it failed another request", ask_in=0.5))
