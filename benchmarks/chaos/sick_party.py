@@ -109,6 +109,9 @@ class Bystander:
         with lease.match(self._known) as sequence:
             self.seen.known += BLOCKS
             self.seen.found += sequence.hit_blocks
+            if sequence.hit_blocks < BLOCKS:  # as an engine does
+                sequence.allocate(BLOCKS)
+                sequence.publish(BLOCKS)
 
     def _borrow(self, lease: Lease, prompt: bytes) -> None:
         self.seen.known += PEER_BLOCKS
@@ -119,7 +122,7 @@ class Bystander:
         began = time.perf_counter()
         with CacheClient(self._socket, engine="newcomer") as client:
             try:
-                client.register("new", LAYOUT, device_pages=[32] * 1, host_pages=[32], devices=[SOUND], timeout_s=90)
+                client.register("new", LAYOUT, device_pages=[32], host_pages=[32], devices=[SOUND], timeout_s=90)
             except CacheClientError as refused:
                 self.seen.refused.append(f"Register: {refused}"[:120])
         self.seen.start_ms = (time.perf_counter() - began) * 1e3
