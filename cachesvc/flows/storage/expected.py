@@ -128,7 +128,7 @@ def go_on_waiting(core: Core, call: Call, keys: bytes, max_blocks: int, sharing:
     given = min(len(keys) // KEY_BYTES, max_blocks or 1 << 32)
     last = key_at(keys, min(given, expected.blocks or given) - 1)
     known = call.model.stored.expectations.get((expected.peer, last))
-    if known is None or known.end or last in call.model.blocks.index.rows:
+    if known is None or last in call.model.blocks.index.rows:
         return None
     known.wanted_at = call.now
     _look(core, call.model, known, call.now)
