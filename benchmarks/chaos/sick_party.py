@@ -59,7 +59,7 @@ NOT_RUN = {
 
 @dataclass
 class Seen:
-    """What the bystander saw. ``known``, ``found``: blocks that it was to get, and got."""
+    """Waits and hits of the bystander. ``known``, ``found``: blocks that it was to get, and got."""
 
     waits_ms: list[float] = field(default_factory=list)
     start_ms: float = 0.0
