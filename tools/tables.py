@@ -377,6 +377,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "daemon-kills": tables_running.daemon_kills,
     "soak": tables_running.soak,
     "hostile": tables_running.hostile,
+    "sick-party": tables_running.sick_party,
     "fuzz": tables_running.fuzz,
     "telemetry": tables_running.telemetry,
     "inspection": tables_running.inspection,

@@ -96,6 +96,21 @@ def hostile() -> str:
     return rows(["", ""], body, found["machine"])
 
 
+def sick_party() -> str:
+    """One sick party, and what an engine beside it saw."""
+    found = load("sick-party.json")
+    measured = {(row["party"], row["sick"]): _seen(row) for row in found["rows"]}
+    ways = list(dict.fromkeys(sick for _, sick in measured))
+    parties = list(dict.fromkeys(party for party, _ in measured))
+    body = [[party, *(measured.get((party, sick), "not run") for sick in ways)] for party in parties]
+    return rows(["sick party", *ways], body, found["machine"])
+
+
+def _seen(row: dict[str, Any]) -> str:
+    lost = f"lost {row['lost_blocks'] / row['known_blocks']:.1%}" if row["lost_blocks"] else "lost none"
+    return f"{row['longest_ms']:.0f} / {row['start_ms']} ms, {lost}"
+
+
 def _quantiles(taken: dict[str, float]) -> str:
     return f"{taken['p50']:.2f} / {taken['p99']:.2f} ms"
 

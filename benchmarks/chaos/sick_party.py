@@ -59,7 +59,7 @@ NOT_RUN = {
 
 @dataclass
 class Seen:
-    """What the bystander saw. ``known``, ``found``: blocks that it was to get, and got."""
+    """Waits and hits of the bystander. ``known``, ``found``: blocks that it was to get, and got."""
 
     waits_ms: list[float] = field(default_factory=list)
     start_ms: float = 0.0
@@ -109,6 +109,9 @@ class Bystander:
         with lease.match(self._known) as sequence:
             self.seen.known += BLOCKS
             self.seen.found += sequence.hit_blocks
+            if sequence.hit_blocks < BLOCKS:  # as an engine does
+                sequence.allocate(BLOCKS)
+                sequence.publish(BLOCKS)
 
     def _borrow(self, lease: Lease, prompt: bytes) -> None:
         self.seen.known += PEER_BLOCKS
@@ -119,7 +122,7 @@ class Bystander:
         began = time.perf_counter()
         with CacheClient(self._socket, engine="newcomer") as client:
             try:
-                client.register("new", LAYOUT, device_pages=[32] * 1, host_pages=[32], devices=[SOUND], timeout_s=90)
+                client.register("new", LAYOUT, device_pages=[32], host_pages=[32], devices=[SOUND], timeout_s=90)
             except CacheClientError as refused:
                 self.seen.refused.append(f"Register: {refused}"[:120])
         self.seen.start_ms = (time.perf_counter() - began) * 1e3
@@ -248,13 +251,14 @@ def measure(party: str, how: str, seconds: float) -> dict[str, Any]:
     prompts = [[rng.bytes(KEY_BYTES * PEER_BLOCKS) for _ in range(PEER_PROMPTS)] for _ in range(2)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cachesvc-disk-")))
-        flags, under, sick_peer, sound_peer = [*COMMON], list[str](), "", ""
+        flags, under, sick_peer, sound_peer, sick_pid = [*COMMON], list[str](), "", "", 0
         is_filling = (party, how) == ("device", "refusing")
         flags += ["--host-pool", "256MiB", "--host-chunk", "2MiB", "--host-threads", "1"] if is_filling else [*POOLS]
         if party == "peer":
             flags += ["--peer-listen", "127.0.0.1:0", "--peer-allow", "127.0.0.0/8"]
             _, sound_peer = stack.enter_context(lender(prompts[0]))
             sick_daemon, sick_peer = stack.enter_context(lender(prompts[1]))
+            sick_pid = sick_daemon.process.pid
             if how in ("refusing", "lying"):
                 sick_peer = answer_badly(stack, rng.bytes(4096) if how == "lying" else b"")
         if party == "disk":
@@ -277,7 +281,7 @@ def measure(party: str, how: str, seconds: float) -> dict[str, Any]:
         elif party == "device" and how != "well" and not is_filling:
             fall_ill(stack, how, movers_of(daemon.process.pid)[SICK])
         elif party == "peer" and how in ("hung", "dead", "slow"):
-            fall_ill(stack, how, sick_daemon.process.pid)
+            fall_ill(stack, how, sick_pid)
         elif party == "disk" and how != "well":
             time.sleep(SETTLED_SECONDS)  # for objects to be written
             if how == "dead":

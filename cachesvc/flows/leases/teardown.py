@@ -18,7 +18,7 @@ from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.words import PageState
 
-MOST_QUARANTINED = 0.25
+MOST_QUARANTINED = 0.5
 """Pages in quarantine of a lease that lives on, as a part of its replica's largest pool."""
 
 

@@ -134,7 +134,7 @@ def go_on_waiting(core: Core, call: Call, keys: bytes, max_blocks: int, sharing:
         return None
     path, most = _named(keys, max_blocks, expected)
     known = call.model.stored.expectations.get((expected.peer, most, hash(path)))
-    if known is None or known.end or key_at(path, most - 1) in call.model.blocks.index.rows:
+    if known is None or key_at(path, most - 1) in call.model.blocks.index.rows:
         return None
     known.wanted_at = call.now
     _look(core, call.model, known, call.now)

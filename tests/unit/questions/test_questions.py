@@ -26,10 +26,11 @@ from cachesvc.questions.audit.verify import verify
 from cachesvc.questions.dump import dump
 from cachesvc.questions.explanation import explain
 from cachesvc.questions.listing import models, sequences, tickets
-from cachesvc.questions.query import blocks, tree
+from cachesvc.questions.query import TreeLine, blocks, tree
 from cachesvc.questions.status import SEQUENCES_A_STEP, lease_lines, status
-from cachesvc.questions.steps import Question, answer_at_once
-from cachesvc.questions.view import EVERYTHING, SHOWN_LETTERS, Sight, View
+from cachesvc.questions.steps import LINES_A_STEP, Question, answer_at_once, in_steps
+from cachesvc.questions.view import EVERYTHING, SHOWN_LETTERS, Listed, Sight, View
+from cachesvc.service.admin.index_messages import tree_to_proto
 from cachesvc.service.admin.operations import EVICTED_AT_ONCE, Administration
 from cachesvc.service.host.device_health import DeviceHealth
 from tests.fuzz.target import Target, list_rpcs, running_target
@@ -282,3 +283,13 @@ def test_leases_are_walked_some_sequences_at_a_time_and_may_end_meanwhile() -> N
     assert next(question) is next(question) is None, "a step for each part"
     lines = answer_at_once(question)
     assert [(line.sequences, line.private_pages) for line in lines] == [(3 * SEQUENCES_A_STEP, 3), (0, 0)]
+
+
+def test_lines_are_made_in_steps_and_parts_of_an_answer_are_the_answer() -> None:
+    assert [len(some) for some in in_steps(range(2 * LINES_A_STEP + 6))] == [LINES_A_STEP, LINES_A_STEP, 6]
+    lines = [TreeLine(bytes([at]) * KEY_BYTES, at, 0, 1, "device", 2, 3) for at in range(2 * LINES_A_STEP + 6)]
+    parts = list(tree_to_proto(Listed(lines, truncated=True)))
+    assert max(len(part.nodes) for part in parts) == LINES_A_STEP
+    whole = admin_pb2.GetTreeResponse.FromString(b"".join(part.SerializeToString() for part in parts))
+    assert whole.truncated
+    assert [node.key_hex for node in whole.nodes] == [line.key.hex() for line in lines]

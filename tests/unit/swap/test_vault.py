@@ -199,7 +199,7 @@ def test_a_replica_on_a_device_that_lacks_pages_in_use_is_refused_and_keeps_no_o
 
 
 def test_models_get_the_chunks_that_their_devices_have_and_those_that_all_have_before_others() -> None:
-    """Of four chunks of four pages the second device refuses the first and the third."""
+    """The second device refuses the first and the third of four chunks of four pages."""
     store = Store(4)
     first, second = store.backend.devices()
     store.backend.lacking = {(second, 1), (second, 3)}

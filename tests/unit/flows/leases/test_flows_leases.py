@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from cachesvc.flows.context.call import resolve
+from cachesvc.flows.context.turns import tidy
 from cachesvc.flows.engine.allocate import allocate
 from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import publish
@@ -24,7 +25,7 @@ from cachesvc.flows.leases.leases import (
 )
 from cachesvc.flows.models.registration import RegisterRequest, register
 from cachesvc.flows.models.sizing import PoolRequest
-from cachesvc.ledger.leases import first_id
+from cachesvc.ledger.leases import LeaseState, first_id
 from cachesvc.model.errors import InvalidRequest, KeyReused, LeaseLost, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
@@ -230,6 +231,35 @@ def test_what_a_dead_process_held_ends_and_waits_for_those_who_may_write_it(firs
     rig.check()
     process_gone(rig.core, WORKER)
     assert resolve(rig.core.ledger, lease, 1.0).lease is held
+
+
+def test_an_instance_whose_processes_come_and_go_ends_before_all_pages_wait_for_one_that_stays() -> None:
+    rig, lease = instance()
+    process_gone(rig.core, SCHEDULER)
+    held = rig.core.ledger.leases[lease]
+    for number in range(2):
+        assert held.state is LeaseState.LIVE
+        assert counts(rig) == (3 - number, 2, 3 + number)
+        token = b"next %d" % number
+        process_arrived(rig.core, token, 1, 1)
+        assert open_lease(rig.core, 1, 0, "engine", token, 1, 0.0, "uuid") is held
+        sequence = first_id(held.members[token]) + 1
+        rig.run(match, lease, sequence, chain(*"wxyz"[number]), 0)
+        rig.run(allocate, lease, sequence, 1)
+        process_gone(rig.core, token)
+        rig.settle()
+        rig.check()
+    assert held.state is LeaseState.QUARANTINED
+    with pytest.raises(LeaseLost, match="open it anew"):
+        resolve(rig.core.ledger, lease, 1.0)
+    assert counts(rig) == (1, 2, 5)
+    fresh = open_lease(rig.core, 1, 0, "engine", WORKER, 2, 1.0, "uuid")
+    assert fresh is not held
+    close_lease(rig.core, lease, quiesced=True, token=WORKER)
+    while rig.core.chores:
+        tidy(rig.core.chores)
+    rig.check()
+    assert counts(rig) == (6, 2, 0)
 
 
 def test_what_a_dead_process_held_is_free_where_no_other_has_it_mapped() -> None:
