@@ -369,7 +369,7 @@ def test_a_fetch_makes_room_for_all_that_its_hit_needs() -> None:
 
 
 def test_a_fetch_behind_a_hit_takes_no_page_without_which_that_is_none() -> None:
-    """What it brought is new, and is the first to go; storage has no more, and the call goes on with that hit."""
+    """Copies that have just come are the first to go. Storage has no more, and the call goes on with that hit."""
     at = storing("abcd", layout=hybrid(), host=16)
     ask = at.ask("abcdefgh", 1)
     waits(ask())
