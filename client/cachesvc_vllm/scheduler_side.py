@@ -147,7 +147,8 @@ class SchedulerSide:
 
     def get_computed_blocks(self, request: Any, max_cache_hit_length: int | None = None) -> Any:
         """Do ``KVCacheManager.get_computed_blocks``, after the request's match; no hits while its adapter is read, and
-        ``host_tokens`` then says so. vLLM 0.32 has no limit to pass on."""
+        ``host_tokens`` then says so. vLLM 0.32 has no limit to pass on. vLLM saves a state where the prompt parts from
+        others, whose blocks it does not see here beyond the hit."""
         assert self._pool is not None
         with self.watch:
             self._look()
@@ -158,7 +159,11 @@ class SchedulerSide:
                 self._book.forget(request.request_id)
             else:
                 self._pool.show_hits(self._book.begin(request.request_id, wish), request.block_hashes)
-        return self._find_hits(request)
+            pages = self._book.find(request.request_id)
+        blocks, tokens, _ = self._find_hits(request)
+        if pages is None or not pages.lost_blocks:
+            return blocks, tokens, 0
+        return blocks, tokens, (pages.loaded_blocks + pages.lost_blocks) * self._block_tokens
 
     @timed
     def allocate_slots(

@@ -336,6 +336,18 @@ def repeated(socket: str, seed: int, shape: Shape) -> list[Engine]:
     return [engine]
 
 
+def parting(socket: str, seed: int, shape: Shape) -> list[Engine]:
+    """Prompts that go on differently behind a shared beginning, which ends within a chunk of each: the second one finds
+    its blocks without a state, and leaves one there, as in vLLM alone, for the third."""
+    engines, rng = [Engine(f"e{number}", socket, seed, shape) for number in range(2)], random.Random(seed)
+    for head in (8, 20, 40):
+        prompts = [[rng.randrange(VOCABULARY) for _ in range(head)]] * 3
+        prompts = [[*each, *(rng.randrange(VOCABULARY) for _ in range(10))] for each in prompts]
+        found = [cached(engines[at % 2], prompt) for at, prompt in enumerate(prompts)]
+        assert found == [0, 0, head], found
+    return engines
+
+
 def _begin_hits(engine: Engine, rng: random.Random) -> None:
     """Requests that have hits, and run."""
     prompts = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(4)]
@@ -401,6 +413,8 @@ RUNS: dict[str, Callable[[str, int], list[Engine]]] = {
     "tight-async": lambda socket, seed: tight(socket, seed, replace(TIGHT, is_async=True)),
     "repeated": lambda socket, seed: repeated(socket, seed, Shape(**SAVED)),
     "repeated-async": lambda socket, seed: repeated(socket, seed, Shape(is_async=True, **SAVED)),
+    "parting": lambda socket, seed: parting(socket, seed, Shape(groups=(STATE, STATE, FULL), pages=400)),
+    "parting-async": lambda socket, seed: parting(socket, seed, Shape(is_async=True, **SAVED)),
     "aborted": lambda socket, seed: aborted(socket, seed, Shape(is_async=True)),
     "aborted-states": lambda socket, seed: aborted(socket, seed, Shape(is_async=True, **SAVED)),
     "aborted-windows": lambda socket, seed: aborted(socket, seed, Shape(is_async=True, **WINDOWS)),

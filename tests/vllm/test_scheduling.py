@@ -90,6 +90,12 @@ def test_a_prompt_that_comes_again_has_as_many_tokens_as_in_vllm_alone(name: str
         assert run(name, node, 1)["whole"] == 4 * 27
 
 
+@pytest.mark.parametrize("name", ["parting", "parting-async"])
+def test_a_prompt_that_parts_from_another_leaves_a_state_there(name: str) -> None:
+    with running_node() as node:
+        assert run(name, node, 1)["whole"] == 9
+
+
 @pytest.mark.parametrize("name", ["aborted", "aborted-states", "aborted-windows"])
 def test_what_a_step_writes_is_kept_until_its_output_whoever_frees_it(name: str) -> None:
     with running_node() as node:

@@ -18,7 +18,7 @@ from cachesvc.flows.transfer.make_room import make_host_room
 from cachesvc.flows.transfer.pending_writes import came_to_host
 from cachesvc.flows.transfer.replicas import Sharing
 from cachesvc.flows.transfer.transfers import land
-from cachesvc.ledger.index.block_ledger import Hit
+from cachesvc.ledger.index.block_ledger import BlockLedger, Hit, window_positions
 from cachesvc.ledger.index.pins import Keep, Pin, kept
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model, Replica
@@ -27,6 +27,7 @@ from cachesvc.model.answers import Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers.sharing import Party
 from cachesvc.model.transfer import DONE, Inward, Urgency
+from cachesvc.model.words import READY
 
 MOST_BLOCKS = 1024
 """Most blocks of one fetch: 16k tokens in blocks of 16. What lies behind is for the next one, while these are used."""
@@ -110,7 +111,7 @@ def begin_fetch(
     is_needed = hit.blocks > hit.device_blocks and host.is_hittable(hit.row)
     on_host = hit.row if is_needed else NO_ROW
     begin = hit.blocks if above is None else above.first + len(above.keys)
-    with kept(model.blocks, host, Keep(on_host)):
+    with kept(model.blocks, host, Keep(on_host, _looked_back_to(model.blocks, hit) if is_needed else ())):
         if not make_host_room(core, model, fetched_pages(model.blocks, begin, blocks)):
             return TURN
     while blocks > 0 and host.lacks(fetched_pages(model.blocks, begin, blocks)):
@@ -130,6 +131,15 @@ def begin_fetch(
     core.count(Count.STORAGE_FETCHES)
     fetch.out = core.storage.fetch(FetchRequest(ticket.id, model, keys[first:last], fetch.pages(), fetch.parent))
     return fetch
+
+
+def _looked_back_to(blocks: BlockLedger, hit: Hit) -> tuple[tuple[int, int], ...]:
+    """Windowed copies on the host, ``(group, row)``, without which the hit would be shorter: storage may have no more
+    than it brought, and no hit has looked back to these yet."""
+    host = blocks.host
+    path = blocks.index.path(hit.row) if host.window_groups else ()
+    positions = [(g, at) for g in host.window_groups for at in window_positions(blocks.layout, g, hit.blocks)]
+    return tuple((group, path[at]) for group, at in positions if host.states[group][path[at]] == READY)
 
 
 # -- what comes back ---------------------------------------------------------------------------------------------

@@ -368,6 +368,22 @@ def test_a_fetch_makes_room_for_all_that_its_hit_needs() -> None:
     assert [sum(page >= 0 for page in pages) for pages in fetch.pages] == [4, 2, 4]
 
 
+def test_a_fetch_behind_a_hit_takes_no_page_without_which_that_is_none() -> None:
+    """Copies that have just come are the first to go. Storage has no more, and the call goes on with that hit."""
+    at = storing("abcd", layout=hybrid(), host=16)
+    ask = at.ask("abcdefgh", 1)
+    waits(ask())
+    at.tell(range(4), WHOLE, group=0)
+    at.tell([2, 3], WHOLE, group=1)
+    at.tell(range(3), GONE, group=2)
+    at.tell([3], WHOLE, group=2)
+    at.storage.knows = False
+    waits(ask())
+    assert len(at.storage.fetches) == 2
+    at.tell([0], GONE)
+    assert hit(ask()) == (0, 4, 4)
+
+
 def test_without_its_window_a_block_comes_and_a_hit_ends_before() -> None:
     at = storing("abcdef", layout=windowed(8))
     ask = at.ask("abcdef", 1)
