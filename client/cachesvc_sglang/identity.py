@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from cachesvc_client.plugins.namespace.checkpoint import checkpoint_digest
+from cachesvc_client.plugins.namespace.checkpoint import LoadedCheckpoints, checkpoint_digest, process_began_s
 from cachesvc_client.plugins.namespace.facts import canonical, digest_of, length_fact, without_notes
 
 from cachesvc.model.layout import Layout
@@ -84,6 +85,23 @@ def engine_facts(arguments: Any, model_config: Any, layout: Layout, weights: str
         "environment": digest_of(_environment(os.environ)),
     }
     return {name: fact for name, fact in facts.items() if fact}
+
+
+def look_at_weights(arguments: Any) -> None:
+    """Look at the checkpoint's files: this process is about to load them."""
+    _loaded().look(arguments.model_path)
+
+
+def replaced_weights(arguments: Any, weights: str | None) -> str:
+    """Return why the digest of the facts may be of other weights than this process has loaded; empty where it is not.
+    ``weights``: the operator's own word for them. Comes right after ``engine_facts``, once in each rank."""
+    is_read = not weights and arguments.load_format != "dummy"
+    return _loaded().replaced(arguments.model_path) if is_read else ""
+
+
+@cache
+def _loaded() -> LoadedCheckpoints:
+    return LoadedCheckpoints(process_began_s())
 
 
 def deciding_options(arguments: Any) -> dict[str, object]:

@@ -19,10 +19,10 @@ from cachesvc_client.plugins.namespace.facts import display_name, named
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc_sglang.errors import EngineRefused
-from cachesvc_sglang.identity import engine_facts
+from cachesvc_sglang.identity import engine_facts, replaced_weights
 from cachesvc_sglang.ranks.links import FollowerLinks, LeaderLink
 from cachesvc_sglang.ranks.rank_group import ranks_of_engine
-from cachesvc_sglang.refusals import LATENT_POOL, require_pool, require_supported
+from cachesvc_sglang.refusals import LATENT_POOL, require_pool
 from cachesvc_sglang.settings import EngineSettings, flags_of, read_settings
 
 GROUP = "full"
@@ -32,17 +32,20 @@ log = logging.getLogger("sglang.srt." + __name__)
 
 class PoolMemory:
     """The daemon's side of a KV pool: what ``lay_over_slab`` leaves there for the cache. ``settings``: as read at the
-    start. ``followers`` or ``leader``: links to the other ranks of the engine; neither for an engine of one rank."""
+    start. ``replaced``: why the weights that were loaded may not be those of the model's name; empty where they are.
+    ``followers`` or ``leader``: links to the other ranks of the engine; neither for an engine of one rank."""
 
     def __init__(
         self,
         node: Node,
         settings: EngineSettings,
+        replaced: str,
         followers: FollowerLinks | None = None,
         leader: LeaderLink | None = None,
     ) -> None:
         self.node = node
         self.settings = settings
+        self.replaced = replaced
         self.followers = followers
         self.leader = leader
 
@@ -55,23 +58,24 @@ def lay_over_slab(pool: Any) -> None:
 
     settings, arguments = read_settings(os.environ), get_server_args()
     model_config = model_config_of(arguments)
-    require_supported(arguments, settings)
     require_pool(pool)
     ranks = ranks_of_engine()
     layout = pool_layout(pool, ranks.size)
     shown = display_name(arguments.model_path)
     pages = pool.size // pool.page_size + RESERVED_PAGES
 
-    def of_this_rank() -> tuple[tuple[str, ...], str, str]:
+    def of_this_rank() -> tuple[tuple[str, ...], str, str, str]:
         if not ranks.is_first:
-            return _devices(), "", ""
+            return _devices(), "", "", replaced_weights(arguments, settings.model)
         facts = engine_facts(arguments, model_config, layout, settings.model)
         model = named("sglang", facts)
         log.info("shares_as model=%s name=%s facts=%s", model, shown, facts)
-        return _devices(), model, new_instance(f"sglang-{os.getpid()}")
+        replaced = replaced_weights(arguments, settings.model)
+        return _devices(), model, new_instance(f"sglang-{os.getpid()}"), replaced
 
     starts = ranks.all(of_this_rank)
-    (_, model, instance), *_ = starts
+    (_, model, instance, _), *_ = starts
+    replaced = next((each[-1] for each in starts if each[-1]), "")
     devices = tuple(each for start in starts for each in start[0])
     share = Share(model, layout, pages, devices, shown, -(-model_config.context_len // pool.page_size))
     flags = flags_of(pool.page_size)
@@ -84,7 +88,7 @@ def lay_over_slab(pool: Any) -> None:
         rows = pool.size + pool.page_size
         for name in _shapes(pool):
             setattr(pool, f"{name}_buffer", [_rows(node, layer, name)[:rows] for layer in range(pool.layer_num)])
-        pool.cachesvc = PoolMemory(node, settings, *ranks.connect())
+        pool.cachesvc = PoolMemory(node, settings, replaced, *ranks.connect())
     except DaemonUnavailable as gone:
         node.close()
         raise EngineRefused(f"no cachesvcd answers at {node.socket_path} ({gone}): start it first") from gone

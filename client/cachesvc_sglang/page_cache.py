@@ -51,6 +51,8 @@ class PageCache(EngineCache):
         self._weights = WeightsVersion(
             self._settings.weights_version, announced_in(registration), self.node.announced_weights
         )
+        if pool.cachesvc.replaced:
+            self._weights.lose(pool.cachesvc.replaced)
         self._book.salt = self._weights.salt
         self._check = self.node.page_check()
         self._metrics = self._make_metrics(registration.layout) if params.enable_metrics else None

@@ -2,12 +2,13 @@
 
 SGLang offers two seams for a cache of one's own: a factory of radix caches by name, and a registry of hooks on its
 functions. The factory gets pool and allocator ready-made. So hooks do what no seam does: the KV buffers and the class
-of the allocator (here), the requests of an allocation and the borders of a step (``steps``). Without
-``--radix-cache-backend cachesvc`` they call what they wrap, and nothing else.
+of the allocator, and what comes before weights load (here), the requests of an allocation and the borders of a step
+(``steps``). Without ``--radix-cache-backend cachesvc`` they call what they wrap, and nothing else.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 NAME = "cachesvc"
@@ -29,6 +30,7 @@ def activate() -> None:
         HookRegistry.register(f"sglang.srt.mem_cache.memory_pool.{method}", create_buffers, HookType.AROUND)
     for target, hook in ADAPTER_HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.load_model", load_model, HookType.AROUND)
     configurator = "sglang.srt.mem_cache.kv_cache_configurator"
     HookRegistry.register(f"{configurator}.PagedTokenToKVPoolAllocator", PageAllocator, HookType.REPLACE)
     HookRegistry.register(
@@ -55,6 +57,21 @@ def make_cache(context: Any) -> Any:
     if memory.leader is not None:
         return FollowingCache(context)
     return PageCache(context) if memory.followers is None else LeadingCache(context)
+
+
+def load_model(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load the weights of an engine that can be served. Raises EngineRefused before anything is read."""
+    if _is_chosen():
+        from sglang.srt.runtime_context import get_server_args
+
+        from cachesvc_sglang.identity import look_at_weights
+        from cachesvc_sglang.refusals import require_supported
+        from cachesvc_sglang.settings import read_settings
+
+        arguments = get_server_args()
+        require_supported(arguments, read_settings(os.environ))
+        look_at_weights(arguments)
+    return original(runner, *args, **kwargs)
 
 
 def available_bytes(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> int:

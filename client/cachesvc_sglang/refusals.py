@@ -16,6 +16,8 @@ SINGLE = {
     "pp_size": "stages of a pipeline have other layers, and a daemon's ranks have the same",
     "attn_cp_size": "ranks would have parts of a prompt's tokens, and a page has all of its block's",
     "dcp_size": "ranks would have parts of a block's tokens, and a page has all of them",
+    "attn_dp_size": "its ranks would serve different requests, and a daemon's ranks have the same pages",
+    "dwdp_size": "its ranks would serve different requests, and a daemon's ranks have the same pages",
     "nnodes": "all ranks of an engine are on one daemon, which has the GPUs of one node",
 }
 """Options that must be 1, and why. ``tp_size`` may be more."""
@@ -32,6 +34,8 @@ OFF = (
     "enable_pdmux",
     "enable_two_batch_overlap",
     "enable_streaming_session",
+    "enable_session_radix_cache",
+    "prefill_only_disable_kv_cache",
     "speculative_algorithm",
     "dllm_algorithm",
 )
@@ -45,8 +49,21 @@ CHANGED: dict[str, tuple[object, str]] = {
     "kv_events_config": (None, "the plugin publishes no KV events: subscribe to the daemon (docs/events.md)"),
     "hicache_storage_backend": (None, "storage below the host pool is the daemon's (cachesvcd --storage)"),
     "radix_eviction_policy": ("lru", "the daemon evicts (cachesvcd --eviction)"),
+    "radix_eviction_policy_config": (None, "the daemon evicts (cachesvcd --eviction)"),
+    "kv_canary": ("none", "pages that other engines have written would fail its checks (cachesvcd --checksums all)"),
 }
-"""Options that have no effect with the daemon's cache: their default, and what is there instead."""
+"""Options that the daemon's cache has no use for, or that fail with it: their default, and what is there instead."""
+
+READ_WHEN_LOADED: dict[str, tuple[str, ...]] = {
+    "load_format": (
+        *("auto", "pt", "safetensors", "instanttensor", "npcache", "dummy", "sharded_state", "presharded", "gguf"),
+        *("expert_pack", "bitsandbytes", "mistral", "layered", "flash_rl", "fastsafetensors", "runai_streamer"),
+    ),
+    "weight_cache_mode": ("off",),
+    "startup_weight_load_mode": ("serial",),
+}
+"""Values by which weights are what the checkpoint's files hold when SGLang loads them (``dummy``: of a seed). Others
+bring them from another process, or read the files after they were digested."""
 
 POLICY_OF_TREE = "dfs-weight"
 """Order of the waiting queue that walks SGLang's own tree, which an engine of the daemon does not have."""
@@ -62,6 +79,18 @@ def require_supported(arguments: Any, settings: EngineSettings) -> None:
 
     _require_version(__version__, settings)
     require_options(arguments)
+    if not settings.model:
+        require_files(arguments)
+
+
+def require_files(arguments: Any) -> None:
+    """Raises EngineRefused where the checkpoint's files do not say which weights the engine will have."""
+    for name, values in READ_WHEN_LOADED.items():
+        if (given := getattr(arguments, name, values[0])) not in values:
+            raise EngineRefused(
+                f"{_flag(name)} is {given!r}: the weights may be others than the files of the checkpoint hold, by "
+                f'which engines share; name them, revision included, by "model" in {VARIABLE}'
+            )
 
 
 def require_options(arguments: Any) -> None:

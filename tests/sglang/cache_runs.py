@@ -12,9 +12,11 @@ import gc
 import itertools
 import json
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch  # noqa: E402
 from cachesvc_client.plugins.daemon.node import RESERVED_PAGES, Node, Share, new_instance  # noqa: E402
 from cachesvc_sglang.allocator import DaemonBudget  # noqa: E402 - the stubs come first
 from cachesvc_sglang.common.adapters import LOADED, load_weights  # noqa: E402
+from cachesvc_sglang.identity import look_at_weights, replaced_weights  # noqa: E402
 from cachesvc_sglang.memory import PoolMemory  # noqa: E402
 from cachesvc_sglang.page_cache import PageCache  # noqa: E402
 from cachesvc_sglang.settings import EngineSettings, flags_of  # noqa: E402
@@ -71,16 +74,18 @@ class Request:
 
 class Scheduling:
     """Calls of SGLang's scheduler to a cache on a daemon. ``model``: that no other run uses. ``is_off``: with
-    ``--disable-radix-cache``."""
+    ``--disable-radix-cache``. ``replaced``: why the weights are not those of the name."""
 
-    def __init__(self, socket: str, model: str, *, is_off: bool = False) -> None:
+    def __init__(self, socket: str, model: str, *, is_off: bool = False, replaced: str = "") -> None:
         settings = EngineSettings(socket=socket, stock_blocks=1)
         share = Share(model, LAYOUT, PAGES + RESERVED_PAGES)
         flags = flags_of(PAGE_TOKENS)
         self.node = Node(settings, new_instance("cache_runs"), share, flags=flags, attaches=True, keeps=True)
         self.node.start()
         pool = SimpleNamespace(
-            cachesvc=PoolMemory(self.node, settings), layer_num=1, register_layer_transfer_counter=lambda _: None
+            cachesvc=PoolMemory(self.node, settings, replaced),
+            layer_num=1,
+            register_layer_transfer_counter=lambda _: None,
         )
         allocator = SimpleNamespace(get_kvcache=lambda: pool, num_pages=PAGES, bind=lambda _: None, device="cpu")
         params = SimpleNamespace(
@@ -324,8 +329,9 @@ def two_of_one_name(at: Scheduling) -> dict[str, Any]:
     are_apart = first.last_node is not second.last_node
     for each in (first, second):
         at.run(each)
+    left = [*at.cache._keys, *at.cache._rows]  # noqa: SLF001 - nothing else shows it
     found = [at.match(Request(f"later {seed}", seed, 3)).device_prefix_len for seed in (1, 2)]
-    return {"hit": hit, "are_apart": are_apart, "found": found, "left": [*at.cache._keys, *at.cache._rows]}  # noqa: SLF001
+    return {"hit": hit, "are_apart": are_apart, "found": found, "left": left}
 
 
 def weights_changed(at: Scheduling) -> dict[str, Any]:
@@ -348,6 +354,30 @@ def weights_changed(at: Scheduling) -> dict[str, Any]:
         }
     finally:
         other.cache.release_host_resources()
+
+
+def replaced_while_loading(at: Scheduling) -> dict[str, Any]:
+    """Files of a checkpoint are replaced between an engine's look at them and their digest, and not; what an engine of
+    the name finds then of what that one computed, and what it finds itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "model.safetensors"
+        arguments = SimpleNamespace(model_path=folder, load_format="auto")
+        found: dict[str, Any] = {"why": [], "others_find": [], "it_finds": []}
+        for seed, (is_replaced, word) in enumerate(((True, None), (False, None), (True, "the operator's word"))):
+            weights.write_text("as it was", encoding="utf-8")
+            look_at_weights(arguments)
+            if is_replaced:
+                weights.write_text("new", encoding="utf-8")
+            why = replaced_weights(arguments, word)
+            loads = Scheduling(at.node.socket_path, replaced_while_loading.__name__, replaced=why)
+            try:
+                loads.serve(Request("first", seed, 3))
+                found["why"].append(why.replace(folder, "FOLDER"))
+                found["others_find"].append(at.match(Request(f"other {seed}", seed, 3)).device_prefix_len)
+                found["it_finds"].append(loads.match(Request("again", seed, 3)).device_prefix_len)
+            finally:
+                loads.cache.release_host_resources()
+    return found
 
 
 class Adapter:
@@ -417,6 +447,7 @@ RUNS: dict[str, Callable[[Scheduling], dict[str, Any]]] = {
         switched_off,
         two_of_one_name,
         weights_changed,
+        replaced_while_loading,
         adapters,
     )
 }

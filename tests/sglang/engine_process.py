@@ -20,7 +20,6 @@ def make(wish: dict[str, Any]) -> Any:
 
     plain: dict[str, Any] = {
         "model_path": wish["model"],
-        "load_format": wish["load_format"],
         "device": "cpu",
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
@@ -44,8 +43,12 @@ def answer(engine: Any, asked: dict[str, Any]) -> Any:
     """Answer to one line."""
     if asked.get("reset"):
         return engine.flush_cache().success
+    if asked.get("plant"):
+        engine.collective_rpc("plant_wrong_pages")
+        return 1
     if not (prompts := asked["prompts"]):
         return []
+    adapters = [each["adapter"] and each["adapter"][1] for each in prompts]
     answers = engine.generate(
         input_ids=[each["tokens"] for each in prompts],
         sampling_params=[
@@ -55,6 +58,7 @@ def answer(engine: Any, asked: dict[str, Any]) -> Any:
         return_logprob=[True] * len(prompts),
         top_logprobs_num=[2] * len(prompts),
         cache_salt=[each["salt"] for each in prompts],
+        lora_path=adapters if any(adapters) else None,
     )
     return [
         {

@@ -15,18 +15,17 @@ from typing import Any
 
 from benchmarks.sglang.comparison import write_plugin
 from tests.forked_process import ROOT, Forker
-from tests.vllm.rig import MODEL, Engine
+from tests.vllm.rig import Engine, make_saved_fleet
 
 PYTHON_VARIABLE = "CACHESVC_SGLANG_PYTHON"
 
 
 @dataclass(frozen=True)
 class SglangFleet:
-    """Makes engines of one model."""
+    """Makes engines of one model, whose weights are in its folder."""
 
     folder: Path
     forker: Forker
-    load_format: str = "dummy"
 
     def engine(
         self,
@@ -41,7 +40,6 @@ class SglangFleet:
         environment."""
         wished = {
             "model": str(self.folder),
-            "load_format": self.load_format,
             "blocks": blocks,
             "cachesvc": socket_path is not None,
             "log": "",
@@ -71,6 +69,6 @@ def forker() -> Forker:
 
 
 def make_fleet(folder: Path) -> SglangFleet:
-    """Engines of a model of random weights, the same in each of them."""
-    (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    """Engines of a model of saved weights, which are large enough that a wrong page changes the answer."""
+    make_saved_fleet(folder)
     return SglangFleet(folder, forker())

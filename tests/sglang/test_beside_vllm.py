@@ -29,7 +29,7 @@ def test_two_kinds_of_engines_share_one_daemon_and_no_block(fleet: SglangFleet, 
     with running_node() as node:
         both = (
             fleet.engine(node.socket, POOL_BLOCKS, extra=HOST),
-            Fleet(fleet.folder).engine(node.socket, POOL_BLOCKS, extra=HOST),
+            Fleet(fleet.folder, "auto").engine(node.socket, POOL_BLOCKS, extra=HOST),
         )
         with engines(*both) as running:
             for engine in running:

@@ -90,6 +90,13 @@ def test_what_is_computed_across_and_after_a_change_of_weights_has_not_their_old
     assert found["weights_changed"] == {"others_find": [48, 0, 0], "it_finds": [0, 48]}
 
 
+def test_an_engine_whose_checkpoint_was_replaced_while_it_loaded_shares_with_no_other(found: Found) -> None:
+    """The second engine's was not, and the third one's weights have the operator's own name."""
+    replaced = found["replaced_while_loading"]
+    assert replaced["why"] == ["files of FOLDER were replaced while they were loaded", "", ""]
+    assert (replaced["others_find"], replaced["it_finds"]) == ([0, 48, 48], [48, 48, 48])
+
+
 def test_an_adapter_is_what_was_loaded(found: Found) -> None:
     """Equal bytes under another number are found, other bytes under the same one are not, and old ones are again."""
     assert found["adapters"] == {"found": [48, 48, 0, 48], "unseen": [48, 0], "kept": 0}

@@ -52,7 +52,7 @@ def test_latents_are_found_elsewhere_come_from_the_host_and_are_answered_alike(f
     with short_folder() as folder:
         (folder / "config.json").write_text(json.dumps(LATENTS), encoding="utf-8")
         write_checkpoint(folder, LATENTS, seed=3)
-        latents = SglangFleet(folder, fleet.forker, "auto")
+        latents = SglangFleet(folder, fleet.forker)
         requests = random_requests(13, 16)
         with engines(latents.engine(None)) as (alone,):
             expected, others = ([alone.ask(each)[0].said for each in asked] for asked in (EVICTED, requests))
@@ -64,4 +64,7 @@ def test_latents_are_found_elsewhere_come_from_the_host_and_are_answered_alike(f
                 assert [answer.cached for answer in answers] == [12 * BLOCK_TOKENS] * len(EVICTED)
                 said = [(one, other)[at % 2].ask(each)[0].said for at, each in enumerate(requests)]
                 assert said == others
+                assert other.ask(EVICTED[0])[0].said == expected[0]  # its pages are on the device now
+                other.plant_wrong_pages()
+                assert other.ask(EVICTED[0])[0].said != expected[0], "wrong pages would show"
             check_daemon(node.socket)

@@ -9,9 +9,8 @@ import pytest
 
 from tests.e2e.rig import running_node
 from tests.sglang.rig import SglangFleet
-from tests.vllm.rig import MODEL, Engine, check_daemon, engines, random_prompt
+from tests.vllm.rig import Engine, check_daemon, engines, random_prompt
 from tests.vllm.scenarios import DECODING, stop_until_lost
-from tests.vllm.weights import write_checkpoint
 
 DEVICE_BLOCKS = 72
 
@@ -48,13 +47,10 @@ def test_what_is_not_served_is_refused_by_name(
         engine.kill_if_running()
 
 
-def test_an_engine_that_was_stopped_says_nothing_of_what_others_wrote(fleet: SglangFleet) -> None:
-    write_checkpoint(fleet.folder, MODEL, seed=1)  # weights by which what is read matters
-    saved = SglangFleet(fleet.folder, fleet.forker, "auto")
-    with engines(saved.engine(None)) as (alone,):
-        expected = [answer.said for answer in alone.ask(*DECODING)]
+def test_an_engine_that_was_stopped_says_nothing_of_what_others_wrote(fleet: SglangFleet, plain: Engine) -> None:
+    expected = [answer.said for answer in plain.ask(*DECODING)]
     with running_node(["--lease-seconds", "2"]) as node:
-        frozen, other = (saved.engine(node.socket, DEVICE_BLOCKS) for _ in range(2))
+        frozen, other = (fleet.engine(node.socket, DEVICE_BLOCKS) for _ in range(2))
         try:
             for engine in (frozen, other):
                 engine.wait_ready()

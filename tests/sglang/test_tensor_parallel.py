@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, fleet: SglangFleet) -> Sglan
     """Makes engines whose ranks have different weights."""
     folder = tmp_path_factory.mktemp("saved")
     make_saved_fleet(folder)
-    return SglangFleet(folder, fleet.forker, "auto")
+    return SglangFleet(folder, fleet.forker)
 
 
 def of_two_ranks(saved: SglangFleet, socket: str | None, blocks: int = SMALL_BLOCKS, **wish: Any) -> Engine:
@@ -82,6 +82,8 @@ def test_an_engine_finds_on_both_ranks_what_the_one_before_it_has_left(
         assert [first.ask(prompt)[0].said for prompt in EVICTED] == expected
     with engines(of_two_ranks(saved, node.socket)) as (second,):
         answers = [second.ask(prompt)[0] for prompt in EVICTED]
+        second.plant_wrong_pages()
+        assert second.ask(EVICTED[-1])[0].said != expected[-1], "wrong pages would show"
     assert [answer.said for answer in answers] == expected
     assert [answer.cached for answer in answers] == [20 * BLOCK_TOKENS] * len(EVICTED)
     assert node.counters()["hit_blocks_host"] >= 20

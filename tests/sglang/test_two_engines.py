@@ -37,6 +37,19 @@ def two(fleet: SglangFleet, daemon: DaemonProcess) -> Iterator[list[Engine]]:
         yield running
 
 
+def test_an_answer_does_not_depend_on_what_else_is_in_its_batch(plain: Engine) -> None:
+    """Nor on what was found of its prompt: so answers can be compared bit by bit."""
+    prompts = [random_prompt(40 + each, each + 0.5, new=20) for each in range(8)]
+    together, found, one_by_one = (
+        plain.ask(*prompts),
+        plain.ask(*prompts[::-1]),
+        [plain.ask(each)[0] for each in prompts],
+    )
+    assert [answer.said for answer in found[::-1]] == [answer.said for answer in together]
+    assert [answer.said for answer in one_by_one] == [answer.said for answer in together]
+    assert [answer.cached for answer in one_by_one] == [each * BLOCK_TOKENS for each in range(8)]
+
+
 def test_random_requests_are_answered_alike_by_two_engines_and_by_sglang_alone(
     two: list[Engine], plain: Engine
 ) -> None:
@@ -101,3 +114,6 @@ def test_what_is_flushed_is_not_found_any_more_and_salts_separate(two: list[Engi
     answers += [two[0].ask(prompt)[0], two[0].ask(prompt)[0]]
     assert [answer.cached for answer in answers] == [0, 4 * BLOCK_TOKENS] * 3
     assert {answer.said for answer in answers} == {expected}
+    two[0].plant_wrong_pages()
+    for engine in two:
+        assert engine.ask(prompt)[0].said != expected, "wrong pages would show"

@@ -36,7 +36,7 @@ def cache_on(path: str) -> Any:
     node = Node(settings, new_instance("waiting"), share, flags=flags_of(PAGE_TOKENS), attaches=True, keeps=True)
     node.start()
     buffers = SimpleNamespace(
-        cachesvc=PoolMemory(node, settings), layer_num=1, register_layer_transfer_counter=lambda _: None
+        cachesvc=PoolMemory(node, settings, ""), layer_num=1, register_layer_transfer_counter=lambda _: None
     )
     allocator = SimpleNamespace(get_kvcache=lambda: buffers, num_pages=PAGES - 1, bind=lambda _: None, device="cpu")
     params = SimpleNamespace(

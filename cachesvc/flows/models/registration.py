@@ -312,6 +312,12 @@ def _forget_keys(model: Model, most: int) -> bool:
     return most > 0 and model.blocks.index.forget_keys(most)
 
 
+def models_on_host(core: Core, but: Model) -> list[str]:
+    """Names of the models, but one, that have a part of the host pool."""
+    models = core.ledger.models.values()
+    return [each.display_name for each in models if each is not but and max(each.host_pages, default=0) > 1]
+
+
 def host_pages_arrived(core: Core, model_id: int, group: int, run: Run) -> None:
     """Use pages of a newly populated part of the host pool."""
     model = core.ledger.models.get(model_id)

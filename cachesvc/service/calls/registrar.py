@@ -19,6 +19,7 @@ from cachesvc.flows.models.registration import (
     begin,
     devices_of,
     find,
+    models_on_host,
 )
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.errors import CacheError, Unavailable
@@ -144,8 +145,7 @@ class Registrar:
 
     def _warn_of_host(self, model: Model, request: RegisterRequest) -> None:
         """Warn where a model that wants a part of the host pool got a page of it, or none, because others have it."""
-        models = self._node.core.ledger.models.values()
-        others = [each.display_name for each in models if each is not model and max(each.host_pages, default=0) > 1]
+        others = self._node.run(models_on_host, self._node.core, model)
         wants = request.host_pool.share > 0 and not request.host_pool.pages
         if wants and others and max(model.host_pages, default=0) <= 1:
             events.event(

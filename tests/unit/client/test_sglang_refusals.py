@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cachesvc_sglang.errors import EngineRefused
-from cachesvc_sglang.refusals import require_cache, require_options, require_pool
+from cachesvc_sglang.refusals import require_cache, require_files, require_options, require_pool
 
 
 def options(**given: object) -> Any:
@@ -35,11 +35,17 @@ def context(pool: object) -> Any:
         ({"pp_size": 2}, "--pp-size is 2, and only 1 is supported: stages of a pipeline have other layers"),
         ({"attn_cp_size": 2}, "--attn-cp-size is 2, and only 1 is supported: ranks would have parts of a prompt"),
         ({"dcp_size": 2}, "--dcp-size is 2, and only 1 is supported: ranks would have parts of a block"),
+        ({"attn_dp_size": 2}, "--attn-dp-size is 2, and only 1 is supported: its ranks would serve different"),
+        ({"dwdp_size": 2}, "--dwdp-size is 2, and only 1 is supported: its ranks would serve different"),
         ({"nnodes": 2}, "--nnodes is 2, and only 1 is supported: all ranks of an engine are on one daemon"),
         ({"enable_dp_attention": True}, "--enable-dp-attention is not supported .* serve different requests"),
         ({"enable_pdmux": True}, "--enable-pdmux is not supported"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is not supported"),
+        ({"enable_session_radix_cache": True}, "--enable-session-radix-cache is not supported"),
+        ({"prefill_only_disable_kv_cache": True}, "--prefill-only-disable-kv-cache is not supported"),
+        ({"kv_canary": "raise"}, "--kv-canary is 'raise', and pages that other engines have written"),
+        ({"radix_eviction_policy_config": {"threshold": 1}}, "--radix-eviction-policy-config is .* the daemon evicts"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode is not supported"),
     ],
 )
@@ -47,6 +53,21 @@ def test_an_option_that_cannot_be_served_is_refused_by_its_name(given: dict[str,
     require_options(options(tp_size=2))
     with pytest.raises(EngineRefused, match=reason):
         require_options(options(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"load_format": "remote_instance"}, "--load-format"),
+        ({"load_format": "a later release's"}, "--load-format"),
+        ({"weight_cache_mode": "client"}, "--weight-cache-mode"),
+        ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode"),
+    ],
+)
+def test_weights_that_the_checkpoint_s_files_do_not_tell_want_a_name(given: dict[str, object], flag: str) -> None:
+    require_files(options(load_format="safetensors", weight_cache_mode="off", startup_weight_load_mode="serial"))
+    with pytest.raises(EngineRefused, match=f'{flag} is .* by "model" in CACHESVC_SGLANG'):
+        require_files(options(**given))
 
 
 def test_a_pool_that_is_sized_after_the_graphs_is_refused_by_its_variable() -> None:
