@@ -259,6 +259,8 @@ def content(bucket: S3Bucket, path: str) -> bytes:
     return bytes(found.content)
 
 
+BUCKET = "tests"
+"""Bucket of all tests of a process."""
 _SERVERS: list[Server] = []
 
 
@@ -272,14 +274,14 @@ def shared_server() -> Server:
         server = Server(Path(folder))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         atexit.register(server.kill)
-        server.wait(S3Options("born", endpoint=server.endpoint))
+        server.wait(S3Options(BUCKET, endpoint=server.endpoint))  # a question to one that is not there yet fails
         _SERVERS.append(server)
     return _SERVERS[0]
 
 
 def options_of(server: Server | Proxy, **more: Any) -> S3Options:
     """A prefix of its own in the bucket of all tests."""
-    return S3Options("tests", f"t{next(_NUMBERS)}", endpoint=server.endpoint, **more)
+    return S3Options(BUCKET, f"t{next(_NUMBERS)}", endpoint=server.endpoint, **more)
 
 
 def shared_bucket(folder: Path) -> S3Turning:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cachesvc.flows.context.call import resolve
 from cachesvc.flows.leases.leases import attach, close_lease, open_lease, process_arrived, process_gone
+from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import TicketView
 from cachesvc.model.errors import LimitExceeded, NotFound, Unavailable
@@ -142,7 +143,11 @@ class SimProcesses:
         self._lost()
         self.tokens.insert(0, self.rng.randbytes(8))
         process_arrived(self.node.core, self.tokens[0], 1, 1)
-        if self._open(self.tokens[0]):
+        lease = self.node.core.ledger.leases.get(self.lease)
+        if lease is None or lease.state is not LeaseState.LIVE:  # what its processes left took too much of a pool
+            self.die()
+            self.node.faults["instance_ended"] += 1
+        elif self._open(self.tokens[0]):
             self._attach(self.tokens[0])
             self.node.faults["scheduler_changed"] += 1
         else:
