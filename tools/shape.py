@@ -1,7 +1,8 @@
 """The shape of the code, one column a revision: ``python -m tools.shape [REV ...]``; ``.`` is the working tree.
 
-Sizes, folders, and the habits that are to become rarer: pins and pages moved by hand in flows, the ledger read in the
-service, ``Any`` in signatures.
+Sizes, folders, Protocols with one implementation, and the habits that are to become rarer: pins and pages moved by hand
+in flows, the ledger read in the service, ``Any`` in signatures. A line of code is one that is neither blank, nor a
+comment, nor part of a docstring. The core is the product without what researchers and engines' kernels have apart.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import re
 import subprocess
 import tarfile
+import tokenize
 from collections import Counter
 from collections.abc import Container, Iterator
 from pathlib import Path, PurePath
@@ -19,6 +21,8 @@ from pathlib import Path, PurePath
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("cachesvc", "client", "gpu_ops", "tests", "benchmarks", "examples", "tools")
 PRODUCT = ("cachesvc", "client", "gpu_ops")
+APART = ("client/cachesvc_ctl/lab", "client/cachesvc_lab", "gpu_ops/kernels")
+"""Folders of the product that its core does not count: the laboratory, and kernels for engines."""
 MOST_MODULES = 25
 """Modules of a folder, beside ``__init__``: what a reader keeps in mind."""
 BY_HAND = re.compile(r"\.(?:pin|unpin|pin_window|unpin_window|move|move_all|take)\(")
@@ -58,6 +62,15 @@ def shape_of(files: Files) -> dict[str, int]:
         out[f"{folder}: lines"] = sum(text.count("\n") for text in mine)
         out[f"{folder}: files"] = len(mine)
     product = {path: text for path, text in files.items() if path.parts[0] in PRODUCT}
+    core = {path: text for path, text in product.items() if not str(path).startswith(APART)}
+    out |= {f"core: {name}": count for name, count in core_of(core).items()}
+    every = {path: text for path, text in files.items() if path.parts[0] in {*PRODUCT, "tools", "benchmarks"}}
+    out["product, tools and benchmarks: lines of code"] = sum(map(code_lines, every.values()))
+    out["tests: test functions"] = sum(
+        text.count("\ndef test_") + text.count("\nasync def test_")
+        for path, text in files.items()
+        if path.parts[0] == "tests"
+    )
     sizes = modules_by_folder(product)
     out["modules in the largest folder of the product"] = max(sizes.values())
     out[f"folders of the product above {MOST_MODULES} modules"] = sum(size > MOST_MODULES for size in sizes.values())
@@ -76,6 +89,72 @@ def shape_of(files: Files) -> dict[str, int]:
     service = [text for path, text in files.items() if path.parts[:2] == ("cachesvc", "service")]
     out["reads of .ledger in the service"] = sum(len(re.findall(r"\.ledger\b", text)) for text in service)
     return out
+
+
+def core_of(files: Files) -> dict[str, int]:
+    """Sizes of the core by name."""
+    trees = [ast.parse(text) for text in files.values()]
+    kinds = [type(node) for tree in trees for node in ast.walk(tree)]
+    return {
+        "lines": sum(text.count("\n") for text in files.values()),
+        "lines of code": sum(map(code_lines, files.values())),
+        "files": len(files),
+        "classes": kinds.count(ast.ClassDef),
+        "functions": kinds.count(ast.FunctionDef) + kinds.count(ast.AsyncFunctionDef),
+        "Protocols and ABCs with one implementation": len(lone_protocols(trees)),
+        "comments on lines of their own": sum(len(re.findall(r"^\s*#", text, re.MULTILINE)) for text in files.values()),
+    }
+
+
+def code_lines(text: str) -> int:
+    """Lines that are neither blank, nor a comment, nor part of a docstring."""
+    lines: set[int] = set()
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        for each in getattr(node, "body", ()) if isinstance(getattr(node, "body", None), list) else ():
+            if (
+                isinstance(each, ast.Expr)
+                and isinstance(each.value, ast.Constant)
+                and isinstance(each.value.value, str)
+            ):
+                lines -= set(range(each.lineno, (each.end_lineno or each.lineno) + 1))
+    return len(lines)
+
+
+def lone_protocols(trees: list[ast.Module]) -> list[str]:
+    """Names of Protocols and abstract classes that exactly one other class fills: by inheritance, or by having all of
+    their public methods, its bases' and its attributes included."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bases = {node.name: {ast.unparse(base).partition("[")[0] for base in node.bases} for node in classes}
+    names: dict[str, set[str]] = {name: set() for name in bases}
+    for node in classes:
+        names[node.name] |= set(names_of(node))
+    for node in classes:  # classes come behind their bases
+        names[node.name] |= set().union(*(names.get(base, set()) for base in bases[node.name]))
+    abstract = {name for name, above in bases.items() if above & {"Protocol", "ABC"}}
+    found = []
+    for name in sorted(abstract):
+        asked = {each for each in names[name] if not each.startswith("_")}
+        fills = [
+            other for other in bases.keys() - abstract if name in bases[other] or (asked and asked <= names[other])
+        ]
+        if len(fills) == 1:
+            found.append(name)
+    return found
+
+
+def names_of(node: ast.ClassDef) -> Iterator[str]:
+    """Methods, fields and attributes of a class."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield each.name
+        elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            yield each.target.id
+        elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self":
+            yield each.attr
 
 
 def modules_by_folder(files: Files) -> Counter[PurePath]:
