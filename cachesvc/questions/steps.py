@@ -26,7 +26,7 @@ def off_loop(work: Callable[[], Answer]) -> Question[Answer]:
 
 
 def in_steps(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Rows by the number of which a question, or its answer's message, makes lines in one step."""
+    """Lines that a question, or the message of its answer, makes in one step."""
     for first in range(0, len(rows), LINES_A_STEP):
         yield rows[first : first + LINES_A_STEP]
 

@@ -50,8 +50,7 @@ def plant_wrong_pages(scheduler: Any) -> None:
 
 
 def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a tensor in plain memory. SGLang's adapters ask for pinned memory, of which a machine without a GPU has
-    none: torch raises."""
+    """Make a tensor in plain memory: SGLang's adapters ask for pinned memory, and torch raises without a GPU."""
 
     def in_plain_memory(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         return make(*args, **kwargs)

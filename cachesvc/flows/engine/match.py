@@ -123,7 +123,7 @@ def find_hit(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Shar
     check_keys(call.lease, keys)
     call.model.last_used = call.now
     blocks = call.model.blocks
-    if sharing is not None and (still := go_on_waiting(core, call, keys, max_blocks, sharing)) is not None:
+    if sharing is not None and (still := go_on_waiting(core, call, sharing)) is not None:
         return still
     before = blocks.misplaced
     try:

@@ -126,27 +126,24 @@ def follow(core: Core, call: Call, keys: bytes, max_blocks: int, hit: Hit, shari
     return _wait(call, known, sharing)
 
 
-def go_on_waiting(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing) -> Wait | None:
+def go_on_waiting(core: Core, call: Call, sharing: Sharing) -> Wait | None:
     """The next wait of a call that has waited for what it expects and whose last block is not here yet: nothing else of
     a long prompt is looked up again. None: look everything up."""
-    expected = sharing.expected
-    if expected is None or expected.is_over or not sharing.coming:
-        return None
-    path, most = _named(keys, max_blocks, expected)
-    known = call.model.stored.expectations.get((expected.peer, most, hash(path)))
-    if known is None or key_at(path, most - 1) in call.model.blocks.index.rows:
+    known = sharing.expectation
+    if known is None or known.end or key_at(known.path, known.blocks - 1) in call.model.blocks.index.rows:
         return None
     known.wanted_at = call.now
     _look(core, call.model, known, call.now)
-    return None if known.end else _wait(call, known, sharing)
+    return _wait(call, known, sharing)
 
 
 def _wait(call: Call, known: Expectation, sharing: Sharing) -> Wait | None:
-    """Wait for an expectation, and look again soon; None where the caller does not wait, or no longer."""
+    """Wait for an expectation, and look again soon; None where it has ended, or the caller does not wait any longer."""
     assert sharing.expected is not None
     assert sharing.expects_since is not None
     left = sharing.expects_since + LONGEST_EXPECTED_WAIT_SECONDS - call.now
-    return Wait((known.ticket,), min(LOOK_SECONDS, left)) if sharing.expected.waits and left > 0 else None
+    goes_on = not known.end and sharing.expected.waits and left > 0
+    return Wait((known.ticket,), min(LOOK_SECONDS, left)) if goes_on else None
 
 
 def stop_following(core: Core, call: Call, keys: bytes, max_blocks: int, sharing: Sharing) -> bool:
