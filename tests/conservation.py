@@ -14,7 +14,7 @@ from cachesvc.ledger.holds import Hold
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 from tests.candidates import candidates, lost, segments
@@ -54,7 +54,7 @@ def audit(ledger: Ledger) -> Audit:
     return Audit(problems + list(_waiters(ledger)), pages, blocks)
 
 
-def _sequences(ledger: Ledger, model: Model) -> list[Sequence]:
+def _sequences(ledger: Ledger, model: Model) -> list[OpenSequence]:
     return [s for lease in ledger.leases.values() if lease.model == model.id for s in lease.sequences.values()]
 
 
@@ -315,7 +315,7 @@ def _swapped(ledger: Ledger, model: Model) -> Iterator[str]:
 def _waiters(ledger: Ledger) -> Iterator[str]:
     """Check that a load knows all its waiters, and that processes and leases know each other."""
     for model in ledger.models.values():
-        holds = [hold for hold in _holds(ledger, model) if not isinstance(hold, Sequence) or hold.is_open]
+        holds = [hold for hold in _holds(ledger, model) if not isinstance(hold, OpenSequence) or hold.is_open]
         waiting = [(id(hold), ticket) for hold in holds for ticket in hold.loads]
         running = [ticket for ticket in ledger.tickets.running.values() if ticket.model == model.id]
         known = {id(hold) for hold in holds}

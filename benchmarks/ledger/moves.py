@@ -28,7 +28,7 @@ from cachesvc.ledger.index.block_ledger import BlockLedger
 from cachesvc.ledger.index.requests import PromptPath, Request
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.pages.page_pool import PagePool
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.requests import Ended
@@ -251,7 +251,7 @@ def _request(ledger: BlockLedger, keys: bytes, known: int) -> Request | None:
 def open_sequence(ledger: BlockLedger, place: Place, keys: bytes) -> float:
     """Microseconds of all that Match does in the ledger: find, pin, touch, block tables, windows."""
     began = time.thread_time()
-    sequence = Sequence(1, "lease", 1, 0, ledger, place, keys)
+    sequence = OpenSequence(1, "lease", 1, 0, ledger, place, keys)
     hit = ledger.find(keys, place)
     sequence.hold(hit, 1 << 40)
     request = _request(ledger, keys, hit.blocks)

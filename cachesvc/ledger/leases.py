@@ -10,7 +10,7 @@ from enum import Enum
 from cachesvc.ledger.holds import Prefetch
 from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.pages.reservations import Reservation
-from cachesvc.ledger.sequences import Sequence as OpenSequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.numbers.sharing import BACKGROUND, Party
 from cachesvc.model.words import PageState
 

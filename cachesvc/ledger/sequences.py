@@ -41,7 +41,7 @@ class SwappedPages(NamedTuple):
     host_pages: array[int]
 
 
-class Sequence(BlockTables):
+class OpenSequence(BlockTables):
     """While it is AWAY or RETURNING, ``swapped`` has its own pages by group, and ``host_anchor`` keeps its shared
     blocks. ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are kept for a call that waits, once
     one has waited. ``recent``: its request among the model's last ones. ``parts``: loads that a call which

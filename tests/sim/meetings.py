@@ -12,7 +12,7 @@ from cachesvc.flows.context.counters import Count
 from cachesvc.ledger.holds import Hold, Prefetch
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
@@ -121,7 +121,7 @@ class Meetings:
             way = "out" if ticket.direction is Direction.STORE else "in"
             lease = ledger.leases.get(ticket.traveller.lease)
             out += [f"swap {way} failed"] if failed else []
-            if isinstance(ticket.traveller, Sequence) and not ticket.traveller.is_open:
+            if isinstance(ticket.traveller, OpenSequence) and not ticket.traveller.is_open:
                 is_silent = lease is not None and lease.state is LeaseState.QUARANTINED
                 out.append("swap of a silent engine" if is_silent else "swap of a released sequence")
         elif ticket.source is not None:
@@ -134,7 +134,7 @@ class Meetings:
             out += ["load of a released sequence"] if len(waiting) < len(ticket.waiters) else []
             out += ["load of windows alone"] if all(place.state(row) == READY for row in ticket.rows) else []
             if any(isinstance(each, Prefetch) for each in ticket.waiters):
-                out += ["prefetch hurried"] if any(isinstance(each, Sequence) for each in waiting) else []
+                out += ["prefetch hurried"] if any(isinstance(each, OpenSequence) for each in waiting) else []
                 out += ["prefetch of a lost lease"] if not waiting else []
         else:
             out += ["backup failed"] if failed and ticket.rows else []
@@ -151,7 +151,7 @@ class Meetings:
             sum(place.counts.windows_left for place in places),
         )
 
-    def _traits(self, name: str, sequence: Sequence | None) -> list[str]:
+    def _traits(self, name: str, sequence: OpenSequence | None) -> list[str]:
         """Pages of a sequence on its device before a call that may make room for the rest of it."""
         if sequence is None or name not in ("allocate", "swap in"):
             return []
@@ -166,14 +166,14 @@ class Meetings:
         return out + (["beside those of its hit"] if _has_windows(model, sequence, rows) else [])
 
 
-def _has_windows(model: Model, sequence: Sequence, rows: array[int]) -> bool:
+def _has_windows(model: Model, sequence: OpenSequence, rows: array[int]) -> bool:
     """True where some, and not all, of the windowed copies that a hit still lacks are on the device."""
     place = model.any_replica(sequence.replica).place
     there = [place.states[group][row] != ABSENT for group in place.window_groups for row in rows[-2:]]
     return any(there) and not all(there)
 
 
-def _named(ledger: Ledger, lease: str, contents: object) -> tuple[str, Sequence | None]:
+def _named(ledger: Ledger, lease: str, contents: object) -> tuple[str, OpenSequence | None]:
     if not isinstance(contents, tuple):
         return "repeat", None
     name = {"in": "swap in", "out": "swap out"}.get(contents[0], str(contents[0]))
@@ -181,6 +181,6 @@ def _named(ledger: Ledger, lease: str, contents: object) -> tuple[str, Sequence 
     return name, _open(ledger, lease, number) if isinstance(number, int) else None
 
 
-def _open(ledger: Ledger, lease_id: str, number: int) -> Sequence | None:
+def _open(ledger: Ledger, lease_id: str, number: int) -> OpenSequence | None:
     lease = ledger.leases.get(lease_id)
     return None if lease is None else lease.sequences.get(number)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, NO_PAGE
 from cachesvc.swap.engine import SwapEngine
@@ -49,7 +49,7 @@ def _hittable_below_hittable(model: Model) -> list[str]:
     ]
 
 
-def _sequence(model: Model, sequence: Sequence) -> list[str]:
+def _sequence(model: Model, sequence: OpenSequence) -> list[str]:
     if not sequence.is_open:
         return []
     where = f"sequence {sequence.id} of lease {sequence.lease}"

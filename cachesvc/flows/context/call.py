@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.ledger import Ledger, Model, Replica
 from cachesvc.ledger.sequence_state import AWAY, ENDED, FAILED, LEAVING, ON_DEVICE, RETURNING
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.errors import CacheError, Conflict, LoadFailed, NotFound
 
 
@@ -20,14 +20,14 @@ class Call(NamedTuple):
     replica: Replica
     now: float
 
-    def known_sequence(self, sequence_id: int) -> Sequence:
+    def known_sequence(self, sequence_id: int) -> OpenSequence:
         """A sequence of the lease, failed or not. Raises NotFound."""
         sequence = self.lease.sequences.get(sequence_id)
         if sequence is None or sequence.state is ENDED:
             raise no_sequence(sequence_id)
         return sequence
 
-    def sequence(self, sequence_id: int) -> Sequence:
+    def sequence(self, sequence_id: int) -> OpenSequence:
         """A sequence of the lease that may go on. Raises NotFound, LoadFailed."""
         sequence = self.known_sequence(sequence_id)
         if sequence.state is FAILED:
@@ -58,7 +58,7 @@ def resolve(ledger: Ledger, lease_id: str, now: float) -> Call:
     return call_of(ledger, lease, now)
 
 
-def require_active(sequence: Sequence) -> None:
+def require_active(sequence: OpenSequence) -> None:
     """Raises Conflict for a sequence that is swapped out or on its way, LoadFailed for one that can only be released.
     One whose hit is being loaded passes: it may grow."""
     if sequence.state not in ON_DEVICE:
@@ -70,7 +70,7 @@ def no_sequence(number: int) -> NotFound:
     return NotFound("sequence", number, "it was released, or never matched under this lease")
 
 
-def refusal_of(sequence: Sequence) -> CacheError:
+def refusal_of(sequence: OpenSequence) -> CacheError:
     """Error for what cannot be done with a sequence in its state."""
     number, state = sequence.id, sequence.state
     if state is FAILED:

@@ -13,7 +13,7 @@ from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.ledger.index.requests import PromptPath, Request
 from cachesvc.ledger.index.reuse_stats import Miss
 from cachesvc.ledger.index.tier_copies import NO_ROW
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Direction
@@ -26,7 +26,7 @@ GHOSTS_LOOKED = 1024
 def matched(
     core: Core,
     call: Call,
-    sequence: Sequence,
+    sequence: OpenSequence,
     hit: Hit,
     stored: int,
     max_blocks: int,
@@ -87,7 +87,7 @@ def sealing(core: Core, call: Call, keys: bytes, rows: Seq[int]) -> None:
     reuse.published += len(rows)
 
 
-def sealed_known(core: Core, call: Call, sequence: Sequence, blocks: int, sealed: Sealed) -> None:
+def sealed_known(core: Core, call: Call, sequence: OpenSequence, blocks: int, sealed: Sealed) -> None:
     """Blocks of a sequence have been sealed, ``blocks`` with those that others had sealed first."""
     for listener in core.on_sealed if sequence.anchor != NO_ROW else ():
         listener(call.model.id, call.replica.id, sequence.anchor, blocks)
@@ -126,7 +126,7 @@ def _value_positions(core: Core, call: Call, keys: bytes, hit: Hit) -> None:
             core.chores.append(Chore(NO_MODEL, lesson))
 
 
-def _follow(core: Core, call: Call, sequence: Sequence, hit_blocks: int, waited: float) -> None:
+def _follow(core: Core, call: Call, sequence: OpenSequence, hit_blocks: int, waited: float) -> None:
     """Have the eviction policy follow the request from now on: blocks that it uses are its own."""
     model, keys = call.model, bytes(sequence.keys)
     blocks = model.blocks

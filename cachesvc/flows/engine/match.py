@@ -17,7 +17,7 @@ from cachesvc.ledger.index.block_ledger import Hit
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.leases import Lease, member_of
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import GroupCells, Matched, Wait
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, KeyMisplaced, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
@@ -57,7 +57,7 @@ def match(
     hit = find_hit(core, call, keys, max_blocks, sharing)
     if isinstance(hit, Wait):
         return hit
-    sequence = Sequence(sequence_id, lease.id, model.id, call.replica.id, model.blocks, place, keys)
+    sequence = OpenSequence(sequence_id, lease.id, model.id, call.replica.id, model.blocks, place, keys)
     sequence.follow_hint(retention)
     sequence.hold(hit, hinted(core.ledger.stamp(), retention, place.pools[place.lead].usable))
     lease.sequences[sequence_id] = sequence

@@ -29,7 +29,7 @@ from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sealing import NewBlocks, seal_new
 from cachesvc.ledger.sequence_state import ACTIVE, PASSING
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.columns import Publishes, before_repeated
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, LedgerBroken, NotOwned
@@ -47,7 +47,7 @@ class Blocked(NamedTuple):
 class Known(NamedTuple):
     """An entry with keys that the index has: ``rows`` of its packed ``keys``, NO_ROW for one that is new."""
 
-    sequence: Sequence
+    sequence: OpenSequence
     keys: bytes
     rows: list[int]
 
@@ -234,7 +234,7 @@ def classify(
     has_groups = len(call.replica.place.pools) > 1
     starts, packed = batch.starts[entries.start : entries.stop + 1], batch.keys
     numbers = before_repeated(batch.sequences[entries.start : entries.stop], held)
-    sequences: list[Sequence] = []
+    sequences: list[OpenSequence] = []
     fresh: dict[bytes, None] = {}
     stop: Stop = None
     for number, first, start, end in zip(
@@ -283,7 +283,7 @@ def classify(
     return NewBlocks(sequences, list(fresh), bounds), stop
 
 
-def _inactive(number: int, sequence: Sequence | None) -> Blocked | CacheError:
+def _inactive(number: int, sequence: OpenSequence | None) -> Blocked | CacheError:
     """Reason why nothing can be published of a sequence now, or any more."""
     if sequence is None:
         return no_sequence(number)
@@ -292,7 +292,7 @@ def _inactive(number: int, sequence: Sequence | None) -> Blocked | CacheError:
     return refusal_of(sequence)
 
 
-def _misplaced(sequence: Sequence, first: int, last: int) -> CacheError:
+def _misplaced(sequence: OpenSequence, first: int, last: int) -> CacheError:
     """Reason why ``[first, last)`` are not its next blocks."""
     sealed = sequence.sealed
     if first < sealed:
@@ -302,7 +302,7 @@ def _misplaced(sequence: Sequence, first: int, last: int) -> CacheError:
     return NotOwned(f"sequence {sequence.id} has pages for {sequence.blocks} blocks, not for {last}; allocate first")
 
 
-def _known(index: BlockIndex, sequence: Sequence, keys: bytes) -> Known | KeyMisplaced:
+def _known(index: BlockIndex, sequence: OpenSequence, keys: bytes) -> Known | KeyMisplaced:
     """The rows of an entry's keys; KeyMisplaced where a key is known below another prefix, or named twice."""
     rows: list[int] = []
     above = sequence.anchor
@@ -386,7 +386,7 @@ def _until_filling(place: Place, rows: list[int]) -> tuple[list[int], bool]:
     return rows, False
 
 
-def _answer(sequence: Sequence, sealed: Sealed, pending: bool) -> Published:
+def _answer(sequence: OpenSequence, sealed: Sealed, pending: bool) -> Published:
     doubles = sealed.doubles
     if not doubles:
         return Published(sequence.sealed, (), (), (), pending)

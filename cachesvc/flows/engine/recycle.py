@@ -20,7 +20,7 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.context.turns import LAST_TURNS
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sequence_state import FAILED, ON_DEVICE
-from cachesvc.ledger.sequences import WINDOW_COST, Sequence
+from cachesvc.ledger.sequences import WINDOW_COST, OpenSequence
 from cachesvc.model.answers import GroupCells, Recycled, Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, NotOwned
 from cachesvc.model.numbers.int32s import among, column
@@ -84,7 +84,7 @@ def recycle(
     return Recycled(progress.freed, tuple(sequence.cursors.values()) if sequence is not None else ())
 
 
-def _free_named(call: Call, sequence: Sequence | None, named: list[tuple[int, set[int], set[int]]]) -> None:
+def _free_named(call: Call, sequence: OpenSequence | None, named: list[tuple[int, set[int], set[int]]]) -> None:
     """Free pages of the stock, and a sequence's own ones, of each group."""
     place = call.replica.place
     for group, stock, own in named:
@@ -98,7 +98,7 @@ def _free_named(call: Call, sequence: Sequence | None, named: list[tuple[int, se
         place.pools[group].move_all(own, PageState.FREE)
 
 
-def _due(call: Call, sequence: Sequence, tokens: int) -> int:
+def _due(call: Call, sequence: OpenSequence, tokens: int) -> int:
     """Positions of all windows that are to be given back."""
     dead = [(group, _dead_blocks(call.model, group, tokens)) for group in call.replica.place.window_groups]
     return sum(max(0, last - sequence.cursors[group]) for group, last in dead)
@@ -134,7 +134,7 @@ def recycle_many(
 
 
 def _owned(
-    call: Call, sequence: Sequence | None, pages: tuple[GroupCells, ...]
+    call: Call, sequence: OpenSequence | None, pages: tuple[GroupCells, ...]
 ) -> list[tuple[int, set[int], set[int]]]:
     """Named pages by group: those in the lease's stock, by the first group of their pool, and the sequence's own."""
     out: dict[int, tuple[int, set[int], set[int]]] = {}
@@ -155,7 +155,7 @@ def _owned(
     return list(out.values())
 
 
-def _check_own(sequence: Sequence | None, group: int, pages: set[int], *, is_windowed: bool) -> None:
+def _check_own(sequence: OpenSequence | None, group: int, pages: set[int], *, is_windowed: bool) -> None:
     if sequence is None or sequence.pages_ahead or not pages <= sequence.own[group]:
         own = set() if sequence is None or sequence.pages_ahead else sequence.own[group]
         page = min(pages - own)
@@ -166,7 +166,7 @@ def _check_own(sequence: Sequence | None, group: int, pages: set[int], *, is_win
         raise InvalidRequest(f"page {page} of group {group} is still in the block table; release the sequence instead")
 
 
-def _check_computed(model: Model, sequence: Sequence, computed_tokens: int, dead_blocks: tuple[int, ...]) -> None:
+def _check_computed(model: Model, sequence: OpenSequence, computed_tokens: int, dead_blocks: tuple[int, ...]) -> None:
     if dead_blocks and (len(dead_blocks) != len(model.layout.window_groups) or max(dead_blocks) > sequence.blocks):
         raise InvalidRequest(
             f"dead_blocks needs a number up to {sequence.blocks} for each of {len(model.layout.window_groups)} groups "

@@ -11,7 +11,7 @@ from cachesvc.flows.context.core import Core
 from cachesvc.flows.transfer.late_states import back_up_copies
 from cachesvc.ledger.block_tables import BlockTables
 from cachesvc.ledger.index.tier_copies import NO_ROW
-from cachesvc.ledger.sequences import Sequence as OpenSequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.errors import InvalidRequest, NotOwned
 from cachesvc.model.words import NO_PAGE

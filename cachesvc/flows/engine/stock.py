@@ -32,7 +32,7 @@ from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.pages.reservations import Reservation, expire
 from cachesvc.ledger.pages.shared_pool import change_group
 from cachesvc.ledger.sequence_state import ON_DEVICE
-from cachesvc.ledger.sequences import Sequence as OpenSequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.columns import Growth, before_repeated
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, NotOwned

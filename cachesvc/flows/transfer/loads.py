@@ -27,7 +27,7 @@ from cachesvc.ledger.index.block_ledger import window_positions
 from cachesvc.ledger.index.pins import Keep, Pin
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Model, Replica
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.numbers.int32s import among, array_of, column
 from cachesvc.model.transfer import Direction, PagePairs, Urgency
@@ -120,7 +120,7 @@ def bring(
     return tickets
 
 
-def bring_part(core: Core, call: Call, sequence: Sequence, loads: Loads, *, short_suffix: bool = False) -> list[int]:
+def bring_part(core: Core, call: Call, sequence: OpenSequence, loads: Loads, *, short_suffix: bool = False) -> list[int]:
     """Begin to load the blocks of a turn by a transfer of their own, where more are missing. Returns the pages that it
     takes of each group, or nothing. The next run of the call joins it. ``short_suffix``: as of a ``Transfer``.
 

@@ -25,7 +25,7 @@ from cachesvc.ledger.index.tier_copies import Place
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pages.page_pool import PagePool
 from cachesvc.ledger.pages.reservations import Reservation, expire
-from cachesvc.ledger.sequences import Sequence as OpenSequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted

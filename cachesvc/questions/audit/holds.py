@@ -12,7 +12,7 @@ import numpy as np
 
 from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY
 from cachesvc.questions.audit.recount import Check, captured, told, walked
@@ -136,7 +136,7 @@ def walk_sequences(ledger: Ledger, model: Model) -> Iterator[list[str]]:
         yield out
 
 
-def _tables(model: Model, sequence: Sequence) -> list[str]:
+def _tables(model: Model, sequence: OpenSequence) -> list[str]:
     """Check that every readable position on the device has the page of its block, or one of the sequence's own."""
     place = model.any_replica(sequence.replica).place
     path = model.blocks.index.path(sequence.anchor)
@@ -163,7 +163,7 @@ def _tables(model: Model, sequence: Sequence) -> list[str]:
     return out
 
 
-def _waits(ledger: Ledger, sequence: Sequence) -> list[str]:
+def _waits(ledger: Ledger, sequence: OpenSequence) -> list[str]:
     """Check that its loads know of it, and the ticket that swaps it."""
     running = ledger.tickets.running
     out = [
@@ -177,7 +177,7 @@ def _waits(ledger: Ledger, sequence: Sequence) -> list[str]:
     return out
 
 
-def _from_host(model: Model, sequence: Sequence) -> list[str]:
+def _from_host(model: Model, sequence: OpenSequence) -> list[str]:
     """Check that all shared blocks of a sequence that is swapped out, or that a load will bring, are whole on the
     host."""
     host_blocks = len(model.blocks.index.path(sequence.host_anchor))

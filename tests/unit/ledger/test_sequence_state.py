@@ -28,7 +28,7 @@ from cachesvc.ledger.sequence_state import (
     SequenceState,
     move,
 )
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import Wait
 from cachesvc.model.columns import Growth, Publishes
 from cachesvc.model.errors import Conflict, LedgerBroken, LoadFailed, NotFound
@@ -46,7 +46,7 @@ def test_a_move_that_the_table_lacks_is_a_defect(source: SequenceState, target: 
         move(source, target)
 
 
-def sequence_of(rig: Rig, lease: str) -> Sequence:
+def sequence_of(rig: Rig, lease: str) -> OpenSequence:
     return rig.core.ledger.leases[lease].sequences[1]
 
 

@@ -10,7 +10,7 @@ from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import Publishing, publish
 from cachesvc.flows.engine.recycle import recycle
 from cachesvc.flows.engine.release import release
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import READY, WritePolicy
@@ -31,11 +31,11 @@ def begin(device: int, host: int = 0, policy: WritePolicy = WritePolicy.WRITE_BA
     return Ends(rig, rig.lease())
 
 
-def sequence_of(ends: Ends, number: int) -> Sequence:
+def sequence_of(ends: Ends, number: int) -> OpenSequence:
     return ends.rig.core.ledger.leases[ends.lease].sequences[number]
 
 
-def compute(ends: Ends, number: int, prompt: str, states: tuple[int, ...] = ()) -> Sequence:
+def compute(ends: Ends, number: int, prompt: str, states: tuple[int, ...] = ()) -> OpenSequence:
     """Match, allocate with states in some blocks, publish all."""
     rig, lease = ends
     keys = chain(*prompt)

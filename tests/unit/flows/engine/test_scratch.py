@@ -11,7 +11,7 @@ from cachesvc.flows.engine.match import match
 from cachesvc.flows.engine.publish import publish
 from cachesvc.flows.engine.recycle import recycle
 from cachesvc.flows.engine.release import release
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
@@ -34,7 +34,7 @@ def rig() -> Rig:
     return rig_of(LAYOUT, device=(10, 10), host=(0, 0))
 
 
-def serve(rig: Rig, lease: str, number: int, prompt: str) -> Sequence:
+def serve(rig: Rig, lease: str, number: int, prompt: str) -> OpenSequence:
     """Match, allocate, publish."""
     keys = chain(*prompt)
     rig.run(match, lease, number, keys, 0)

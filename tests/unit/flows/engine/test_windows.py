@@ -17,7 +17,7 @@ from cachesvc.flows.engine.publish import publish
 from cachesvc.flows.engine.recycle import recycle
 from cachesvc.flows.engine.release import release
 from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE
@@ -81,7 +81,7 @@ class Decoder:
         self.rig.run(match, self.lease, self.id, self.keys, 0)
 
     @property
-    def record(self) -> Sequence:
+    def record(self) -> OpenSequence:
         return self.rig.core.ledger.leases[self.lease].sequences[self.id]
 
     def table(self, group: int) -> list[int]:

@@ -13,7 +13,7 @@ from cachesvc.flows.engine.match import match
 from cachesvc.ledger.eviction.planner import Evictor
 from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.pages.cached_tables import PIECE_BLOCKS
-from cachesvc.ledger.sequences import Sequence
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE, PageState
@@ -35,9 +35,9 @@ def walked(node: Node, row: int) -> list[array[int]]:
     return [array("i", [node.place.pages[group][each] for each in path]) for group in node.place.full_groups]
 
 
-def opened(node: Node, keys: bytes) -> Sequence:
+def opened(node: Node, keys: bytes) -> OpenSequence:
     """A sequence on the longest hit, as Match opens it."""
-    sequence = Sequence(1, "lease", 1, 0, node.blocks, node.place, keys)
+    sequence = OpenSequence(1, "lease", 1, 0, node.blocks, node.place, keys)
     sequence.hold(node.blocks.find(keys, node.place), 1 << 30)
     return sequence
 
