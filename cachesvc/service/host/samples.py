@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from cachesvc.model.words import PageState
-from cachesvc.questions import status
+from cachesvc.questions.status import by_pool, hits, pools, transfers
 from cachesvc.questions.view import View
 
 SAMPLE_SECONDS = 1.0
@@ -44,10 +44,10 @@ class Samples:
 
     def _take(self, late_seconds: float) -> None:
         models = self._view.models()
-        hits, moved = status.hits(models), status.transfers(self._view.running(), self._view.counters)
+        found, moved = hits(models), transfers(self._view.running(), self._view.counters)
         device = dict.fromkeys(PageState, 0)
         host = dict.fromkeys(PageState, 0)
-        for pool in status.by_pool(status.pools(models)):
+        for pool in by_pool(pools(models)):
             into = host if pool.place == "host" else device
             for state, pages in pool.counts.items():
                 into[state] += pages
@@ -56,10 +56,10 @@ class Samples:
             {
                 "number": self._number,
                 "unix_seconds": round(time.time(), 3),
-                "looked_up": hits.looked_up_blocks,
-                "device": hits.device_blocks,
-                "host": hits.host_blocks,
-                "storage": hits.storage_blocks,
+                "looked_up": found.looked_up_blocks,
+                "device": found.device_blocks,
+                "host": found.host_blocks,
+                "storage": found.storage_blocks,
                 "loaded_bytes": moved.loaded_bytes,
                 "stored_bytes": moved.stored_bytes,
                 "peer_bytes": moved.peer_bytes,
