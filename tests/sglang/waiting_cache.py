@@ -75,7 +75,7 @@ def admit_late(cache: Any, daemon: int) -> list[bool]:
     that SGLang has, and with a later one: SGLang waits once in an iteration, then looks in each."""
     from cachesvc_client.plugins.steps import outbox
 
-    late, admitted = request("late"), []
+    late, admitted = request("late"), list[bool]()
     params = SimpleNamespace(req=late, key=SimpleNamespace(token_ids=late.origin_input_ids, limit=None))
     answer_s = outbox.ANSWER_S
     outbox.ANSWER_S = 0.0
