@@ -28,9 +28,9 @@ from cachesvc.config import (
     load_config,
 )
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.model.text.command_line import Parser
+from cachesvc.model.text import Parser
 from cachesvc.model.words import WritePolicy
-from cachesvc.mover.listing import Listing
+from cachesvc.mover.life import Listing
 from cachesvc.policy.eviction import EVICTION_POLICIES
 from cachesvc.telemetry.events import start_logging
 
@@ -115,7 +115,7 @@ def check(config: Config) -> str:
     Raises a CacheError for an impossible setting. Only a start checks memory, GPUs, sockets and ports.
     """
     from cachesvc.nodes import check_peers
-    from cachesvc.service.access.tokens_file import read_keys
+    from cachesvc.service.access.tokens import read_keys
     from cachesvc.service.host.socket_files import group_number
     from cachesvc.service.host.tls import Certificates
     from cachesvc.storages import check_storage

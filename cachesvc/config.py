@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cachesvc.model.columns import MAX_OPERATIONS
+from cachesvc.model.answers import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import MOST_KEYS
-from cachesvc.model.text.addresses import parse_address
-from cachesvc.model.text.nearest import did_you_mean
-from cachesvc.model.text.sizes import parse_amount, parse_size
+from cachesvc.model.text import did_you_mean, parse_address, parse_amount, parse_size
 from cachesvc.model.words import WritePolicy
 
 BACKENDS = ("auto", "shm", "cuda")

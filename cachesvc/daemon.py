@@ -16,44 +16,35 @@ from typing import NamedTuple
 
 from cachesvc import __version__
 from cachesvc.config import Config
-from cachesvc.flows.context.core import Core, Limits
-from cachesvc.flows.leases.leases import process_arrived, process_holds
+from cachesvc.flows.core import Core, Limits
+from cachesvc.flows.leases import process_arrived, process_holds
 from cachesvc.hardware import Hardware, check_machine, choose_hardware, measure_links
 from cachesvc.ledger.ledger import Ledger
-from cachesvc.memory.host.pool import HostPool
+from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.eviction import eviction_policy
-from cachesvc.policy.writing import WriteRule
-from cachesvc.service.access.admission import Admission
-from cachesvc.service.access.connections import ways_in
-from cachesvc.service.access.keyring import Keyring
-from cachesvc.service.access.owners import MODEL_BITS, TICKET_BITS, lease_name, unordered_numbers
-from cachesvc.service.access.quota import NO_QUOTA, Quotas
-from cachesvc.service.access.shares import SharedQuotas
-from cachesvc.service.admin.admin_service import AdminService
+from cachesvc.policy.eviction import WriteRule, eviction_policy
+from cachesvc.service.access.admission import Admission, ways_in
+from cachesvc.service.access.auth import MODEL_BITS, TICKET_BITS, lease_name, unordered_numbers
+from cachesvc.service.access.quota import NO_QUOTA, Quotas, SharedQuotas
+from cachesvc.service.access.tokens import Keyring
+from cachesvc.service.admin.admin_service import Administration, AdminService, Inspection
 from cachesvc.service.admin.checksums import Checksums
-from cachesvc.service.admin.inspection import Inspection
 from cachesvc.service.admin.metric_values import MetricValues
-from cachesvc.service.admin.operations import Administration
 from cachesvc.service.calls.dispatcher import Dispatcher
 from cachesvc.service.calls.registrar import Registrar
 from cachesvc.service.calls.telemetry import Telemetry
-from cachesvc.service.host.device_health import DeviceHealth
-from cachesvc.service.host.facts import Facts, Transports
+from cachesvc.service.host.device_health import DeviceHealth, Facts, Transports
 from cachesvc.service.host.health import HealthAnswers
 from cachesvc.service.host.life import LifeServer
 from cachesvc.service.host.reload import Reloader, live_settings
 from cachesvc.service.host.server import Listening, Server, Services, service_names
 from cachesvc.service.host.socket_files import SocketClaim
 from cachesvc.service.host.web import WebPage
-from cachesvc.service.lane.lanes import Lanes
-from cachesvc.service.loop.garbage import Collector, collector_between_calls
-from cachesvc.service.loop.node import Node
-from cachesvc.service.rpc.cache_service import CacheService
+from cachesvc.service.lane import Lanes
+from cachesvc.service.loop.node import Collector, Node, collector_between_calls
 from cachesvc.service.rpc.edge import Edge
-from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
-from cachesvc.service.rpc.lease_service import LeaseService
+from cachesvc.service.rpc.services import CacheService, EngineService, LeaseService
 from cachesvc.storages import Storages
 from cachesvc.swap.engine import SwapEngine, TransferEnds
 from cachesvc.swap.vault import Vault

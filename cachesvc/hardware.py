@@ -13,24 +13,24 @@ from pathlib import Path
 
 from cachesvc import __version__
 from cachesvc.config import Config
-from cachesvc.memory.copy.arbiter import CopyRules
-from cachesvc.memory.cuda.backend import CudaBackend
-from cachesvc.memory.host import numa
-from cachesvc.memory.host.available import MemoryLimit, memory_limits
+from cachesvc.memory import numa
+from cachesvc.memory.arbiter import CopyRules
+from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.interface import DeviceMemory
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.numa import MemoryLimit, memory_limits
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.model.text.addresses import parse_address
-from cachesvc.mover.listing import ListedGpu, Listing
+from cachesvc.model.text import parse_address
+from cachesvc.mover.life import ListedGpu, Listing
 from cachesvc.mover.process import found
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.settings import Settings
-from cachesvc.service.host.device_line import DeviceLine
+from cachesvc.mover.records import Settings
+from cachesvc.service.host.device_health import DeviceLine
 from cachesvc.swap.costs import H100_COSTS, LinkCosts, costs_of
 from cachesvc.swap.movers import InProcessMovers
 from cachesvc.telemetry import events
 from gpu_ops.calibration import BUFFER_BYTES, LinkFigures, calibrate
-from gpu_ops.errors import CudaError, CudaMissing
+from gpu_ops.driver import CudaError, CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 
 

@@ -19,13 +19,12 @@ from pathlib import Path
 from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.hardware import WAYS_IN, port_trouble
-from cachesvc.memory.host.available import ROOT, memory_limits
+from cachesvc.memory.numa import ROOT, memory_limits
 from cachesvc.model.errors import CacheError
-from cachesvc.model.text.addresses import parse_address
-from cachesvc.model.text.sizes import describe_bytes
+from cachesvc.model.text import describe_bytes, parse_address
 from cachesvc.service.host.socket_files import group_number, is_served
 from cachesvc.storages import check_storage
-from gpu_ops.errors import CudaError, CudaMissing
+from gpu_ops.driver import CudaError, CudaMissing
 from gpu_ops.gpu import driver_version, find_gpus
 
 OK, WARNING, MISSING = "ok", "warning", "missing"

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.text.addresses import Address, parse_address, parse_addresses
+from cachesvc.model.text import Address, parse_address, parse_addresses
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.fleet.guests import Guests, parse_networks
-from cachesvc.peer.fleet.names import MOST_PEERS, PeerNames
+from cachesvc.peer.fleet import MOST_PEERS, Guests, PeerNames, parse_networks
 from cachesvc.peer.lender import Lender
 from cachesvc.service.calls.digests import DigestFeed
-from cachesvc.service.calls.expecting import PeerLenders
-from cachesvc.service.calls.lending import LendingDesk
+from cachesvc.service.calls.lending import LendingDesk, PeerLenders
 from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.peer_client import GrpcControl
 from cachesvc.service.rpc.peer_service import PeerListening, PeerServer, PeerService, PeerTokens

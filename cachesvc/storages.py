@@ -10,29 +10,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cachesvc.config import Config
-from cachesvc.flows.storage.flush import begin_flush, go_on
-from cachesvc.memory.host.pool import HostPool
+from cachesvc.flows.storage_writes import begin_flush, go_on
+from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.nodes import Nodes
 from cachesvc.policy.eviction import eviction_policy
-from cachesvc.service.admin.storage_answers import StorageAnswers
-from cachesvc.service.calls.storage_events import StorageFlows
-from cachesvc.service.calls.storage_metrics import read_storage
+from cachesvc.service.admin.messages import StorageAnswers
+from cachesvc.service.calls.telemetry import StorageFlows, read_storage
 from cachesvc.service.loop.node import Node
 from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.options import file_options
+from cachesvc.storage.file.keeper import file_options
 from cachesvc.storage.mooncake.engine import MooncakeStorage
-from cachesvc.storage.mooncake.options import mooncake_options
+from cachesvc.storage.mooncake.native import mooncake_options
 from cachesvc.storage.objects import ObjectStore
+from cachesvc.storage.s3.client import s3_options
 from cachesvc.storage.s3.engine import S3Storage
-from cachesvc.storage.s3.options import s3_options
 from cachesvc.storage.seam import Rank, StorageBackend, oldest_first
 from cachesvc.storage.spec import StorageSpec, WriteWhen, parse_storage
-from cachesvc.storage.tier.tier import Tier
-from cachesvc.storage.tier.tiers import MOST_TIERS, Tiers
+from cachesvc.storage.tier import Tier
+from cachesvc.storage.tiers import MOST_TIERS, Tiers
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
-from cachesvc.telemetry.metric_reader import Reading
+from cachesvc.telemetry.scrape_server import Reading
 
 OPTIONS = {"file": file_options, "mooncake": mooncake_options, "s3": s3_options}
 FLUSH_LOOK_SECONDS, FLUSH_TELL_SECONDS = 0.02, 1.0

@@ -1,6 +1,12 @@
 """The CUDA driver API by ctypes: the few functions that are needed here. No toolkit, no headers, no CuPy.
 
 ctypes lets go of the GIL for every call, so a call that submits a thousand copies blocks no other thread.
+
+Errors of a GPU.
+
+CudaMissing              no driver, or one that is too old
+CudaError                a call of the driver failed: which, and its code
+    CudaOutOfMemory      the memory left does not suffice (a MemoryError too)
 """
 
 from __future__ import annotations
@@ -11,8 +17,6 @@ from contextlib import contextmanager
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any
-
-from gpu_ops.errors import OUT_OF_MEMORY, CudaError, CudaMissing, CudaOutOfMemory
 
 LIBRARY = "libcuda.so.1"
 IPC_HANDLE_BYTES = 64
@@ -219,3 +223,24 @@ def current(context: int) -> Iterator[Driver]:
         yield cuda
     finally:
         cuda.call("cuCtxPopCurrent_v2", ctypes.byref(c_void_p()))
+
+
+OUT_OF_MEMORY = 2
+
+
+class CudaMissing(RuntimeError):
+    """This machine has no NVIDIA driver that can be used, or a GPU that was named is not there."""
+
+
+class CudaError(RuntimeError):
+    """``call`` returned ``code``, which the driver calls ``name``."""
+
+    def __init__(self, call: str, code: int, name: str, description: str) -> None:
+        super().__init__(f"{call}: {name} ({code}): {description}")
+        self.call = call
+        self.code = code
+        self.name = name
+
+
+class CudaOutOfMemory(CudaError, MemoryError):
+    """The device (or the machine, for pinned memory) has not that much memory left."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpu_ops.driver import Driver, current, driver
-from gpu_ops.errors import CudaError, CudaMissing
+from gpu_ops.driver import CudaError, CudaMissing, Driver, current, driver
 from gpu_ops.memory import DeviceMemory, allocate_ipc, allocate_vmm, close_ipc, map_fd, open_ipc, unmap
 from gpu_ops.streams import CopyQueue
 

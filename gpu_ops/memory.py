@@ -12,8 +12,7 @@ from collections.abc import Callable
 from ctypes import c_int, c_size_t, c_uint64
 from dataclasses import dataclass
 
-from gpu_ops.driver import AccessRights, AllocationKind, Driver, IpcHandle, Location, current
-from gpu_ops.errors import CudaError
+from gpu_ops.driver import AccessRights, AllocationKind, CudaError, Driver, IpcHandle, Location, current
 
 ALLOCATION_BYTES = 2 << 20
 LAZY_PEER_ACCESS = 1

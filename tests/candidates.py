@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cachesvc.ledger.index.block_ledger import window_rank
-from cachesvc.ledger.index.orders import SPENT
-from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.ledger.block_ledger import window_rank
+from cachesvc.ledger.candidates import CopyQueues, LeafOrder, QueuedLeaves
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.order.candidates import LeafOrder
-from cachesvc.ledger.order.class_queues import QueuedLeaves
-from cachesvc.ledger.order.copy_queues import CopyQueues
+from cachesvc.ledger.retention import SPENT
+from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.words import FILLING, READY
-from cachesvc.policy.hazard.history import History
+from cachesvc.policy.hazard import History
 
 
 def candidates(model: Model, place: Place) -> Iterator[str]:

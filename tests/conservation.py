@@ -1,6 +1,6 @@
 """Does everything add up? The rules of ownership said again, row by row, as plainly as can be: an oracle for tests.
 
-It shares no line with what the daemon itself offers for this (`questions.audit.verify`), which compares columns.
+It shares no line with what the daemon itself offers for this (`questions.audit`), which compares columns.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from cachesvc.ledger.holds import Hold
-from cachesvc.ledger.index.tier_copies import NO_ROW, Place
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.sequences import OpenSequence
+from cachesvc.ledger.sequences import Hold, OpenSequence
+from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 from tests.candidates import candidates, lost, segments

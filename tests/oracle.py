@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cachesvc_ctl.lab.traces.trace import read_trace
+from cachesvc_lab.traces import read_trace
 
 
 class Request(Protocol):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cachesvc.ledger.index.tier_copies import Place
-from cachesvc.ledger.pages.page_pool import PagePool
-from cachesvc.ledger.pages.shared_pool import GroupPool
+from cachesvc.ledger.page_pool import PagePool
+from cachesvc.ledger.shared_pool import GroupPool
+from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.words import PageState
 
 NO_GROUP = -1

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from cachesvc_client.wire.credentials import Credentials
+from cachesvc_ctl.core.command import Target
 from cachesvc_ctl.core.daemon_process import DaemonProcess
-from cachesvc_ctl.core.target import Target
-from cachesvc_ctl.top.app import TopApp
+from cachesvc_ctl.top_app import TopApp
 
 from tools.lively import lively_daemon
 

@@ -268,7 +268,7 @@ def run_engine(socket: str, wish: Wish, spawned_s: float, pipe: Connection) -> N
     entered_s = time.monotonic()
     import cupy
 
-    import_module("cachesvc_client.memory.cuda_device")  # otherwise imported by the first attach
+    import_module("cachesvc_client.memory.cuda")  # otherwise imported by the first attach
     cupy.zeros(1, np.uint8).get()
     engine = PrefixEngine(socket, wish, spawned_s, cupy.cuda.Stream(non_blocking=True))
     engine.lap("python", entered_s)

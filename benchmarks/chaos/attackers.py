@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from cachesvc_client import CacheClient, Credentials, Lease, opaque, open_remote
 from cachesvc_client.wire.life import LifeConnection
-from cachesvc_client.wire.transports.blocking_lane import BlockingLane
+from cachesvc_client.wire.transports import BlockingLane
 from kvcache.v1 import admin_pb2, cache_pb2
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc
 from cachesvc_ctl.core.daemon_process import DaemonProcess
-from cachesvc_ctl.lab.replay.replay_engine import EngineSettings
-from cachesvc_ctl.lab.traces.trace import TraceRequest
+from cachesvc_lab.replay import EngineSettings
+from cachesvc_lab.traces import TraceRequest
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.chaos.figures import Figures

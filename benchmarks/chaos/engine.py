@@ -39,11 +39,10 @@ from cachesvc_client import (
     Reattacher,
     Timeouts,
 )
-from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.sequence import Sequence
-from cachesvc_client.stepping import PendingStep, StepStream
-from cachesvc_ctl.lab.replay.replay_engine import EngineSettings, say
-from cachesvc_ctl.lab.traces.page_pattern import PagePattern
+from cachesvc_client.records.steps import StepBatch
+from cachesvc_client.sequence import PendingStep, Sequence, StepStream
+from cachesvc_lab.replay import EngineSettings, say
+from cachesvc_lab.traces import PagePattern
 
 from cachesvc.wire.status import LIFE_SUFFIX
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachesvc_ctl.lab.replay.histogram import LatencyHistogram
+from cachesvc_lab.replay_report import LatencyHistogram
 
 SUMS = ("device", "host", "computed", "uncached", "verified", "corrupt")
 

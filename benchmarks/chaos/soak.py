@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cachesvc_ctl.core.daemon_process import DaemonFailed
-from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
+from cachesvc_lab.traces import TraceRequest, read_trace
 
 from benchmarks.chaos.crew import Crew, Plan, RunFailed
 from benchmarks.chaos.faults import FaultRates, Faults

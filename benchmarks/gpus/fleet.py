@@ -19,8 +19,8 @@ from cachesvc_client.memory.pool import POLL_S
 
 from benchmarks.support.mover import WAIT_SECONDS, Mover
 from benchmarks.swap.swaps import Way, scattered
-from cachesvc.memory.copy.host_budget import HostBudget
-from cachesvc.memory.host.slab import HostSlab
+from cachesvc.memory.host_budget import HostBudget
+from cachesvc.memory.host_pool import HostSlab
 from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.futex import Words, wait_reached, words_of

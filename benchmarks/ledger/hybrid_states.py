@@ -16,10 +16,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from cachesvc_ctl.lab.simulation.grid import Cell, hybrid_grid, run_cell
-from cachesvc_ctl.lab.simulation.hybrid import NO_COPIES, hybrid_model
-from cachesvc_ctl.lab.traces.prompts import Prompts, prompts_of
-from cachesvc_ctl.lab.traces.trace import DEFAULT_BLOCK_TOKENS, read_trace
+from cachesvc_lab.grid import NO_COPIES, Cell, hybrid_grid, hybrid_model, run_cell
+from cachesvc_lab.traces import DEFAULT_BLOCK_TOKENS, Prompts, prompts_of, read_trace
 
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result

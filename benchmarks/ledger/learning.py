@@ -18,18 +18,17 @@ from collections.abc import Callable, Iterator
 from benchmarks.ledger.moves import LAYOUT, PROMPT_BLOCKS, block_key, fill, open_sequence, partly_known
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
-from cachesvc.ledger.eviction.planner import Evictor
-from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.requests import PromptPath, Request
-from cachesvc.ledger.index.tier_copies import NO_ROW, Place
-from cachesvc.ledger.order.class_queues import NO_RANK, Heads
-from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.block_ledger import BlockLedger
+from cachesvc.ledger.candidates import NO_RANK, Heads
+from cachesvc.ledger.page_pool import PagePool
+from cachesvc.ledger.planner import Evictor
+from cachesvc.ledger.retention import PromptPath, Request
+from cachesvc.ledger.tier_copies import NO_ROW, Place
+from cachesvc.model.answers import Ended
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.requests import Ended
 from cachesvc.model.words import PageState
 from cachesvc.policy.eviction import lru
-from cachesvc.policy.hazard.classes import Features
-from cachesvc.policy.hazard.history import REMEMBERED, History
+from cachesvc.policy.hazard import REMEMBERED, Features, History
 
 QUEUES, CLASSES, REPEATS = 300, 500, 5
 EVICTED_AT_ONCE = 16

@@ -23,15 +23,15 @@ import numpy as np
 
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
-from cachesvc.ledger.eviction.planner import Evictor
-from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.requests import PromptPath, Request
-from cachesvc.ledger.index.tier_copies import NO_ROW, Place
-from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.block_ledger import BlockLedger
+from cachesvc.ledger.page_pool import PagePool
+from cachesvc.ledger.planner import Evictor
+from cachesvc.ledger.retention import PromptPath, Request
 from cachesvc.ledger.sequences import OpenSequence
+from cachesvc.ledger.tier_copies import NO_ROW, Place
+from cachesvc.model.answers import Ended
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.requests import Ended
 from cachesvc.model.words import NO_PAGE, PageState
 from cachesvc.policy.eviction import eviction_policy, lru
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cachesvc_ctl.lab.simulation.grid import OPTIMUM, Cell, run_grid
-from cachesvc_ctl.lab.traces.prompts import Prompts, prompts_of
-from cachesvc_ctl.lab.traces.trace import DEFAULT_BLOCK_TOKENS, read_trace
+from cachesvc_lab.grid import OPTIMUM, Cell, run_grid
+from cachesvc_lab.traces import DEFAULT_BLOCK_TOKENS, Prompts, prompts_of, read_trace
 
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result

@@ -13,9 +13,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from cachesvc_ctl.lab.simulation.grid import OPTIMUM
-from cachesvc_ctl.lab.traces.prompts import prompts_of
-from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
+from cachesvc_lab.grid import OPTIMUM
+from cachesvc_lab.traces import TraceRequest, prompts_of, read_trace
 
 from benchmarks.ledger.simulation import PERCENTS, measure
 from benchmarks.ledger.workloads import BLOCK_TOKENS, WORKLOADS, in_turn, once_more, workload

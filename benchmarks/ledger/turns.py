@@ -23,16 +23,15 @@ from benchmarks.ledger.turns_daemon import LAYOUT, TOKEN, WINDOWED, Daemon, runn
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
 from cachesvc.__main__ import SWITCH_SECONDS
-from cachesvc.flows.leases.leases import lose_silent, process_gone
-from cachesvc.flows.models.registration import RegisterRequest, evict_model
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.leases import lose_silent, process_gone
+from cachesvc.flows.registration import RegisterRequest, evict_model
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.model.layout import Layout
-from cachesvc.questions.audit.verify import verify
+from cachesvc.questions.audit import verify
 from cachesvc.questions.dump import dump
 from cachesvc.questions.status import status
-from cachesvc.service.loop.latency import LoopWatch
-from cachesvc.service.loop.time_slices import TimeSlices
-from cachesvc.telemetry.metric_reader import Reading
+from cachesvc.service.loop.line import LoopWatch, TimeSlices
+from cachesvc.telemetry.scrape_server import Reading
 
 LONG = 43_000
 SEQUENCES = 16

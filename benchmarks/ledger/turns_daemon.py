@@ -15,16 +15,15 @@ from kvcache.v1 import cache_pb2, lease_pb2
 from benchmarks.ledger.moves import PROMPT_BLOCKS, block_key
 from cachesvc.config import Config
 from cachesvc.daemon import DaemonParts, build
-from cachesvc.flows.leases.leases import process_arrived
-from cachesvc.flows.models.admin import evict
-from cachesvc.flows.models.registration import RegisterRequest
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.leases import process_arrived
+from cachesvc.flows.pinning import evict
+from cachesvc.flows.registration import RegisterRequest
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.service.access.auth import EVERYONE
-from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.rpc.edge import Edge
-from cachesvc.service.rpc.lease_service import LeaseService
+from cachesvc.service.rpc.services import CacheService, LeaseService
 
 PAGE_BYTES = 64
 LAYOUT = Layout(64, 1, (PlaneGroup("full"),), (Plane("bytes", 0, "full", (PAGE_BYTES,), "uint8"),))

@@ -14,7 +14,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from cachesvc_ctl.lab.traces.trace import TraceRequest
+from cachesvc_lab.traces import TraceRequest
 
 BLOCK_TOKENS = 512
 SECONDS_A_TOKEN = 0.02

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from cachesvc_client import CacheClient, CacheClientError
 from cachesvc_client.wire.life import LifeConnection
-from cachesvc_client.wire.transports.blocking_lane import BlockingLane
+from cachesvc_client.wire.transports import BlockingLane
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.chaos.proc import MIB, bytes_beside_pools

@@ -19,7 +19,7 @@ def main() -> None:
     _, path, _, _, _, module, *flags = sys.argv
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     time.perf_counter = time.thread_time  # a busy machine then does not show
-    from cachesvc.service.loop.latency import Longest
+    from cachesvc.service.loop.line import Longest
 
     def note(self: Longest, what: str, seconds: float, now: float) -> None:  # noqa: ARG001 - of its own face
         if seconds >= LEAST_SECONDS:

@@ -40,7 +40,7 @@ from cachesvc_client import (
     opaque,
 )
 from cachesvc_client.wire.life import LifeConnection
-from cachesvc_client.wire.transports.blocking_lane import BlockingLane
+from cachesvc_client.wire.transports import BlockingLane
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 

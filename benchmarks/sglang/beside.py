@@ -16,9 +16,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cachesvc_client import CacheClient
-from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.wish import Wish
+from cachesvc_client.plugins.page_book import PageBook
+from cachesvc_client.plugins.request_pages import RequestPages, Wish
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.rpc.bystander import summary

@@ -28,7 +28,7 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 from benchmarks.support.daemon_log import told
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
-from cachesvc.storage.s3.options import S3Options
+from cachesvc.storage.s3.client import S3Options
 from tests.contracts import mooncake_rig, s3_rig
 from tests.e2e.storage import network as network_rig
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
-from cachesvc.memory.mapped import yield_to_callers
+from cachesvc.memory.extents import yield_to_callers
 from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.options import FileOptions
+from cachesvc.storage.file.keeper import FileOptions
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import ObjectName, Outcome, Part, Scope
 

@@ -28,7 +28,7 @@ from benchmarks.support.daemon_log import told
 from benchmarks.support.machine import describe_machine, fail
 from benchmarks.support.recording import write_result
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.fleet.control import Answered
+from cachesvc.peer.fleet import Answered
 from cachesvc.service.rpc.peer_client import GrpcControl
 from cachesvc.service.rpc.peer_service import PeerListening
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, ObjectName, Part, Scope

@@ -18,23 +18,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cachesvc_client.client import Lease
 from cachesvc_client.core.errors import CacheClientError
-from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.wire.credentials import open_remote
 from cachesvc_client.wire.settings import as_path
 from cachesvc_ctl.core.daemon_process import DaemonProcess
-from cachesvc_ctl.lab.replay.replay_engine import EngineSettings, Outcome, ReplayEngine, connect
-from cachesvc_ctl.lab.traces.trace import read_trace
+from cachesvc_lab.replay import EngineSettings, Outcome, ReplayEngine, connect
+from cachesvc_lab.traces import read_trace
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.storage import seam
-from cachesvc.storage.file.direct import ALIGN_BYTES
-from cachesvc.storage.file.paths import object_of, scope_of
-from cachesvc.storage.header import check_content, require_digest
+from cachesvc.storage.file.disk import ALIGN_BYTES
+from cachesvc.storage.file.space import object_of, scope_of
+from cachesvc.storage.objects import check_content, require_digest
 
 LOOK_SECONDS = 0.05
 

@@ -23,12 +23,11 @@ from typing import Any
 from benchmarks.storage.disk import MIB, SCOPE, Figure, fetch, fill, keep, name_of
 from benchmarks.support.machine import describe_machine, fail
 from benchmarks.support.recording import write_result
-from cachesvc.memory.mapped import address_of, yield_to_callers
+from cachesvc.memory.extents import address_of, yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.storage.mooncake import native
 from cachesvc.storage.mooncake.engine import MooncakeStorage
-from cachesvc.storage.mooncake.lane import BATCH_BYTES, BATCH_ITEMS
-from cachesvc.storage.mooncake.options import MooncakeOptions
+from cachesvc.storage.mooncake.native import BATCH_BYTES, BATCH_ITEMS, MooncakeOptions
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import ObjectName, Part
 

@@ -21,12 +21,10 @@ from typing import Any
 from benchmarks.storage.disk import MIB, SCOPE, Figure, fetch, fill, keep, name_of
 from benchmarks.support.machine import describe_machine, fail
 from benchmarks.support.recording import write_result
-from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.storage.header import HEADER_BYTES
-from cachesvc.storage.objects import ObjectStore
-from cachesvc.storage.s3.client import S3Bucket
+from cachesvc.memory.extents import yield_to_callers
+from cachesvc.storage.objects import HEADER_BYTES, ObjectStore
+from cachesvc.storage.s3.client import S3Bucket, S3Options
 from cachesvc.storage.s3.engine import S3Storage
-from cachesvc.storage.s3.options import S3Options
 from cachesvc.storage.seam import ObjectName, Part
 from tests.contracts import s3_rig
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
 from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.options import FileOptions
+from cachesvc.storage.file.keeper import FileOptions
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import ObjectName, Outcome, Part, Scope
 

@@ -38,7 +38,7 @@ def describe_machine() -> dict[str, str]:
 
 def describe_gpu() -> dict[str, str]:
     """The first GPU and its driver; empty where there is none. Makes no context."""
-    from gpu_ops.errors import CudaMissing
+    from gpu_ops.driver import CudaMissing
     from gpu_ops.gpu import driver_version, find_gpus
 
     try:
@@ -56,7 +56,7 @@ def describe_gpu() -> dict[str, str]:
 
 def require_gpu(*modules: str) -> None:
     """End the process with one line and exit code 2 where there is no GPU, or a module is not installed."""
-    from gpu_ops.errors import CudaMissing
+    from gpu_ops.driver import CudaMissing
     from gpu_ops.gpu import find_gpus
 
     try:

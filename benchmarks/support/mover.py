@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 from cachesvc.config import Config
 from cachesvc.hardware import choose_hardware, measure_links
-from cachesvc.memory.host.pool import MAX_CHUNK_BYTES, HostPool
-from cachesvc.memory.host.slab import HostSlab
+from cachesvc.memory.host_pool import MAX_CHUNK_BYTES, HostPool, HostSlab
 from cachesvc.memory.interface import Slab
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.service.host.device_line import DeviceLine
+from cachesvc.service.host.device_health import DeviceLine
 from cachesvc.swap.engine import SwapEngine
 
 WAIT_SECONDS = 120.0

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from cachesvc.memory.host import numa
-from cachesvc.memory.mapped import address_of, populate, yield_to_callers
+from cachesvc.memory import numa
+from cachesvc.memory.extents import address_of, populate, yield_to_callers
 from cachesvc.model.transfer import Direction
 from gpu_ops.gpu import gpu_by_uuid
 from gpu_ops.streams import CopyQueue

@@ -33,7 +33,7 @@ from benchmarks.support.recording import write_result
 from benchmarks.swap.plain import PlainCopies
 from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.config import DEVICE_MEMORY, MOVERS
-from cachesvc.memory.host.slab import HostSlab
+from cachesvc.memory.host_pool import HostSlab
 from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import CacheError
 from cachesvc.model.futex import wait_reached, words_of

@@ -37,13 +37,12 @@ from benchmarks.support.mover import Mover, two_plane_layout
 from benchmarks.support.recording import write_result
 from benchmarks.swap.swaps import CHECKED_PAGES, GROUNDS, KIB, MIB, WAYS, Field, check
 from cachesvc.__main__ import SWITCH_SECONDS
-from cachesvc.memory.copy import copy_thread
-from cachesvc.memory.cuda import streams as copy_streams
-from cachesvc.memory.shm import backend
+from cachesvc.memory import copy_thread, shm
+from cachesvc.memory import cuda as copy_streams
 from cachesvc.model.futex import wait_reached
 from cachesvc.model.transfer import has_reached
 from cachesvc.mover import __main__ as mover_main
-from cachesvc.mover import process, processes, ring
+from cachesvc.mover import process, processes, records
 from cachesvc.swap import movers
 from gpu_ops import streams
 from gpu_ops.gpu import Gpu, gpu_by_uuid
@@ -114,18 +113,18 @@ def serve_noted(fd: int, device: str, path: str, *, is_free: bool) -> None:
     stamps = Stamps(path)
     note = {name: partial(stamps.note, number) for number, name in enumerate(NAMES)}
     if is_free:
-        vars(backend)["run_copies"] = vars(backend)["yield_to_callers"] = lambda *_: None
-        backend.ShmRunner.only_queues = True
-    noted(ring.Reader, "wait", None, note["mover woke"])
+        vars(shm)["run_copies"] = vars(shm)["yield_to_callers"] = lambda *_: None
+        shm.ShmRunner.only_queues = True
+    noted(records.Reader, "wait", None, note["mover woke"])
     noted(movers.InProcessMovers, "submit_here", note["job read"], note["job queued"])
     noted(copy_thread.CopyThread, "_cut", note["thread took it"], note["slice cut"])
-    for runner in (backend.ShmRunner, copy_streams.CudaRunner):
+    for runner in (shm.ShmRunner, copy_streams.CudaRunner):
         noted(runner, "submit", note["slice begun"], note["slice begun, back"])
         noted(runner, "wait", None, note["slice landed"])
     noted(streams.CopyQueue, "_copy", note["driver called"], note["driver back"])
-    noted(backend.ShmBackend, "_copy", note["driver called"], note["driver back"])
+    noted(shm.ShmBackend, "_copy", note["driver called"], note["driver back"])
     noted(streams.Mark, "wait", None, note["event reached"])
-    noted(ring.Writer, "put", None, note["end told"])
+    noted(records.Writer, "put", None, note["end told"])
     sys.argv = ["cachesvc-mover", "--connected", str(fd), "--gpu", device]
     mover_main.main()
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
-from cachesvc_vllm.daemon.settings import FLAGS, Settings
+from cachesvc_client.plugins.node import Node, Share, new_instance
+from cachesvc_vllm.settings import FLAGS, Settings
 from cachesvc_vllm.transfers import WorkerShare
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor

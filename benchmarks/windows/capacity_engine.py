@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 from benchmarks.windows.capacity_node import Node
 from benchmarks.windows.capacity_plan import FULL, WINDOW, Machine, Request, held_blocks
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.core import Core, Limits
-from cachesvc.flows.leases.leases import open_lease, process_arrived
-from cachesvc.flows.models.registration import RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
-from cachesvc.flows.transfer.transfers import land
-from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.flows.core import Core, Limits, resolve
+from cachesvc.flows.leases import open_lease, process_arrived
+from cachesvc.flows.registration import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Ledger
-from cachesvc.memory.host.free_ranges import FreeRanges
+from cachesvc.ledger.tier_copies import Place
+from cachesvc.memory.host_pool import FreeRanges
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
-from cachesvc.policy.eviction import eviction_policy
-from cachesvc.policy.writing import WriteRule
-from cachesvc.questions.audit.verify import verify_at_once
-from cachesvc.swap.headroom import Headroom
+from cachesvc.policy.eviction import WriteRule, eviction_policy
+from cachesvc.questions.audit import verify_at_once
+from cachesvc.swap.movers import Headroom
 
 Answer = TypeVar("Answer")
 TOKEN = b"capacity-process"

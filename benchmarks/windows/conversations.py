@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cachesvc_client import KEY_BYTES, Expected, Layout, Plane, PlaneGroup
-from cachesvc_ctl.lab.simulation.optimum import optimal_hits
-from cachesvc_ctl.lab.traces.prompts import prompts_of
-from cachesvc_ctl.lab.traces.trace import TraceRequest
+from cachesvc_lab.grid import optimal_hits
+from cachesvc_lab.traces import TraceRequest, prompts_of
 from kvcache.v1 import storage_pb2
 
 from benchmarks.support.machine import describe_machine, fail

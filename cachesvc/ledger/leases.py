@@ -7,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from cachesvc.ledger.holds import Prefetch
-from cachesvc.ledger.pages.page_pool import PagePool
-from cachesvc.ledger.pages.reservations import Reservation
-from cachesvc.ledger.sequences import OpenSequence
-from cachesvc.model.numbers.sharing import BACKGROUND, Party
+from cachesvc.ledger.page_pool import PagePool, Reservation
+from cachesvc.ledger.sequences import OpenSequence, Prefetch
+from cachesvc.model.numbers import BACKGROUND, Party
 from cachesvc.model.words import PageState
 
 MEMBER_BITS = 40

@@ -7,21 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from cachesvc.ledger.eviction.planner import Evictor
-from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.operator_pins import OperatorPins
-from cachesvc.ledger.index.reuse_stats import Reuse
-from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.ledger.block_ledger import BlockLedger
+from cachesvc.ledger.candidates import Ages
+from cachesvc.ledger.change_log import Moment
 from cachesvc.ledger.leases import Lease, LeaseState, Process
-from cachesvc.ledger.lent import LentBlocks
-from cachesvc.ledger.order.ages import Ages
-from cachesvc.ledger.pages.change_log import Moment
-from cachesvc.ledger.recent_requests import RecentRequests
-from cachesvc.ledger.storage_state import Stored
+from cachesvc.ledger.pins import OperatorPins
+from cachesvc.ledger.planner import Evictor
+from cachesvc.ledger.reuse_stats import RecentRequests, Reuse
+from cachesvc.ledger.storage_state import LentBlocks, Stored
 from cachesvc.ledger.tickets import TicketBook
+from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, Unavailable
 from cachesvc.model.layout import Layout
-from cachesvc.model.numbers.sharing import BACKGROUND, Party
+from cachesvc.model.numbers import BACKGROUND, Party
 
 
 class Shadow(Protocol):

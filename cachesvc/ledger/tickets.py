@@ -15,11 +15,11 @@ from enum import Enum
 from itertools import count
 from typing import Protocol, TypeVar
 
-from cachesvc.ledger.eviction.planner import Drain
-from cachesvc.ledger.index.pins import Pin
-from cachesvc.ledger.pages.reservations import Reservation
+from cachesvc.ledger.page_pool import Reservation
+from cachesvc.ledger.pins import Pin
+from cachesvc.ledger.planner import Drain
 from cachesvc.model.errors import NotFound
-from cachesvc.model.numbers.sharing import BACKGROUND, Party
+from cachesvc.model.numbers import BACKGROUND, Party
 from cachesvc.model.transfer import Direction, Failed, Inward, Outcome, TimelineSlot, Urgency
 
 Key = TypeVar("Key")

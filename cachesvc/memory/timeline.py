@@ -2,18 +2,28 @@
 
 An engine gets the sheet of its model alone: words that other models' engines wait for lie in files that it has no
 descriptor of. Processors wait by futex or look; streams wait too, where the file is pinned.
+
+A pipe without writes, by which engines learn that no copy comes into their pools any more.
+
+One end goes to the engines of a model. Movers that copy into the model's slabs on a device hold the other one, and
+close it once their copies have landed; where a mover dies, the kernel closes it.
+
+Counted holds on regions: memory is not freed before its readers have finished.
+
+Copies need none: the ledger closes no pool that a ticket touches. Readers beside it (checksums, verification) look a
+page up on one thread while another one may be closing the page's slab.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
+from cachesvc.memory.extents import address_of, map_memfd, new_memfd, seal_memfd
 from cachesvc.memory.interface import Handle
-from cachesvc.memory.mapped import address_of, map_memfd, new_memfd, seal_memfd
-from cachesvc.memory.writers import Writers
 from cachesvc.model.errors import LedgerBroken, NotFound, Unavailable
 from cachesvc.model.futex import WORD_BYTES, store_and_wake, wake, words_of
 
@@ -188,3 +198,64 @@ class HostTimeline:
         with ExitStack() as every:  # whatever one of them raises
             for sheet in self._sheets.values():
                 every.callback(sheet.close)
+
+
+class Writers:
+    """``fd``: for engines, by ``handle``; it hangs up once ``held`` is closed in every process."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        self.handle = Handle("pipe", secrets.token_bytes(TOKEN_BYTES), 0)
+        self.fd, self.held = os.pipe2(os.O_CLOEXEC)
+
+    def hand_over(self) -> None:
+        """Another process holds the other end now, and this one does not. Idempotent."""
+        if self.held >= 0:
+            os.close(self.held)
+            self.held = -1
+
+    def close(self) -> None:
+        """Close what is held here. Idempotent."""
+        self.hand_over()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Holds:
+    """Open regions, and how many hold each. Any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count: dict[int, int] = {}
+        self._ending: set[int] = set()
+
+    def begin(self, region: int) -> None:
+        """The region may be held from now on. Numbers are not used again."""
+        with self._changed:
+            self._count[region] = 0
+
+    @contextmanager
+    def hold(self, region: int) -> Iterator[None]:
+        """Keep a region's memory for a while. Raises NotFound where it is unknown, closed, or being closed."""
+        with self._changed:
+            if region not in self._count or region in self._ending:
+                raise NotFound("region", region, "its slab was closed")
+            self._count[region] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._count[region] -= 1
+                self._changed.notify_all()
+
+    def end(self, region: int) -> None:
+        """Allow no new hold on the region, and wait for its holders. Raises LedgerBroken for a second time."""
+        with self._changed:
+            if region not in self._count or region in self._ending:
+                raise LedgerBroken(f"region {region} was closed before")
+            self._ending.add(region)
+            while self._count[region]:
+                self._changed.wait()
+            self._ending.remove(region)
+            del self._count[region]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from cachesvc.model.transfer import TimelineSlot
@@ -132,3 +133,82 @@ class Prefetched(NamedTuple):
 
     device_blocks: int
     tickets: tuple[TicketView, ...]
+
+
+LINEAR_TOKENS = 30_500
+"""Position at which computing a token again costs twice what it costs at the beginning (an 8B model with GQA)."""
+
+
+class Parts(NamedTuple):
+    """A request that an eviction policy follows: its number, and the segments of its blocks ``[0, shared_blocks)`` and
+    of those behind them."""
+
+    number: int
+    shared: int
+    own: int
+    shared_blocks: int
+
+
+class Ended(NamedTuple):
+    """End of a request, as far as its engine reports it: tokens of output (None: unknown), and when (seconds of the
+    daemon's clock; None: now)."""
+
+    output_tokens: int | None = None
+    at: float | None = None
+
+
+class Worth(NamedTuple):
+    """Worth of a block to a policy that learns: its class in words, its age there (seconds), and the expected hits a
+    second."""
+
+    words: str
+    age: float
+    density: float
+
+
+MAX_OPERATIONS = 4096
+"""Most operations of a Step; a daemon may be configured for fewer."""
+
+Positions = Mapping[int, Sequence[int]]
+"""New blocks that get a page, by windowed group: their positions, rising."""
+NO_POSITIONS: Positions = MappingProxyType({})
+
+
+class Growth(NamedTuple):
+    """Entry ``n`` is sequence ``sequences[n]``, which takes the stock pages ``pages[g][starts[n]:starts[n + 1]]`` of
+    each group ``g``, with their ``generations[g]``. All groups have ``starts[-1]`` pages."""
+
+    sequences: Sequence[int]
+    starts: Sequence[int]
+    pages: Sequence[Sequence[int]]
+    generations: Sequence[Sequence[int]]
+
+
+class Publishes(NamedTuple):
+    """Entry ``n`` is sequence ``sequences[n]``, which has ``first[n]`` sealed blocks and seals ``starts[n + 1] -
+    starts[n]`` more. ``keys``: of all blocks in order, packed; empty: all are known from Match."""
+
+    sequences: Sequence[int]
+    first: Sequence[int]
+    starts: Sequence[int]
+    keys: bytes
+
+
+class Releases(NamedTuple):
+    """Entry ``n`` is sequence ``sequences[n]``, whose request has put out ``output_tokens[n]`` tokens (None: its engine
+    does not say); no ``output_tokens`` at all: none does."""
+
+    sequences: Sequence[int]
+    output_tokens: Sequence[int | None]
+
+
+def before_repeated(numbers: Sequence[int], held: Collection[int]) -> Sequence[int]:
+    """The first of ``numbers``, up to one that is among ``held`` or was named before."""
+    if not held and len(set(numbers)) == len(numbers):
+        return numbers
+    seen = set(held)
+    for at, number in enumerate(numbers):
+        if number in seen:
+            return numbers[:at]
+        seen.add(number)
+    return numbers

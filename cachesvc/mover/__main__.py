@@ -23,13 +23,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cachesvc import __version__
-from cachesvc.memory.copy.host_budget import Neighbours
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
-from cachesvc.model.text.command_line import Parser
-from cachesvc.mover.listing import ListedGpu
+from cachesvc.model.text import Parser
+from cachesvc.mover.life import ListedGpu
+from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.mover.settings import Settings
 from cachesvc.swap.costs import H100_COSTS, LinkCosts, costs_of
 from cachesvc.telemetry.events import start_logging
 
@@ -97,7 +97,7 @@ def _shm(settings: Settings, neighbours: Neighbours) -> Equipment:
 
 
 def _cuda(settings: Settings, neighbours: Neighbours) -> Equipment:
-    from cachesvc.memory.cuda.backend import CudaBackend
+    from cachesvc.memory.cuda import CudaBackend
     from gpu_ops.gpu import gpu_by_uuid
 
     try:
@@ -147,7 +147,7 @@ def _cuda(settings: Settings, neighbours: Neighbours) -> Equipment:
 
 def _gpus() -> dict[str, Any]:
     """The GPUs that this process sees and which of them reach which; or why there are none (``absent``, ``broken``)."""
-    from gpu_ops.errors import CudaMissing
+    from gpu_ops.driver import CudaMissing
     from gpu_ops.gpu import find_gpus
 
     try:

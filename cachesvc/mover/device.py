@@ -22,10 +22,9 @@ from cachesvc.memory.timeline import HostTimeline, MappedSheet
 from cachesvc.model.errors import CacheError, LedgerBroken, PoolExhausted, Unavailable
 from cachesvc.model.transfer import CopiesHang, Direction
 from cachesvc.mover import records
-from cachesvc.mover.channel import MoverFault
 from cachesvc.mover.life import Life
 from cachesvc.mover.peers import SlabOfMover
-from cachesvc.mover.ring import Part
+from cachesvc.mover.records import MoverFault, Part
 from cachesvc.swap.movers import OnEnd, RankEnd, RankJob
 from cachesvc.swap.planner import Pool
 

@@ -6,22 +6,37 @@ by then its process has ended: nothing of it writes to any memory any more.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from cachesvc.memory.interface import Handle
 from cachesvc.memory.timeline import MappedSheet
 from cachesvc.model.errors import CacheError, Unavailable
+from cachesvc.model.text import module_command
 from cachesvc.mover import records
-from cachesvc.mover.channel import MOST_DESCRIPTORS, Channel, Message, MoverFault, MoverGone, error_again
 from cachesvc.mover.process import Begin, MoverProcess
-from cachesvc.mover.ring import Part, Reader, Ring, Writer
-from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
+from cachesvc.mover.records import (
+    ENDS_BYTES,
+    JOBS_BYTES,
+    MOST_DESCRIPTORS,
+    Channel,
+    Message,
+    MoverFault,
+    MoverGone,
+    Part,
+    Reader,
+    Ring,
+    Settings,
+    Writer,
+    error_again,
+)
 
 HURRY_SECONDS = 2.0
 """Given to a mover that owes an answer when the daemon stops."""
@@ -283,3 +298,54 @@ class Life:
     def _forget_process(self) -> None:
         if self._process is not None:
             self._process.close()
+
+
+LIST_SECONDS = 60.0
+"""Time limit of the driver, seconds."""
+
+
+class ListedGpu(TypedDict):
+    """A GPU as the process names it. ``has_vmm``: see ``GpuFacts``; ``reaches``: GPUs that it can read from."""
+
+    uuid: str
+    name: str
+    pci: str
+    has_vmm: bool
+    reaches: list[str]
+
+
+class Listing:
+    """The process runs from the beginning, so that its second or so passes while the daemon's modules are imported. One
+    that is never asked ends by itself."""
+
+    def __init__(self) -> None:
+        """Start the listing. Raises Unavailable."""
+        command = module_command("cachesvc.mover", "--list")
+        try:
+            self._process = subprocess.Popen(  # noqa: S603
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            raise _unlisted(error) from error
+
+    def gpus(self) -> dict[str, Any]:
+        """Its result, once: ``gpus``, each with the devices that it reaches; or why there are none (``absent``,
+        ``broken``).
+
+        Raises Unavailable.
+        """
+        said = b""
+        try:
+            told, said = self._process.communicate(timeout=LIST_SECONDS)
+            if self._process.returncode:
+                raise OSError(f"exit code {self._process.returncode}")
+            found: dict[str, Any] = json.loads(told)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self._process.kill()
+            raise _unlisted(error, said) from error
+        return found
+
+
+def _unlisted(error: Exception, said: bytes = b"") -> Unavailable:
+    why = said.decode(errors="replace").strip().rpartition("\n")[2]
+    return Unavailable(f"the GPUs cannot be listed: {error}{why and f' ({why})'}; see nvidia-smi, or use --backend shm")

@@ -1,7 +1,7 @@
 """Device memory that movers hold, and the other movers that may copy from it.
 
 A mover copies from another one's slab once two things are done: it has mapped the slab, and it has got the stamp of
-that mover's life by the way of its loads (``cachesvc.memory.copy.peer_check``). A pair (source, target) that fails the
+that mover's life by the way of its loads (``cachesvc.memory.memcpy``). A pair (source, target) that fails the
 check is refused until one of the two has a new life, or, where movers of the target ended in the check, the source:
 its copies go by the host.
 """
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from cachesvc.memory.interface import Handle
 from cachesvc.model.errors import CacheError, LedgerBroken
-from cachesvc.mover.channel import MoverFault, MoverGone
 from cachesvc.mover.life import Life, StampOfLife
+from cachesvc.mover.records import MoverFault, MoverGone
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from cachesvc.model.text.interpreter import module_command
+from cachesvc.model.text import module_command
 
 SO_PEERPIDFD = 77
 """asm-generic/socket.h, from Linux 6.5 on."""

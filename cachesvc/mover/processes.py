@@ -17,16 +17,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from cachesvc.memory.copy.host_budget import HostBudget, budget_of
+from cachesvc.memory.host_budget import HostBudget, budget_of
 from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
 from cachesvc.model.transfer import Direction
-from cachesvc.mover.channel import MOST_DESCRIPTORS, MoverFault
 from cachesvc.mover.device import DeviceMover
 from cachesvc.mover.life import Claim, HostChunk, Life
 from cachesvc.mover.peers import PeerSlabs, SlabOfMover, at_once
 from cachesvc.mover.process import Begin, child
-from cachesvc.mover.settings import Settings
+from cachesvc.mover.records import MOST_DESCRIPTORS, MoverFault, Settings
 from cachesvc.swap.movers import OnEnd, RankJob
 from cachesvc.swap.planner import Pool
 

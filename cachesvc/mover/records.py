@@ -4,23 +4,50 @@ A pool is sent once: its geometry (rows of layer, offset, width, stride) and its
 region, offset), each under a number. A job is then ``JOB_FIELDS``, six numbers for each group that it moves (two pools
 and two counts), and the plain page ids: some microseconds and 16 bytes a block. All numbers have 64 bits; few are
 packed and unpacked without NumPy, each of whose functions takes a processor that has just woken 10 us and more.
+
+Records from one process to another through shared memory, in order, with a futex in place of a socket.
+
+    word 0    position of the writer    (in units of 8 bytes, cyclic over 32 bits)
+    word 16   position of the reader    (in a cache line of its own)
+    page 1 .. the bytes, as a circle
+
+A record is cut into frames: 8 bytes (length, and whether more of the record follows), then the bytes, filled up to 8.
+The side that moves a word wakes its waiter; a wake without a waiter costs a microsecond. One process writes and one
+reads. Each side trusts memory that the other can write: both ends are the daemon's own.
+
+Connection for rare questions of the daemon to a mover: one at a time, an answer, descriptors beside them.
+
+A message is 8 bytes (length of its head, length of its body), the head as JSON, the raw body. Both sides are this
+package at one version, which the first answer tells; a mover of another one is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import math
+import os
+import socket
 import struct
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.memory.extents import Extent, ExtentTable
+from cachesvc.memory.arbiter import SLICE_BYTES, CopyRules
+from cachesvc.memory.extents import Extent, ExtentTable, map_memfd, sealed_memfd
+from cachesvc.memory.timeline import TIMELINE_WORDS
+from cachesvc.model.errors import BY_CODE, CacheError, ErrorCode, Unavailable
+from cachesvc.model.futex import fence, store, store_and_wake, wait_reached, wake, words_of
 from cachesvc.model.geometry import Geometry, PlaneSpan
 from cachesvc.model.layout import Plane
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
-from cachesvc.mover.channel import error_again, told_as
-from cachesvc.mover.ring import Part
 from cachesvc.swap.movers import RankEnd, RankJob
 from cachesvc.swap.planner import GroupMove, Pool
 
@@ -229,3 +256,365 @@ def _table_record(geometry: int, number: int, table: ExtentTable) -> list[Part]:
 
 def _packed(*numbers: int) -> bytes:
     return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+JOBS_BYTES = 4 << 20
+"""Size of the ring of jobs: a quarter of a million pages of either side that are not read yet; more wait in the
+daemon."""
+ENDS_BYTES = 1 << 20
+"""Size of the ring of ends: of every job of a model that can be in flight, were each to fail with a reason of 200
+bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``kind``: ``shm`` or ``cuda``. ``device``: the name of a pretended device, or a GPU's UUID. ``place``: of
+    the device among the node's. The rest is as in the configuration of the same name."""
+
+    kind: str
+    device: str
+    device_bytes: int
+    vmm: bool = False
+    timeline_words: int = TIMELINE_WORDS
+    slice_bytes: int = SLICE_BYTES
+    load_limit: int = 0
+    store_limit: int = 0
+    fault_copies: float = 0.0
+    log_level: str = "info"
+    place: int = 0
+
+    def told(self) -> dict[str, Any]:
+        """The settings as numbers and words, for ``Settings(**told)``."""
+        return asdict(self)
+
+    @property
+    def rules(self) -> CopyRules:
+        """Rules by which copies share the link."""
+        return CopyRules(self.slice_bytes, self.load_limit, self.store_limit)
+
+
+HEAD_BYTES = 4096
+UNIT = 8
+WRITTEN, READ = 0, 16
+_FRAME = struct.Struct("<II")
+_MORE = 1
+CYCLE = 0xFFFFFFFF
+LOOK_S = 0.25
+"""Longest delay after which a writer notices that it was closed, or a reader that it was stopped, seconds."""
+Part = bytes | npt.NDArray[np.int64]
+
+
+class Ring:
+    """The shared memory of one ring. ``size_bytes``: of the circle, a power of two from 4096 on."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """Map the ring; takes over ``fd``."""
+        assert size_bytes >= HEAD_BYTES
+        assert not size_bytes & (size_bytes - 1)
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self._view = map_memfd(fd, HEAD_BYTES + size_bytes)
+        self.words = words_of(self._view[:HEAD_BYTES])
+        self._marks = self._view[:HEAD_BYTES].cast("I")
+        self._circle = self._view[HEAD_BYTES:]
+
+    @classmethod
+    def make(cls, name: str, size_bytes: int) -> Ring:
+        """Make an empty ring. Raises OSError."""
+        return cls(sealed_memfd(name, HEAD_BYTES + size_bytes), size_bytes)
+
+    def mark(self, word: int) -> int:
+        """Position of a side: ``WRITTEN`` or ``READ``. What it did before is seen from here on."""
+        come = self._marks[word]
+        fence()
+        return come
+
+    def put_bytes(self, at: int, content: bytes | memoryview) -> None:
+        """Copy into the circle, around its end."""
+        at %= self.size_bytes
+        first = min(len(content), self.size_bytes - at)
+        if first == len(content):
+            self._circle[at : at + first] = content
+            return
+        self._circle[at:] = content[:first]
+        self._circle[: len(content) - first] = content[first:]
+
+    def get_bytes(self, at: int, size_bytes: int) -> bytes:
+        """Copy out of the circle, around its end."""
+        at %= self.size_bytes
+        first = min(size_bytes, self.size_bytes - at)
+        if first == size_bytes:
+            return bytes(self._circle[at : at + first])
+        return bytes(self._circle[at:]) + bytes(self._circle[: size_bytes - first])
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping goes with the last reference. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Writer:
+    """Writes records, from any thread. What finds no room waits here, in order, until the reader has come further."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._at = ring.mark(WRITTEN)
+        self._most = ring.size_bytes // 4
+        self._waiting: deque[tuple[memoryview, bool]] = deque()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._is_pumped = False
+
+    def put(self, parts: Sequence[Part], *, wakes: bool = True) -> None:
+        """Write one record of these parts, one after another; returns at once. Nothing after ``close``. ``wakes``:
+        False lets the reader sleep until the next record, or for ``LOOK_S``."""
+        content = memoryview(b"".join(part if isinstance(part, bytes) else part.data for part in parts))
+        with self._lock:
+            if self._is_closed:
+                return
+            wakes = wakes or bool(self._waiting)  # some of these wake
+            for first in range(0, len(content) or 1, self._most):
+                piece = content[first : first + self._most]
+                self._waiting.append((piece, first + self._most < len(content)))
+            self._write(wakes=wakes)
+            if self._waiting and not self._is_pumped:
+                self._is_pumped = True
+                threading.Thread(target=self._pump, name="ring-pump", daemon=True).start()
+
+    def close(self) -> None:
+        """Drop records that found no room. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._waiting.clear()
+            wake(self._ring.words, READ)  # the word is the reader's
+
+    def _pump(self) -> None:
+        """Root of a thread that is there while something waits for room."""
+        ring = self._ring
+        while True:
+            with self._lock:
+                reached = ring.mark(READ)  # first: the reader may come further meanwhile
+                self._write()
+                if not self._waiting:
+                    self._is_pumped = False
+                    return
+            wait_reached(ring.words, READ, reached + 1, time.monotonic() + LOOK_S)
+
+    def _write(self, *, wakes: bool = True) -> None:
+        ring, written = self._ring, self._at
+        while self._waiting:
+            piece, has_more = self._waiting[0]
+            units = -(-(_FRAME.size + len(piece)) // UNIT)
+            if ((self._at + units - ring.mark(READ)) & CYCLE) * UNIT > ring.size_bytes:
+                break
+            ring.put_bytes(self._at * UNIT, _FRAME.pack(len(piece), _MORE * has_more))
+            ring.put_bytes(self._at * UNIT + _FRAME.size, piece)
+            self._at = (self._at + units) & CYCLE
+            self._waiting.popleft()
+        if self._at == written:
+            return
+        if wakes or self._waiting:
+            store_and_wake(ring.words, WRITTEN, self._at)
+        else:
+            store(ring.words, WRITTEN, self._at)
+
+
+class Reader:
+    """Reads records, on one thread."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._at = ring.mark(READ)
+        self._parts: list[bytes] = []
+        self._is_stopped = False
+
+    def wait(self) -> bool:
+        """Sleep until something is there that was not read; False once it was stopped. What was taken before is done
+        with now: the writer learns it here, and not before it is carried out, which begins at once."""
+        words, target = self._ring.words, self._at + 1
+        if self._ring.mark(READ) != self._at:
+            store_and_wake(words, READ, self._at)
+        while not self._is_stopped and not wait_reached(words, WRITTEN, target, time.monotonic() + LOOK_S):
+            pass
+        return not self._is_stopped
+
+    def stop(self) -> None:
+        """Wait for nothing more: the writer may have died in the middle of a record. Any thread."""
+        self._is_stopped = True
+        wake(self._ring.words, WRITTEN)
+
+    def take(self) -> list[bytes]:
+        """Take all whole records, in order."""
+        ring, found = self._ring, []
+        written = ring.mark(WRITTEN)
+        while self._at != written:
+            size_bytes, flags = _FRAME.unpack(ring.get_bytes(self._at * UNIT, _FRAME.size))
+            self._parts.append(ring.get_bytes(self._at * UNIT + _FRAME.size, size_bytes))
+            self._at = (self._at + -(-(_FRAME.size + size_bytes) // UNIT)) & CYCLE
+            if not flags & _MORE:
+                found.append(b"".join(self._parts))
+                self._parts.clear()
+        return found
+
+
+log = logging.getLogger(__name__)
+
+_SIZES = struct.Struct("<II")
+MOST_HEAD_BYTES = 1 << 20
+MOST_BODY_BYTES = 1 << 30
+MOST_DESCRIPTORS = 4
+_PIECE_BYTES = 1 << 20
+
+
+class Message(NamedTuple):
+    """Message whose receiver owns its descriptors."""
+
+    head: dict[str, Any]
+    body: bytes = b""
+    descriptors: tuple[int, ...] = ()
+
+
+class MoverFault(RuntimeError):
+    """Something broke in a mover, with these words: a bug, or a driver's fault."""
+
+
+class MoverGone(Unavailable):
+    """The mover does not answer any more: what it had is gone, and a new one is started."""
+
+
+class ChannelClosed(ConnectionError):
+    """The other side has ended."""
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Send a message with copies of its descriptors. Raises OSError."""
+    head = json.dumps(message.head, separators=(",", ":")).encode()
+    sizes = _SIZES.pack(len(head), len(message.body))
+    socket.send_fds(connection, [sizes], list(message.descriptors))  # 8 bytes and descriptors go whole
+    connection.sendall(head + message.body)
+
+
+def receive(connection: socket.socket, until: float | None = None) -> Message:
+    """The next message, whole by a time of the monotonic clock. Raises ChannelClosed, OSError."""
+    _wait_at_most(connection, until)
+    first, descriptors, _, _ = socket.recv_fds(connection, _SIZES.size, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if not first:
+            raise ChannelClosed("the other side has closed")
+        head_bytes, body_bytes = _SIZES.unpack(first + _exactly(connection, _SIZES.size - len(first), until))
+        if head_bytes > MOST_HEAD_BYTES or body_bytes > MOST_BODY_BYTES:
+            raise ChannelClosed(f"a message of {head_bytes} and {body_bytes} bytes: this is no mover's connection")
+        try:
+            head = json.loads(_exactly(connection, head_bytes, until))
+        except ValueError as other:
+            raise ChannelClosed(f"a message that is not JSON: this is no mover's connection ({other})") from other
+        if not isinstance(head, dict):
+            raise ChannelClosed("a message without names: this is no mover's connection")
+        return Message(head, _exactly(connection, body_bytes, until), tuple(descriptors))
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def _exactly(connection: socket.socket, size_bytes: int, until: float | None) -> bytes:
+    parts = bytearray()
+    while len(parts) < size_bytes:
+        _wait_at_most(connection, until)
+        part = connection.recv(min(_PIECE_BYTES, size_bytes - len(parts)))
+        if not part:
+            raise ChannelClosed("the other side closed in the middle of a message")
+        parts += part
+    return bytes(parts)
+
+
+def _wait_at_most(connection: socket.socket, until: float | None) -> None:
+    if until is not None:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+
+
+class Channel:
+    """Asking side of a connection. Thread-safe."""
+
+    def __init__(self, connection: socket.socket, on_broken: Callable[[], None]) -> None:
+        """``on_broken``: nothing more can be asked, and the other side is to end."""
+        self._connection = connection
+        self._on_broken = on_broken
+        self._lock = threading.Lock()
+        self._most_seconds = math.inf
+
+    def ask(
+        self, name: str, seconds: float, *, descriptors: Sequence[int] = (), body: bytes = b"", **fields: Any
+    ) -> Message:
+        """Ask, and wait for the whole answer. Raises what the mover refused with, MoverFault, and MoverGone."""
+        with self._lock:
+            try:
+                seconds = min(seconds, self._most_seconds)
+                until = time.monotonic() + seconds
+                self._connection.settimeout(seconds)
+                send(self._connection, Message({"ask": name} | fields, body, tuple(descriptors)))
+                answer = receive(self._connection, until)
+            except OSError as error:  # what comes late must not be taken for the answer to another question
+                self._on_broken()
+                raise MoverGone(f"the mover does not answer ({error}); it is started again by itself") from error
+        if "refused" in answer.head:
+            for descriptor in answer.descriptors:
+                os.close(descriptor)
+            raise error_again(answer.head["refused"], answer.head["said"])
+        return answer
+
+    def hurry(self, seconds: float) -> None:
+        """Wait no longer than ``seconds`` for what is asked now, and for any answer from now on: a side that has not
+        answered by then is broken off."""
+        self._most_seconds = seconds
+        if self._lock.acquire(timeout=seconds):
+            self._lock.release()
+        else:
+            self._on_broken()
+
+    def close(self) -> None:
+        """End the questions, by which a mover learns to end. Idempotent."""
+        with contextlib.suppress(OSError):  # the other side went first
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def break_off(self) -> None:
+        """Wait for nothing more from the other side, which may never close its own. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def answer_all(connection: socket.socket, answer: Callable[[Message], Message]) -> None:
+    """Answer questions until the other side closes. An error of ``answer`` goes back as its answer."""
+    while True:
+        try:
+            asked = receive(connection)
+        except (ChannelClosed, ConnectionError):
+            return
+        try:
+            told = answer(asked)
+        except Exception as refused:
+            if not isinstance(refused, CacheError):
+                log.exception("mover_answer_broke question=%s", asked.head.get("ask"))
+            code, said = told_as(refused)
+            told = Message({"refused": code, "said": said})
+        finally:
+            for descriptor in asked.descriptors:
+                os.close(descriptor)
+        try:
+            send(connection, told)
+        except ConnectionError:
+            return
+
+
+def told_as(error: Exception) -> tuple[str, str]:
+    """An error as the name of its code and its words; what is none of callers' has no code."""
+    return error.code.value if isinstance(error, CacheError) else "", str(error) or type(error).__name__
+
+
+def error_again(code: str, said: str) -> Exception:
+    """Error that ``told_as`` has encoded; one without a code is a MoverFault."""
+    return BY_CODE[ErrorCode(code)].from_message(said) if code else MoverFault(said)

@@ -23,16 +23,25 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cachesvc.memory.copy.host_budget import HostBudget, Neighbours
-from cachesvc.memory.copy.peer_check import CheckedBackend, PeerCheck, PullHangs
+from cachesvc.memory.extents import map_memfd
+from cachesvc.memory.host_budget import HostBudget, Neighbours
 from cachesvc.memory.interface import Handle, Slab
-from cachesvc.memory.mapped import map_memfd
+from cachesvc.memory.memcpy import CheckedBackend, PeerCheck, PullHangs
 from cachesvc.model.errors import CacheError, NotFound, Unavailable
 from cachesvc.model.transfer import CopiesHang
 from cachesvc.mover import records
-from cachesvc.mover.channel import MOST_DESCRIPTORS, Message, answer_all, told_as
-from cachesvc.mover.ring import Reader, Ring, Writer
-from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
+from cachesvc.mover.records import (
+    ENDS_BYTES,
+    JOBS_BYTES,
+    MOST_DESCRIPTORS,
+    Message,
+    Reader,
+    Ring,
+    Settings,
+    Writer,
+    answer_all,
+    told_as,
+)
 from cachesvc.swap.costs import LinkCosts, costs_told
 from cachesvc.swap.movers import InProcessMovers, RankEnd
 

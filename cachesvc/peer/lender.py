@@ -2,33 +2,45 @@
 
 A stream for which there is no thread waits for its turn, one address after another: its borrower would take a closed
 one for a node that is broken.
+
+Loans of this daemon: pinned pages by lease, while they are wanted, and until the last sender has finished.
+
+A lease is renewed by a heartbeat, and by each byte that its borrower takes: a transfer may last longer than its lease,
+while a reader that stands still loses it. One that is given back or lapses is over at once: its streams are cut.
+``quiet`` is called for it when the last sender has finished with its pages; only then may they be used for anything
+else.
 """
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import socket
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
-from cachesvc.memory.mapped import yield_to_callers
+from cachesvc.memory.extents import yield_to_callers
 from cachesvc.model.errors import Unavailable
-from cachesvc.peer.desk import Lent, LentObject, LoanDesk, cut
+from cachesvc.peer.fleet import Loan, Peer
 from cachesvc.peer.wire import (
     ANSWER,
     HELLO,
     MAGIC,
     OK,
+    SECRET_BYTES,
     STREAMS,
     StreamEnded,
     receive,
     receive_numbers,
     send_pieces,
 )
-from cachesvc.storage.header import HEADER_BYTES, Digest, require_digest, write_header
-from cachesvc.storage.seam import Item
+from cachesvc.storage.objects import HEADER_BYTES, Digest, require_digest, write_header
+from cachesvc.storage.seam import Item, ObjectName, Part, Scope
 from cachesvc.telemetry import events
 
 MOST_STREAMS = 128
@@ -181,3 +193,323 @@ class Lender:
         send_pieces(stream, pieces, min(STUCK_SECONDS, lent.seconds), partial(self._desk.renew, lent))
         with self._lock:
             self.sent_bytes += size_bytes
+
+
+STREAM_BYTES = 4 << 20
+"""Least bytes of a stream: opening one for fewer costs more than it saves."""
+UNUSED_SECONDS = 10.0
+"""Time after which unread loans are given back, seconds."""
+
+
+@dataclass(eq=False)
+class HeldLoan:
+    """Loan of a peer: ``numbers`` by name. ``is_expected``: it was asked for ahead, by ``expect``. ``readers``: streams
+    that have not ended, of those that read it. ``waiting``: those of them that have not begun; without these it is
+    renewed by what its streams bring. ``has_failed``: one of them has. ``is_unwanted``: they bring no more."""
+
+    peer: Peer
+    loan: Loan
+    numbers: dict[ObjectName, int]
+    since: float
+    is_expected: bool = False
+    readers: int = 0
+    waiting: int = 0
+    has_failed: bool = False
+    is_unwanted: bool = False
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Items of one call that one stream of a peer brings."""
+
+    held: HeldLoan
+    items: list[tuple[int, Item]] = field(default_factory=list)
+
+    def by_stream(self) -> list[Wanted]:
+        """Deal the items to as many streams as are worth it, in turn: what comes first is wanted first."""
+        size_bytes = sum(item.payload_bytes for _, item in self.items)
+        streams = max(1, min(self.held.loan.streams, STREAMS, len(self.items), size_bytes // STREAM_BYTES))
+        self.held.readers = self.held.waiting = streams
+        return [Wanted(self.held, self.items[at::streams]) for at in range(streams)]
+
+
+class HeldLoans:
+    """Loans that are not read yet, and those that wait for streams. Any thread. ``clock``: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_name: dict[ObjectName, HeldLoan] = {}
+        self._unread: list[HeldLoan] = []
+        self._taken: dict[int, HeldLoan] = {}
+        self._read: dict[int, HeldLoan] = {}
+        self._lock = threading.Lock()
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self._clock()
+
+    def find(self, name: ObjectName) -> HeldLoan | None:
+        """The loan of an object."""
+        return self._by_name.get(name)
+
+    def hold(
+        self,
+        peer: Peer,
+        loan: Loan,
+        scope: Scope,
+        keys: Sequence[bytes],
+        parts: Sequence[Part],
+        *,
+        is_expected: bool = False,
+    ) -> dict[ObjectName, int]:
+        """Hold a loan of ``parts`` of each of ``keys``; return what it lends, with the numbers on its stream.
+        One that lends none of them is given back."""
+        names = (ObjectName(scope, key, part) for key in keys for part in parts)
+        lent = {name: at for at, (name, is_there) in enumerate(zip(names, loan.lent, strict=False)) if is_there}
+        held = HeldLoan(peer, loan, lent, self._clock(), is_expected)
+        with self._lock:
+            if not lent:
+                self._unread.append(held)
+            before = {id(each): each for each in map(self._by_name.get, lent) if each is not None}
+            self._by_name.update(dict.fromkeys(lent, held))
+            self._unread += [
+                each for each in before.values() if all(self._by_name.get(name) is not each for name in each.numbers)
+            ]
+        return lent
+
+    def take(self, items: Sequence[Item]) -> tuple[list[Wanted], list[int]]:
+        """Take the loans of items, which are read now; and the indexes of those that nothing lends."""
+        missing = dict(enumerate(items))
+        wanted: list[Wanted] = []
+        with self._lock:
+            while (held := self._best_for(missing.values())) is not None:
+                mine = [(index, item) for index, item in missing.items() if item.name in held.numbers]
+                wanted.append(Wanted(held, mine))
+                for index, _ in mine:
+                    del missing[index]
+                self._drop(held)  # a loan is read once
+            shares = [share for one in wanted for share in one.by_stream()]
+            self._taken |= {id(one.held): one.held for one in wanted}
+            self._read |= {id(one.held): one.held for one in wanted}
+        return shares, list(missing)
+
+    def begun(self, held: HeldLoan) -> None:
+        """Note that a stream of a loan begins, or never will."""
+        with self._lock:
+            held.waiting -= 1
+            if not held.waiting:
+                del self._taken[id(held)]
+
+    def ended(self, held: HeldLoan) -> bool:
+        """Note the end of a stream of a loan; True for the last one."""
+        with self._lock:
+            held.readers -= 1
+            if not held.readers:
+                del self._read[id(held)]
+            return not held.readers
+
+    def drop(self, names: Sequence[ObjectName]) -> None:
+        """Give back loans that were asked for ahead and have some of these objects; streams that read them end."""
+        with self._lock:
+            for held in [*self._all(), *self._read.values()]:
+                if not held.is_expected or held.is_unwanted or held.numbers.keys().isdisjoint(names):
+                    continue
+                held.is_unwanted = True
+                if id(held) not in self._read:
+                    self._drop(held)
+                    self._unread.append(held)
+
+    def failed(self, held: HeldLoan) -> bool:
+        """Note the failure of a stream of a loan; True for the first one: all have the same lender."""
+        with self._lock:
+            is_first, held.has_failed = not held.has_failed, True
+            return is_first
+
+    def leave_unread(self, held: HeldLoan) -> None:
+        """Note a loan that is not read after all: the next heartbeat gives it back."""
+        with self._lock:
+            self._unread.append(held)
+
+    def take_unread(self) -> list[HeldLoan]:
+        """Loans to give back: those that nothing reads, and those that were not read in time."""
+        late = self._clock() - UNUSED_SECONDS
+        with self._lock:
+            unread, self._unread = self._unread, []
+            for held in self._all():
+                if held.since < late:
+                    self._drop(held)
+                    unread.append(held)
+        return unread
+
+    def waiting(self) -> list[HeldLoan]:
+        """Loans whose bytes are still to be asked for: nothing but a heartbeat keeps them."""
+        with self._lock:
+            return [*self._all(), *self._taken.values()]
+
+    def _all(self) -> list[HeldLoan]:
+        return list({id(held): held for held in self._by_name.values()}.values())
+
+    def _drop(self, held: HeldLoan) -> None:
+        for name in held.numbers:
+            if self._by_name.get(name) is held:
+                del self._by_name[name]
+
+    def _best_for(self, items: Iterable[Item]) -> HeldLoan | None:
+        """The loan that has most of the items: another call may have borrowed some of them since, for itself."""
+        names = [item.name for item in items]
+        loans = {id(held): held for held in map(self._by_name.get, names) if held is not None}
+        return max(loans.values(), key=lambda held: sum(name in held.numbers for name in names), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LentObject:
+    """An object and the host pages that hold its payload, one after another. ``parent``: the key of the block above its
+    own; empty for none."""
+
+    name: ObjectName
+    pages: tuple[memoryview, ...]
+    parent: bytes = b""
+
+
+@dataclass(eq=False)
+class Lent:
+    """A lease. ``objects``: by number, None for those that are not here. ``seconds``: it lasts without a sign of its
+    borrower, from the last one ``until``, monotonic seconds. ``ready``: leading objects whose bytes are there, and may
+    be sent. ``streams``: all that its secret has opened."""
+
+    lease: int
+    secret: bytes
+    objects: tuple[LentObject | None, ...]
+    seconds: float
+    until: float
+    ready: int
+    is_over: bool = False
+    senders: int = 0
+    streams: list[socket.socket] = field(default_factory=list)
+
+
+class LoanDesk:
+    """Thread-safe. ``quiet(lease)`` is called once for each lease, from any thread."""
+
+    def __init__(self, clock: Callable[[], float], quiet: Callable[[int], None]) -> None:
+        self._clock = clock
+        self._quiet = quiet
+        self._lent: dict[int, Lent] = {}
+        self._lock = threading.Condition()
+        self.lapsed = 0
+
+    def lend(self, objects: Sequence[LentObject | None], seconds: float, ready: int | None = None) -> Lent:
+        """A new lease, whose secret is good for ``STREAMS`` streams. ``ready``: see Lent; None: all."""
+        with self._lock:
+            lease = secrets.randbits(63)  # another daemon's, or of another life, is none of ours
+            secret = secrets.token_bytes(SECRET_BYTES)
+            most = len(objects) if ready is None else ready
+            lent = Lent(lease, secret, tuple(objects), seconds, self._clock() + seconds, most)
+            self._lent[lent.lease] = lent
+        return lent
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def knows(self, lease: int) -> bool:
+        """True while pages are lent under it, or still being sent."""
+        return lease in self._lent
+
+    def beat(self, lease: int) -> bool:
+        """Renew a lease whose borrower wants it. False for one that is over."""
+        lent = self._lent.get(lease)
+        return lent is not None and self.renew(lent)
+
+    def renew(self, lent: Lent) -> bool:
+        """Renew a lease, from any thread. False for one that is over."""
+        with self._lock:
+            if not lent.is_over:
+                lent.until = self._clock() + lent.seconds
+            return not lent.is_over
+
+    def fill(self, lease: int, ready: int) -> None:
+        """Have the first ``ready`` objects of a loan sent: their bytes are there."""
+        with self._lock:
+            lent = self._lent.get(lease)
+            if lent is not None:
+                lent.ready = ready
+                self._lock.notify_all()
+
+    def give_back(self, lease: int) -> None:
+        """End a loan. Idempotent."""
+        with self._lock:
+            lent = self._lent.get(lease)
+        if lent is not None:
+            self._end(lent)
+
+    def expire(self) -> None:
+        """End loans that neither a heartbeat nor a stream has renewed in time. Called periodically."""
+        now = self._clock()
+        with self._lock:
+            late = [lent for lent in self._lent.values() if not lent.is_over and lent.until <= now]
+            self.lapsed += len(late)
+        for lent in late:
+            self._end(lent)
+
+    def end_all(self) -> None:
+        """End all loans, at the daemon's end."""
+        for lease in list(self._lent):
+            self.give_back(lease)
+
+    def open(self, secret: bytes, stream: socket.socket) -> Lent | None:
+        """The lease of a stream's secret; None where nothing is lent for it, or enough streams had it before."""
+        with self._lock:
+            found = None
+            for lent in self._lent.values():
+                if hmac.compare_digest(lent.secret, secret):
+                    found = lent
+            if found is None or found.is_over or len(found.streams) >= STREAMS:
+                return None
+            found.streams.append(stream)
+            return found
+
+    @contextmanager
+    def sending(self, lent: Lent, number: int) -> Iterator[bool]:
+        """Hold a loan's pages while an object of it is sent, once its bytes are there. False where the loan is over:
+        nothing may be sent."""
+        with self._lock:
+            self._lock.wait_for(lambda: lent.is_over or number < lent.ready)
+            may_send = not lent.is_over
+            lent.senders += may_send
+        try:
+            yield may_send
+        finally:
+            if may_send:
+                with self._lock:
+                    lent.senders -= 1
+                    is_quiet = self._is_quiet(lent)
+                if is_quiet:
+                    self._quiet(lent.lease)
+
+    def _end(self, lent: Lent) -> None:
+        with self._lock:
+            if lent.is_over:
+                return
+            lent.is_over = True
+            self._lock.notify_all()
+            streams = list(lent.streams)
+            is_quiet = self._is_quiet(lent)
+        for stream in streams:
+            cut(stream)
+        if is_quiet:
+            self._quiet(lent.lease)
+
+    def _is_quiet(self, lent: Lent) -> bool:
+        """Under the lock: true once no stream sends from its pages, and none will; it is forgotten then."""
+        is_quiet = lent.is_over and not lent.senders and lent.lease in self._lent
+        if is_quiet:
+            del self._lent[lent.lease]
+        return is_quiet
+
+
+def cut(stream: socket.socket) -> None:
+    """Cut a stream: its sender and its receiver get an error at once."""
+    try:
+        stream.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has ended already
+        return

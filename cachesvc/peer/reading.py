@@ -14,8 +14,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.peer.fleet.control import Loan
+from cachesvc.memory.extents import yield_to_callers
+from cachesvc.peer.fleet import Loan
 from cachesvc.peer.wire import (
     ANSWER,
     HELLO,
@@ -28,7 +28,7 @@ from cachesvc.peer.wire import (
     receive_all,
     send_pieces,
 )
-from cachesvc.storage.header import HEADER_BYTES
+from cachesvc.storage.objects import HEADER_BYTES
 from cachesvc.storage.seam import Item
 from cachesvc.telemetry import events
 

@@ -16,7 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from cachesvc.storage.header import HEADER_BYTES
+from cachesvc.storage.objects import HEADER_BYTES
 
 MAGIC = b"cspeer\x02\n"
 SECRET_BYTES = 32

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from cachesvc.ledger.holds import Hold
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger.change_log import STORAGE, Cause, Event, place_name
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.pages.change_log import STORAGE, Cause, Event, place_name
+from cachesvc.ledger.sequences import Hold
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.questions.query import BlockLine, block_line, keys_beginning
-from cachesvc.questions.steps import Question
-from cachesvc.questions.view import Listed, View
+from cachesvc.questions.view import Listed, Question, View
 
 HOLDERS_LISTED = 64
 CLIMBED_MAX = 8192

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger.change_log import STORAGE, Cause, Event, Kind
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.pages.change_log import STORAGE, Cause, Event, Kind
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import READY

@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from cachesvc.ledger.index.operator_pins import OperatorPin
-from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.pins import OperatorPin
 from cachesvc.ledger.tickets import Ticket
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import PageState
-from cachesvc.questions.steps import Question
-from cachesvc.questions.view import SHOWN_LETTERS, View
+from cachesvc.questions.view import SHOWN_LETTERS, Question, View
 
 MOST_LISTED = 16
 SEQUENCES_A_STEP = 256

@@ -1,19 +1,28 @@
 """The ledger as one caller may see it: the one place where another tenant's models, leases and tickets are left out.
 
 Questions are asked of a view and never of the ledger, so none can forget whose things it shows.
+
+Questions that take longer than a call may hold the ledger thread: generators that stop where others may go on.
+
+A question yields ``None`` where it may be interrupted, or work that touches nothing of the ledger, whose result is sent
+back to it. Its driver decides how: the daemon in time slices and with a thread for the work, tests at once.
+What was read before a ``yield`` may have changed after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hmac
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from cachesvc.flows.context.core import Core
+from cachesvc.flows.core import Core
+from cachesvc.flows.sizing import pool_device_bytes, pool_host_bytes, pool_pages
 from cachesvc.ledger.leases import Lease, LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.errors import InvalidRequest, NotFound
+from cachesvc.model.words import PageState
 
 SHOWN_LETTERS = 12
 """Letters of a lease's id where the whole is not shown: it is the key to the lease."""
@@ -160,3 +169,118 @@ class View:
         """Ledger that a recount of the model's holders reads; the model came from this view."""
         assert self.sight.covers(model.tenant)
         return self._core.ledger
+
+
+def require_no_others(core: Core, own: Lease | None, lease_id: str) -> None:
+    """Raises NotFound for a lease of another tenant, where ``Ledger.hear`` found ``own``. One that is not known, or is
+    lost, passes."""
+    if own is None and lease_id in core.ledger.leases:
+        raise NotFound("lease", lease_id, "open one first")
+
+
+def why_lost(core: Core, lease_id: str) -> str | None:
+    """Reason why a lease ended of which nothing is left; None where it is unknown, or something is left."""
+    return None if lease_id in core.ledger.leases else core.ledger.lost.get(lease_id)
+
+
+def require_model(core: Core, tenant: str, model_id: int, namespace: bytes) -> None:
+    """Raises NotFound for another tenant's model, for one made with a salt where ``namespace`` is not its own, and
+    where the caller names another namespace: numbers are given anew after a restart.
+
+    Only clients that registered with the salt know the namespace of such a model.
+    """
+    model = core.ledger.models.get(model_id)
+    if model is None:
+        return
+    is_named = hmac.compare_digest(namespace, model.namespace) or not (namespace or model.is_salted)
+    if model.tenant != tenant or not is_named:
+        raise NotFound("model", model_id, "register it first")
+
+
+def models_named(core: Core, namespace: bytes) -> list[Model]:
+    """Models of a namespace, of any tenant: a caller that knows it knows the salt."""
+    return [model for model in core.ledger.models.values() if model.namespace == namespace]
+
+
+def own_ticket(core: Core, tenant: str, ticket_id: int) -> Ticket:
+    """A ticket of the tenant. Raises NotFound, for another tenant's too: tickets are numbered through."""
+    ticket = core.ledger.tickets.get(ticket_id)
+    model = core.ledger.models.get(ticket.model)
+    if model is None or model.tenant != tenant:
+        raise NotFound("ticket", ticket_id, "it never existed or ended long ago")
+    return ticket
+
+
+# -- how much ----------------------------------------------------------------------------------------------------------
+
+
+def leases_of(core: Core, tenant: str) -> list[Lease]:
+    """Every lease of a tenant, live or lost."""
+    ledger = core.ledger
+    return [lease for lease in ledger.leases.values() if ledger.models[lease.model].tenant == tenant]
+
+
+def private_pages(lease: Lease) -> int:
+    """Pages that a lease holds for itself: its sequences' own, its stock, its quarantine."""
+    own = sum(len(pages) for sequence in lease.sequences.values() for pages in sequence.own)
+    return own + sum(map(len, lease.stock)) + len(lease.quarantine)
+
+
+def private_pages_of(core: Core, tenant: str) -> int:
+    """Pages that a tenant's leases hold for themselves, as its pools count them."""
+    return sum(
+        pool.own_counts[state]
+        for model in core.ledger.models.values()
+        if model.tenant == tenant
+        for replica in model.replicas
+        for pool in replica.place.pools
+        for state in (PageState.PRIVATE, PageState.QUARANTINED)
+    )
+
+
+def usage(core: Core, tenant: str) -> dict[str, int]:
+    """Current use of a tenant, by the names of the quotas."""
+    models = [model for model in core.ledger.models.values() if model.tenant == tenant]
+    leases = leases_of(core, tenant)
+    return {
+        "device_bytes": sum(pool_device_bytes(model) for model in models),
+        "host_bytes": sum(pool_host_bytes(model) for model in models),
+        "models": len(models),
+        "pages": sum(map(pool_pages, models)),
+        "leases": len(leases),
+        "sequences": sum(len(lease.sequences) for lease in leases),
+        "private_pages": private_pages_of(core, tenant),
+    }
+
+
+LINES_A_STEP = 32
+"""Lines that are made in one step: some 0.3 ms of blocks with their copies."""
+
+Row = TypeVar("Row")
+Answer = TypeVar("Answer")
+Work = Callable[[], Any]
+Question = Generator[Work | None, Any, Answer]
+
+
+def off_loop(work: Callable[[], Answer]) -> Question[Answer]:
+    """The result of ``work``, which is not done on the ledger thread."""
+    answer: Answer = yield work
+    return answer
+
+
+def in_steps(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Lines that a question, or the message of its answer, makes in one step."""
+    for first in range(0, len(rows), LINES_A_STEP):
+        yield rows[first : first + LINES_A_STEP]
+
+
+def answer_at_once(question: Question[Answer]) -> Answer:
+    """Drive a question to its end without a pause. For tests and tools that own the ledger."""
+    result: Any = None
+    while True:
+        try:
+            work = question.send(result)
+        except StopIteration as ended:
+            answer: Answer = ended.value
+            return answer
+        result = None if work is None else work()

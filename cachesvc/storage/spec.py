@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.text.nearest import did_you_mean
-from cachesvc.model.text.sizes import parse_amount
+from cachesvc.model.text import did_you_mean, parse_amount
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_SECONDS = 3650 * 86400.0

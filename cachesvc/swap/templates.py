@@ -5,21 +5,25 @@
     singles         a copy of one row for each block and plane, where many of those go in one cheap call
 
 What is equal in all rows is written as one row; of each copy only the places are reckoned.
+
+Cuts the planes of a step into pieces that one pitched copy can take: equal width, constant pitch on
+both sides.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from functools import lru_cache
 
 import numpy as np
 
-from cachesvc.memory.extents import Int64s
+from cachesvc.memory.extents import ExtentTable, Int64s, PagePlaces
 from cachesvc.memory.interface import COPY_FIELDS, CopyBatch
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.geometry import Geometry
 from cachesvc.model.transfer import Direction
 from cachesvc.swap.costs import LinkCosts
-from cachesvc.swap.pieces import Piece
-from cachesvc.swap.runs import Runs
 
 KEPT_CHOICES = 1 << 12
 EVERY = slice(None)
@@ -147,3 +151,176 @@ def _rows(piece: Piece, runs: Runs, pages: Int64s | slice, shape: Shape, directi
 def _like(width: int, height: int, pitches: tuple[int, int]) -> CopyBatch:
     """Fields that are equal in all rows."""
     return np.array((0, 0, 0, 0, width, height, *pitches), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The pairs of a move, and where each lies (without a plane's own offset and stride). ``length``: of every run, or
+    0 where they differ. ``lengths`` and ``starts``: of each run, but nothing where each is one pair."""
+
+    length: int
+    lengths: Int64s
+    starts: Int64s
+    device: PagePlaces
+    host: PagePlaces
+
+    @property
+    def pages(self) -> int:
+        """Pairs."""
+        return len(self.device.page)
+
+    def part(self, first: int, stop: int) -> Runs:
+        """Pairs ``[first, stop)`` alone. A run that reaches beyond is cut."""
+        if stop - first == self.pages:
+            return self
+        device, host = self.device.part(slice(first, stop)), self.host.part(slice(first, stop))
+        if self.length == 1:
+            return Runs(1, _NONE, _NONE, device, host)
+        within = np.searchsorted(self.starts, first, "right"), np.searchsorted(self.starts, stop, "left")
+        starts = np.concatenate(([first], self.starts[within[0] : within[1]])) - first
+        return _of(starts, np.diff(starts, append=stop - first), device, host)
+
+    def about(self) -> tuple[int, int]:
+        """Number of runs, and their length, as powers of two."""
+        count = self.pages if self.length == 1 else len(self.lengths)
+        return (_power(count), _power(self.pages // count)) if count else (0, 0)
+
+
+def runs_of(
+    device: ExtentTable, host: ExtentTable, device_pages: Int64s, host_pages: Int64s, direction: Direction
+) -> Runs:
+    """Pairs sorted by device page: what is contiguous in both pools then lies side by side. Raises InvalidRequest where
+    pages are unpaired, outside of their pool, or written to twice."""
+    if len(device_pages) != len(host_pages):
+        raise InvalidRequest(f"{len(device_pages)} device pages against {len(host_pages)} host pages")
+    order = device_pages.argsort(kind="stable")
+    ours, theirs = device_pages[order], host_pages[order]
+    device_places, host_places = device.places(ours, "device", is_sorted=True), host.places(theirs, "host")
+    step = ours[1:] - ours[:-1]
+    least = int(np.minimum.reduce(step, initial=_FAR))
+    is_twice = not least if direction is Direction.LOAD else not np.diff(np.sort(theirs)).all()
+    if is_twice:
+        raise InvalidRequest("a transfer names the same destination page twice")
+    if least > 1:  # no two lie side by side
+        return Runs(1, _NONE, _NONE, device_places, host_places)
+    our_extent, their_extent = device.locate(ours, "device"), host.locate(theirs, "host")
+    is_next = (step == 1) & (theirs[1:] - theirs[:-1] == 1)
+    is_next &= (our_extent[1:] == our_extent[:-1]) & (their_extent[1:] == their_extent[:-1])
+    starts = np.flatnonzero(np.concatenate((_FIRST, ~is_next)))
+    return _of(starts, np.diff(starts, append=len(ours)), device_places, host_places)
+
+
+_FAR = 1 << 62
+_FIRST = np.array([True])
+_NONE = np.empty(0, np.int64)
+
+
+def _of(starts: Int64s, lengths: Int64s, device: PagePlaces, host: PagePlaces) -> Runs:
+    length = int(lengths[0]) if (lengths == lengths[0]).all() else 0
+    return Runs(1, _NONE, _NONE, device, host) if length == 1 else Runs(length, lengths, starts, device, host)
+
+
+def _power(number: int) -> int:
+    return 1 << number.bit_length() - 1
+
+
+KEPT_CUTS = 1 << 14
+"""Steps whose pieces are remembered: some 200 a group of 64 layers, over all step sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``planes`` rows of ``row_width`` bytes a block; ``device`` and ``host`` are the first row's place
+    for page 0."""
+
+    planes: int
+    row_width: int
+    device: int
+    host: int
+    device_pitch: int
+    host_pitch: int
+    device_stride: int
+    host_stride: int
+
+    @property
+    def is_dense(self) -> bool:
+        """True where a run of blocks is one stretch of bytes on both sides."""
+        return self.planes == 1 and self.row_width == self.device_stride == self.host_stride
+
+
+class Same:
+    """A geometry by identity: hashing one by value would cost more than cutting it."""
+
+    __slots__ = ("geometry",)
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    def __hash__(self) -> int:
+        return id(self.geometry)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.geometry is other.geometry
+
+
+@lru_cache(maxsize=KEPT_CUTS)
+def pieces_of(
+    device: Same, host: Same, layers: tuple[int, ...], max_pitch_bytes: int
+) -> tuple[tuple[Piece, Piece], ...]:
+    """Pieces that cover the planes of ``layers`` exactly once, each with itself at offset 0: pieces that
+    differ in their place alone have that in common. Both geometries list the same planes in one order."""
+    pieces: list[Piece] = []
+    for piece in _stretches(device.geometry, host.geometry, layers, max_pitch_bytes):
+        last = pieces[-1] if pieces else None
+        grown = None if last is None else _stacked(last, piece, max_pitch_bytes)
+        if grown is None:
+            pieces.append(piece)
+        else:
+            pieces[-1] = grown
+    return tuple((piece, replace(piece, device=0, host=0)) for piece in pieces)
+
+
+def _stretches(device: Geometry, host: Geometry, layers: tuple[int, ...], max_width: int) -> list[Piece]:
+    """One piece of one row for each plane; neighbours on both sides become one row (a block-major device
+    pool)."""
+    rows: list[Piece] = []
+    for ours, theirs in zip(device.spans, host.spans, strict=True):
+        if ours.plane.layer not in layers:
+            continue
+        width = ours.width
+        row = Piece(1, width, ours.offset, theirs.offset, width, width, ours.page_stride, theirs.page_stride)
+        last = rows[-1] if rows else None
+        if last is not None and _touches(last, row, max_width):
+            width = last.row_width + row.row_width
+            rows[-1] = replace(last, row_width=width, device_pitch=width, host_pitch=width)
+        else:
+            rows.append(row)
+    return rows
+
+
+def _touches(last: Piece, row: Piece, max_width: int) -> bool:
+    width = last.row_width + row.row_width
+    return (
+        last.device + last.row_width == row.device
+        and last.host + last.row_width == row.host
+        and (last.device_stride, last.host_stride) == (row.device_stride, row.host_stride)
+        and width <= min(row.device_stride, row.host_stride, max_width)
+    )
+
+
+def _stacked(last: Piece, row: Piece, max_pitch_bytes: int) -> Piece | None:
+    """``last`` with one more row, or None where width, stride or pitch differ or no copy can have such a
+    pitch."""
+    if (last.row_width, last.device_stride, last.host_stride) != (
+        row.row_width,
+        row.device_stride,
+        row.host_stride,
+    ):
+        return None
+    device_pitch = row.device - last.device - (last.planes - 1) * last.device_pitch
+    host_pitch = row.host - last.host - (last.planes - 1) * last.host_pitch
+    if last.planes > 1 and (device_pitch, host_pitch) != (last.device_pitch, last.host_pitch):
+        return None
+    if not all(row.row_width <= pitch <= max_pitch_bytes for pitch in (device_pitch, host_pitch)):
+        return None
+    return replace(last, planes=last.planes + 1, device_pitch=device_pitch, host_pitch=host_pitch)

@@ -21,15 +21,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.memory.host.pool import HostPool
-from cachesvc.memory.host.slab import HostSlab
+from cachesvc.memory.host_pool import HostPool, HostSlab
 from cachesvc.memory.interface import DeviceMemory, Slab
 from cachesvc.model.errors import NotFound
 from cachesvc.model.geometry import slab_bytes
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import Run
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.headroom import Headroom, PoolSizes
+from cachesvc.swap.movers import Headroom, PoolSizes
 
 log = logging.getLogger(__name__)
 

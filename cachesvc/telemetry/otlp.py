@@ -15,7 +15,7 @@ from typing import Any
 from cachesvc.model.errors import Unavailable
 from cachesvc.telemetry import events
 from cachesvc.telemetry.catalogue import CATALOGUE, PREFIX, Metric, MetricKind
-from cachesvc.telemetry.metric_reader import Buckets, MetricReader, Reading, Series
+from cachesvc.telemetry.scrape_server import Buckets, MetricReader, Reading, Series
 from cachesvc.telemetry.tracing import Tracer
 
 SCOPE = "cachesvc"

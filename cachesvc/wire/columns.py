@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvcache.v1 import cache_pb2, common_pb2
 
-from cachesvc.model.columns import Growth, Publishes, Releases
+from cachesvc.model.answers import Growth, Publishes, Releases
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 

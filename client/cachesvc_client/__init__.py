@@ -19,7 +19,8 @@ from cachesvc.model.answers import Allocated, Expected, Prefetched, Published, R
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
-from cachesvc_client.client import CacheClient
+from cachesvc_client.client import CacheClient, Lease, Reattacher
+from cachesvc_client.core.arguments import Retention
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -43,6 +44,7 @@ from cachesvc_client.core.errors import (
     PermissionDenied,
     PoolExhausted,
     QuotaExceeded,
+    Registration,
     StockEmpty,
     SubscriberTooSlow,
     TokenFileUnreadable,
@@ -50,9 +52,7 @@ from cachesvc_client.core.errors import (
     UntrustedDaemon,
     UsedAfterFork,
 )
-from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import BlockHasher, ExtraKey, block_keys
-from cachesvc_client.core.registration import Registration
 from cachesvc_client.events import BlockMirror, EventSubscriber
 from cachesvc_client.layouts.families import (
     HeadPlace,
@@ -72,14 +72,11 @@ from cachesvc_client.layouts.families import (
     with_draft,
 )
 from cachesvc_client.layouts.hf_config import layout_of_config
-from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
 from cachesvc_client.memory.tensors import from_bfloat16, to_bfloat16
-from cachesvc_client.reattach import Reattacher
-from cachesvc_client.records.batches import StepBatch
-from cachesvc_client.records.stock import Stock
-from cachesvc_client.sequence import Sequence
-from cachesvc_client.stepping import PendingStep, StepStream
+from cachesvc_client.records.entries import Stock
+from cachesvc_client.records.steps import StepBatch
+from cachesvc_client.sequence import PendingStep, Sequence, StepStream
 from cachesvc_client.wire.credentials import Credentials, open_remote
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport, default_socket, default_target
 

@@ -8,8 +8,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
-from cachesvc_ctl.core.command import DaemonCommand, flag
-from cachesvc_ctl.core.extras import MissingExtraError
+from cachesvc_ctl.core.command import DaemonCommand, MissingExtraError, flag
 
 TYPES = {getattr(FieldDescriptor, name): name[5:].lower() for name in dir(FieldDescriptor) if name.startswith("TYPE_")}
 

@@ -16,10 +16,9 @@ from cachesvc_client.layouts.hf_config import AUTO, HeadWindows, layout_of_confi
 
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout
-from cachesvc.model.text.sizes import parse_size
-from cachesvc_ctl.core.command import Command, flag
-from cachesvc_ctl.core.text import describe_bytes, table
-from cachesvc_ctl.plan import ACTIVATION_BYTES, Held, Memory, Plan, make_plan, remedy, weights_beside
+from cachesvc.model.text import parse_size
+from cachesvc_ctl.check import ACTIVATION_BYTES, Held, Memory, Plan, make_plan, remedy, weights_beside
+from cachesvc_ctl.core.command import Command, describe_bytes, flag, table
 
 MAX_SEQUENCE_TOKENS = 1 << 31
 MAX_CONFIG_BYTES = 16 << 20

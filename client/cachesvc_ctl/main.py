@@ -8,37 +8,26 @@ import sys
 
 import grpc
 from cachesvc_client.core.errors import CacheClientError, DaemonUnavailable, Unauthenticated, error_of, is_refusal
+from cachesvc_lab.commands import Replay, Simulate, Synth
+from cachesvc_lab.grid import SimulationFailed
+from cachesvc_lab.index_file import IndexFileError
+from cachesvc_lab.replay import ReplayFailed
+from cachesvc_lab.traces import TraceError
 
 from cachesvc import __version__
 from cachesvc.model.errors import CacheError
-from cachesvc.model.text.command_line import Parser
-from cachesvc.model.text.nearest import did_you_mean
-from cachesvc_ctl.calibrate import Calibrate
-from cachesvc_ctl.check import Check
-from cachesvc_ctl.core.command import Command
+from cachesvc.model.text import Parser, did_you_mean
+from cachesvc_ctl.actions import Drain, Evict, Pin, Reload, Unpin, Verify, Wait, Weights
+from cachesvc_ctl.blocks import Blocks, Leases, Sequences, Tenants, Tickets, Tree, Why
+from cachesvc_ctl.check import Calibrate, Check
+from cachesvc_ctl.core.command import Command, MissingExtraError, for_terminal, no_answer
 from cachesvc_ctl.core.daemon_process import DaemonFailed
-from cachesvc_ctl.core.extras import MissingExtraError
-from cachesvc_ctl.core.target import no_answer
-from cachesvc_ctl.core.text import for_terminal
 from cachesvc_ctl.describe import Describe, UnknownSymbol
-from cachesvc_ctl.lab.commands import Replay, Simulate, Synth
-from cachesvc_ctl.lab.replay.replay import ReplayFailed
-from cachesvc_ctl.lab.simulation.grid import SimulationFailed
-from cachesvc_ctl.lab.traces.trace import TraceError
+from cachesvc_ctl.dump import Dump, Load
+from cachesvc_ctl.events import Events
 from cachesvc_ctl.layout import LayoutOfModel
-from cachesvc_ctl.offline.commands import Dump, Load
-from cachesvc_ctl.offline.index_file import IndexFileError
-from cachesvc_ctl.questions.actions import Drain, Evict, Pin, Reload, Unpin, Weights
-from cachesvc_ctl.questions.events import Events
-from cachesvc_ctl.questions.holders import Leases, Sequences, Tenants, Tickets
-from cachesvc_ctl.questions.index import Blocks, Tree
-from cachesvc_ctl.questions.models import Models, UnknownModel
-from cachesvc_ctl.questions.status import Status
-from cachesvc_ctl.questions.storage import Storage
-from cachesvc_ctl.questions.verify import Verify
-from cachesvc_ctl.questions.why import Why
-from cachesvc_ctl.top.command import Top
-from cachesvc_ctl.wait import Wait
+from cachesvc_ctl.status import Models, Status, Storage, UnknownModel
+from cachesvc_ctl.top import Top
 
 FAILURES = (
     *(TraceError, ReplayFailed, SimulationFailed, DaemonFailed),

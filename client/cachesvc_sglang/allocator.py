@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from cachesvc_client.plugins.keeper import ConnectorRefused
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-from cachesvc_sglang.common.transfers import to_device
+from cachesvc_sglang.engine_cache import to_device
 
 
 class PageAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
@@ -166,3 +167,7 @@ def slots_of(table: Sequence[int], first: int, end: int, page_tokens: int) -> np
     slots = (pages[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)
     skipped = first - first_block * page_tokens
     return slots[skipped : skipped + end - first]
+
+
+class EngineRefused(ConnectorRefused):
+    """The engine is configured in a way that the plugin cannot serve; the message says what works instead."""

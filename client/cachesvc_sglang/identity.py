@@ -14,11 +14,18 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from cachesvc_client.plugins.namespace.checkpoint import LoadedCheckpoints, checkpoint_digest, process_began_s
-from cachesvc_client.plugins.namespace.facts import canonical, digest_of, length_fact, without_notes
+from cachesvc_client.plugins.facts import (
+    LoadedCheckpoints,
+    canonical,
+    checkpoint_digest,
+    digest_of,
+    length_fact,
+    process_began_s,
+    without_notes,
+)
 
 from cachesvc.model.layout import Layout
-from cachesvc_sglang.errors import EngineRefused
+from cachesvc_sglang.allocator import EngineRefused
 from cachesvc_sglang.settings import VARIABLE
 
 PACKAGES = (

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cachesvc_client.plugins.pages.request_pages import RequestPages
+from cachesvc_client.plugins.request_pages import RequestPages
 
-from cachesvc_sglang.common.calls import LEASE, Called, LoadAnswer, MatchAnswer, prompt_call, requests_call
-from cachesvc_sglang.common.engine_cache import name_of
+from cachesvc_sglang.calls import LEASE, Called, LoadAnswer, MatchAnswer, prompt_call, requests_call
+from cachesvc_sglang.engine_cache import name_of
+from cachesvc_sglang.links import Call, FollowerLinks, NewPages, Record
 from cachesvc_sglang.page_cache import PageCache
-from cachesvc_sglang.ranks.links import Call, FollowerLinks, NewPages, Record
 
 
 class LeadingCache(PageCache):

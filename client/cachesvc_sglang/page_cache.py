@@ -14,21 +14,17 @@ from typing import Any
 
 import torch
 from cachesvc_client import CacheClientError, DaemonUnavailable, LeaseLost
-from cachesvc_client.plugins.daemon.errors import STUCK
-from cachesvc_client.plugins.daemon.node import announced_in
-from cachesvc_client.plugins.daemon.weights_version import WeightsVersion
-from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.wish import Wish
-from cachesvc_client.plugins.steps.vouching import LOOK_S as LEASE_LOOK_S
+from cachesvc_client.plugins.keeper import STUCK, WeightsVersion
+from cachesvc_client.plugins.node import announced_in
+from cachesvc_client.plugins.outbox import LEASE_LOOK_S
+from cachesvc_client.plugins.page_book import PageBook
+from cachesvc_client.plugins.request_pages import RequestPages, Wish
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, IncLockRefResult
 
 from cachesvc.model.layout import Layout
-from cachesvc_sglang.common.engine_cache import ROOT, EngineCache, name_of
-from cachesvc_sglang.common.host_loads import HostLoads
-from cachesvc_sglang.common.metrics import CacheMetrics
-from cachesvc_sglang.common.prompts import may_share
-from cachesvc_sglang.errors import EngineRefused
+from cachesvc_sglang.allocator import EngineRefused
+from cachesvc_sglang.engine_cache import ROOT, CacheMetrics, EngineCache, may_share, name_of
+from cachesvc_sglang.host_loads import HostLoads
 
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""

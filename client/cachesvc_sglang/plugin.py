@@ -22,8 +22,8 @@ def activate() -> None:
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from cachesvc_sglang.adapters import HOOKS as ADAPTER_HOOKS
     from cachesvc_sglang.allocator import PageAllocator
-    from cachesvc_sglang.common.adapters import HOOKS as ADAPTER_HOOKS
 
     register_radix_cache_backend(NAME, make_cache)
     for method in ("MHATokenToKVPool._create_buffers_normal", "MLATokenToKVPool._create_buffers"):

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from cachesvc_client.plugins.daemon.node import RESERVED_PAGES, Flags
+from cachesvc_client.plugins.node import RESERVED_PAGES, Flags
 
-from cachesvc_sglang.errors import EngineRefused
+from cachesvc_sglang.allocator import EngineRefused
 
 VARIABLE = "CACHESVC_SGLANG"
 

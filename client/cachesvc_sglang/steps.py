@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cachesvc_sglang.allocator import PageAllocator
-from cachesvc_sglang.common.engine_cache import EngineCache
+from cachesvc_sglang.engine_cache import EngineCache
 
 
 def allocate(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:

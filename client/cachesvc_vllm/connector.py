@@ -1,4 +1,8 @@
-"""``CachesvcConnector``: vLLM's interface for connectors, a line for each hook; what it does is on its two sides."""
+"""``CachesvcConnector``: vLLM's interface for connectors, a line for each hook; what it does is on its two sides.
+
+Log lines of the connector in vLLM's form, with time and process: Python prints those of a logger without handlers
+bare.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
-from cachesvc_client.plugins.daemon.node import Node
+from cachesvc_client.plugins.node import Node
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -15,14 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cachesvc_vllm.daemon.metrics import CacheMetrics, CacheStats
-from cachesvc_vllm.daemon.settings import FLAGS, read_settings
 from cachesvc_vllm.handover import answer_of
+from cachesvc_vllm.identity import draft_lookahead, drafts_with_kv
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
-from cachesvc_vllm.namespace.draft_keys import draft_lookahead, drafts_with_kv
-from cachesvc_vllm.namespace.naming import look_at_loads
+from cachesvc_vllm.media import look_at_loads
+from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.scheduler_side import SchedulerSide
-from cachesvc_vllm.startup.logs import log_as_vllm
+from cachesvc_vllm.settings import FLAGS, read_settings
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
 from cachesvc_vllm.worker_side import WorkerSide, calls_layers
 
@@ -253,3 +256,15 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+
+OURS = ("cachesvc_client", "cachesvc_vllm")
+
+
+def log_as_vllm() -> None:
+    """Give the connector's loggers vLLM's handlers, unless the program has set handlers for them. Idempotent."""
+    theirs = logging.getLogger("vllm").handlers
+    for logger in map(logging.getLogger, OURS):
+        if theirs and not logger.hasHandlers():
+            logger.handlers = list(theirs)
+            logger.propagate = False

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cachesvc_client import Expected, Retention
-from cachesvc_client.plugins.daemon.errors import News
+from cachesvc_client.plugins.keeper import News
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.text.addresses import parse_address
+from cachesvc.model.text import parse_address
 
 MOST_HOST_CHARACTERS = 253
 MOST_DIGITS = 9

@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cachesvc_client import EventSubscriber
-from cachesvc_client.adapters.bridge import KvEventBridge
-from cachesvc_client.adapters.kv_events import Adapter, Event, KnownTokens, KvEventMapper
-from cachesvc_client.plugins.daemon.node import Node
+from cachesvc_client.adapters.kv_events import Adapter, Event, KnownTokens, KvEventBridge, KvEventMapper
+from cachesvc_client.plugins.node import Node
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -30,7 +29,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 
-from cachesvc_vllm.daemon.vllm_objects import Request
+from cachesvc_vllm.vllm_objects import Request
 
 KNOWN_BLOCKS = 262_144
 """Blocks whose tokens are kept, some 80 MB at 16 tokens a block. Older ones are announced no more after a loss."""

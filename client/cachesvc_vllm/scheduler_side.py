@@ -1,38 +1,46 @@
-"""The scheduler's side: match when vLLM looks for hits, reserve before it counts, seal what is computed."""
+"""The scheduler's side: match when vLLM looks for hits, reserve before it counts, seal what is computed.
+
+Reports put off until the first token of a lone request has come: its client waits for nothing else.
+
+Under asynchronous scheduling the next iteration is scheduled before the output of the last one is taken:
+
+    step 0   admits the request          no report
+    step 1                               no report
+    output of step 0: the first token    no report; it goes to the client
+    step 2                               reports what has gathered
+
+Pace of reports: those of decoding requests are sent together, once in four iterations.
+
+In most iterations of a decoding batch some requests fill a block and take the next one from the stock. A message costs
+more than its content, and the daemon may get this content later: a stock page is the engine's anyway, and the block of
+an answer is matched with the next turn. Matches, blocks of prompts, returned pages and a low stock are sent at once
+(``PageBook.is_urgent``).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from cachesvc_client import DaemonUnavailable, LeaseLost
-from cachesvc_client.plugins.daemon.errors import STUCK, ConnectorRefused
-from cachesvc_client.plugins.daemon.node import Node, announced_in
-from cachesvc_client.plugins.daemon.weights_version import WeightsVersion
-from cachesvc_client.plugins.pages.group_tables import Positions
-from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.wish import Wish
-from cachesvc_client.plugins.steps.vouching import Dropped, Vouching
+from cachesvc_client.plugins.keeper import STUCK, ConnectorRefused, WeightsVersion
+from cachesvc_client.plugins.matches import Written
+from cachesvc_client.plugins.node import Node, announced_in
+from cachesvc_client.plugins.outbox import Dropped, Vouching
+from cachesvc_client.plugins.page_book import PageBook
+from cachesvc_client.plugins.request_pages import Positions, RequestPages, Wish
 
-from cachesvc_vllm.daemon.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch, timed
-from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_vllm.adapters import AdapterReport, Adapters, watch_loads
+from cachesvc_vllm.block_pool import DaemonBlockPool, blocks_wanted, computed_blocks, fills_nothing, take_place
+from cachesvc_vllm.identity import LookaheadKeys, keep_last_blocks
 from cachesvc_vllm.kv_events import Announcer
-from cachesvc_vllm.loading import Loading
-from cachesvc_vllm.namespace.adapters import AdapterReport, Adapters, watch_loads
-from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, keep_last_blocks
-from cachesvc_vllm.pages.block_pool import DaemonBlockPool, take_place
-from cachesvc_vllm.pages.lengths import blocks_wanted, fills_nothing
-from cachesvc_vllm.pages.state_cells import StateCells
-from cachesvc_vllm.sealing import Sealer
-from cachesvc_vllm.startup.refusals import require_known_pool
-from cachesvc_vllm.steps.first_token import FirstToken
-from cachesvc_vllm.steps.pace import Pace
-from cachesvc_vllm.transfers import StepTransfers
-from cachesvc_vllm.waiting import free_waiting
+from cachesvc_vllm.metrics import IDLE_WAITS, SHARES, STEP_SECONDS, WAITS, CacheStats, Stopwatch, timed
+from cachesvc_vllm.refusals import require_known_pool
+from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.transfers import Loading, StepTransfers
 from cachesvc_vllm.wishes import Wishes, blocks_ahead
 
 RUNNING = "RUNNING"
@@ -460,3 +468,185 @@ class SchedulerSide:
         """Return after a loss: once there is a new lease, preempt everything; then ask the workers to move."""
         if self._node.back_id:
             self._book.is_moving = True
+
+
+class StateCells:
+    """``manager``: vLLM's ``KVCacheManager``. ``groups``: those of states, and the layout's group that each is.
+    ``step_tokens``: the most that is computed in a step."""
+
+    def __init__(self, manager: Any, groups: Mapping[int, int], step_tokens: int) -> None:
+        self._manager = manager
+        self._groups = groups
+        self._step_tokens = step_tokens
+
+    def wanted(
+        self, request: Any, new_tokens: int, local_tokens: int, external_tokens: int, computed_blocks: Any
+    ) -> Positions:
+        """Return where an allocation for ``new_tokens`` takes cells, behind ``local_tokens`` of a hit in place, whose
+        blocks are ``computed_blocks``, and ``external_tokens`` that are loaded. A request that is loaded holds its
+        pages while it waits, so it gets those of its first chunk, too: else such requests may hold all pages, and none
+        of them can run."""
+        if external_tokens and not new_tokens:
+            known = int(request.num_computed_tokens) + local_tokens + external_tokens
+            new_tokens = max(0, min(int(request.num_tokens) - known, self._step_tokens))
+        found: dict[int, range] = {}
+        for group, state_group in self._groups.items():
+            manager = self._manager.coordinator.single_type_managers[group]
+            computed = () if computed_blocks is None else computed_blocks.blocks[group]
+            local = int(request.num_computed_tokens) + local_tokens
+            tokens = local + external_tokens + new_tokens
+            pages = manager.get_num_blocks_to_allocate(
+                request.request_id,
+                tokens,
+                computed,
+                local + external_tokens,
+                local,
+                tokens,
+                prefill_end=self._prefill_end(request),
+            )
+            pages -= sum(block.ref_cnt == 0 and not block.is_null for block in computed)
+            end = -(-tokens // manager.block_size)
+            found[state_group] = range(end - pages, end)
+        return found
+
+    def _prefill_end(self, request: Any) -> int:
+        """Token at which vLLM saves a state within a chunk, as its ``allocate_slots`` says."""
+        if self._manager.coordinator.retention_interval != 0:
+            return 0
+        return max(int(request.num_prompt_tokens), int(request.num_tokens) - 1)
+
+
+class Sealer:
+    """``announcer``: notes the keys of what is sealed; None: there are no KV events. ``lookahead_tokens``: those that a
+    drafter reads ahead. Used from vLLM's scheduler thread."""
+
+    def __init__(
+        self, book: PageBook, keys: LookaheadKeys, announcer: Announcer | None, block_tokens: int, lookahead_tokens: int
+    ) -> None:
+        self._book = book
+        self._keys = keys
+        self._announcer = announcer
+        self._block_tokens = block_tokens
+        self._lookahead_tokens = lookahead_tokens
+        self._redrafted_tokens = max(0, lookahead_tokens - 1)
+
+    def seal(self, request: Any, keys: Sequence[bytes] | None = None) -> int:
+        """Seal what a request has computed; the number of these blocks. ``keys``: of the request, where they are at
+        hand."""
+        if keys is None:
+            keys = self._keys.of(request)
+        full_blocks = computed_blocks(
+            computed_tokens=request.num_computed_tokens,
+            in_flight_tokens=request.num_in_flight_tokens,
+            block_tokens=self._block_tokens,
+            keys=len(keys),
+            redrafted_tokens=self._redrafted_tokens,
+        )
+        pages = self._book.find(request.request_id)
+        if pages is not None:
+            if self._announcer is not None:
+                self._announcer.note(request, keys, pages.salt)
+            self._book.seal(pages, min(full_blocks, pages.taken_blocks), keys)
+        return full_blocks
+
+    def seal_filled(self, filling: dict[str, tuple[Any, int]]) -> None:
+        """Seal what an output has computed of requests that have full blocks, by id and up to where; those are taken
+        out that have no more of them."""
+        if not filling:
+            return
+        for request_id, (request, full_blocks) in list(filling.items()):
+            if request.is_finished() or self.seal(request) >= full_blocks or self._book.find(request_id) is None:
+                del filling[request_id]
+
+    def begin_step(self, filling: Mapping[str, tuple[Any, int]], scheduled: Collection[str]) -> None:
+        """A step is launched that computes the ``scheduled`` requests, of which ``filling`` has blocks that will be
+        full. A drafter may write behind its step's output, and who vouches for an adapter looks at running requests:
+        of these nothing is sealed once vLLM has let go of them."""
+        writes = []
+        if not self._lookahead_tokens:
+            for request_id, (request, blocks) in filling.items():
+                pages = self._book.find(request_id)
+                if pages is not None and pages.held and request_id in scheduled and request.lora_request is None:
+                    keys = self._keys.of(request)
+                    is_over = partial(self._is_over, request, pages)
+                    writes.append(Written(pages, min(blocks, len(keys)), keys, is_over))
+        self._book.begin_writes(writes)
+
+    def _is_over(self, request: Any, pages: RequestPages) -> bool:
+        return request.status.name != RUNNING or self._book.find(request.request_id) is not pages
+
+    def end(self, request: Any, tail_keys: Sequence[bytes]) -> None:
+        """Seal what a request has computed that has ended. ``tail_keys``: of its blocks with a last one that is not
+        full, where that is handed over."""
+        keys, pages = self._keys.of(request), self._book.find(request.request_id)
+        self._keys.forget(request.request_id)
+        if pages is None:
+            self._book.forget(request.request_id)
+            return
+        self.seal(request, keys)
+        if tail_keys:
+            self._book.seal(pages, min(len(tail_keys), pages.taken_blocks), tail_keys)
+        self._book.finish(pages, request.num_output_tokens)
+
+
+MOST_STEPS = 2
+"""Iterations whose reports may be put off: other engines wait for what they free."""
+
+
+class FirstToken:
+    """Used from one thread."""
+
+    def __init__(self) -> None:
+        self._is_awaited = False
+        self._steps = 0
+
+    def admit(self, *, is_alone: bool) -> None:
+        """Note that a request was admitted; ``is_alone``: no other one is unfinished."""
+        self._is_awaited = is_alone
+        self._steps = MOST_STEPS
+
+    def may_report(self) -> bool:
+        """Return whether the iteration that was scheduled reports."""
+        if self._is_awaited:
+            self._steps -= 1
+        return not self._is_awaited or self._steps < 0
+
+    def take_output(self) -> bool:
+        """Note that an output has come; return whether it is the first behind an admission, which nothing holds up."""
+        is_first, self._is_awaited = self._is_awaited, False
+        return is_first
+
+
+MOST_GATHERED = 4
+"""Iterations whose reports go together: 40 ms at 10 ms each."""
+
+
+class Pace:
+    """Used from one thread."""
+
+    def __init__(self) -> None:
+        self._gathered = 0
+
+    def is_due(self, *, is_urgent: bool) -> bool:
+        """Return whether the iteration that was scheduled reports. ``is_urgent``: it has more to tell than usual."""
+        self._gathered += 1
+        if not is_urgent and self._gathered < MOST_GATHERED:
+            return False
+        self._gathered = 0
+        return True
+
+
+WAITING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
+"""States of a request that waits for its turn; with the last one it may be that it need not know yet."""
+
+
+def free_waiting(manager: Any, book: PageBook, requests: Mapping[str, Any], loading: Loading) -> None:
+    """Free those of the ``requests`` that wait, but for what is ``loading``, when all pages are held by requests that
+    came from the host and wait: else none finds room. vLLM preempts none that has not run, and looks no further than
+    the first: they start over."""
+    waiting = [each for name, each in requests.items() if each.status.name in WAITING and name not in loading]
+    held = [pages.held for each in waiting if (pages := book.find(each.request_id)) is not None]
+    if book.is_moving or sum(held) == book.held_blocks:
+        for request in waiting:
+            manager.free(request)
+            request.num_computed_tokens = 0

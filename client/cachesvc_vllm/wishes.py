@@ -1,4 +1,12 @@
-"""Matches that requests ask for: their length, and the salt that stands for what else their KV depends on."""
+"""Matches that requests ask for: their length, and the salt that stands for what else their KV depends on.
+
+Key of a prompt's last block where it is not full: a prefilling engine seals it, and a decoding one copies it.
+
+    key of the tail = H("kv-tail", key of the block before, tokens of a block, the tail's tokens, what else vLLM hashes)
+
+No full block has such a key, nor a tail of other tokens or another length. An adapter, an image or a salt is in it as
+in the keys of full blocks: by vLLM's extra keys, and by the salts that all keys of a request are mixed with.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cachesvc_client import Expected, Registration
-from cachesvc_client.plugins.pages.wish import Tail, Wish
+from cachesvc_client.core.keys import tail_digest
+from cachesvc_client.plugins.request_pages import Tail, Wish
 
-from cachesvc_vllm.daemon.settings import Settings
-from cachesvc_vllm.daemon.vllm_objects import Request
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc_vllm.adapters import Adapters
 from cachesvc_vllm.handover import expected_of, hands_over, retention_of
+from cachesvc_vllm.identity import LookaheadKeys
 from cachesvc_vllm.kv_events import Announcer
-from cachesvc_vllm.namespace.adapters import Adapters
-from cachesvc_vllm.namespace.draft_keys import LookaheadKeys
-from cachesvc_vllm.namespace.media import Media, Sharing
-from cachesvc_vllm.namespace.tails import tail_of
+from cachesvc_vllm.media import Media, Sharing
+from cachesvc_vllm.settings import Settings
+from cachesvc_vllm.vllm_objects import Request
 
 AHEAD_DIVISOR = 8
 """Largest part of the pool that waiting requests get ahead of their turn: other engines want it too."""
@@ -136,3 +145,22 @@ class Wishes:
     def close(self) -> None:
         """Digest no more media. Idempotent."""
         self._media.close()
+
+
+LEAST_TOKENS = 2
+"""Tokens of a tail that is of use: the last token of a prompt is computed always."""
+
+
+def tail_of(request: Request, keys: Sequence[bytes], block_tokens: int) -> Tail | None:
+    """Return the tail of a request's prompt, ``keys`` being those of its full blocks; None where it has none, or one
+    that is of no use."""
+    end = request.num_prompt_tokens
+    first = end - end % block_tokens
+    if end - first < LEAST_TOKENS:
+        return None
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    extra, _ = generate_block_hash_extra_keys(request, first, end, 0)
+    parent = keys[first // block_tokens - 1] if first else bytes(KEY_BYTES)
+    tokens = request.all_token_ids[first:end]
+    return Tail(tail_digest(parent, block_tokens, tokens, repr(extra).encode()), end - first)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +17,11 @@ import vllm.envs as envs
 from cachesvc_client import AttachedPool, CacheClientError, DaemonUnavailable, LeaseLost
 from cachesvc_client.adapters.layer_waits import LayerWaits
 from cachesvc_client.memory.pool import LoadOutcome
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_client.plugins.daemon.laps import Laps
-from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
-from cachesvc_client.plugins.namespace.facts import display_name
-from cachesvc_client.plugins.steps.vouching import LOOK_S
+from cachesvc_client.plugins.facts import display_name
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_client.plugins.node import Laps, Node, Share, new_instance
+from cachesvc_client.plugins.outbox import LEASE_LOOK_S as LOOK_S
+from torch.overrides import TorchFunctionMode
 from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -30,18 +31,14 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from cachesvc.model.answers import TicketView
-from cachesvc_vllm.daemon.page_copier import PageCopier
-from cachesvc_vllm.daemon.settings import FLAGS, Settings
-from cachesvc_vllm.daemon.slab_layout import group_parts, layers_in_order, place_wider_first, slab_layout
-from cachesvc_vllm.namespace.adapters import LoadedAdapters
-from cachesvc_vllm.namespace.draft_keys import drafts_with_kv
-from cachesvc_vllm.namespace.identity import config_details
-from cachesvc_vllm.namespace.media import Sharing
-from cachesvc_vllm.namespace.naming import Runtime, model_facts, model_name, replaced_weights
-from cachesvc_vllm.startup.memory import SlabMode, require_on_slab
-from cachesvc_vllm.startup.ranks import Start, agreed_model
-from cachesvc_vllm.startup.refusals import require_supported, require_version
-from cachesvc_vllm.startup.warm_up import WarmUp
+from cachesvc.model.geometry import device_geometry
+from cachesvc.model.layout import Layout
+from cachesvc_vllm.adapters import LoadedAdapters
+from cachesvc_vllm.cache_groups import group_parts, layers_in_order, place_wider_first, slab_layout
+from cachesvc_vllm.identity import config_details, drafts_with_kv
+from cachesvc_vllm.media import Runtime, Sharing, model_facts, model_name, replaced_weights
+from cachesvc_vllm.refusals import require_supported, require_version
+from cachesvc_vllm.settings import FLAGS, Settings
 from cachesvc_vllm.transfers import EarlyLoad, StepTransfers, WorkerLease, lapsed_blocks
 
 T = TypeVar("T")
@@ -341,3 +338,133 @@ def _runtime(vllm_config: Any) -> Runtime:
         processor=_processor(),
         environment=envs.compile_factors(),
     )
+
+
+ITEM_BYTES = 8
+"""Bytes of an item that planes are copied in, where all planes begin and end with one: an eighth of the work."""
+
+
+class PageCopier:
+    """``slab``: all bytes of a pool's slab (int8 ``[bytes]``) of ``pages`` pages, in which the planes of the layout's
+    first group have all bytes of a page."""
+
+    def __init__(self, slab: Any, layout: Layout, pages: int) -> None:
+        spans = device_geometry(layout, 0, pages).spans
+        places = [(span.offset, span.page_stride, span.width) for span in spans]
+        unit = 1 if any(number % ITEM_BYTES for place in places for number in place) else ITEM_BYTES
+        items = slab[: slab.numel() // unit * unit]
+        if unit > 1:
+            import torch
+
+            items = items.view(torch.int64)
+        begin = items.storage_offset()
+        self._planes = [
+            items.as_strided((count, pages, width // unit), (step // unit, stride // unit, 1), begin + first // unit)
+            for first, step, stride, width, count in _regions(places)
+        ]
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy pages ``(source, target)``, on the current stream."""
+        for source, target in pairs:
+            for planes in self._planes:
+                planes[:, target].copy_(planes[:, source])
+
+
+def _regions(places: list[tuple[int, int, int]]) -> list[tuple[int, int, int, int, int]]:
+    """Planes at equal distances: the first one's offset, the distance, bytes from page to page and of a page, and how
+    many there are. A kernel copies all of a region's planes."""
+    regions: list[tuple[int, int, int, int, int]] = []
+    steps = [after[0] - before[0] for before, after in pairwise(places)]
+    for (offset, stride, width), step in zip(places, [0, *steps], strict=True):
+        if regions:
+            first, distance, *form, count = regions[-1]
+            if form == [stride, width] and (count == 1 or step == distance):
+                regions[-1] = first, step, stride, width, count + 1
+                continue
+        regions.append((offset, 0, stride, width, 1))
+    return regions
+
+
+class SlabMode(TorchFunctionMode):  # type: ignore[misc]
+    """Mode in which ``torch.zeros`` of exactly the slab's size gives ``slab`` (int8 ``[bytes]``)."""
+
+    def __init__(self, slab: Any) -> None:
+        super().__init__()
+        self.slab = slab
+        self.given = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.zeros and _size(args) == self.slab.numel():
+            self.given += 1
+            return self.slab
+        return func(*args, **(kwargs or {}))
+
+
+def _size(args: tuple[Any, ...]) -> int | None:
+    """The size of a tensor that is to have one dimension."""
+    first = args[0] if len(args) == 1 else None
+    if isinstance(first, tuple | list | torch.Size) and len(first) == 1:
+        first = first[0]
+    return first if isinstance(first, int) else None
+
+
+def require_on_slab(kv_caches: Mapping[str, Any], slab: Any, given: int) -> None:
+    """Raises ConnectorRefused unless vLLM took the slab, once, and every layer lies on it."""
+    storage = slab.untyped_storage().data_ptr()
+    elsewhere = [
+        name
+        for name, tensors in kv_caches.items()
+        for tensor in (tensors if isinstance(tensors, list | tuple) else [tensors])  # a state has several
+        if tensor.untyped_storage().data_ptr() != storage
+    ]
+    if given != 1 or elsewhere:
+        raise ConnectorRefused(
+            f"vLLM asked {given} times for the daemon's {slab.numel()} bytes, and {len(elsewhere)} of {len(kv_caches)} "
+            "layers lie elsewhere: this release allocates in a way that the connector does not know"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start of one rank: it has its slab of ``model``, which is empty where no daemon is there and none is required; or
+    a ``failure`` kept it from starting. ``replaced``: why its name may be of other weights than it has."""
+
+    model: str = ""
+    failure: str = ""
+    replaced: str = ""
+
+
+def agreed_model(starts: Sequence[Start]) -> str:
+    """The model that every rank has its slab of; empty where one rank has none, and the others may not use theirs.
+    Raises ConnectorRefused where a rank failed, or ranks share as different models."""
+    for rank, start in enumerate(starts):
+        if start.failure:
+            raise ConnectorRefused(f"rank {rank} did not start: {start.failure}")
+    models = {start.model for start in starts}
+    if "" in models:
+        return ""
+    if len(models) > 1:
+        raise ConnectorRefused(f"ranks of one engine share as {', '.join(sorted(models))}: they read different weights")
+    return models.pop()
+
+
+class WarmUp:
+    """Guard from ``begin`` to ``end``; does nothing where this vLLM has no runner that warms up so."""
+
+    def __init__(self) -> None:
+        self._tables: Any = None
+
+    def begin(self) -> None:
+        """Replace every block id that a runner gets by page 0 from now on."""
+        try:
+            from vllm.v1.worker.gpu.block_table import BlockTables
+        except ImportError:  # no Triton: the runner that warms up so cannot be here
+            return
+        self._tables = BlockTables
+        BlockTables.redirect_writes_to_null_block = True
+
+    def end(self) -> None:
+        """Block ids are what they are. Idempotent."""
+        tables, self._tables = self._tables, None
+        if tables is not None:
+            tables.redirect_writes_to_null_block = False

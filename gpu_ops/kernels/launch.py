@@ -1,15 +1,24 @@
-"""Launches kernels on a stream that the caller names. Needs CuPy; the first use of a kernel compiles it."""
+"""Launches kernels on a stream that the caller names. Needs CuPy; the first use of a kernel compiles it.
+
+Compiles kernels by NVRTC, which needs no GPU: so that a kernel that cannot be built fails where there is none.
+
+NVRTC comes from the wheels of the extra ``gpucheck``, or from an installed toolkit. What runs kernels (CuPy) compiles
+them by itself; this is for checking.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpu_ops.kernels.compile import KERNELS, STANDARD
 from gpu_ops.kernels.operands import Operand
 
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -86,3 +95,105 @@ class _Handle:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
+
+
+KERNELS = Path(__file__).parent
+SUFFIX = ".cu"
+STANDARD = "--std=c++17"
+LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+TOOLKIT_HEADERS = Path("/usr/local/cuda/include")
+
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "nvrtcCreateProgram": (POINTER(c_void_p), c_char_p, c_char_p, c_int, c_void_p, c_void_p),
+    "nvrtcCompileProgram": (c_void_p, c_int, POINTER(c_char_p)),
+    "nvrtcDestroyProgram": (POINTER(c_void_p),),
+    "nvrtcGetProgramLogSize": (c_void_p, POINTER(c_size_t)),
+    "nvrtcGetProgramLog": (c_void_p, c_char_p),
+    "nvrtcGetCUBINSize": (c_void_p, POINTER(c_size_t)),
+    "nvrtcGetCUBIN": (c_void_p, c_char_p),
+}
+
+
+class CompilerMissing(RuntimeError):
+    """This machine has no NVRTC."""
+
+
+class KernelRejected(RuntimeError):
+    """NVRTC does not take a source: ``log`` is what it says."""
+
+    def __init__(self, source: str, architecture: str, log: str) -> None:
+        super().__init__(f"{source} does not compile for {architecture}:\n{log}")
+        self.source = source
+        self.architecture = architecture
+        self.log = log
+
+
+def kernel_files(folder: Path = KERNELS) -> tuple[Path, ...]:
+    """Every kernel source below a folder, sorted."""
+    return tuple(sorted(folder.rglob(f"*{SUFFIX}")))
+
+
+def compile_file(path: Path, architecture: str) -> bytes:
+    """The cubin of one source for an architecture such as ``sm_90``. Raises KernelRejected, CompilerMissing."""
+    return compile_source(path.read_text(encoding="utf-8"), path.name, architecture, (path.parent,))
+
+
+def compile_source(source: str, name: str, architecture: str, headers: tuple[Path, ...] = ()) -> bytes:
+    """The cubin of a source text; ``headers``: folders to look for them, before CUDA's own. Raises as
+    ``compile_file``."""
+    nvrtc = _nvrtc()
+    include = [f"--include-path={folder}" for folder in (*headers, *_header_folders())]
+    options = [option.encode() for option in (f"--gpu-architecture={architecture}", STANDARD, *include)]
+    program = c_void_p()
+    _check(nvrtc.nvrtcCreateProgram(byref(program), source.encode(), name.encode(), 0, None, None), name)
+    try:
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
+        if failed:
+            log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program, name)
+            raise KernelRejected(name, architecture, log.rstrip(b"\0").decode(errors="replace"))
+        return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program, name)
+    finally:
+        nvrtc.nvrtcDestroyProgram(byref(program))
+
+
+def _text(size_of: Any, fetch: Any, program: c_void_p, name: str) -> bytes:
+    size = c_size_t()
+    _check(size_of(program, byref(size)), name)
+    text = ctypes.create_string_buffer(size.value)
+    _check(fetch(program, text), name)
+    return text.raw
+
+
+def _check(code: int, name: str) -> None:
+    if code:
+        raise KernelRejected(name, "any architecture", f"NVRTC itself failed, with code {code}")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    for candidate in (*_from_wheels("lib", LIBRARIES), *LIBRARIES):
+        try:
+            library = ctypes.CDLL(str(candidate))
+        except OSError:
+            continue
+        for name, arguments in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = c_int
+        return library
+    raise CompilerMissing("this machine has no NVRTC: install the extra gpucheck, or a CUDA toolkit")
+
+
+def _header_folders() -> Iterator[Path]:
+    for header in (*_from_wheels("include", ("cuda_fp16.h",)), TOOLKIT_HEADERS / "cuda_fp16.h"):
+        if header.is_file():
+            yield header.parent
+            return
+
+
+def _from_wheels(kind: str, names: tuple[str, ...]) -> Iterator[Path]:
+    """Files of NVIDIA's wheels, which lie below one package without a module: ``nvidia/cu13/lib`` and the like."""
+    package = importlib.util.find_spec("nvidia")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        for name in names:
+            yield from sorted(Path(folder).glob(f"*/{kind}/{name}"))

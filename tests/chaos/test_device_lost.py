@@ -20,7 +20,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc, common_pb2, engine_pb2, engine
 from cachesvc.config import Config
 from cachesvc.daemon import build, run
 from cachesvc.hardware import Hardware
-from cachesvc.memory.cuda.backend import CudaBackend
+from cachesvc.memory.cuda import CudaBackend
 from cachesvc.swap.movers import InProcessMovers
 from cachesvc.wire.convert import layout_to_proto
 from tests.contracts.host_gpu import HostGpu

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 import pytest
 from cachesvc_client import LoadFailed, PoolExhausted
 
-from cachesvc.memory.copy.arbiter import CopyRules
-from cachesvc.memory.host.available import MemoryLimit
-from cachesvc.memory.host.pool import HostPool
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.arbiter import CopyRules
+from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.numa import MemoryLimit
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest
 from tests.contracts.test_backend import DEVICE_BYTES, Bench, flat, host, step
 from tests.e2e.engine import Engine, prompt

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from cachesvc_client import DaemonUnavailable, NotFound
 from cachesvc_client.wire.life import LifeConnection
-from cachesvc_client.wire.transports.lane import encode_hello
+from cachesvc_client.wire.transports import encode_hello
 from kvcache.v1 import cache_pb2, cache_pb2_grpc, lease_pb2, lease_pb2_grpc
 
 from benchmarks.chaos.proc import MIB, bytes_beside_pools

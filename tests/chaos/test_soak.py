@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
+from cachesvc_lab.traces import SyntheticTraceSpec, TraceRequest, read_trace, write_synthetic_trace
 
 from benchmarks.chaos.crew import Plan
 from benchmarks.chaos.daemon_kills import Kills

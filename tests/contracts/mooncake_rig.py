@@ -19,8 +19,7 @@ import pytest
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.storage.mooncake.engine import MooncakeStorage
-from cachesvc.storage.mooncake.native import connect, load
-from cachesvc.storage.mooncake.options import MooncakeOptions
+from cachesvc.storage.mooncake.native import MooncakeOptions, connect, load
 from cachesvc.storage.seam import (
     Caps,
     Check,
@@ -112,7 +111,7 @@ class Program:
 BORN = """
 import os, sys
 from cachesvc.storage.mooncake.native import connect, load
-from cachesvc.storage.mooncake.options import MooncakeOptions
+from cachesvc.storage.mooncake.native import MooncakeOptions
 library = connect(load(), MooncakeOptions(sys.argv[1], sys.argv[2]))
 while library.put("born", b"1") != 0:
     pass

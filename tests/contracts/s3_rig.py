@@ -23,9 +23,8 @@ from typing import Any
 import pytest
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.storage.s3.client import RequestFailed, S3Bucket, load
+from cachesvc.storage.s3.client import RequestFailed, S3Bucket, S3Options, load
 from cachesvc.storage.s3.engine import S3Storage
-from cachesvc.storage.s3.options import S3Options
 from cachesvc.storage.seam import ObjectName
 from tests.contracts.mooncake_rig import Counted, free_port
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.options import FileOptions
-from cachesvc.storage.file.paths import object_path
+from cachesvc.storage.file.keeper import FileOptions
+from cachesvc.storage.file.space import object_path
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import WHOLE, ObjectName, Outcome, Part, Scope, StorageBackend
 from tests.sim.sim_storage import SimStorage

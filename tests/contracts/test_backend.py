@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachesvc.memory.copy.memcpy import CopyOutOfBounds
-from cachesvc.memory.cuda.backend import CudaBackend
+from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.interface import COPY_FIELDS, Backend, CopyJob, CopyStep
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.memcpy import CopyOutOfBounds
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
-from gpu_ops.errors import CudaMissing
+from gpu_ops.driver import CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 from tests.contracts.host_gpu import HostGpu
 from tests.sim.stepped_backend import SteppedBackend

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.memory.copy.copy_thread import CopyThreads
+from cachesvc.memory.copy_thread import CopyThreads
 from cachesvc.model.errors import Unavailable
 from tests.contracts.test_copy_thread import KINDS, LOAD, SLICE, Bench, LateRunner
 

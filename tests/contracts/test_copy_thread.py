@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from cachesvc.memory.copy.arbiter import CopyRules
-from cachesvc.memory.copy.copy_thread import CopyThreads
-from cachesvc.memory.copy.memcpy import check_bounds, run_copies
+from cachesvc.memory.arbiter import CopyRules
+from cachesvc.memory.copy_thread import CopyThreads
 from cachesvc.memory.interface import COPY_FIELDS, CopyJob, CopyStep, Slice, SliceRunner
-from cachesvc.memory.shm.backend import ShmRunner
+from cachesvc.memory.memcpy import check_bounds, run_copies
+from cachesvc.memory.shm import ShmRunner
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, Unavailable
 from cachesvc.model.transfer import Direction, Urgency
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.memory.cuda.backend import CudaBackend
+from cachesvc.memory.cuda import CudaBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, PoolExhausted, Unavailable
 from tests.contracts.host_gpu import HostGpu, HostMemory
 from tests.contracts.test_backend import DEVICE_BYTES, Bench, flat, host, step

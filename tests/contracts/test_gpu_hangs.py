@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from cachesvc.memory.copy.watchdog import MOST_COUNTED_S, PATIENCE_S
-from cachesvc.memory.cuda.backend import CudaBackend
+from cachesvc.memory.copy_thread import MOST_COUNTED_S, PATIENCE_S
+from cachesvc.memory.cuda import CudaBackend
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.transfer import CopiesHang
 from tests.contracts.host_gpu import HostGpu
@@ -103,7 +103,7 @@ def test_a_slice_that_lands_late_ends_no_job_again() -> None:
 
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_the_end_waits_for_no_gpu_that_hangs(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachesvc.memory.cuda.backend.LOOK_S", 0.001)
+    monkeypatch.setattr("cachesvc.memory.cuda.LOOK_S", 0.001)
     stage = Stage("wait")
     stage.load(0, 5)
     assert stage.gpus[0].hung.acquire()
@@ -132,7 +132,7 @@ def test_a_process_that_was_stopped_blames_no_gpu() -> None:
 
 
 def test_a_gpu_that_does_not_say_how_it_is_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachesvc.memory.cuda.backend.ANSWER_S", 0.01)
+    monkeypatch.setattr("cachesvc.memory.cuda.ANSWER_S", 0.01)
     stage = Stage("free_bytes")
     stage.look(1.0)
     stage.gpus[1].is_dead = True

@@ -15,7 +15,7 @@ import pytest
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.storage.mooncake.engine import MooncakeStorage
-from cachesvc.storage.mooncake.options import MooncakeOptions, mooncake_options
+from cachesvc.storage.mooncake.native import MooncakeOptions, mooncake_options
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import ObjectName, Outcome
 from cachesvc.storage.spec import parse_storage
@@ -139,7 +139,7 @@ def test_a_master_that_is_frozen_holds_up_nobody(cluster: Cluster) -> None:
 WRITER = """
     import sys, mmap
     from cachesvc.storage.mooncake.native import connect, load, addresses, replication
-    from cachesvc.storage.mooncake.options import MooncakeOptions
+    from cachesvc.storage.mooncake.native import MooncakeOptions
     master, size, *names = sys.argv[1:]
     module = load()
     library = connect(module, MooncakeOptions(master))

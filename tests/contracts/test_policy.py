@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
-from cachesvc.policy.writing import WriteRule
+from cachesvc.policy.eviction import EVICTION_POLICIES, WriteRule, eviction_policy
 
 RANKED = [name for name, policy in EVICTION_POLICIES.items() if not policy.learns]
 NUMBERS = st.integers(0, 1 << 31)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.memory.cuda.backend import CudaBackend
-from cachesvc.memory.holds import Holds
+from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.interface import Backend
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.shm import ShmBackend
+from cachesvc.memory.timeline import Holds
 from cachesvc.model.errors import LedgerBroken, NotFound
 from tests.contracts.host_gpu import HostGpu
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.storage.s3.client import S3Bucket
+from cachesvc.storage.s3.client import S3Bucket, S3Options
 from cachesvc.storage.s3.engine import S3Storage
-from cachesvc.storage.s3.options import S3Options
 from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.s3_rig import Proxy, S3Turning, Server, as_it_is, dead, options_of, require, shared_server
 from tests.contracts.storage_rig import FAR, OTHER, PAGE_BYTES, SCOPE, Bench, content_of, name_of

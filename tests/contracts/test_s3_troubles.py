@@ -14,9 +14,8 @@ import pytest
 
 from cachesvc.model.errors import Unavailable
 from cachesvc.storage.objects import ObjectStore
-from cachesvc.storage.s3.client import load
+from cachesvc.storage.s3.client import S3Options, load
 from cachesvc.storage.s3.engine import S3Storage
-from cachesvc.storage.s3.options import S3Options
 from cachesvc.storage.seam import Outcome
 from tests.contracts.storage_rig import name_of
 

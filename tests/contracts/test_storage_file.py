@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 
 from cachesvc.model.errors import CacheError, InvalidRequest
-from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
+from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.options import FileOptions, file_options
-from cachesvc.storage.file.paths import object_path
-from cachesvc.storage.file.space import BATCH, Space
+from cachesvc.storage.file.keeper import FileOptions, file_options
+from cachesvc.storage.file.space import BATCH, Space, object_path
 from cachesvc.storage.seam import ObjectName, Outcome, Part
 from cachesvc.storage.spec import parse_storage
 from tests.contracts.storage_rig import FAR, OTHER, PAGE_BYTES, SCOPE, Asked, Bench, FileTurning, name_of
@@ -171,7 +170,7 @@ def test_after_a_restart_the_order_of_use_is_that_of_before(tmp_path: Path) -> N
 
 KILLED = """
     import sys
-    from cachesvc.storage.file.options import FileOptions
+    from cachesvc.storage.file.keeper import FileOptions
     from cachesvc.storage.seam import Outcome
     from tests.contracts.storage_rig import Bench, FileTurning, name_of
     bench = Bench(FileTurning(FileOptions(sys.argv[1], 1 << 30, floor=0))).start()

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
+from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.file.disk import REFUSED_SECONDS, Disk
 from cachesvc.storage.file.folder import Folder
-from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_path
-from cachesvc.storage.file.space import FLOOR_EVERY, Space
+from cachesvc.storage.file.space import FLOOR_EVERY, FORMAT_TEXT, LABEL, Space, object_path
 from cachesvc.storage.seam import ObjectName, Outcome
 from tests.contracts.storage_rig import SCOPE, name_of
 from tests.contracts.test_storage_file import BUSY, MIB, OK, opened, scanned

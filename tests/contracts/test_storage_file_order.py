@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.storage.writer_kills import run
-from cachesvc.storage.file.clock import Moments
+from cachesvc.storage.file.disk import Moments
 from cachesvc.storage.file.engine import FileStorage
-from cachesvc.storage.file.options import FileOptions
-from cachesvc.storage.file.paths import object_path
+from cachesvc.storage.file.keeper import FileOptions
+from cachesvc.storage.file.space import object_path
 from cachesvc.storage.seam import ObjectName, Outcome, Part, Use
 from tests.contracts.storage_rig import FAR, SCOPE, Asked, Bench, FileTurning, content_of, name_of
 

@@ -12,8 +12,8 @@ import pytest
 from cachesvc.storage.file.disk import Disk
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.folder import Folder
-from cachesvc.storage.file.options import FileOptions
-from cachesvc.storage.file.paths import FORMAT_TEXT, object_path
+from cachesvc.storage.file.keeper import FileOptions
+from cachesvc.storage.file.space import FORMAT_TEXT, object_path
 from cachesvc.storage.seam import Outcome
 from tests.contracts.storage_rig import SCOPE, Bench, FileTurning, name_of
 from tests.contracts.test_storage_file import MIB, OK, opened, scanned

@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from cachesvc_ctl.actions import Wait
 from cachesvc_ctl.main import parse
-from cachesvc_ctl.wait import Wait
 
 from cachesvc.config import Config
 from cachesvc.hardware import check_shm_memory
-from cachesvc.memory.host.available import MemoryLimit
+from cachesvc.memory.numa import MemoryLimit
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.service.host.health import LIVE
 from tests.deploy.manifests import Doc, Pod, config_of, daemon_pod, host_paths, mounts, of_kind, pods, quantity, selects

@@ -12,8 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from cachesvc_ctl.actions import Wait
 from cachesvc_ctl.main import parse
-from cachesvc_ctl.wait import Wait
 
 from tests.deploy.manifests import daemon_pod, load
 from tests.style.tree import ROOT, list_files

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cachesvc.storage.mooncake.options import MooncakeOptions
+from cachesvc.storage.mooncake.native import MooncakeOptions
 from tests.deploy.manifests import Doc, of_kind, pods
 from tests.deploy.rules import confined, pinned, powerless
 

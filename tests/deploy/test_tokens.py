@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from cachesvc.service.access.auth import Scope
-from cachesvc.service.access.tokens_file import read_keys
+from cachesvc.service.access.tokens import read_keys
 from tests.deploy.manifests import Doc, load, of_kind, pods
 from tests.deploy.test_schemas import VERSIONS
 from tests.style.tree import ROOT

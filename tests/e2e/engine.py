@@ -26,7 +26,7 @@ from cachesvc_client import (
     gqa_windowed,
     opaque,
 )
-from cachesvc_client.records.tables import Pages
+from cachesvc_client.records.sequence_record import Pages
 
 BLOCK_TOKENS = 16
 LAYERS = 4

@@ -19,32 +19,26 @@ from google.protobuf.message_factory import GetMessageClass
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 
 from cachesvc.config import Config
-from cachesvc.flows.context.core import Core, Limits
-from cachesvc.flows.leases.leases import process_arrived, process_gone
+from cachesvc.flows.core import Core, Limits
+from cachesvc.flows.leases import process_arrived, process_gone
 from cachesvc.ledger.ledger import Ledger
-from cachesvc.memory.host.pool import HostPool
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.words import PageState, WritePolicy
-from cachesvc.policy.eviction import eviction_policy
-from cachesvc.policy.writing import WriteRule
+from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.access.auth import EVERYONE, set_caller
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
-from cachesvc.service.admin.admin_service import AdminService
+from cachesvc.service.admin.admin_service import Administration, AdminService, Inspection
 from cachesvc.service.admin.checksums import Checksums
-from cachesvc.service.admin.inspection import Inspection
-from cachesvc.service.admin.operations import Administration
-from cachesvc.service.admin.storage_answers import StorageAnswers
+from cachesvc.service.admin.messages import StorageAnswers
 from cachesvc.service.calls.dispatcher import Dispatcher
-from cachesvc.service.host.device_health import DeviceHealth
-from cachesvc.service.host.facts import Facts, Transports
+from cachesvc.service.host.device_health import DeviceHealth, Facts, Transports
 from cachesvc.service.host.health import Serving
 from cachesvc.service.loop.node import Node
-from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.rpc.edge import Edge
-from cachesvc.service.rpc.engine_service import EngineService
 from cachesvc.service.rpc.event_service import EventService
-from cachesvc.service.rpc.lease_service import LeaseService
+from cachesvc.service.rpc.services import CacheService, EngineService, LeaseService
 from cachesvc.storages import Storages
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers

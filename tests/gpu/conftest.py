@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu_ops.errors import CudaMissing
+from gpu_ops.driver import CudaMissing
 from gpu_ops.gpu import Gpu, find_gpus
 from tests.e2e.rig import short_folder
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cachesvc.memory.cuda.backend import CudaBackend
-from cachesvc.memory.cuda.slab import CudaSlab
+from cachesvc.memory.cuda import CudaBackend, CudaSlab
 from cachesvc.memory.extents import Extent, ExtentTable
 from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

@@ -12,7 +12,7 @@ import pytest
 from cachesvc_client import NotFound, TicketView
 from cachesvc_client.memory.pool import LoadOutcome
 
-from cachesvc.memory.mapped import map_memfd
+from cachesvc.memory.extents import map_memfd
 from cachesvc.model.futex import words_of
 from gpu_ops.kernels.pages import check_pages
 from tests.e2e.engine import WAIT_SECONDS, prompt

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from gpu_ops.errors import CudaMissing, CudaOutOfMemory
+from gpu_ops.driver import CudaMissing, CudaOutOfMemory
 from gpu_ops.gpu import Gpu, driver_version, find_gpus, gpu_by_uuid
 from gpu_ops.memory import ALLOCATION_BYTES, DeviceMemory
 from tests.e2e.remote import ROOT

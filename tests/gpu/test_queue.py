@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from gpu_ops.errors import CudaError
+from gpu_ops.driver import CudaError
 from gpu_ops.gpu import Gpu
 from gpu_ops.streams import PITCHED_FIELDS, SPLIT_COPIES, WIDEST_SPLIT, CopyQueue, PitchedCopies
 from tests.gpu.frameworks import cupy

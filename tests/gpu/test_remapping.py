@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cachesvc_client.memory.device import DevicePlane
-from cachesvc_client.memory.placement import PlaneView
-from cachesvc_client.plugins.daemon.node import Node, Share
-from cachesvc_vllm.daemon.settings import FLAGS, Settings
-from cachesvc_vllm.daemon.slab_layout import GROUP, slab_layout
+from cachesvc_client.memory.device import DevicePlane, PlaneView
+from cachesvc_client.plugins.node import Node, Share
+from cachesvc_vllm.cache_groups import GROUP, slab_layout
+from cachesvc_vllm.settings import FLAGS, Settings
 
 from tests.e2e.movers import kill_mover_of
 from tests.e2e.rig import Node as Daemon

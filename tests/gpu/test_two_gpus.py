@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 from kvcache.v1 import admin_pb2
 
-from cachesvc.memory.copy.peer_check import STAMP_BYTES, PeerCheck, bytes_of
-from cachesvc.memory.cuda.backend import CudaBackend
-from cachesvc.memory.cuda.slab import CudaSlab
+from cachesvc.memory.cuda import CudaBackend, CudaSlab
+from cachesvc.memory.memcpy import STAMP_BYTES, PeerCheck, bytes_of
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

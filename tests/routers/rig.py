@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cachesvc_client import KEY_BYTES, EventSubscriber
-from cachesvc_client.adapters.bridge import KvEventBridge
-from cachesvc_client.adapters.known_tokens import KnownTokens
-from cachesvc_client.adapters.kv_events import Event, KvEventMapper
+from cachesvc_client.adapters.kv_events import Event, KnownTokens, KvEventBridge, KvEventMapper
 from cachesvc_client.adapters.zmq_events import ZmqPublisher
 
 from tests.e2e.engine import BLOCK_TOKENS, Engine

@@ -25,9 +25,9 @@ from tests.sglang.stubs import install
 install()
 
 import torch  # noqa: E402
-from cachesvc_client.plugins.daemon.node import RESERVED_PAGES, Node, Share, new_instance  # noqa: E402
+from cachesvc_client.plugins.node import RESERVED_PAGES, Node, Share, new_instance  # noqa: E402
+from cachesvc_sglang.adapters import LOADED, load_weights  # noqa: E402
 from cachesvc_sglang.allocator import DaemonBudget  # noqa: E402 - the stubs come first
-from cachesvc_sglang.common.adapters import LOADED, load_weights  # noqa: E402
 from cachesvc_sglang.identity import look_at_weights, replaced_weights  # noqa: E402
 from cachesvc_sglang.memory import PoolMemory  # noqa: E402
 from cachesvc_sglang.page_cache import PageCache  # noqa: E402

@@ -27,7 +27,7 @@ LONGEST_S = 60.0
 
 def cache_on(path: str) -> Any:
     """The cache of an engine whose pool is on the daemon at ``path``."""
-    from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
+    from cachesvc_client.plugins.node import Node, Share, new_instance
     from cachesvc_sglang.memory import PoolMemory
     from cachesvc_sglang.page_cache import PageCache
     from cachesvc_sglang.settings import EngineSettings, flags_of
@@ -73,7 +73,7 @@ def request(rid: str) -> Any:
 def admit_late(cache: Any, daemon: int) -> list[bool]:
     """Have the daemon answer a match after SGLang waited for it. Return whether the request is admitted with the match
     that SGLang has, and with a later one: SGLang waits once in an iteration, then looks in each."""
-    from cachesvc_client.plugins.steps import outbox
+    from cachesvc_client.plugins import outbox
 
     late, admitted = request("late"), list[bool]()
     params = SimpleNamespace(req=late, key=SimpleNamespace(token_ids=late.origin_input_ids, limit=None))

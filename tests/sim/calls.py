@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.engine.release import release
-from cachesvc.model.answers import Wait
+from cachesvc.flows.core import resolve
+from cachesvc.flows.recycle import release
+from cachesvc.model.answers import Ended, Wait
 from cachesvc.model.errors import Conflict, KeyReused, LeaseLost, LimitExceeded, LoadFailed, PoolExhausted, Unavailable
-from cachesvc.model.requests import Ended
 from tests.sim.processes import Pending, Request, SimProcesses
 
 WAIT_SECONDS = 20.0

@@ -7,17 +7,14 @@ from functools import partial
 
 from cachesvc_client.core.keys import block_keys
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.publish import Publishing, publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.stock import extend, refill_stock
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.leases.leases import pause_write_backs
-from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.core import resolve
+from cachesvc.flows.leases import pause_write_backs
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.publish import Publishing, publish
+from cachesvc.flows.recycle import recycle, release
+from cachesvc.flows.replicas import Sharing
+from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.ledger.leases import first_id
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait

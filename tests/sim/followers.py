@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from cachesvc_client.records.event_batch import BlockMirror, CopyLocation, parse_batch
 
-from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import EventsForgotten, SubscriberTooSlow
 from cachesvc.model.words import READY
 from cachesvc.questions.follow import Feed

@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from cachesvc.flows.context.core import Core
-from cachesvc.flows.context.counters import Count
-from cachesvc.ledger.holds import Hold, Prefetch
+from cachesvc.flows.core import Core, Count
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.ledger.sequences import OpenSequence
+from cachesvc.ledger.sequences import Hold, OpenSequence, Prefetch
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted

@@ -8,16 +8,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from cachesvc.flows.context.core import Core, Limits
-from cachesvc.flows.context.turns import Turns, tidy
-from cachesvc.flows.leases.device_loss import lose_device
-from cachesvc.flows.models.registration import host_pages_arrived
-from cachesvc.flows.transfer.transfers import land
+from cachesvc.flows.core import Core, Limits, Turns, tidy
+from cachesvc.flows.leases import lose_device
+from cachesvc.flows.registration import host_pages_arrived
+from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.memory.copy.arbiter import CopyRules
-from cachesvc.memory.host.numa import Placement
-from cachesvc.memory.host.pool import HostPool
-from cachesvc.memory.mapped import populate
+from cachesvc.memory.arbiter import CopyRules
+from cachesvc.memory.extents import populate
+from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.numa import Placement
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import KeyReused, Unavailable
 from cachesvc.model.geometry import device_geometry
@@ -25,8 +24,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import DONE, CopiesHang, Failed, TimelineSlot, Transfer
 from cachesvc.model.words import READY, Run
-from cachesvc.policy.eviction import eviction_policy
-from cachesvc.policy.writing import WriteRule
+from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers
 from cachesvc.swap.vault import Vault

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.leases.leases import attach, close_lease, open_lease, process_arrived, process_gone
+from cachesvc.flows.core import resolve
+from cachesvc.flows.leases import attach, close_lease, open_lease, process_arrived, process_gone
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import TicketView

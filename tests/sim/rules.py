@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cachesvc.ledger.index.tier_copies import NO_ROW
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.sequences import OpenSequence
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, NO_PAGE
 from cachesvc.swap.engine import SwapEngine

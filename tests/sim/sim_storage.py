@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.storage.header import is_newer
+from cachesvc.storage.objects import is_newer
 from cachesvc.storage.seam import (
     Caps,
     Check,

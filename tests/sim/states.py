@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc.model.answers import GroupCells
-from cachesvc.model.columns import Positions
+from cachesvc.model.answers import GroupCells, Positions
 from cachesvc.model.words import NO_PAGE
 from tests.sim.calls import SimCalls
 from tests.sim.processes import Request

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cachesvc.memory.copy.arbiter import Arbiter, CopyRules
-from cachesvc.memory.copy.job_end import end_job
-from cachesvc.memory.copy.memcpy import check_bounds, run_copies
+from cachesvc.memory.arbiter import Arbiter, CopyRules
+from cachesvc.memory.copy_thread import end_job
 from cachesvc.memory.interface import CopyJob
+from cachesvc.memory.memcpy import check_bounds, run_copies
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import Direction
 from tests.sim.stepped_memory import SteppedSheet, SteppedSlab, SteppedTimeline

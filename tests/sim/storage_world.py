@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from cachesvc.flows.models import admin
+from cachesvc.flows import pinning
 from cachesvc.model.transfer import Inward
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.writing import WriteRule
-from cachesvc.service.calls.storage_events import StorageFlows
+from cachesvc.policy.eviction import WriteRule
+from cachesvc.service.calls.telemetry import StorageFlows
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier.tier import Tier
-from cachesvc.storage.tier.tiers import Tiers
+from cachesvc.storage.tier import Tier
+from cachesvc.storage.tiers import Tiers
 from tests.sim.sim_storage import FAULTS, SimStorage
 from tests.sim.world import LOOKS, World
 
@@ -105,7 +105,7 @@ class StorageWorld(World):
         """Nothing is left in memory that may go: what comes next is asked of storage."""
         for model in list(self.node.core.ledger.models.values()):
             for tier in ("device", "host", "device"):
-                self.node.run(partial(admin.evict, self.node.core, model.id, tier, 0))
+                self.node.run(partial(pinning.evict, self.node.core, model.id, tier, 0))
 
     def _lose(self) -> None:
         """The storage is away, with all that it had."""

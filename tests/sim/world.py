@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from cachesvc.flows.leases.device_loss import empty_lost
-from cachesvc.flows.leases.leases import lose_silent
-from cachesvc.flows.models import admin
-from cachesvc.flows.models.registration import Registered, RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows import pinning
+from cachesvc.flows.leases import empty_lost, lose_silent
+from cachesvc.flows.registration import Registered, RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import PageState
-from cachesvc.questions.audit.verify import verify_at_once
+from cachesvc.questions.audit import verify_at_once
 from tests.conservation import audit
 from tests.sim.biases import bias_of
 from tests.sim.engine import SimEngine
@@ -278,14 +277,14 @@ class World:
 
     def _operator_drains(self) -> None:
         if self.steps > 150 and self.rng.random() < 0.2:
-            self.node.run(partial(admin.drain, self.node.core))
+            self.node.run(partial(pinning.drain, self.node.core))
             self.faults["daemon_drained"] += 1
 
     def _operator_evicts(self) -> None:
         core = self.node.core
         for model in list(core.ledger.models.values()):
             tier = self.rng.choice(self.bias.evicted_tiers)
-            self.node.run(partial(admin.evict, core, model.id, tier, self.rng.choice((0, 1, 3))))
+            self.node.run(partial(pinning.evict, core, model.id, tier, self.rng.choice((0, 1, 3))))
         self.faults["operator_evicted"] += 1
 
     def _rival(self) -> None:

@@ -15,6 +15,7 @@ PACKAGES = {
     "cachesvc/": "cachesvc/",
     "client/cachesvc_client/": "cachesvc_client/",
     "client/cachesvc_ctl/": "cachesvc_ctl/",
+    "client/cachesvc_lab/": "cachesvc_lab/",
     "client/cachesvc_sglang/": "cachesvc_sglang/",
     "client/cachesvc_vllm/": "cachesvc_vllm/",
     "gpu_ops/": "gpu_ops/",

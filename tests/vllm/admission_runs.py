@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from cachesvc_vllm.daemon.metrics import CacheStats
+from cachesvc_vllm.metrics import CacheStats
 
 from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
 from tests.vllm.scheduling_runs import RUNS, cached, main, run_out, serve, tell

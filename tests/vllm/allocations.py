@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 import torch
-from cachesvc_client.plugins.daemon.node import Node, Share
-from cachesvc_vllm.daemon.settings import FLAGS, Settings
+from cachesvc_client.plugins.node import Node, Share
 from cachesvc_vllm.scheduler_side import SchedulerSide
+from cachesvc_vllm.settings import FLAGS, Settings
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager

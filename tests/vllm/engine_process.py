@@ -103,7 +103,7 @@ def answer(llm: Any, asked: dict[str, Any]) -> Any:
 
 def plant_wrong_pages() -> int:
     """Move the bytes of all pages to the page before; how many."""
-    from cachesvc_client.plugins.pages.request_pages import PageCopy
+    from cachesvc_client.plugins.request_pages import PageCopy
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker = get_kv_transfer_group()._worker  # noqa: SLF001 - what nothing but a test does

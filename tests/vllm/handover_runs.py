@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cachesvc_client.memory.pool import LoadOutcome
-from cachesvc_vllm.namespace.tails import tail_of
+from cachesvc_vllm.wishes import tail_of
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import vllm.envs
-from cachesvc_vllm.namespace.naming import Runtime, model_facts, model_name
+from cachesvc_vllm.media import Runtime, model_facts, model_name
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cachesvc_vllm.daemon.settings import Settings
+from cachesvc_vllm.settings import Settings
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256_cbor

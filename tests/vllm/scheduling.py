@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 
 from cachesvc_client.memory.pool import LoadOutcome
-from cachesvc_client.plugins.daemon.node import Node, Share, new_instance
-from cachesvc_vllm.daemon.metrics import CacheStats
-from cachesvc_vllm.daemon.settings import FLAGS, Settings
-from cachesvc_vllm.loading import SHORT_LOAD_BYTES
-from cachesvc_vllm.transfers import WorkerShare
+from cachesvc_client.plugins.node import Node, Share, new_instance
+from cachesvc_vllm.metrics import CacheStats
+from cachesvc_vllm.settings import FLAGS, Settings
+from cachesvc_vllm.transfers import SHORT_LOAD_BYTES, WorkerShare
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cachesvc_client.plugins.steps.vouching import PagesLapsed
+from cachesvc_client.plugins.outbox import PagesLapsed
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cachesvc_client.layouts.parts import Parts, part_group
-from cachesvc_vllm.daemon.slab_layout import GROUP, POOL
+from cachesvc_client.layouts.families import Parts, part_group
+from cachesvc_vllm.cache_groups import GROUP, POOL
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 

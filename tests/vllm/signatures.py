@@ -183,10 +183,10 @@ def surface(package: Path) -> dict[str, Any]:
 def differences(release: str, told: dict[str, Any]) -> Iterator[str]:
     """Differences from a release, one a line."""
     from cachesvc_vllm import CachesvcConnector
-    from cachesvc_vllm.daemon.metrics import CacheMetrics, CacheStats
-    from cachesvc_vllm.pages.block_pool import DaemonBlockPool
+    from cachesvc_vllm.block_pool import DaemonBlockPool
+    from cachesvc_vllm.metrics import CacheMetrics, CacheStats
+    from cachesvc_vllm.refusals import POOL_METHODS as KNOWN_METHODS
     from cachesvc_vllm.scheduler_side import SchedulerSide
-    from cachesvc_vllm.startup.refusals import POOL_METHODS as KNOWN_METHODS
 
     public = {name for name in told["BlockPool"] if not name.startswith("_")}
     if public != POOL_METHODS:

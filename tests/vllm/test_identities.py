@@ -17,8 +17,8 @@ from tests.vllm.weights import write_checkpoint
 HUB = """
 import sys
 from types import SimpleNamespace
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_vllm.namespace.naming import _checkpoint
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_vllm.media import _checkpoint
 folder, commit = (each or None for each in sys.argv[1:])
 model = SimpleNamespace(model="org/m", revision="main", hf_config=SimpleNamespace(_commit_hash=commit))
 try:

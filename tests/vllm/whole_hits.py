@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from cachesvc_vllm.daemon.page_copier import PageCopier
+from cachesvc_vllm.worker_side import PageCopier
 
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from cachesvc_client.adapters.layer_waits import LayerWaits
-from cachesvc_client.plugins.daemon.node import Node
-from cachesvc_vllm.daemon.page_copier import PageCopier
-from cachesvc_vllm.namespace.adapters import AdapterReport
-from cachesvc_vllm.worker_side import WorkerSide
+from cachesvc_client.plugins.node import Node
+from cachesvc_vllm.adapters import AdapterReport
+from cachesvc_vllm.worker_side import PageCopier, WorkerSide
 
 
 class LoadedAdapters:

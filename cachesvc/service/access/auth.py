@@ -3,28 +3,38 @@
 A caller is found once for each RPC (for a stream: when it begins) and kept in a context variable, which the task that
 serves the RPC shares with its interceptors. ``caller()`` is how servicers ask. RPCs that no rule names are for
 operators alone, so that a new one is closed until a rule opens it.
+
+Checks of a request's bytes, before it is a message: its size is charged, and bytes that are no
+message, or one beyond all limits, are refused by name. gRPC would answer INTERNAL and log a traceback for each.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import grpc
 
-from cachesvc.model.errors import CacheError, PermissionDenied, Unauthenticated
-from cachesvc.service.access.undecodable import readable
-from cachesvc.wire.refusals import refusal, status_metadata
+from cachesvc.flows.core import Core
+from cachesvc.model.errors import CacheError, LeaseLost, NotFound, PermissionDenied, Unauthenticated
+from cachesvc.questions.view import SHOWN_LETTERS, Sight, why_lost
+from cachesvc.wire.parse import parse
 from cachesvc.wire.status import (
     AUTHORIZATION_METADATA_KEY,
     BEARER,
     GRPC_CODES,
     PROCESS_METADATA_KEY,
+    refusal,
+    status_metadata,
 )
 
 
@@ -334,3 +344,109 @@ def _wrap(handler: Any, enter: Callable[[Any], None]) -> Any:
     }[handler.request_streaming, handler.response_streaming]
     behaviour: Any = many if handler.response_streaming else one
     return shape(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+MODEL_BITS, TICKET_BITS = 30, 40
+"""Bits of the numbers of models (uint32 on the wire) and of tickets (exact in JSON)."""
+_ROUNDS = 4
+
+_NAMED = re.compile("[0-9a-f]{32}-([0-9a-f]{1,16})")
+
+
+def lease_name(epoch: int) -> str:
+    """A new lease's id: 128 random bits, and the daemon's epoch behind them, by which a later daemon knows it."""
+    return f"{secrets.token_hex(16)}-{epoch:x}"
+
+
+def unordered_numbers(bits: int) -> Iterator[int]:
+    """Numbers from 1 to 2**``bits`` - 1 (``bits`` is even), each once, in an order of this daemon's own: who gets some
+    cannot know how many others were given out between them. It is a permutation of 1, 2, ... under a secret key."""
+    key, half = secrets.token_bytes(16), bits // 2
+    mask = (1 << half) - 1
+    for number in itertools.count(1):
+        high, low = number >> half & mask, number & mask
+        for turn in range(_ROUNDS):
+            mixed = blake2b(low.to_bytes(8, "little") + bytes((turn,)), key=key, digest_size=8).digest()
+            high, low = low, high ^ int.from_bytes(mixed, "little") & mask
+        if shuffled := high << half | low:
+            yield shuffled
+
+
+def shown_id(lease_id: str) -> str:
+    """A lease's id as the log may have it: the whole one is a key to the lease."""
+    return lease_id[:SHOWN_LETTERS]
+
+
+def no_lease(core: Core, lease_id: str, epoch: int) -> NotFound | LeaseLost:
+    """Error for a lease that ``Ledger.hear`` does not find."""
+    if (why := why_lost(core, lease_id)) is not None:
+        return LeaseLost(lease_id, why)
+    if is_of_another_epoch(lease_id, epoch):
+        return LeaseLost(lease_id, "it was opened with an earlier daemon, and its pages went with that one")
+    return NotFound("lease", lease_id, "open one first")
+
+
+def is_of_another_epoch(lease_id: str, epoch: int) -> bool:
+    """True for a lease that another life of the daemon opened."""
+    named = _NAMED.fullmatch(lease_id)
+    return named is not None and int(named[1], 16) != epoch
+
+
+def sight() -> Sight:
+    """Limits of the running RPC's caller. The whole id of a lease is a key to it, so those who may only read get its
+    beginning; callers without a proof get neither ids nor namespaces of models with a salt."""
+    who = caller()
+    return Sight(
+        tenant=None if who.sees_all else who.tenant,
+        whole_ids=who is EVERYONE or Scope.ADMIN in who.scopes,
+        salted=who not in UNPROVEN,
+    )
+
+
+_UNREAD: ContextVar[CacheError | None] = ContextVar("unread", default=None)
+
+
+def readable(handler: Any, charge: Callable[[int], None]) -> Any:
+    """``handler`` with a deserializer that never raises: what it does not read becomes an empty message and is
+    remembered for ``unread``. gRPC reads requests in the task that serves them. Answers that are bytes already are sent
+    as they are.
+
+    ``charge(bytes)``: to the caller of the running task. Raises QuotaExceeded.
+    """
+    if handler is None or handler.request_deserializer is None:
+        return handler
+    careful, serializer = _careful(handler.request_deserializer, charge), handler.response_serializer
+
+    def sent(answer: Any) -> bytes:
+        packed: bytes = answer if isinstance(answer, bytes) else serializer(answer)
+        return packed
+
+    return handler._replace(request_deserializer=careful, response_serializer=sent)
+
+
+def unread() -> CacheError | None:
+    """Error of the request at hand where it could not be read."""
+    error = _UNREAD.get()
+    if error is not None:
+        _UNREAD.set(None)
+    return error
+
+
+def require_read() -> None:
+    """Raises InvalidRequest, LimitExceeded or QuotaExceeded where the request at hand could not be read."""
+    if (error := unread()) is not None:
+        raise error
+
+
+def _careful(from_string: Any, charge: Callable[[int], None]) -> Callable[[bytes], Any]:
+    kind = from_string.__self__
+
+    def careful(raw: bytes) -> Any:
+        try:
+            charge(len(raw))
+            return parse(kind, raw)
+        except CacheError as error:
+            _UNREAD.set(error.with_traceback(None))  # whose frames would keep the bytes
+            return kind()
+
+    return careful

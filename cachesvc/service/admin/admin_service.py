@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, storage_pb2
 
-from cachesvc.model.errors import CacheError, InvalidRequest
+from cachesvc.flows import pinning
+from cachesvc.flows import pinning as admin
+from cachesvc.ledger.ledger import Model
+from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, NotFound
+from cachesvc.questions.audit import verify
+from cachesvc.questions.dump import Dump, dump
 from cachesvc.questions.explanation import explain
-from cachesvc.questions.listing import models, sequences, tickets
-from cachesvc.questions.query import blocks, tree
-from cachesvc.questions.status import Status, lease_lines, status
-from cachesvc.questions.steps import Question
-from cachesvc.questions.view import View
-from cachesvc.service.access.auth import caller
+from cachesvc.questions.query import blocks, models, one_key, sequences, tickets, tree
+from cachesvc.questions.status import Status, lease_lines, pin_line, status
+from cachesvc.questions.view import Question, View
+from cachesvc.service.access.auth import caller, require_read, sight
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.access.undecodable import require_read
-from cachesvc.service.admin import index_messages, status_messages
-from cachesvc.service.admin.inspection import Inspection
-from cachesvc.service.admin.operations import Administration
-from cachesvc.service.admin.storage_answers import StorageAnswers
-from cachesvc.service.host.facts import Facts
+from cachesvc.service.admin import messages
+from cachesvc.service.admin.checksums import Checksums
+from cachesvc.service.admin.messages import StorageAnswers, pin_to_proto
+from cachesvc.service.calls.dispatcher import AnswerBudget, Mark, Repeats, mark_of
+from cachesvc.service.host.device_health import DeviceHealth, Facts
 from cachesvc.service.host.reload import Change
+from cachesvc.service.loop.line import TimeSlices
+from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.edge import Context, Edge, refuse
+from cachesvc.telemetry import events
 
 Answer = TypeVar("Answer")
 Reply = TypeVar("Reply", bound=Message)
@@ -68,23 +74,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return shown
 
     async def ListModels(self, request: admin_pb2.ListModelsRequest, context: Context) -> Packed:
-        return await self._ask_in_parts(context, request, models, status_messages.models_to_proto)
+        return await self._ask_in_parts(context, request, models, messages.models_to_proto)
 
     async def ListLeases(self, request: admin_pb2.ListLeasesRequest, context: Context) -> Packed:
-        return await self._ask_in_parts(context, request, lease_lines, status_messages.leases_to_proto)
+        return await self._ask_in_parts(context, request, lease_lines, messages.leases_to_proto)
 
     async def ListTenants(
         self, request: inspect_pb2.ListTenantsRequest, context: Context
     ) -> inspect_pb2.ListTenantsResponse:
-        return await self._ask(context, request, self._quotas.lines, status_messages.tenants_to_proto)
+        return await self._ask(context, request, self._quotas.lines, messages.tenants_to_proto)
 
     async def ListSequences(self, request: admin_pb2.ListSequencesRequest, context: Context) -> Packed:
         question = partial(sequences, lease_id=request.lease_id, limit=request.limit)
-        return await self._ask_in_parts(context, request, question, status_messages.sequences_to_proto)
+        return await self._ask_in_parts(context, request, question, messages.sequences_to_proto)
 
     async def ListTickets(self, request: admin_pb2.ListTicketsRequest, context: Context) -> Packed:
         question = partial(tickets, limit=request.limit)
-        return await self._ask_in_parts(context, request, question, status_messages.tickets_to_proto)
+        return await self._ask_in_parts(context, request, question, messages.tickets_to_proto)
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> Packed:
         question = partial(
@@ -95,7 +101,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             by_hits=request.order == admin_pb2.BLOCK_ORDER_HITS,
             limit=request.limit,
         )
-        return await self._ask_in_parts(context, request, question, index_messages.blocks_to_proto)
+        return await self._ask_in_parts(context, request, question, messages.blocks_to_proto)
 
     async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> Packed:
         question = partial(
@@ -106,11 +112,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             depth=request.depth,
             limit=request.limit,
         )
-        return await self._ask_in_parts(context, request, question, index_messages.tree_to_proto)
+        return await self._ask_in_parts(context, request, question, messages.tree_to_proto)
 
     async def Explain(self, request: inspect_pb2.ExplainRequest, context: Context) -> Packed:
         question = partial(explain, model_id=request.model_id, prefix=request.key_prefix, events=request.events)
-        return await self._ask_in_parts(context, request, question, index_messages.explanation_to_proto)
+        return await self._ask_in_parts(context, request, question, messages.explanation_to_proto)
 
     async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> admin_pb2.VerifyResponse:
         return await self._serve(context, request, partial(self._inspection.verify, request))
@@ -212,20 +218,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return await self._serve(context, request, call)
 
     def _status_to_proto(self, found: Status) -> admin_pb2.GetStatusResponse:
-        return status_messages.status_to_proto(found, self._facts, caller())
+        return messages.status_to_proto(found, self._facts, caller())
 
     async def _dump(self, request: inspect_pb2.DumpIndexRequest) -> AsyncGenerator[inspect_pb2.DumpIndexResponse]:
         count = request.blocks_per_message or DUMP_BLOCKS
         if count > DUMP_BLOCKS_MAX:
             raise InvalidRequest(f"blocks_per_message is {count}; at most {DUMP_BLOCKS_MAX}")
         async with self._inspection.dump(request.model_id) as taken:
-            yield index_messages.head_to_proto(taken, self._facts.version, self._facts.eviction)
+            yield messages.head_to_proto(taken, self._facts.version, self._facts.eviction)
             if request.recent_requests:
-                for part in index_messages.requests_to_proto(taken.requests, count):
+                for part in messages.requests_to_proto(taken.requests, count):
                     yield part
                 return
             for first in range(0, taken.columns.blocks, count):
-                yield await asyncio.to_thread(index_messages.rows_to_proto, taken.columns, first, count)
+                yield await asyncio.to_thread(messages.rows_to_proto, taken.columns, first, count)
 
     async def _drain(self) -> admin_pb2.DrainResponse:
         return admin_pb2.DrainResponse(live_leases=await self._administration.drain())
@@ -247,3 +253,185 @@ def _serialised(parts: Iterable[Message]) -> Question[bytes]:
         out.append(part.SerializeToString())
         yield None
     return b"".join(out)
+
+
+DUMPS_MAX = 2
+"""Most dumps at a time: each holds a copy of the index's columns, some 60 bytes a block, until its caller has read all
+of it."""
+
+
+class Inspection:
+    """Reads the ledger of a node; changes nothing of it."""
+
+    def __init__(self, node: Node, checksums: Checksums) -> None:
+        self._node = node
+        self._checksums = checksums
+        self._verifying = asyncio.Lock()
+        self._dumps = 0
+
+    def view(self) -> View:
+        """The ledger as the caller of the running RPC may see it."""
+        return self._node.view(sight())
+
+    def slices(self) -> TimeSlices:
+        """Share of the loop for one long call."""
+        return TimeSlices(self._node.loop_watch)
+
+    async def verify(self, request: admin_pb2.VerifyRequest) -> admin_pb2.VerifyResponse:
+        """Recount; then, if asked for, compare checksums; what was out of service and is sound is served again.
+
+        One call at a time. Raises NotFound for an unknown model.
+        """
+        async with self._verifying:
+            slices, began, view = self.slices(), time.monotonic(), self.view()
+            defects = {model.id: model.defects for model in view.models()}
+            found = await slices.answer(verify(view, request.model_id))
+            response = admin_pb2.VerifyResponse(
+                problems=found.problems, pages_checked=found.pages, blocks_checked=found.blocks, checks=found.checks
+            )
+            if request.checksums:
+                response.checksums.CopyFrom(await self._checksums.compare(slices, frozenset(found.models)))
+            sound = set(found.sound) - {each.model_id for each in response.checksums.mismatches}
+            for model in view.models():
+                if model.id in sound and model.defects == defects.get(model.id):  # else it broke again meanwhile
+                    self._node.trust(model.id)
+            response.ok = not found.problems and not response.checksums.mismatches
+            response.longest_pause_ms = slices.longest_seconds * 1e3
+            response.seconds = time.monotonic() - began
+            return response
+
+    @asynccontextmanager
+    async def dump(self, model_id: int) -> AsyncIterator[Dump]:
+        """The columns of a model's index, counted while the caller reads them.
+
+        Raises NotFound, InvalidRequest, LimitExceeded.
+        """
+        if self._dumps >= DUMPS_MAX:
+            raise LimitExceeded("dumps at a time", self._dumps + 1, DUMPS_MAX)
+        self._dumps += 1
+        slices = self.slices()
+        try:
+            taken = await slices.answer(dump(self.view(), model_id))
+            try:
+                yield taken
+            finally:
+                await slices.answer(taken.columns.forget())
+        finally:
+            self._dumps -= 1
+
+
+EVICTED_AT_ONCE = 32
+"""Blocks that leave before calls get their turn: some 0.5 ms."""
+
+DRAIN_LOOK_SECONDS = 0.05
+
+MAX_VERSION_BYTES = 128
+
+
+class Administration:
+    """Runs the flows of operators. ``drain_seconds``: how long an ending daemon waits for its engines."""
+
+    def __init__(self, node: Node, health: DeviceHealth, drain_seconds: float) -> None:
+        self._node = node
+        self._health = health
+        self.drain_seconds = drain_seconds
+        self._repeats = Repeats(AnswerBudget())
+
+    async def drain(self) -> int:
+        """Open nothing new and say so in health checks; returns how many leases are live. Idempotent."""
+        live = self._node.run(partial(admin.drain, self._node.core))
+        await self._health.tell()
+        events.event("draining", live_leases=live)
+        return live
+
+    async def wait_for_engines(self, flush: Callable[[float], Awaitable[None]]) -> None:
+        """Wait until no lease is live, at most ``drain_seconds``, and meanwhile ``flush`` for as long at most."""
+        await asyncio.gather(self._wait_for_engines(), flush(self.drain_seconds))
+
+    async def _wait_for_engines(self) -> None:
+        view = self._node.view()
+        for _ in range(round(self.drain_seconds / DRAIN_LOOK_SECONDS)):
+            if not view.live_leases:
+                return
+            await asyncio.sleep(DRAIN_LOOK_SECONDS)
+
+    async def set_weights_version(
+        self, view: View, request: admin_pb2.SetWeightsVersionRequest
+    ) -> admin_pb2.SetWeightsVersionResponse:
+        """Announce the version of weights that a model's engines load next. Raises NotFound, InvalidRequest."""
+        version = request.version
+        if not 0 < len(version.encode()) <= MAX_VERSION_BYTES or not version.isprintable():
+            raise InvalidRequest(
+                f"a version of weights is 1 to {MAX_VERSION_BYTES} bytes of printable text, such as step-17; got "
+                f"{version[:MAX_VERSION_BYTES]!r}"
+            )
+        model = view.model(request.model_id)
+        previous, model.weights_version = model.weights_version, version
+        if previous != version:
+            events.event("weights_announced", model=model.id, version=version, previous=previous)
+        return admin_pb2.SetWeightsVersionResponse(previous=previous)
+
+    async def pin(self, view: View, request: inspect_pb2.PinRequest, slices: TimeSlices) -> inspect_pb2.PinResponse:
+        """Keep a prefix for a time. Idempotent. Raises as ``pinning.pin``, and what ``one_key`` raises."""
+        pinning.require_time(request.seconds)
+        model = _named(view, request.model_id)
+        key = await slices.answer(one_key(model, request.key_hex))
+        made = self._node.run(partial(pinning.pin, self._node.core, model, key, request.seconds, view.now()))
+        line = pin_line(model, made, view.now())
+        events.event("pinned", model=model.id, key=line.key_hex[:16], blocks=made.blocks, seconds=request.seconds)
+        return inspect_pb2.PinResponse(pin=pin_to_proto(line))
+
+    async def unpin(self, view: View, request: inspect_pb2.UnpinRequest) -> inspect_pb2.UnpinResponse:
+        """End a pin before its time. Raises NotFound, InvalidRequest."""
+        model = _named(view, request.model_id)
+        ended = self._node.run(partial(pinning.unpin, model, request.key_hex))
+        line = pin_line(model, ended, view.now())
+        events.event("unpinned", model=model.id, key=line.key_hex[:16], blocks=ended.blocks)
+        return inspect_pb2.UnpinResponse(pin=pin_to_proto(line))
+
+    async def evict(self, view: View, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
+        """Drop blocks, some at a time. A request_id that came before gets its answer again.
+
+        Raises NotFound, InvalidRequest, KeyReused.
+        """
+        admin.require_tier(request.tier)
+        model = view.model_or_only(request.model_id)
+        if model is None:
+            return admin_pb2.EvictResponse()
+        request_id, mark = request.request_id, mark_of("Evict", request, request.SerializeToString())
+        evicting = self._repeats.find(request_id, mark) if request_id else None
+        if evicting is None:
+            evicting = asyncio.get_running_loop().create_task(self._evict(view, model, request))
+            if request_id:
+                self._repeats.begin(request_id, mark, evicting)
+                evicting.add_done_callback(partial(self._keep, request_id, mark))
+        if isinstance(evicting, admin_pb2.EvictResponse):
+            return evicting
+        answer: admin_pb2.EvictResponse = await asyncio.shield(evicting)
+        return answer
+
+    def _keep(self, request_id: int, mark: Mark, evicting: asyncio.Task[admin_pb2.EvictResponse]) -> None:
+        self._repeats.end(request_id)
+        if not evicting.cancelled() and evicting.exception() is None:
+            self._repeats.keep(request_id, mark, evicting.result())
+
+    async def _evict(self, view: View, model: Model, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
+        wanted = request.blocks or len(model.blocks.index)
+        evicted = 0
+        while evicted < wanted and view.has(model):
+            at_once = min(EVICTED_AT_ONCE, wanted - evicted)
+            gone = self._node.run(partial(admin.evict, self._node.core, model.id, request.tier, at_once))
+            evicted += gone
+            if not gone:
+                break
+            await asyncio.sleep(0)
+        events.event("evicted_by_operator", model=model.id, tier=request.tier, blocks=evicted)
+        return admin_pb2.EvictResponse(evicted=evicted)
+
+
+def _named(view: View, model_id: int) -> Model:
+    """A model by number; 0: the only one. Raises NotFound, InvalidRequest."""
+    model = view.model_or_only(model_id)
+    if model is None:
+        raise NotFound("model", model_id, "no model is registered yet")
+    return model

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from kvcache.v1 import inspect_pb2
 
 from cachesvc.model.errors import CacheError
-from cachesvc.questions import sealed
-from cachesvc.questions.sealed import SealedPage
+from cachesvc.questions import dump
+from cachesvc.questions.dump import SealedPage
+from cachesvc.service.loop.line import TimeSlices
 from cachesvc.service.loop.node import Node
-from cachesvc.service.loop.time_slices import TimeSlices
 from cachesvc.telemetry import events
 
 ReadPage = Callable[[int, int | None, int, int, int], bytes]
@@ -89,7 +89,7 @@ class Checksums:
             self._news.set()
             return
         self._passed_over[model] = self._passed_over.get(model, 0) + count
-        for key in sealed.lately_sealed(self._node.core, model, tip, count):
+        for key in dump.lately_sealed(self._node.core, model, tip, count):
             self._known.pop((model, key), None)  # an older checksum of the same key would not fit new bytes
 
     async def _run(self) -> None:
@@ -111,18 +111,18 @@ class Checksums:
 
     async def _take(self, model: int, replica: int, tip: int, count: int) -> None:
         core = self._node.core
-        keys = sealed.lately_sealed(core, model, tip, count)
+        keys = dump.lately_sealed(core, model, tip, count)
         wanted = [key for key in keys if self.mode == "all" or key[0] % SAMPLE == 0]
         pages = [
-            (page, sealed.ranks_of(core, page))
+            (page, dump.ranks_of(core, page))
             for key in wanted
-            for page in sealed.pages_of(core, model, key, iter((replica + 1,)))
+            for page in dump.pages_of(core, model, key, iter((replica + 1,)))
             if not any(sums.page == page for sums in self._known.get((model, key), ()))
         ]
         for at in range(0, len(pages), PAGES_AT_ONCE):
             read = await asyncio.to_thread(self._sums, pages[at : at + PAGES_AT_ONCE])
             for sums in read:
-                if None not in sums.ranks and sealed.is_still(core, sums.page):
+                if None not in sums.ranks and dump.is_still(core, sums.page):
                     self._keep(sums)
             await asyncio.sleep(sum(sums.size_bytes for sums in read) / self._rate)
 
@@ -166,7 +166,7 @@ class Checksums:
         self._forget_models()
         if len(self._known) > 2 * resident + WAITING_MAX:
             core = self._node.core
-            self._known = {at: sums for at, sums in self._known.items() if sealed.is_resident(core, *at)}
+            self._known = {at: sums for at, sums in self._known.items() if dump.is_resident(core, *at)}
 
     def _forget_models(self) -> None:
         """Forget models that were evicted; numbers are not used again."""
@@ -205,9 +205,9 @@ class Checksums:
         core = self._node.core
         out: list[tuple[SealedPage, int]] = []
         for model, key in keys:
-            pages = sealed.pages_of(core, model, key)
-            out += [(page, sealed.ranks_of(core, page)) for page in pages]
-            if not sealed.is_resident(core, model, key):
+            pages = dump.pages_of(core, model, key)
+            out += [(page, dump.ranks_of(core, page)) for page in pages]
+            if not dump.is_resident(core, model, key):
                 self._known.pop((model, key), None)
         return out
 
@@ -218,7 +218,7 @@ class Checksums:
         same = [sums for sums in known if sums.page == page]
         if not same and len(known) < MOST_SUMS and not self._waiting and not self._is_taking:
             same = known  # a copy of one of these; while others wait, it may be of bytes that are still to be read
-        if not same or not sealed.is_still(self._node.core, page):
+        if not same or not dump.is_still(self._node.core, page):
             answer.pages_skipped += 1
             return
         answer.bytes_read += found.size_bytes
@@ -231,7 +231,7 @@ class Checksums:
                 continue
             answer.pages_checked += 1
             if there not in published and len(answer.mismatches) < MOST_MISMATCHES:
-                place, group = sealed.names_of(self._node.core, page)
+                place, group = dump.names_of(self._node.core, page)
                 answer.mismatches.add(
                     model_id=page.model,
                     key_hex=page.key.hex(),

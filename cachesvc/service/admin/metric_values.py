@@ -10,24 +10,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cachesvc.flows.context.counters import LEASES_ENDED
-from cachesvc.ledger.index.reuse_stats import Miss
-from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.flows.core import LEASES_ENDED
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.pages.place_counts import PlaceCounts
+from cachesvc.ledger.page_pool import PlaceCounts
+from cachesvc.ledger.reuse_stats import Miss
+from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import FILLING, CopyState, PageState, Tier
 from cachesvc.questions.view import View
 from cachesvc.service.access.admission import Admission
-from cachesvc.service.calls.observe import CallWatch
-from cachesvc.service.host.facts import Facts
+from cachesvc.service.calls.dispatcher import CallWatch
+from cachesvc.service.host.device_health import Facts
 from cachesvc.service.loop.node import Node
-from cachesvc.service.rpc.cache_service import CacheService
-from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.transfer_counts import DIRECTIONS
+from cachesvc.service.rpc.services import CacheService
+from cachesvc.swap.engine import DIRECTIONS, SwapEngine
 from cachesvc.telemetry import events
-from cachesvc.telemetry.metric_reader import Reading
+from cachesvc.telemetry.scrape_server import Reading
 
 SUBSCRIBERS = "event_subscribers"
 BLOCK_STATES = tuple(state for state in CopyState if state >= FILLING)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from cachesvc.ledger.change_log import STORAGE, Kind
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.pages.change_log import STORAGE, Kind
 from cachesvc.model.errors import SubscriberTooSlow
-from cachesvc.peer.fleet.digest import CountedDigest, DigestNews, bits_for
+from cachesvc.peer.digest import CountedDigest, DigestNews, bits_for
 from cachesvc.questions.follow import Feed
 from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events

@@ -7,20 +7,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
-from cachesvc.flows.engine.match import computing_blocks
-from cachesvc.flows.storage.lend import end_lending, lend
+from cachesvc.flows.core import Promise
+from cachesvc.flows.lend import end_lending, lend
+from cachesvc.flows.match import computing_blocks
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.lent import LentBlocks
+from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded
 from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.numbers import Party
 from cachesvc.model.words import NO_PAGE
-from cachesvc.peer.desk import Lent, LentObject, LoanDesk
-from cachesvc.questions.owned import models_named
+from cachesvc.peer.borrower import PeerStorage
+from cachesvc.peer.fleet import Borrowed, PeerPaused, PeerRefused
+from cachesvc.peer.lender import Lent, LentObject, LoanDesk
+from cachesvc.questions.view import models_named
 from cachesvc.service.loop.line import OTHER_NODES
 from cachesvc.service.loop.node import Node
-from cachesvc.storage.seam import ObjectName, Part, Scope
-from cachesvc.storage.shapes import Shape, Shapes, shapes_of
+from cachesvc.storage.seam import ObjectName, Part, Scope, Shape, Shapes, shapes_of
+from cachesvc.telemetry import events
 
 MOST_BLOCKS = 1024
 """Most blocks of one lease."""
@@ -185,3 +189,63 @@ class LendingDesk:
         if found is not None:
             model, blocks = found
             self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
+
+
+FULL_PAUSE_SECONDS = 0.1
+"""Pause before a peer is asked again that has lent as much as it may, seconds."""
+WARN_SECONDS = 10.0
+"""Between two warnings that a peer is not asked: requests may name any number of them."""
+
+
+class PeerLenders:
+    """Lenders seam of the flows. ``own``: addresses at which this node lends."""
+
+    def __init__(self, node: Node, peers: PeerStorage, own: Callable[[], tuple[str, ...]]) -> None:
+        self._node = node
+        self._peers = peers
+        self._own = own
+        self._warn_at = 0.0
+        node.core.lenders = self
+
+    def is_here(self, peer: str) -> bool:
+        """See ``flows.core.Lenders``."""
+        return peer in self._own()
+
+    def ask(
+        self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
+    ) -> str:
+        """See ``flows.core.Lenders``."""
+        shapes = shapes_of(model)
+        parts = [shape.part for shape in (*shapes.full, *shapes.windows)]
+
+        def answered(answer: Borrowed | CacheError) -> None:
+            promise = _promise(answer, len(parts), len(shapes.full))
+            self._node.soon(partial(self._node.run_news, model.id, partial(told, promise)))
+
+        try:
+            self._peers.expect(peer, shapes.scope, keys, parts, seconds, answered, party)
+        except CacheError as error:
+            if self._node.now() >= self._warn_at:
+                self._warn_at = self._node.now() + WARN_SECONDS
+                events.warning("peer_not_asked", peer=peer, reason=str(error))
+            return str(error)
+        return ""
+
+    def drop(self, model: Model, keys: Sequence[bytes]) -> None:
+        """See ``flows.core.Lenders``."""
+        shapes = shapes_of(model)
+        self._peers.drop([ObjectName(shapes.scope, key, shapes.full[0].part) for key in keys])
+
+
+def _promise(answer: Borrowed | CacheError, parts: int, full: int) -> Promise:
+    if isinstance(answer, PeerPaused):
+        return Promise(problem=str(answer), ask_in=answer.seconds)
+    if isinstance(answer, PeerRefused) and answer.is_full:
+        return Promise(problem=str(answer), ask_in=FULL_PAUSE_SECONDS)
+    if isinstance(answer, CacheError):
+        return Promise(problem=str(answer))
+    there = () if answer.loan is None else answer.loan.lent
+    lent = 0
+    while (lent + 1) * parts <= len(there) and all(there[lent * parts : lent * parts + full]):
+        lent += 1
+    return Promise(lent, answer.computing, answer.epoch, is_given_up=answer.is_given_up)

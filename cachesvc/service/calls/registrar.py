@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from typing import NamedTuple
 
-from cachesvc.flows.models.registration import (
+from cachesvc.flows.registration import (
     Registered,
     RegisterRequest,
     Registration,

@@ -13,11 +13,17 @@ A supervisor that restarts what is not live brings the device back then.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.interface import DeviceMemory
 from cachesvc.model.errors import Unavailable
+from cachesvc.service.access.tokens import Keyring, Shown
 from cachesvc.service.host.health import Serving
+from cachesvc.service.loop.line import LoopWatch
 from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
 
@@ -135,3 +141,157 @@ def require_working(backend: DeviceMemory, devices: tuple[str, ...]) -> None:
                 f"device {device} is broken for now ({reason}), or until the daemon is restarted; "
                 "go on without the cache" + (f", or register on {', '.join(working)}" if working else "")
             )
+
+
+class Link(Protocol):
+    """Measured figures of a device's link."""
+
+    @property
+    def load_bytes_per_us(self) -> float:
+        """Host -> device."""
+
+    @property
+    def store_bytes_per_us(self) -> float:
+        """Device -> host."""
+
+    @property
+    def both_bytes_per_us(self) -> float:
+        """Rate of both directions at once, summed."""
+
+    @property
+    def per_copy_us(self) -> float:
+        """Cost of a copy beside its rows and bytes."""
+
+    @property
+    def per_row_ns(self) -> float:
+        """Cost of a row beside its bytes."""
+
+    @property
+    def per_step_us(self) -> float:
+        """Cost of a step beside its copies."""
+
+    @property
+    def narrow_plane_bytes(self) -> int:
+        """Planes narrower than this load at less than half of the link's speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLine:
+    """One device as operators see it. ``link`` is None where it was not measured."""
+
+    uuid: str
+    name: str
+    pool_bytes: int
+    context_bytes: int
+    link: Link | None
+
+    def logged(self) -> dict[str, object]:
+        """Fields for the log, whose events have a name of their own."""
+        known = self.shown()
+        return {"device": known.pop("uuid"), "device_name": known.pop("name")} | known
+
+    def shown(self) -> dict[str, object]:
+        """Fields by the names of DeviceStatus."""
+        known: dict[str, object] = {
+            "uuid": self.uuid,
+            "name": self.name,
+            "pool_bytes": self.pool_bytes,
+            "context_bytes": self.context_bytes,
+        }
+        if self.link is None:
+            return known
+        return known | {
+            "load_gb_per_second": round(self.link.load_bytes_per_us / 1e3, 2),
+            "store_gb_per_second": round(self.link.store_bytes_per_us / 1e3, 2),
+            "both_gb_per_second": round(self.link.both_bytes_per_us / 1e3, 2),
+            "copy_us": round(self.link.per_copy_us, 2),
+            "row_ns": round(self.link.per_row_ns, 1),
+            "step_us": round(self.link.per_step_us, 2),
+            "narrow_plane_bytes": self.link.narrow_plane_bytes,
+        }
+
+
+class Transports(NamedTuple):
+    """Transports of calls: lanes that are open, and calls since the start."""
+
+    lanes: int
+    lane_calls: int
+    grpc_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Sizes in bytes, of one device and of the host pool. ``started``: monotonic seconds. ``lease_seconds``: silence
+    after which a lease is lost. ``settings``: as operators see them, kept up to date. ``devices``: those that were
+    measured. ``keyring``: of the tokens' file; None: there is none.
+    ``other_attention``: sentences about storage and other nodes."""
+
+    version: str
+    backend: str
+    epoch: int
+    started: float
+    lease_seconds: float
+    device_pool_bytes: int
+    host_pool_bytes: int
+    host_chunk_bytes: int
+    eviction: str
+    settings: dict[str, str]
+    devices: list[DeviceLine]
+    host_pool: HostPool
+    health: DeviceHealth
+    transports: Callable[[], Transports]
+    loop: LoopWatch
+    keyring: Keyring | None = None
+    other_attention: Callable[[], list[str]] = list
+
+    @property
+    def uptime_seconds(self) -> float:
+        """Seconds since the daemon started."""
+        return time.monotonic() - self.started
+
+    @property
+    def host_pool_ready_bytes(self) -> int:
+        """Usable bytes of the host pool by now."""
+        return min(self.host_pool_bytes, self.host_pool.ready_chunks * self.host_chunk_bytes)
+
+    @property
+    def tokens_stale_seconds(self) -> float:
+        """Time for which the tokens' file could not be read, seconds; 0 where it is read, or there is none."""
+        return 0.0 if self.keyring is None else self.keyring.stale_seconds
+
+    def retired_shown(self) -> list[Shown]:
+        """Tokens that left the file, and that callers have shown lately."""
+        return [] if self.keyring is None else self.keyring.retired_shown()
+
+    def attention(self, sees: Callable[[str], bool], *, sees_all: bool) -> list[str]:
+        """Sentences about what is broken; empty where nothing is. ``sees``: whether a tenant's matters are shown;
+        ``sees_all``: those about storage and other nodes are, whose causes may name any tenant's."""
+        out = [f"device {uuid} is broken: {fault}" for uuid, fault in self.health.faults().items()]
+        out += [
+            f"copies from {source} to {target} are refused, hits there come by the host: {reason}; "
+            "check the link between the two GPUs (ACS, IOMMU, bridge)"
+            for (source, target), reason in self.health.refused_peers().items()
+        ]
+        out += [
+            f"device {uuid} refuses {chunks} chunks of the host pool, which its models do without: {why}; "
+            "check the limits of locked memory and address space"
+            for uuid, (chunks, why) in self.health.lacking_hosts().items()
+        ]
+        if self.host_pool.failure is not None:
+            out.append(f"the host pool stays at {self.host_pool_ready_bytes} bytes: {self.host_pool.failure}")
+        if stale := self.tokens_stale_seconds:
+            out.append(
+                f"the tokens' file has not been readable for {stale:.0f} s: nothing that was taken out is revoked"
+            )
+        if sees_all:
+            out += self.other_attention()
+        return out + [_describe_retired(each) for each in self.retired_shown() if sees(each.tenant)]
+
+
+def _describe_retired(shown: Shown) -> str:
+    whose = f"the token {shown.name!r}" + (f" of tenant {shown.tenant}" if shown.tenant else "")
+    todo = "write the new one to the token file of those engines"
+    if shown.left_seconds:
+        end = f"in {shown.left_seconds:.0f} s these lose their leases"
+        return f"{whose} was replaced, and callers still show it: {end}; {todo}"
+    return f"{whose} is not accepted any more, and callers that still show it lose their leases; {todo}"

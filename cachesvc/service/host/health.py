@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.service.access.connections import rude_options
+from cachesvc.service.access.admission import rude_options
 
 LIVE = "live"
 MAX_PROBE_BYTES = 4096

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from cachesvc.flows.transfer.apply_evictions import set_eviction
+from cachesvc.flows.transfers import set_eviction
 from cachesvc.memory.interface import DeviceMemory
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest
 from cachesvc.model.transfer import Direction

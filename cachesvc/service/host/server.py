@@ -26,9 +26,9 @@ from kvcache.v1 import (
 )
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.text.addresses import unix_target
+from cachesvc.model.text import unix_target
+from cachesvc.service.access.admission import Option, Ways, local_options, tcp_options
 from cachesvc.service.access.auth import LOOPBACK, Charge, Doorkeeper, Guard, free, otherwise_local
-from cachesvc.service.access.connections import Option, Ways, local_options, tcp_options
 from cachesvc.service.host.health import HealthAnswers, HealthListener, Serving
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.service.host.tls import Certificates

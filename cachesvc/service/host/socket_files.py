@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.text.printable import one_line
+from cachesvc.model.text import one_line
 from cachesvc.telemetry import events
 from cachesvc.wire.status import LIFE_SUFFIX
 

@@ -4,16 +4,40 @@ A flow of more than one turn, a call that wakes up, a landing and a chore each t
 round of the loop, round robin by party: a process as admission knows it (``CallerKey``), or the daemon's own background
 work. Within a party the first comes first, and all of its long calls are one (``long_calls.py``). So a short call waits
 for one turn at most, and a long one for one turn of each other party between its own.
+
+Long calls of each process: one at a time has turns, in the order in which they came.
+
+Calls that share turns evenly all end late: 200 equal ones all end at the time of the last, each with a part done. So a
+call that needs many turns waits until those of its process before it have ended, and then takes its turns among the
+process's short calls. Until its first turn it has changed nothing. It is refused before it begins where its deadline
+passes, or where the pace of the turns so far shows that it cannot end in time.
+
+Watch of the event loop: longest rounds, and longest holds by flow; all other calls waited that long.
+
+A round is all that the loop runs between two looks at its sockets. ``begin`` stands where work comes in: messages
+before they are parsed, turns, slices of questions, events to send. The first of them has the loop call back in its next
+round, which ends the round. Where it took a while, the next one is watched too: more may follow. A call back costs
+some microseconds, so a short call has one.
+
+Each figure is the longest of the last one to two minutes, to any number of readers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from cachesvc.model.answers import Reserved
-from cachesvc.model.errors import DeadlineExceeded
-from cachesvc.model.numbers.sharing import Party, Rounds
+from cachesvc.model.errors import CacheError, DeadlineExceeded, LimitExceeded, Unavailable
+from cachesvc.model.numbers import Party, Rounds
+from cachesvc.questions.view import Question
 from cachesvc.service.access.admission import CallerKey
 
 BACKGROUND: CallerKey = "(background)"
@@ -105,3 +129,389 @@ class Sleeper:
         """Wake it up at once. Idempotent."""
         if not self.future.done():
             self.future.set_result(None)
+
+
+PACED_TURNS = 64
+"""Turns after which the pace of a process's turns is known."""
+PATIENCE = 1.5
+"""Expected time, as a multiple of the time left, from which a call is refused: the pace may change."""
+TURNS_AHEAD = "turns of long calls of this process before their deadline"
+
+
+class LongCalls:
+    """Long calls that wait or go on, by process. Used on the loop alone. ``now``: monotonic seconds."""
+
+    def __init__(self, line: Line, now: Callable[[], float]) -> None:
+        self._line = line
+        self._now = now
+        self._queues: dict[CallerKey, _Queue] = {}
+
+    def enter(self, party: CallerKey, turns: int, until: float) -> LongCall:
+        """Line up a call of ``turns`` turns, to be ended once. Raises LimitExceeded where it could not end in time."""
+        queue = self._queues.get(party)
+        if queue is None:
+            queue = _Queue(self._now)
+        queue.require(queue.turns + turns, until)
+        self._queues[party] = queue
+        call = LongCall(turns, until, Sleeper(self._line, party), self._next_turn, self._end)
+        queue.calls[call] = None
+        queue.turns += turns
+        if queue.head is call:
+            call.sleeper.yield_turn()
+        else:
+            loop = asyncio.get_running_loop()
+            call.alarm = loop.call_later(max(0.0, until - self._now()), call.expire)
+        return call
+
+    def _next_turn(self, call: LongCall) -> None:
+        queue = self._queues[call.party]
+        queue.count_turn(call)
+        call.sleeper = Sleeper(self._line, call.party)
+        call.sleeper.yield_turn()
+        queue.refuse_last()
+
+    def _end(self, call: LongCall) -> None:
+        queue = self._queues[call.party]
+        was_head = queue.head is call
+        del queue.calls[call]
+        queue.turns -= call.turns
+        if not queue.calls:
+            del self._queues[call.party]
+        elif was_head:
+            queue.head.sleeper.yield_turn()
+
+
+class LongCall:
+    """One long call. ``turns``: those that it is still to take."""
+
+    __slots__ = ("_end", "_next_turn", "alarm", "has_begun", "sleeper", "turns", "until")
+
+    def __init__(
+        self,
+        turns: int,
+        until: float,
+        sleeper: Sleeper,
+        next_turn: Callable[[LongCall], None],
+        end: Callable[[LongCall], None],
+    ) -> None:
+        self.turns = turns
+        self.until = until
+        self.sleeper = sleeper
+        self.has_begun = False
+        self.alarm: asyncio.TimerHandle | None = None
+        self._next_turn = next_turn
+        self._end = end
+
+    @property
+    def party(self) -> CallerKey:
+        """Process that it is of."""
+        return self.sleeper.party
+
+    async def turn(self) -> None:
+        """Until it is its turn. Raises LimitExceeded, DeadlineExceeded before the first one."""
+        if self.has_begun:
+            self._next_turn(self)
+        await self.sleeper.future
+        self._quiet()
+        self.has_begun = True
+
+    def expire(self) -> None:
+        """End the wait for the first turn: the deadline has passed."""
+        self.refuse(
+            DeadlineExceeded(
+                "the turn of this call did not come before its deadline, and nothing was changed; "
+                "send fewer long calls at a time",
+                was_answered=True,
+            )
+        )
+
+    def refuse(self, why: CacheError) -> None:
+        """End the wait for the first turn with an error. Idempotent."""
+        if not self.sleeper.future.done():
+            self.sleeper.future.set_exception(why)
+
+    def end(self) -> None:
+        """Leave the line: the next of the process begins."""
+        self._quiet()
+        self._end(self)
+
+    def _quiet(self) -> None:
+        if self.alarm is not None:
+            self.alarm.cancel()
+            self.alarm = None
+
+
+class _Queue:
+    """Long calls of one process, first come first. ``turns``: that they are still to take, all together."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.calls: OrderedDict[LongCall, None] = OrderedDict()
+        self.turns = 0
+        self._now = now
+        self._since = now()
+        self._taken = 0
+
+    @property
+    def head(self) -> LongCall:
+        """The call that has turns."""
+        return next(iter(self.calls))
+
+    def count_turn(self, call: LongCall) -> None:
+        """Count a turn that was taken."""
+        self._taken += 1
+        if call.turns > 1:
+            call.turns -= 1
+            self.turns -= 1
+
+    def require(self, turns: int, until: float) -> None:
+        """Raises LimitExceeded where a call that ends after ``turns`` turns would end after ``until``."""
+        if self._taken < PACED_TURNS:
+            return
+        now = self._now()
+        each, left = (now - self._since) / self._taken, max(0.0, until - now)
+        if each * turns > PATIENCE * left:
+            raise LimitExceeded(TURNS_AHEAD, turns, int(left / each))
+
+    def refuse_last(self) -> None:
+        """Refuse the call that came last where it cannot end in time."""
+        last = next(reversed(self.calls))
+        if last.has_begun or last is self.head:
+            return
+        try:
+            self.require(self.turns, last.until)
+        except LimitExceeded as why:
+            last.refuse(why)
+
+
+SLICE_SECONDS = 0.0005
+"""Length of a question's slice before calls get their turn, and of their turn, seconds."""
+
+Result = TypeVar("Result")
+
+
+class TimeSlices:
+    """One long call's share of the loop; ``longest_seconds`` is the longest that it kept others waiting at a time."""
+
+    def __init__(self, watch: LoopWatch) -> None:
+        self.longest_seconds = 0.0
+        self._watch = watch
+
+    def take(self, work: Callable[[], Result]) -> Result:
+        """Do a piece in one go."""
+        began = self._watch.begin()
+        try:
+            return work()
+        finally:
+            self.longest_seconds = max(self.longest_seconds, self._watch.note("question", began))
+
+    async def off_loop(self, work: Callable[[], Result]) -> Result:
+        """Do a piece that touches nothing of the ledger on a thread."""
+        return await asyncio.to_thread(work)
+
+    async def answer(self, question: Question[Result]) -> Result:
+        """Drive a question to its end, some steps at a time. Raises what it raises."""
+        result: Any = None
+        try:
+            while True:
+                work = self.take(partial(_slice, question, result))
+                result = None
+                if work is None:
+                    await asyncio.sleep(SLICE_SECONDS)  # as long again for others
+                else:
+                    result = await self.off_loop(work)
+        except StopIteration as ended:
+            answer: Result = ended.value
+            return answer
+        finally:
+            question.close()
+
+
+class Abandoned(Exception):
+    """The work was given up: its waiter has left, or it has not got on."""
+
+
+class Aside:
+    """Work that may hang, as calls into a filesystem do, on a thread of its own. The end of the process leaves the
+    thread behind, and it takes no place in the pool that other calls need. ``what``: the work, in words."""
+
+    def __init__(self, what: str, stall_seconds: float) -> None:
+        self._what = what
+        self._stall_seconds = stall_seconds
+        self._moved = time.monotonic()
+        self._steps = 0
+        self._is_over = self._is_lost = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def hangs(self) -> bool:
+        """True while work that was given up has not ended."""
+        return self._is_lost and self._thread is not None and self._thread.is_alive()
+
+    def step(self) -> None:
+        """Note that the work gets on; called on its thread. Raises Abandoned where it was given up."""
+        if self._is_over:
+            raise Abandoned
+        self._moved, self._steps = time.monotonic(), self._steps + 1
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run ``work`` once. Raises what it raises, and Unavailable where it has not got on for the time given."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Result] = loop.create_future()
+
+        def settle(result: Result | None, error: Exception | None) -> None:
+            if ended.done():
+                return
+            if error is None:
+                ended.set_result(result)  # type: ignore[arg-type]
+            else:
+                ended.set_exception(error)
+
+        def root() -> None:
+            try:
+                done: tuple[Result | None, Exception | None] = work(), None
+            except Exception as error:  # noqa: BLE001 - who waits gets it
+                done = None, error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(settle, *done)
+
+        self._moved = time.monotonic()
+        self._thread = threading.Thread(target=root, name="aside", daemon=True)
+        self._thread.start()
+        try:
+            while (left := self._moved + self._stall_seconds - time.monotonic()) > 0:
+                if (await asyncio.wait((ended,), timeout=left))[0]:
+                    return ended.result()
+            raise Unavailable(
+                f"{self._what} has not got on for {self._stall_seconds:g} s, after {self._steps:,} objects: its disk "
+                "or its store does not answer; try again when cachesvc status finds it well"
+            )
+        finally:
+            self._is_over, self._is_lost = True, ended.cancel()
+
+
+def _slice(question: Question[Any], result: Any) -> Callable[[], Any] | None:
+    """Go on until there is work for a thread, or (None) the slice is over. Raises StopIteration at the end."""
+    until = time.perf_counter() + SLICE_SECONDS
+    work = question.send(result)
+    while work is None and time.perf_counter() < until:
+        work = question.send(None)
+    return work
+
+
+WINDOW_SECONDS = 60.0
+LONG_ROUND_SECONDS = 0.002
+"""Length of a round above which it is counted."""
+SHORT_ROUND_SECONDS = 0.0003
+"""Length of a round up to which nothing long is taken to follow."""
+ROUND = "round"
+
+
+class Loop(Protocol):
+    """An event loop."""
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> object: ...
+
+
+class Longest:
+    """Longest times by name, in this window and the one before it."""
+
+    def __init__(self) -> None:
+        self._longest: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+        self._until = time.perf_counter() + WINDOW_SECONDS
+
+    def note(self, what: str, seconds: float, now: float) -> None:
+        """Note a time. ``now``: ``time.perf_counter``."""
+        if now >= self._until:
+            self._turn_over(now)
+        if seconds > self._longest.get(what, 0.0):
+            self._longest[what] = seconds
+
+    def get(self) -> dict[str, float]:
+        """Seconds by name."""
+        now = time.perf_counter()
+        if now >= self._until:
+            self._turn_over(now)
+        both = self._before | self._longest
+        return {what: max(seconds, self._before.get(what, 0.0)) for what, seconds in both.items()}
+
+    def _turn_over(self, now: float) -> None:
+        self._before = self._longest if now < self._until + WINDOW_SECONDS else {}
+        self._longest = {}
+        self._until = now + WINDOW_SECONDS
+
+
+class LoopLine(NamedTuple):
+    """Longest round of the event loop lately, rounds above 2 ms since the start, and the flow that held it longest."""
+
+    longest_round_ms: float
+    long_rounds: int
+    longest_flow: str
+    longest_flow_ms: float
+
+
+class LoopWatch:
+    """Used on the loop alone. ``long_rounds``: rounds above ``LONG_ROUND_SECONDS`` since the start."""
+
+    def __init__(self) -> None:
+        self.long_rounds = 0
+        self._flows = Longest()
+        self._rounds = Longest()
+        self._loop: Loop | None = None
+        self._is_watching = False
+        self._round_began = 0.0
+
+    def start(self, loop: Loop) -> None:
+        """Watch the rounds of a loop."""
+        self._loop = loop
+
+    def begin(self) -> float:
+        """Begin some work; returns ``time.perf_counter``, for ``note``."""
+        now = time.perf_counter()
+        if not self._is_watching and self._loop is not None:
+            self._is_watching = True
+            self._begin_round(self._loop, now)
+        return now
+
+    def note(self, what: str, began: float) -> float:
+        """Note that ``what`` held the loop since ``began`` (``time.perf_counter``); returns the seconds."""
+        now = time.perf_counter()
+        held = now - began
+        self._flows.note(what, held, now)
+        return held
+
+    @contextmanager
+    def watching(self, what: str) -> Iterator[None]:
+        """Count the time for which ``what`` holds the loop."""
+        began = self.begin()
+        try:
+            yield
+        finally:
+            self.note(what, began)
+
+    def longest(self) -> dict[str, float]:
+        """Seconds of the longest hold by each flow."""
+        return self._flows.get()
+
+    def longest_round(self) -> float:
+        """Seconds of the longest round."""
+        return self._rounds.get().get(ROUND, 0.0)
+
+    def line(self) -> LoopLine:
+        """The longest times, for status."""
+        flows = self.longest()
+        flow = max(flows, key=flows.__getitem__, default="")
+        return LoopLine(self.longest_round() * 1e3, self.long_rounds, flow, flows.get(flow, 0.0) * 1e3)
+
+    def _begin_round(self, loop: Loop, now: float) -> None:
+        self._round_began = now
+        loop.call_soon(self._end_round, loop)
+
+    def _end_round(self, loop: Loop) -> None:
+        now = time.perf_counter()
+        took = now - self._round_began
+        self._rounds.note(ROUND, took, now)
+        self.long_rounds += took > LONG_ROUND_SECONDS
+        self._is_watching = took > SHORT_ROUND_SECONDS
+        if self._is_watching:
+            self._begin_round(loop, now)

@@ -1,34 +1,53 @@
-"""The ledger thread: runs flows on the event loop, lands transfers, and lets calls wait for them."""
+"""The ledger thread: runs flows on the event loop, lands transfers, and lets calls wait for them.
+
+Periodic work of the daemon: leases that fell silent, lost places that are empty, pins that end, the collector.
+
+Silence counts only while the daemon listens. After a hold of the loop, heartbeats of that time are yet to be read.
+
+Python's cyclic collector, run between calls instead of within them.
+
+Left to itself it runs after a number of new objects, which is in the middle of a call, and a full pass over
+the bookkeeping of a million blocks takes 20 ms. So it is off. What is new is passed over in a turn of its own whenever
+there is some of it, which keeps each pass short, and the sweep has it run where hardly anything was done lately:
+between two calls of an engine at work there is no room for a full pass. What the ledger keeps for long is taken out of
+its sight now and then (``gc.freeze``): a full pass then costs by what is new.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-from cachesvc.flows.context.call import Call
-from cachesvc.flows.context.core import Core
-from cachesvc.flows.context.counters import Count
-from cachesvc.flows.context.turns import go_on_with
-from cachesvc.flows.leases.device_loss import lose_device
-from cachesvc.flows.leases.leases import may_map, process_gone
-from cachesvc.flows.models.admin import distrust, trust
-from cachesvc.flows.models.registration import host_pages_arrived
-from cachesvc.flows.transfer.transfers import land
+from cachesvc.flows.core import NO_MODEL, Call, Chore, Chores, Core, Count, go_on_with
+from cachesvc.flows.leases import LEASES_A_TURN, empty_lost, lose_device, lose_silent, may_map, process_gone
+from cachesvc.flows.pinning import distrust, expire_pins, trust
+from cachesvc.flows.registration import host_pages_arrived
+from cachesvc.flows.transfers import land
+from cachesvc.ledger.leases import Lease
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
-from cachesvc.model.numbers.sharing import BACKGROUND as NO_PARTY
-from cachesvc.model.numbers.sharing import Party, Rounds
+from cachesvc.model.numbers import BACKGROUND as NO_PARTY
+from cachesvc.model.numbers import Party, Rounds
 from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
 from cachesvc.model.words import Run
-from cachesvc.questions.view import EVERYTHING, Sight, View
-from cachesvc.service.access.admission import CallerKey
-from cachesvc.service.loop.latency import LoopWatch
-from cachesvc.service.loop.line import BACKGROUND, LANDED, AsksAgain, Line, Sleeper, keep_a_moment
-from cachesvc.service.loop.long_calls import LongCall, LongCalls
-from cachesvc.service.loop.sweeper import Sweeper, tell_left
+from cachesvc.questions.view import EVERYTHING, Sight, View, private_pages
+from cachesvc.service.access.admission import Admission, CallerKey
+from cachesvc.service.access.auth import shown_id
+from cachesvc.service.loop.line import (
+    BACKGROUND,
+    LANDED,
+    AsksAgain,
+    Line,
+    LongCall,
+    LongCalls,
+    LoopWatch,
+    Sleeper,
+    keep_a_moment,
+)
 from cachesvc.swap.vault import Vault
 from cachesvc.telemetry import events
 
@@ -400,3 +419,174 @@ class Node:
 
 def _log_failure(ticket: int, reason: str) -> None:
     events.warning("transfer_failed", ticket=ticket, reason=reason)
+
+
+SHOWN_DIGITS = 16
+"""Hexadecimal digits of a key in the log."""
+
+
+def tell_left(lease: Lease) -> None:
+    """Log what a process held of a lease at its end, and the pages that come back once no process can write them."""
+    held = {"sequences": len(lease.sequences), "private_pages": private_pages(lease)}
+    events.event("lease_process_ended", lease=shown_id(lease.id), engine=lease.engine, **held)
+
+
+class RunFlow(Protocol):
+    """``Node.run``."""
+
+    def __call__(self, flow: Callable[[], Any], /) -> Any: ...
+
+
+class Sweeper:
+    """Used on the loop alone. ``on_sweep`` is called now and then, with the time: for what has to be done sometime."""
+
+    def __init__(
+        self, core: Core, lease_seconds: float, now: Callable[[], float], run: RunFlow, loop_watch: LoopWatch
+    ) -> None:
+        self.on_sweep: Callable[[float], None] | None = None
+        self._core = core
+        self._lease_seconds = lease_seconds
+        self._now = now
+        self._run = run
+        self._loop_watch = loop_watch
+
+    async def sweep(self) -> None:
+        """Sweep until it is cancelled."""
+        rest = pause = min(1.0, self._lease_seconds / 4)
+        while True:
+            asleep = self._now()
+            await asyncio.sleep(rest)
+            try:
+                self.excuse(self._now() - asleep - rest, pause)
+                self._core.ledger.mark_time(self._now())
+                with self._loop_watch.watching("sweep"):
+                    self._run(partial(empty_lost, self._core))
+                    self._expire_pins()
+                rest = 0.0 if self._lose_some() else pause
+                if self.on_sweep is not None:
+                    with self._loop_watch.watching("collector"):
+                        self.on_sweep(self._now())
+            except Exception:  # noqa: BLE001 - the root of a task: without it no lease would be lost again
+                events.failure("sweep_broke")
+
+    def _expire_pins(self) -> None:
+        for model, pin in self._run(partial(expire_pins, self._core, self._now())):
+            events.event("pin_expired", model=model.id, key=pin.key.hex()[:SHOWN_DIGITS], blocks=pin.blocks)
+
+    def _lose_some(self) -> bool:
+        """Lose leases that are silent, a turn's worth; True where there may be more."""
+        with self._loop_watch.watching("sweep"):
+            lost = self._run(partial(lose_silent, self._core, self._lease_seconds, self._now()))
+            for lease in lost:
+                events.warning("lease_silent", lease=shown_id(lease), seconds=self._lease_seconds)
+        return len(lost) == LEASES_A_TURN
+
+    def excuse(self, late: float, pause: float) -> None:
+        """Count the time of a long hold as no silence of any lease."""
+        if late > pause:
+            now = self._now()
+            for lease in self._core.ledger.leases.values():
+                lease.heard(min(now, lease.last_heard + late))
+
+
+FULL_EVERY_SECONDS = 300.0
+LATE_SECONDS = 30.0
+"""A daemon that is never idle collects all the same, after so long: garbage in cycles would grow without bound."""
+FULL_SHARE = 1e-4
+"""Most of its time that full passes may take, as a share."""
+QUIET_FLOWS = 20
+"""Flows between two sweeps, a second, up to which the daemon is idle: signs of life, and the sweep itself."""
+FREEZE_ROWS = 5_000
+YOUNG_OBJECTS = 2_000
+"""Number of new objects that a pass of some 0.2 ms looks at."""
+PASS_SECONDS = 0.2e-3
+MOST_FLOWS = 256
+"""Most flows between two passes over new objects. The collector's own count is too low: it subtracts old objects that
+go, and a full cache replaces old by new."""
+
+
+class Collector:
+    """``rest`` is called now and then, ``glance`` after whatever was done. ``is_idle``: nothing is being served;
+    ``rows``: of all models' blocks."""
+
+    def __init__(
+        self, is_idle: Callable[[], bool], rows: Callable[[], int], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
+        self._is_idle = is_idle
+        self._rows = rows
+        self._frozen_rows = 0
+        self._flows = 0
+        self._flows_since_pass = 0
+        self._flows_a_pass = MOST_FLOWS
+        self._last = 0.0
+        self._last_full: float | None = None
+        self._full_took = 0.0
+        self._is_lined_up = False
+
+    def start(self) -> None:
+        """Off from now on; modules and stubs live as long as the process, and are never walked again."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def close(self) -> None:
+        """Restore the collector."""
+        gc.enable()
+        gc.unfreeze()
+
+    def glance(self, chores: Chores) -> None:
+        """Something was done: where enough is new it is passed over in the next turn. Behind thousands of chores there
+        would be ten times as much by then."""
+        self._flows += 1
+        self._flows_since_pass += 1
+        is_much = self._flows_since_pass >= self._flows_a_pass or gc.get_count()[0] > YOUNG_OBJECTS
+        if is_much and not self._is_lined_up:
+            self._is_lined_up = True
+            chores.appendleft(Chore(NO_MODEL, self._pass_over_new))
+
+    def _pass_over_new(self) -> bool:
+        self._is_lined_up = False
+        self._flows_since_pass = 0
+        took = self._pass_over(1)
+        if took > PASS_SECONDS:
+            self._flows_a_pass = max(1, self._flows_a_pass // 2)
+        elif took < PASS_SECONDS / 4:
+            self._flows_a_pass = min(MOST_FLOWS, 2 * self._flows_a_pass)
+        return True
+
+    def _pass_over(self, generation: int) -> float:
+        """Run a collection; returns its seconds."""
+        began = self._clock()
+        gc.collect(generation)
+        return self._clock() - began
+
+    def rest(self, now: float) -> None:
+        """Collect, where this is a good moment or the last one was too long ago. ``now``: seconds, monotonic."""
+        is_quiet = self._is_idle() and self._flows <= QUIET_FLOWS
+        self._flows = 0
+        if not is_quiet and now - self._last < LATE_SECONDS:
+            return
+        if self._last_full is None:
+            self._last_full = now
+        rows = self._rows()
+        has_grown = rows - self._frozen_rows >= FREEZE_ROWS
+        full_every = FULL_EVERY_SECONDS if is_quiet else self._full_took / FULL_SHARE
+        if not has_grown and now - self._last_full >= full_every:
+            self._full_took = self._pass_over(2)
+            self._last_full = now
+        else:
+            self._pass_over(1)
+        if has_grown:  # before a full pass, which would walk all that is new: young garbage alone is gone
+            gc.freeze()
+        if has_grown or rows < self._frozen_rows:
+            self._frozen_rows = rows
+        self._last = now
+
+
+def collector_between_calls(node: Node, admission: Admission, rows: Callable[[], int]) -> Collector:
+    """Make a collector that the node's sweep runs while no call is being served and no flow has turns left."""
+    collector = Collector(lambda: not (admission.work.held or node.has_turns), rows)
+    node.sweeper.on_sweep = collector.rest
+    node.on_work = partial(collector.glance, node.core.chores)
+    return collector

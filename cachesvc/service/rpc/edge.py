@@ -13,13 +13,20 @@ from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.model.errors import CacheError, LimitExceeded
 from cachesvc.service.access.admission import CallerKey, CallKind
-from cachesvc.service.access.auth import caller, credentials_of
-from cachesvc.service.access.undecodable import unread
-from cachesvc.service.calls.dispatcher import INTERNAL, Dispatcher, Operation, Outcome, Q, R, Served, ServiceCall
-from cachesvc.service.calls.observe import Parent
+from cachesvc.service.access.auth import caller, credentials_of, unread
+from cachesvc.service.calls.dispatcher import (
+    INTERNAL,
+    Dispatcher,
+    Operation,
+    Outcome,
+    Parent,
+    Q,
+    R,
+    Served,
+    ServiceCall,
+)
 from cachesvc.telemetry.tracing import Tracer
-from cachesvc.wire.refusals import refusal, status_metadata
-from cachesvc.wire.status import GRPC_CODES
+from cachesvc.wire.status import GRPC_CODES, refusal, status_metadata
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -12,20 +12,18 @@ import asyncio
 import grpc
 from kvcache.v1 import event_pb2, event_pb2_grpc
 
-from cachesvc.flows.context.counters import Count
-from cachesvc.ledger.pages.change_log import STORAGE
+from cachesvc.flows.core import Count
+from cachesvc.ledger.change_log import STORAGE
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, SubscriberTooSlow, Unavailable
-from cachesvc.model.numbers.sharing import share_of
+from cachesvc.model.numbers import share_of
 from cachesvc.model.words import Tier
 from cachesvc.questions.follow import BlockRun, Changes, Feed, find_model
 from cachesvc.questions.view import View
-from cachesvc.service.access.auth import caller
-from cachesvc.service.access.owners import sight
-from cachesvc.service.access.undecodable import require_read
+from cachesvc.service.access.auth import caller, require_read, sight
 from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.telemetry import events
-from cachesvc.wire.limits import check_fields
+from cachesvc.wire.parse import check_fields
 
 LINGER_SECONDS = 0.005
 """Changes of this long travel together: an answer costs 0.1 ms, and there may be hundreds of changes in it."""

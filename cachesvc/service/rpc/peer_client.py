@@ -13,9 +13,9 @@ from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.text.addresses import MOST_PORT
-from cachesvc.peer.fleet.control import Answered, Borrowed, Done, HandshakeFailed, Loan, PeerAbsent, PeerRefused
-from cachesvc.peer.fleet.digest import DigestNews
+from cachesvc.model.text import MOST_PORT
+from cachesvc.peer.digest import DigestNews
+from cachesvc.peer.fleet import Answered, Borrowed, Done, HandshakeFailed, Loan, PeerAbsent, PeerRefused
 from cachesvc.service.host.tls import NodeCertificates
 from cachesvc.service.rpc.peer_service import PeerListening, PeerTokens
 from cachesvc.storage.seam import Part, Scope

@@ -14,15 +14,15 @@ from kvcache.v1 import peer_pb2, peer_pb2_grpc
 from cachesvc.model.errors import CacheError, InvalidRequest, Unauthenticated, Unavailable
 from cachesvc.peer.lender import Lender
 from cachesvc.peer.wire import STREAMS
+from cachesvc.service.access.admission import rude_options
 from cachesvc.service.access.auth import credentials_of, refusing
-from cachesvc.service.access.connections import rude_options
 from cachesvc.service.calls.digests import MOST_READERS, DigestFeed
 from cachesvc.service.calls.lending import MOST_PATIENT, LendingDesk
 from cachesvc.service.host.tls import Certificates
 from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, Part, Scope
 from cachesvc.telemetry import events
-from cachesvc.wire.limits import check_fields
+from cachesvc.wire.parse import check_fields
 
 NAMESPACE_BYTES = 32
 MIN_TOKEN_CHARACTERS = 22

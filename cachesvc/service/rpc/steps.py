@@ -15,31 +15,74 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
-from cachesvc.flows.context.call import Call
-from cachesvc.flows.engine.stock import check_stock, refill_stock
-from cachesvc.flows.transfer.make_room import room_left
-from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.core import Call, Core
+from cachesvc.flows.make_room import room_left
+from cachesvc.flows.match import match, prefetch, require_clock
+from cachesvc.flows.publish import Publishing, is_tight, publish, publish_many
+from cachesvc.flows.recycle import Recycling, ended, recycle, recycle_many, release, release_many
+from cachesvc.flows.replicas import Sharing
+from cachesvc.flows.stock import check_stock, extend, extend_many, refill_stock
 from cachesvc.ledger.leases import member_of
-from cachesvc.model.answers import GroupCells, Wait
+from cachesvc.ledger.tier_copies import Place
+from cachesvc.model.answers import (
+    MAX_OPERATIONS,
+    NO_POSITIONS,
+    Allocated,
+    GroupCells,
+    Matched,
+    Prefetched,
+    Published,
+    Recycled,
+    Swapped,
+    Wait,
+)
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Unavailable
+from cachesvc.model.transfer import Urgency
+from cachesvc.policy.eviction import RequestHint, retention_of
 from cachesvc.service.access.admission import CallKind, Slot
-from cachesvc.service.calls.dispatcher import INTERNAL, Ask
-from cachesvc.service.calls.observe import OK
+from cachesvc.service.access.quota import Quotas
+from cachesvc.service.calls.dispatcher import INTERNAL, OK, Ask, Dispatcher, Operation
 from cachesvc.service.loop.line import AsksAgain, keep_a_moment
 from cachesvc.service.loop.node import end_wait
-from cachesvc.service.rpc.columns import TURN_BLOCKS, ColumnRun, EntryRef
-from cachesvc.service.rpc.operations import OPERATIONS, FlowOperation
 from cachesvc.telemetry.tracing import current_span
-from cachesvc.wire.columns import OPERATION_NAMES, Column, plain_number, read_columns
-from cachesvc.wire.limits import check_fields
-from cachesvc.wire.refusals import refusal
+from cachesvc.wire.columns import (
+    GROW,
+    IN_ORDER,
+    ODD,
+    OPERATION_NAMES,
+    PUBLISH,
+    RECYCLE,
+    RELEASE,
+    Column,
+    StepColumns,
+    pack_answer,
+    plain_number,
+    read_columns,
+)
+from cachesvc.wire.convert import (
+    allocated_to_proto,
+    cells_from_proto,
+    expected_from_proto,
+    matched_to_proto,
+    positions_from_proto,
+    prefetched_to_proto,
+    published_to_proto,
+    recycled_to_proto,
+    swapped_to_proto,
+)
+from cachesvc.wire.parse import check_fields
+from cachesvc.wire.status import refusal
 
 OPERATION_BLOCKS, FEWEST_BLOCKS = 16, 8
 """Weight of an operation, or of an entry that is not straight, among ``TURN_BLOCKS``, and least weight of entries that
@@ -343,3 +386,277 @@ class StepRun:
             self._distrust(broken)
             self._dispatcher.broke(f"{self._ask.method}/stock", self._ask.lease)
             return ()
+
+
+TURN_BLOCKS = 256
+"""Blocks of straight entries before other calls get their turn: some 0.5 ms."""
+
+_FLOWS: dict[Column, Callable[..., None]] = {
+    GROW: extend_many,
+    PUBLISH: publish_many,
+    RECYCLE: recycle_many,
+    RELEASE: release_many,
+}
+
+
+class EntryRef(NamedTuple):
+    """An entry of a column; without a column, an operation of the step."""
+
+    column: Column
+    entry: int
+
+
+class ColumnRun:
+    """Progress of a step's columns, and the answers to their entries. ``end`` writes ``answer``.
+
+    ``column``: the first that has entries left; None where all have been looked at. ``numbers``: for each column the
+    answers so far, ODD where they are still to come or take more than a number. ``weight``: what each block of the last
+    entries counts for in a turn. ``_reach``: entries that are looked at together; fewer while others are not straight,
+    for those behind such a one are looked at for nothing.
+    """
+
+    def __init__(self, columns: StepColumns, answer: cache_pb2.StepColumnsAnswer) -> None:
+        self.columns = columns
+        self.answer = answer
+        self.column: Column | None = None
+        self.weight = 1
+        self.numbers: dict[Column, list[int]] = {GROW: [], PUBLISH: [], RECYCLE: [], RELEASE: []}
+        self._data: tuple[Any, ...] = columns[1:]
+        self._starts = {GROW: columns.growth.starts, PUBLISH: columns.publishes.starts}
+        self._at = 0
+        self._reach = MAX_OPERATIONS
+        self._look_on()
+
+    def go_on(self, core: Core, call: Call, left: int, held: Collection[int]) -> bool:
+        """Carry out some next entries of the column, of ``left`` blocks of a turn and one at least, as long as they are
+        straight and their sequences are not ``held``. False where one is not: it is the next.
+
+        Raises what has broken the next entry.
+        """
+        assert self.column is not None
+        numbers, data = self.numbers[self.column], self._data[self._at]
+        first = len(numbers)
+        last = min(len(data[0]), first + self._reach)
+        self.weight = 1
+        if self.column == PUBLISH and is_tight(core, call):
+            self.weight = max(1, TURN_BLOCKS // core.turns.evicted)
+        if self.blocks(self.column, first, last) * self.weight > left:
+            last = self._cut(self.column, first, left // self.weight)
+        _FLOWS[self.column](core, call, data, range(first, last), numbers, held)
+        is_straight = len(numbers) == last
+        self._reach = min(2 * self._reach, MAX_OPERATIONS) if is_straight else max(1, len(numbers) - first)
+        self._look_on()
+        return is_straight
+
+    def leave(self) -> EntryRef:
+        """Leave the next entry to its operation form; returns the place of its answer."""
+        assert self.column is not None
+        numbers = self.numbers[self.column]
+        numbers.append(ODD)
+        ref = EntryRef(self.column, len(numbers) - 1)
+        self._look_on()
+        return ref
+
+    def odd(self, ref: EntryRef) -> cache_pb2.OperationResult:
+        """Result for an answer that takes more than a number."""
+        return self.answer.odd.add(column=ref.column, index=ref.entry).result
+
+    def blocks(self, column: Column, first: int, last: int) -> int:
+        """Blocks of some entries, one each where they name none."""
+        starts = self._starts.get(column)
+        return last - first if starts is None else max(starts[last] - starts[first], last - first)
+
+    def end(self) -> None:
+        """End: every entry has its answer."""
+        pack_answer(self.numbers, self.answer)
+
+    def _cut(self, column: Column, first: int, left: int) -> int:
+        """End of the range of ``left`` blocks, one entry on at least."""
+        starts = self._starts.get(column)
+        last = first + max(left, 1)
+        if starts is not None:
+            last = min(last, max(bisect_right(starts, starts[first] + left) - 1, first + 1))
+        return last
+
+    def _look_on(self) -> None:
+        """Find the column that has entries left."""
+        for at in range(self._at, len(IN_ORDER)):
+            column = IN_ORDER[at]
+            if len(self.numbers[column]) < len(self._data[at][0]):
+                self._at, self.column = at, column
+                return
+        self._at, self.column = len(IN_ORDER), None
+
+
+Q = TypeVar("Q", bound=Message)
+M = TypeVar("M")
+A = TypeVar("A")
+R = TypeVar("R", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FlowOperation(Operation[Q, R], Generic[Q, M, A, R]):
+    """An operation that is one flow under a lease. It is run until it does not wait, and ``reply`` makes its message.
+
+    ``memory`` makes what the flow has to remember from one run to the next. ``quota`` is held right before each run.
+    ``has_order``: a Step keeps the order of its operations on one sequence.
+    """
+
+    flow: Callable[[Core, Call, Q, M], A | Wait]
+    reply: Callable[[A], R]
+    memory: Callable[[], M]
+    quota: Callable[[Quotas, Call, Q], None] | None = None
+    is_repeatable: bool = True
+    is_of_lease: bool = True
+    has_order: bool = True
+
+    def carry(self, ask: Ask, message: Q) -> R | asyncio.Future[Any]:
+        """Run the flow, and have the dispatcher go on with it where it waits."""
+        call, memory = ask.call, self.memory()
+        assert call is not None, "an operation of a lease"
+        answer = self.run(ask.dispatcher, call, message, memory)
+        return self._wait_out(ask, message, memory, answer) if isinstance(answer, Wait) else self.reply(answer)
+
+    def run(self, dispatcher: Dispatcher, call: Call, message: Q, memory: M) -> A | Wait:
+        """Run the flow once. Raises what refuses the operation."""
+        if self.quota is not None and (quotas := dispatcher.admission.quotas) is not None:
+            self.quota(quotas, call, message)
+        node = dispatcher.node
+        return node.run_of(call.model.id, self.flow, node.core, call, message, memory)
+
+    def _wait_out(self, ask: Ask, message: Q, memory: M, wait: Wait) -> asyncio.Future[Any]:
+        dispatcher = ask.dispatcher
+        ask.goes_on = wait.goes_on
+
+        def run() -> A | Wait:
+            dispatcher.free_bytes(ask)  # for this run: what it opens counts by itself
+            again = self.run(dispatcher, ask.renewed(), message, memory)
+            if isinstance(again, Wait):
+                dispatcher.hold_bytes(ask)
+            ask.goes_on = isinstance(again, Wait) and again.goes_on
+            return again
+
+        async def wait_out(place: Slot) -> R:
+            node, until = dispatcher.node, dispatcher.until(ask)
+            return self.reply(await node.wait_out(run, wait, until, ask.holder.process, ask.method, place.wait))
+
+        kind = CallKind.WAITS if wait.tickets else CallKind.WORK  # for which there was room, or nothing had been done
+        try:
+            later = dispatcher.later(ask, kind, wait_out, is_admitted=not wait.tickets)
+        except LimitExceeded:
+            end_wait(wait)
+            raise
+        later.add_done_callback(lambda _: end_wait(wait))  # where it was given up before its first turn
+        return later
+
+
+def _nothing() -> None:
+    """Memory of a flow that needs none."""
+
+
+def _match(core: Core, call: Call, m: cache_pb2.MatchRequest, sharing: Sharing) -> Matched | Wait:
+    clock = m.clock_seconds if m.HasField("clock_seconds") else None
+    if m.HasField("expected"):
+        sharing.expected = expected_from_proto(m.expected)
+    hint = retention_of(m.retention) if m.retention else RequestHint.DEFAULT
+    return match(core, call, m.sequence_id, m.keys, m.max_blocks, sharing, m.waited_ms / 1000, clock, hint)
+
+
+def _allocate(core: Core, call: Call, m: cache_pb2.AllocateRequest, _: None) -> Allocated | Wait:
+    positions = positions_from_proto(m.positions) if m.positions else NO_POSITIONS
+    return allocate(core, call, m.sequence_id, m.blocks, short_suffix=m.short_suffix, positions=positions)
+
+
+def _publish(core: Core, call: Call, m: cache_pb2.PublishRequest, publishing: Publishing) -> Published | Wait:
+    states = cells_from_proto(m.states) if m.states else ()
+    return publish(core, call, m.sequence_id, m.first_block, m.keys, m.blocks, publishing, states)
+
+
+def _swap(core: Core, call: Call, m: cache_pb2.SwapRequest, _: None) -> Swapped | Wait:
+    if m.direction == cache_pb2.SWAP_DIRECTION_OUT:
+        return swap_out(core, call, m.sequence_id)
+    if m.direction == cache_pb2.SWAP_DIRECTION_IN:
+        return swap_in(core, call, m.sequence_id, short_suffix=m.short_suffix)
+    raise InvalidRequest("swap needs a direction, OUT or IN")
+
+
+def _recycle(core: Core, call: Call, m: cache_pb2.RecycleRequest, recycling: Recycling) -> Recycled | Wait:
+    pages = () if recycling.has_begun else cells_from_proto(m.pages)
+    return recycle(core, call, m.sequence_id, m.computed_tokens, pages, recycling, tuple(m.dead_blocks))
+
+
+def _release(core: Core, call: Call, m: cache_pb2.ReleaseRequest, _: None) -> int | Wait:
+    tokens = m.output_tokens if m.HasField("output_tokens") else None
+    clock = require_clock(m.clock_seconds) if m.HasField("clock_seconds") else None
+    return release(core, call, m.sequence_id, ended(call, tokens, m.ended_ms / 1000, clock))
+
+
+def _prefetch(core: Core, call: Call, m: cache_pb2.PrefetchRequest, sharing: Sharing) -> Prefetched | Wait:
+    return prefetch(core, call, m.keys, sharing)
+
+
+def _extend(core: Core, call: Call, m: cache_pb2.ExtendRequest, _: None) -> int | Wait:
+    return extend(core, call, m.sequence_id, cells_from_proto(m.pages))
+
+
+MATCH_FLOW: FlowOperation[cache_pb2.MatchRequest, Sharing, Matched, cache_pb2.MatchResponse] = FlowOperation(
+    name="CacheService/Match",
+    flow=_match,
+    memory=Sharing,
+    reply=matched_to_proto,
+    quota=lambda quotas, call, _: quotas.require_sequence(call),
+)
+ALLOCATE_FLOW: FlowOperation[cache_pb2.AllocateRequest, None, Allocated, cache_pb2.AllocateResponse] = FlowOperation(
+    name="CacheService/Allocate",
+    flow=_allocate,
+    memory=_nothing,
+    reply=allocated_to_proto,
+    quota=lambda quotas, call, m: quotas.require_blocks(call, m.sequence_id, m.blocks),
+)
+PUBLISH_FLOW: FlowOperation[cache_pb2.PublishRequest, Publishing, Published, cache_pb2.PublishResponse] = FlowOperation(
+    name="CacheService/Publish", flow=_publish, memory=Publishing, reply=published_to_proto
+)
+SWAP_FLOW: FlowOperation[cache_pb2.SwapRequest, None, Swapped, cache_pb2.SwapResponse] = FlowOperation(
+    name="CacheService/Swap",
+    flow=_swap,
+    memory=_nothing,
+    reply=swapped_to_proto,
+    quota=lambda quotas, call, m: quotas.require_swapped(call, m.sequence_id),
+)
+RECYCLE_FLOW: FlowOperation[cache_pb2.RecycleRequest, Recycling, Recycled, cache_pb2.RecycleResponse] = FlowOperation(
+    name="CacheService/Recycle", flow=_recycle, memory=Recycling, reply=recycled_to_proto
+)
+RELEASE_FLOW: FlowOperation[cache_pb2.ReleaseRequest, None, int, cache_pb2.ReleaseResponse] = FlowOperation(
+    name="CacheService/Release",
+    flow=_release,
+    memory=_nothing,
+    reply=lambda freed: cache_pb2.ReleaseResponse(freed_pages=freed),
+    kind=CallKind.LIFE,
+)
+PREFETCH_FLOW: FlowOperation[cache_pb2.PrefetchRequest, Sharing, Prefetched, cache_pb2.PrefetchResponse] = (
+    FlowOperation(
+        name="CacheService/Prefetch",
+        flow=_prefetch,
+        memory=lambda: Sharing(Urgency.BACKGROUND),
+        reply=prefetched_to_proto,
+        has_order=False,
+    )
+)
+EXTEND: FlowOperation[cache_pb2.ExtendRequest, None, int, cache_pb2.ExtendResponse] = FlowOperation(
+    name="CacheService/Extend",  # within a Step alone
+    flow=_extend,
+    memory=_nothing,
+    reply=lambda blocks: cache_pb2.ExtendResponse(blocks=blocks),
+)
+
+OPERATIONS: dict[str, FlowOperation[Any, Any, Any, Any]] = {
+    "match": MATCH_FLOW,
+    "allocate": ALLOCATE_FLOW,
+    "publish": PUBLISH_FLOW,
+    "swap": SWAP_FLOW,
+    "recycle": RECYCLE_FLOW,
+    "release": RELEASE_FLOW,
+    "prefetch": PREFETCH_FLOW,
+    "extend": EXTEND,
+}
+"""Operations by their names in StepOperation and OperationResult."""

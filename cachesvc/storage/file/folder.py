@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.text.printable import one_line
-from cachesvc.storage.file.blocks.catalogue import Entry
-from cachesvc.storage.file.paths import FORMAT_TEXT, LABEL, object_of, scope_folder, scope_of
-from cachesvc.storage.file.space import allocated_bytes
+from cachesvc.model.text import one_line
+from cachesvc.storage.file.catalogue import Entry
+from cachesvc.storage.file.space import FORMAT_TEXT, LABEL, allocated_bytes, object_of, scope_folder, scope_of
 from cachesvc.storage.seam import ObjectName, Scope
 from cachesvc.telemetry import events
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from cachesvc.memory.mapped import yield_to_callers
-from cachesvc.storage.file.blocks.catalogue import Catalogue, FoundObjects
-from cachesvc.storage.file.blocks.tree import NO_ROW
-from cachesvc.storage.file.clock import FolderClock
-from cachesvc.storage.file.disk import Condition, Disk
+from cachesvc.memory.extents import yield_to_callers
+from cachesvc.model.errors import InvalidRequest
+from cachesvc.model.text import one_line
+from cachesvc.storage.file.catalogue import NO_ROW, Catalogue, FoundObjects
+from cachesvc.storage.file.disk import Condition, Disk, FolderClock
 from cachesvc.storage.file.folder import Folder
-from cachesvc.storage.file.options import FileOptions
-from cachesvc.storage.file.paths import object_path
-from cachesvc.storage.file.space import Space
-from cachesvc.storage.header import HEADER_BYTES, is_newer, parent_in
+from cachesvc.storage.file.space import Space, object_path
+from cachesvc.storage.objects import HEADER_BYTES, is_newer, parent_in
 from cachesvc.storage.seam import ObjectName
+from cachesvc.storage.spec import StorageSpec, count_option, seconds_option, size_option
 from cachesvc.telemetry import events
 
 AWAY_SECONDS = 1.0
@@ -223,3 +224,53 @@ def set_used(file: str | int, used_ms: int) -> None:
         os.utime(file, ns=(used_ms * 1_000_000, used_ms * 1_000_000))
     except OSError:  # it is gone, or mounted for reading: the order of eviction is a little off after a restart
         return
+
+
+MIN_CAPACITY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """``capacity``: bytes of all objects, of all daemons on the folder. ``floor``: bytes that are left free on the
+    filesystem. ``ttl``: seconds without use after which objects go; 0: never. ``readers``, ``writers``: threads.
+    ``rescan``: seconds between looks for what other daemons have done. ``direct``: 1 goes around the page cache where
+    the filesystem lets us, 0 does not."""
+
+    root: str
+    capacity: int
+    floor: int = 1 << 30
+    ttl: float = 0.0
+    readers: int = 4
+    writers: int = 2
+    rescan: float = 10.0
+    direct: int = 1
+
+
+def file_options(spec: StorageSpec) -> FileOptions:
+    """Parse the options. Raises InvalidRequest."""
+    readers: dict[str, Callable[[str, str], float]] = {
+        "capacity": size_option,
+        "floor": size_option,
+        "ttl": seconds_option,
+        "readers": count_option,
+        "writers": count_option,
+        "rescan": seconds_option,
+        "direct": count_option,
+    }
+    spec.check_options(readers)
+    if not spec.where.startswith("/") or "\0" in spec.where:
+        raise InvalidRequest(
+            f"storage: file:{one_line(spec.where)} is not an absolute path, such as file:/var/cache/cachesvc"
+        )
+    if "capacity" not in spec.options:
+        raise InvalidRequest("storage: file needs capacity=SIZE, what all objects may take, such as capacity=200GiB")
+    values = {name: readers[name](name, value) for name, value in spec.options.items()}
+    whole = {name: int(value) for name, value in values.items() if name not in ("ttl", "rescan")}
+    made = FileOptions(spec.where, **{**values, **whole})  # type: ignore[arg-type]
+    if made.capacity < MIN_CAPACITY_BYTES:
+        raise InvalidRequest(f"storage: capacity must be at least {MIN_CAPACITY_BYTES} (1 MiB), got {made.capacity}")
+    if not 1 <= made.readers <= 64 or not 1 <= made.writers <= 64 or made.direct not in (0, 1):
+        raise InvalidRequest("storage: readers and writers are 1 to 64 threads, and direct is 0 or 1")
+    if made.rescan <= 0:
+        raise InvalidRequest("storage: rescan must be more than 0 seconds")
+    return made

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
-from cachesvc.storage.file.paths import object_path
-from cachesvc.storage.file.stuck import StuckFiles
-from cachesvc.storage.seam import Gone, ObjectName, Scope
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.storage.file.catalogue import Catalogue, Entry
+from cachesvc.storage.seam import LAYOUT_ID_BYTES, Gone, ObjectName, Part, Scope
+from cachesvc.telemetry import events
 
 LOW_SHARE = 0.97
 """The lower watermark, of the capacity."""
@@ -256,3 +258,128 @@ def size_of(path: str) -> int:
         return allocated_bytes(os.lstat(path))
     except OSError:
         return 0
+
+
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 600.0
+WARN_SECONDS = 60.0
+"""Interval between two warnings, seconds."""
+TRIED_AT_ONCE = 64
+
+
+@dataclass(slots=True)
+class Stuck:
+    """``entry``: an object that is still there, and still a hit; None for what is no object."""
+
+    size_bytes: int
+    entry: Entry | None
+    pause: float
+    until: float
+
+
+class StuckFiles:
+    """By path. ``size_bytes``: of those that are no objects: the catalogue counts the others. Under its user's lock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.size_bytes = 0
+        self._clock = clock
+        self._files: dict[str, Stuck] = {}
+        self._warn_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all of them, objects too."""
+        return sum(each.size_bytes for each in self._files.values())
+
+    def remove(self, path: str, size_bytes: int, entry: Entry | None = None) -> bool:
+        """Unlink a file, which may be gone; False where it stays, and is known from now on."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            self.keep(path, size_bytes, entry, str(error))
+            return False
+        return True
+
+    def keep(self, path: str, size_bytes: int, entry: Entry | None, why: str) -> None:
+        """A file stays. Logged once a minute."""
+        if path not in self._files:
+            pause = FIRST_PAUSE_SECONDS
+            self._files[path] = Stuck(size_bytes, entry, pause, self._clock() + pause)
+            self.size_bytes += size_bytes if entry is None else 0
+        if self._clock() >= self._warn_at:
+            self._warn_at = self._clock() + WARN_SECONDS
+            events.warning("storage_not_removed", reason=why, files=len(self._files), size_bytes=self.all_bytes)
+
+    def replaced(self, path: str) -> None:
+        """Another file has taken its place, and counts by itself."""
+        each = self._files.pop(path, None)
+        if each is not None and each.entry is None:
+            self.size_bytes -= each.size_bytes
+
+    def retry(self, *, is_short: bool) -> list[Stuck]:
+        """Try those again whose time has come. ``is_short``: room is wanted, so one is tried before its time, and the
+        others if that one can go. Returns what has gone."""
+        gone: list[Stuck] = []
+        now = self._clock()
+        due = sorted(self._files, key=lambda path: self._files[path].until)[:TRIED_AT_ONCE]
+        for number, path in enumerate(due):
+            each = self._files[path]
+            is_probe = is_short and number == len(gone)
+            if each.until > now and not is_probe:
+                break
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                each.pause = min(2 * each.pause, LONGEST_PAUSE_SECONDS)
+                each.until = now + each.pause
+                continue
+            del self._files[path]
+            self.size_bytes -= each.size_bytes if each.entry is None else 0
+            gone.append(each)
+        return gone
+
+    def forget(self) -> list[Stuck]:
+        """The folder is gone, and all with it."""
+        files, self._files, self.size_bytes = list(self._files.values()), {}, 0
+        return files
+
+
+FORMAT_TEXT = "cachesvc storage, files, format 1\n"
+FAN_DIGITS = 3
+"""4,096 folders a scope: a million objects are some 250 files in each."""
+LABEL = "label"
+_SCOPE = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})-([0-9a-f]{{{2 * LAYOUT_ID_BYTES}}})")
+_OBJECT = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.([0-9]{{1,5}})\.([0-9]{{1,5}})of([0-9]{{1,5}})")
+
+
+def scope_folder(scope: Scope) -> str:
+    """Name of a scope's folder."""
+    return f"{scope.namespace.hex()}-{scope.layout.hex()}"
+
+
+def scope_of(folder: str) -> Scope | None:
+    """The scope that a folder is of; None for one that is none's."""
+    found = _SCOPE.fullmatch(folder)
+    return None if found is None else Scope(bytes.fromhex(found[1]), bytes.fromhex(found[2]))
+
+
+def object_path(objects: Path, name: ObjectName) -> str:
+    """Path of an object."""
+    key, (group, rank, ranks) = name.key.hex(), name.part
+    return f"{objects}/{scope_folder(name.scope)}/{key[:FAN_DIGITS]}/{key}.{group}.{rank}of{ranks}"
+
+
+def object_of(scope: Scope, file: str) -> ObjectName | None:
+    """The object that a file is; None for one that is none."""
+    found = _OBJECT.fullmatch(file)
+    if found is None:
+        return None
+    part = Part(int(found[2]), int(found[3]), int(found[4]))
+    return ObjectName(scope, bytes.fromhex(found[1]), part) if max(part) <= 0xFFFF else None

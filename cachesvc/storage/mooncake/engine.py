@@ -11,19 +11,17 @@ import mmap
 import re
 import threading
 import time
-from collections import deque
+from bisect import bisect_right
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from cachesvc.memory.extents import address_of, yield_to_callers
 from cachesvc.model.errors import Unavailable
-from cachesvc.storage.header import HEADER_BYTES, is_newer
 from cachesvc.storage.mooncake import native
-from cachesvc.storage.mooncake.account import Account
-from cachesvc.storage.mooncake.lane import BATCH_ITEMS, Carry, Lane, Task
-from cachesvc.storage.mooncake.options import MooncakeOptions
-from cachesvc.storage.mooncake.questions import Questions
-from cachesvc.storage.mooncake.registered import Registered
+from cachesvc.storage.mooncake.native import BATCH_ITEMS, OK, Carry, Lane, Library, MooncakeOptions, Task
+from cachesvc.storage.objects import HEADER_BYTES, is_newer
 from cachesvc.storage.seam import (
     FORMAT,
     Caps,
@@ -34,6 +32,7 @@ from cachesvc.storage.seam import (
     Found,
     Gone,
     Item,
+    Kept,
     ObjectName,
     Outcome,
     Part,
@@ -378,3 +377,192 @@ class MooncakeStorage:
         with self._left:
             while names & self._leaving and not self._stopping.is_set() and time.monotonic() < until:
                 self._left.wait(until - time.monotonic())
+
+
+MOST_NAMES = 1 << 17
+"""Most recent objects that are counted, some 230 bytes each."""
+
+
+class Account:
+    """Objects that were put here and not seen go. Any thread."""
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[ObjectName, int] = OrderedDict()
+        self._kept: dict[Scope, Kept] = {}
+        self._lock = threading.Lock()
+
+    def describe(self, scope: Scope, label: str) -> None:
+        """Set the label of a scope."""
+        with self._lock:
+            self._of(scope).label = label
+
+    def add(self, name: ObjectName, size_bytes: int) -> None:
+        """Count an object that was put, and was there."""
+        with self._lock:
+            self._drop(name)
+            self._sizes[name] = size_bytes
+            kept = self._of(name.scope)
+            kept.objects += 1
+            kept.size_bytes += size_bytes
+            if len(self._sizes) > MOST_NAMES:
+                self._drop(next(iter(self._sizes)))
+
+    def drop(self, name: ObjectName) -> None:
+        """Forget an object, if it is known."""
+        with self._lock:
+            self._drop(name)
+
+    def purge(self, scope: Scope | None) -> None:
+        """Forget all objects of a scope, or all."""
+        with self._lock:
+            for name in [name for name in self._sizes if scope in (None, name.scope)]:
+                self._drop(name)
+
+    def status(self) -> StoreStatus:
+        """Never complete: other nodes' objects are not in it."""
+        with self._lock:
+            scopes = {scope: Kept(kept.label, kept.objects, kept.size_bytes) for scope, kept in self._kept.items()}
+            return StoreStatus(len(self._sizes), sum(self._sizes.values()), is_complete=False, scopes=scopes)
+
+    def totals(self) -> Totals:
+        """Their sums; the store's capacity is not this daemon's."""
+        with self._lock:
+            return Totals(len(self._sizes), sum(kept.size_bytes for kept in self._kept.values()), 0, 0)
+
+    def names(self) -> list[ObjectName]:
+        """Names of all counted objects."""
+        with self._lock:
+            return list(self._sizes)
+
+    def _of(self, scope: Scope) -> Kept:
+        return self._kept.setdefault(scope, Kept(""))
+
+    def _drop(self, name: ObjectName) -> None:
+        size_bytes = self._sizes.pop(name, None)
+        if size_bytes is not None:
+            kept = self._of(name.scope)
+            kept.objects -= 1
+            kept.size_bytes -= size_bytes
+
+
+MOST_WAITING = 1024
+CLOSE_SECONDS = 1.0
+
+
+class Question(NamedTuple):
+    """``ask`` asks, and answers; ``give_up`` answers where that raised, or is not done any more."""
+
+    ask: Callable[[], None]
+    give_up: Callable[[], None]
+
+
+class Questions:
+    """Asked in their order. At the end those that wait are asked still, as long as none hangs."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Question] = deque()
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._is_busy = False
+        self._thread = threading.Thread(target=self._work, name="mooncake-ask", daemon=True)
+
+    @property
+    def is_idle(self) -> bool:
+        """True where nothing waits and nothing is asked."""
+        with self._changed:
+            return not self._waiting and not self._is_busy
+
+    def start(self) -> None:
+        """Begin."""
+        self._is_open = True
+        self._thread.start()
+
+    def add(self, ask: Callable[[], None], give_up: Callable[[], None]) -> None:
+        """See ``Question``: one of both answers, unless the question hangs."""
+        with self._changed:
+            is_taken = self._is_open and len(self._waiting) < MOST_WAITING
+            if is_taken:
+                self._waiting.append(Question(ask, give_up))
+                self._changed.notify()
+        if not is_taken:
+            give_up()
+
+    def close(self) -> bool:
+        """False where one hangs still; those behind it are given up."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+        with self._changed:
+            waiting, self._waiting = self._waiting, deque()
+        for each in waiting:
+            each.give_up()
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        """Root of the thread."""
+        yield_to_callers()
+        while True:
+            with self._changed:
+                self._is_busy = False
+                while not self._waiting and self._is_open:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                question = self._waiting.popleft()
+                self._is_busy = True
+            for step in question:
+                try:
+                    step()
+                    break
+                except Exception:  # noqa: BLE001 - the root of a thread: the next question is another's
+                    events.failure("storage_question_broke")
+
+
+class Registered:
+    """Chunks, which the client gets as soon as there is one. Thread-safe; what is here stays mapped."""
+
+    def __init__(self) -> None:
+        self._chunks: list[memoryview] = []
+        self._known: list[tuple[int, int]] = []
+        self._library: Library | None = None
+        self._lock = threading.Lock()
+
+    def add(self, chunk: memoryview) -> None:
+        """May block where the client is one of RDMA."""
+        with self._lock:
+            self._chunks.append(chunk)
+            if self._library is not None:
+                self._tell(self._library, chunk)
+
+    def connect(self, library: Library) -> None:
+        """Set a new client of the library, and register all chunks with it."""
+        with self._lock:
+            self._library = library
+            for chunk in self._chunks:
+                self._tell(library, chunk)
+
+    def disconnect(self) -> None:
+        """The client ends: it must not be called any more."""
+        with self._lock:
+            self._library = None
+            self._known = []
+
+    def has(self, pages: Sequence[memoryview]) -> bool:
+        """True where the client knows all of this memory."""
+        known = self._known
+        for page in pages:
+            address = address_of(page) if len(page) else 0
+            at = bisect_right(known, (address, 1 << 62)) - 1
+            if len(page) and (at < 0 or address + len(page) > known[at][1]):
+                return False
+        return True
+
+    def _tell(self, library: Library, chunk: memoryview) -> None:
+        address, size_bytes = address_of(chunk), len(chunk)
+        code = library.register_buffer(address, size_bytes)
+        if code == OK:
+            self._known = sorted([*self._known, (address, address + size_bytes)])
+        else:
+            events.warning("storage_memory_refused", storage="mooncake", size_bytes=size_bytes, code=code)

@@ -2,27 +2,42 @@
 
 A get copies what has come into its item's memory only when all of it is here and in time; a put's request has a copy of
 the item's memory. So no item is late for longer than its requests' timeouts, and no bytes land in its memory later.
+
+Number of leading names that are there, by few questions.
+
+A block is of use only with all before it, and is written after them, so presence along a prompt is a step: the first
+name is asked alone, as most prompts have none, then a few at a time between what is there and what is not.
+
+Objects of the bucket as far as this daemon knows: listed, written or read here. Hints, never hits.
+
+Other daemons write and the bucket's rules delete meanwhile. What is unknown has to be asked for; what was asked for and
+was absent is remembered for a while, so that a prompt that is asked again costs no question.
 """
 
 from __future__ import annotations
 
+import re
+import struct
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
-from cachesvc.memory.mapped import yield_to_callers
+import numpy as np
+
+from cachesvc.memory.extents import yield_to_callers
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.text.printable import one_line
-from cachesvc.storage.file.lane import CLOSE_SECONDS, Job, Lane
-from cachesvc.storage.header import MAGIC, is_newer
-from cachesvc.storage.s3.client import RequestFailed, S3Bucket, Trouble
-from cachesvc.storage.s3.known import KnownObjects
-from cachesvc.storage.s3.names import LABELS, MOST_LABEL_BYTES, OBJECTS, label_path, object_of, scope_of_label
-from cachesvc.storage.s3.options import S3Options
-from cachesvc.storage.s3.pieces import Gather, gather, ranges, scatter
-from cachesvc.storage.s3.search import Search
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.text import one_line
+from cachesvc.storage.file.engine import CLOSE_SECONDS, Job, Lane
+from cachesvc.storage.objects import MAGIC, is_newer
+from cachesvc.storage.s3.client import RequestFailed, S3Bucket, S3Options, Trouble
 from cachesvc.storage.seam import (
+    FORMAT,
+    LAYOUT_ID_BYTES,
+    WHOLE,
     Caps,
     Check,
     Checked,
@@ -31,6 +46,7 @@ from cachesvc.storage.seam import (
     Found,
     Gone,
     Item,
+    Kept,
     ObjectName,
     Outcome,
     Part,
@@ -38,10 +54,10 @@ from cachesvc.storage.seam import (
     Step,
     StoreStatus,
     Totals,
+    Troubles,
     Use,
     no_step,
 )
-from cachesvc.storage.troubles import Troubles
 from cachesvc.telemetry import events
 
 ASKERS = 16
@@ -432,3 +448,302 @@ class S3Storage:
 
 def _nothing() -> None:
     """Do nothing: there is no waiter."""
+
+
+OBJECTS = FORMAT
+LABELS = f"{FORMAT}-labels"
+MOST_LABEL_BYTES = 256
+_SCOPE = rf"([0-9a-f]{{{2 * KEY_BYTES}}})/([0-9a-f]{{{2 * LAYOUT_ID_BYTES}}})"
+_OBJECT = re.compile(
+    rf"{FORMAT}/{_SCOPE}/([0-9a-f]{{{2 * KEY_BYTES}}})/(w|[0-9]{{1,5}})\.([0-9]{{1,5}})of([0-9]{{1,5}})"
+)
+_LABEL = re.compile(rf"{LABELS}/{_SCOPE}")
+
+
+def label_path(scope: Scope) -> str:
+    """Path of a scope's label."""
+    return f"{LABELS}/{scope.text}"
+
+
+def object_of(path: str) -> ObjectName | None:
+    """The object that lies there; None for what is none of ours. Its path is the name's ``text``."""
+    found = _OBJECT.fullmatch(path)
+    if found is None:
+        return None
+    group = WHOLE if found[4] == "w" else int(found[4])
+    part = Part(group, int(found[5]), int(found[6]))
+    scope = Scope(bytes.fromhex(found[1]), bytes.fromhex(found[2]))
+    return ObjectName(scope, bytes.fromhex(found[3]), part) if max(part) <= WHOLE else None
+
+
+def scope_of_label(path: str) -> Scope | None:
+    """The scope whose label lies there."""
+    found = _LABEL.fullmatch(path)
+    return None if found is None else Scope(bytes.fromhex(found[1]), bytes.fromhex(found[2]))
+
+
+def ranges(size_bytes: int, part_bytes: int) -> list[tuple[int, int]]:
+    """Parts of an object, as (start, length): one where there would be less than two."""
+    if size_bytes < 2 * part_bytes:
+        return [(0, size_bytes)]
+    return [(start, min(part_bytes, size_bytes - start)) for start in range(0, size_bytes, part_bytes)]
+
+
+def scatter(pieces: Sequence[memoryview], start: int, content: memoryview) -> None:
+    """Copy content to the pieces, which lie one after another, from byte ``start`` of them on. Outside of the GIL."""
+    at, source = 0, np.frombuffer(content, np.uint8)
+    for piece in pieces:
+        first, last = max(at, start), min(at + len(piece), start + len(content))
+        if first < last:
+            np.frombuffer(piece, np.uint8)[first - at : last - at] = source[first - start : last - start]
+        at += len(piece)
+
+
+def gather(pieces: Sequence[memoryview]) -> memoryview:
+    """Copy of pieces, one after another. Outside of the GIL."""
+    joined = np.empty(sum(map(len, pieces)), np.uint8)
+    at = 0
+    for piece in pieces:
+        joined[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+        at += len(piece)
+    return joined.data
+
+
+class Gather:
+    """Ends once all parts of an object have ended: by the first outcome that is not OK, if there is one. Any thread."""
+
+    def __init__(self, count: int, end: Callable[[Outcome], None]) -> None:
+        self._left = count
+        self._outcome = Outcome.OK
+        self._end = end
+        self._lock = threading.Lock()
+
+    def add(self, outcome: Outcome) -> None:
+        """Note that a part has ended."""
+        with self._lock:
+            self._left -= 1
+            if self._outcome is Outcome.OK:
+                self._outcome = outcome
+            is_last = not self._left
+        if is_last:
+            self._end(self._outcome)
+
+
+WIDTH = 16
+"""Questions asked at a time: 1,024 names take four rounds."""
+
+Answer = Callable[[bool | None], None]
+"""Told whether a name is there; None: the question failed."""
+Ask = Callable[[int, Answer], None]
+"""``(index, answer)``: asks for one name; ``answer`` is called once, on any thread."""
+
+
+class Search:
+    """``found`` is called once, with the number of leading names that are there, or None where a question failed."""
+
+    def __init__(self, count: int, ask: Ask, found: Callable[[int | None], None]) -> None:
+        self._ask = ask
+        self._found = found
+        self._low, self._high = 0, count
+        self._answers: dict[int, bool | None] = {}
+        self._left = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Ask for the first name."""
+        if not self._high:
+            self._found(0)
+            return
+        self._round([0])
+
+    def _round(self, indexes: Sequence[int]) -> None:
+        self._answers, self._left = {}, len(indexes)
+        for index in indexes:
+            self._ask(index, lambda is_there, index=index: self._answered(index, is_there))  # type: ignore[misc]
+
+    def _answered(self, index: int, is_there: bool | None) -> None:
+        with self._lock:
+            self._answers[index] = is_there
+            self._left -= 1
+            if self._left:
+                return
+        if None in self._answers.values():
+            self._found(None)
+            return
+        for asked in sorted(self._answers):
+            if not self._answers[asked]:
+                self._high = asked
+                break
+            self._low = asked + 1
+        if self._low >= self._high:
+            self._found(self._low)
+            return
+        self._round(_spread(self._low, self._high))
+
+
+def _spread(low: int, high: int) -> list[int]:
+    """Up to WIDTH indexes in [low, high), the last of them included."""
+    room = high - low
+    if room <= WIDTH:
+        return list(range(low, high))
+    return sorted({low + room * at // WIDTH - 1 for at in range(1, WIDTH + 1)})
+
+
+MOST_KNOWN = 1 << 19
+"""Objects that are remembered, some 220 bytes each. Others are asked for."""
+MOST_ABSENT = 1 << 16
+ROUND_MASK = (1 << 32) - 1
+DROPPED_AT_ONCE = 1024
+"""Objects that are forgotten while others wait: about a millisecond."""
+_PART = struct.Struct("<3H")
+_NUMBER = struct.Struct("<I")
+
+
+class Fact(NamedTuple):
+    """Facts of an object, kept as one number: a tuple for each takes twice the memory. ``round``: the last listing that
+    has seen it, or that was under way when it was written."""
+
+    size_bytes: int
+    seconds: int
+    round: int
+
+    @classmethod
+    def of(cls, packed: int) -> Fact:
+        """Facts of a number."""
+        return cls(packed >> 80, packed >> 32 & (1 << 48) - 1, packed & ROUND_MASK)
+
+    @property
+    def packed(self) -> int:
+        """Their number."""
+        return self.size_bytes << 80 | max(0, self.seconds) << 32 | self.round
+
+
+class KnownObjects:
+    """Any thread. ``clock``: monotonic seconds."""
+
+    def __init__(self, absent_seconds: float, clock: Callable[[], float]) -> None:
+        self._facts: dict[bytes, int] = {}
+        self._absent: OrderedDict[bytes, float] = OrderedDict()
+        self._absent_seconds = absent_seconds
+        self._clock = clock
+        self._numbers: dict[Scope, bytes] = {}
+        self._scopes: list[Scope] = []
+        self._labels: dict[Scope, str] = {}
+        self._lock = threading.Lock()
+        self._round = 0
+        self.size_bytes = 0
+        self.is_complete = False
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def __contains__(self, name: ObjectName) -> bool:
+        return self._packed(name.scope, name.key, name.part) in self._facts
+
+    def describe(self, scope: Scope, label: str) -> bool:
+        """Set the label of a scope; False where it has that already."""
+        with self._lock:
+            self._number(scope)
+            is_new = self._labels.get(scope) != label
+            self._labels[scope] = label
+        return is_new
+
+    def unlabelled(self) -> list[Scope]:
+        """Scopes without a label."""
+        with self._lock:
+            return [scope for scope in self._scopes if scope not in self._labels]
+
+    def add(self, name: ObjectName, size_bytes: int, seconds: int) -> None:
+        """Note an object that is there; ``seconds`` since 1970: its age."""
+        with self._lock:
+            self._number(name.scope)
+            packed = self._packed(name.scope, name.key, name.part)
+            self._drop(packed)
+            self._absent.pop(packed, None)
+            self._facts[packed] = Fact(size_bytes, seconds, self._round).packed
+            self.size_bytes += size_bytes
+            if len(self._facts) > MOST_KNOWN:
+                self._drop(next(iter(self._facts)))
+
+    def drop(self, name: ObjectName) -> None:
+        """Note that there is no such object now."""
+        with self._lock:
+            packed = self._packed(name.scope, name.key, name.part)
+            self._drop(packed)
+            self._absent[packed] = self._clock() + self._absent_seconds
+            if len(self._absent) > MOST_ABSENT:
+                self._absent.popitem(last=False)
+
+    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
+        """Number of leading keys whose parts are all known, or 0 where the first was absent a moment ago; None where
+        that has to be asked."""
+        number = self._numbers.get(scope, b"")
+        ends = [_PART.pack(*part) for part in parts]
+        facts, count = self._facts, 0
+        for at in range(0, len(keys), KEY_BYTES):
+            start = number + keys[at : at + KEY_BYTES]
+            if not all(start + end in facts for end in ends):
+                break
+            count += 1
+        if count or not keys:
+            return count
+        until = [self._absent.get(number + keys[:KEY_BYTES] + end, 0.0) for end in ends]
+        return 0 if number and max(until, default=0.0) > self._clock() else None
+
+    def begin_listing(self) -> int:
+        """Begin a listing of the bucket; returns its number."""
+        with self._lock:
+            self._round += 1
+            return self._round
+
+    def end_listing(self, number: int) -> None:
+        """Forget what a whole listing has not seen and what was not written meanwhile."""
+        with self._lock:
+            gone = [packed for packed, fact in self._facts.items() if fact & ROUND_MASK < number]
+        for first in range(0, len(gone), DROPPED_AT_ONCE):
+            with self._lock:
+                for packed in gone[first : first + DROPPED_AT_ONCE]:
+                    if self._facts.get(packed, number) & ROUND_MASK < number:  # else it was written meanwhile
+                        self._drop(packed)
+        self.is_complete = True
+
+    def forget(self, scope: Scope | None) -> int:
+        """Forget all of a scope, or all; how many objects were known."""
+        with self._lock:
+            start = b"" if scope is None else self._number(scope)
+            gone = [packed for packed in self._facts if packed.startswith(start)]
+            for packed in gone:
+                self._drop(packed)
+        return len(gone)
+
+    def status(self, now: int) -> StoreStatus:
+        """Sums by scope, with ages at ``now`` (seconds since 1970)."""
+        with self._lock:
+            kept = {scope: Kept(self._labels.get(scope, "")) for scope in self._scopes}
+            by_number = {self._numbers[scope]: each for scope, each in kept.items()}
+            facts = list(self._facts.items())
+        size_bytes = 0
+        for packed, number in facts:
+            fact = Fact.of(number)
+            of, age = by_number[packed[: _NUMBER.size]], float(max(0, now - fact.seconds))
+            of.objects += 1
+            of.size_bytes += fact.size_bytes
+            size_bytes += fact.size_bytes
+            of.newest_seconds = age if of.newest_seconds is None else min(of.newest_seconds, age)
+            of.oldest_seconds = age if of.oldest_seconds is None else max(of.oldest_seconds, age)
+        return StoreStatus(len(facts), size_bytes, is_complete=self.is_complete, scopes=kept)
+
+    def _number(self, scope: Scope) -> bytes:
+        known = self._numbers.get(scope)
+        if known is None:
+            known = self._numbers[scope] = _NUMBER.pack(len(self._scopes))
+            self._scopes.append(scope)
+        return known
+
+    def _packed(self, scope: Scope, key: bytes, part: Part) -> bytes:
+        return self._numbers.get(scope, b"") + key + _PART.pack(*part)
+
+    def _drop(self, packed: bytes) -> None:
+        fact = self._facts.pop(packed, None)
+        if fact is not None:
+            self.size_bytes -= Fact.of(fact).size_bytes

@@ -3,17 +3,43 @@
 Routers look prompts up by hashes of their own over an event's tokens: a block without tokens, or whose parent they were
 not sent, is dropped or lands in the wrong place. So with ``tokens`` a block is announced once its tokens are known and
 its parent was announced, and at once when the last of the two becomes true.
+
+The form of KV events that the cache-aware routers of vLLM, Dynamo and llm-d read.
+
+    batch     [seconds since 1970, [event, ...], data-parallel rank]
+    event     {"type": "BlockStored", ...}, {"type": "BlockRemoved", ...}, {"type": "AllBlocksCleared"}
+
+That is what vLLM publishes as msgpack; before mid-2026 its events were arrays with the tag first, which
+``Form.ARRAY`` still writes. A hash is the last 8 bytes of a block's key as an unsigned number, as vLLM cuts its own.
+
+Tokens of blocks, kept by the process that hashes prompts, for routers that look prompts up by their tokens.
+
+The daemon knows keys and no tokens. ``learn`` is made for an engine's scheduler thread: it copies what it is given and
+returns; the thread that publishes events takes it in.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+import logging
+import queue
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, PlaneGroup
-from cachesvc_client.adapters.known_tokens import Adapter, KnownBlock, KnownTokens
-from cachesvc_client.adapters.kv_event_form import CLEARED, MEDIA, Event, Form, hash_of, wire_batch
+from cachesvc_client.core.errors import CacheClientError, InvalidRequest, NotOwned, NotSupported, TokenFileUnreadable
+from cachesvc_client.core.keys import PackedKeys, as_bytes
+from cachesvc_client.events import EventSubscriber
 from cachesvc_client.records.event_batch import (
     Batch,
     BlockMirror,
@@ -23,6 +49,333 @@ from cachesvc_client.records.event_batch import (
     with_location,
     without_location,
 )
+
+Event = dict[str, Any]
+MEDIA: Mapping[str, str] = {"device": "GPU", "host": "CPU", "storage": "DISK"}
+"""Dynamo before 2026-06 knows the host only as CPU_PINNED."""
+
+CLEARED: Event = {"type": "AllBlocksCleared"}
+
+FIELDS = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "kv_cache_spec_sliding_window",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+"""Order of an event's fields behind its tag, where it is an array."""
+
+
+class Form(Enum):
+    """Encodings of an event."""
+
+    MAP = "map"
+    ARRAY = "array"
+
+
+def hash_of(key: bytes) -> int:
+    """A block's hash as routers know it."""
+    return int.from_bytes(key[-8:], "big")
+
+
+def wire_batch(events: Sequence[Event], seconds: float, rank: int | None, form: Form = Form.MAP) -> list[Any]:
+    """A batch as plain lists and maps, ready for msgpack. ``seconds``: since 1970."""
+    written = list(events) if form is Form.MAP else [_as_array(event) for event in events]
+    return [seconds, written] if rank is None else [seconds, written, rank]
+
+
+def _as_array(event: Event) -> list[Any]:
+    """The tag and the fields by position, without those missing at the end."""
+    fields = FIELDS[event["type"]]
+    present = max((at for at, name in enumerate(fields) if name in event), default=-1)
+    return [event["type"], *(event.get(name) for name in fields[: present + 1])]
+
+
+EVENTS_PER_BATCH = 64
+PAUSE_S = 1.0
+LONGEST_PAUSE_S = 10.0
+"""Back-off while the daemon cannot be followed: a token that was replaced comes within minutes."""
+
+WAITING_BATCHES = 64
+"""Answers read ahead of a slow publisher. Beyond that the daemon's own limit holds, and a snapshot follows."""
+
+READER_S = 0.05
+"""Between two looks whether the reading thread has ended."""
+
+HOPELESS = (InvalidRequest, NotOwned, NotSupported)
+"""Errors that a retry cannot cure: the request itself is wrong. An operator, the daemon or a new token file mends the
+rest."""
+
+log = logging.getLogger(__name__)
+
+
+class WakeUp(Enum):
+    """Wake-up reasons of the publishing thread beside batches."""
+
+    TOKENS = "tokens"
+
+
+Inbox = queue.Queue[Batch | WakeUp | Exception | None]
+
+
+class KvEventBridge:
+    """``run`` publishes until ``close``, which another thread may call.
+
+    ``connect``: makes a subscriber, which reads its token file anew. ``publish``: takes one batch of events. Whenever
+    the subscription ends, routers are sent AllBlocksCleared at once, and everything anew once it is back. What
+    ``mapper.tokens`` learns is published without waiting for the daemon.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], EventSubscriber],
+        mapper: KvEventMapper,
+        publish: Callable[[Sequence[Event]], None],
+        *,
+        pause_s: float = PAUSE_S,
+        longest_pause_s: float = LONGEST_PAUSE_S,
+    ) -> None:
+        self._connect = connect
+        self._mapper = mapper
+        self._publish = publish
+        self._first_pause_s = self._pause_s = pause_s
+        self._longest_pause_s = longest_pause_s
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._subscriber: EventSubscriber | None = None
+
+    def run(self) -> None:
+        """Publish until ``close``. Raises what waiting cannot cure: NotOwned, NotSupported, InvalidRequest; and what
+        ``publish`` raises."""
+        while not self._closing.is_set():
+            try:
+                self._follow()
+            except CacheClientError as error:
+                self._send(self._mapper.forget())
+                if isinstance(error, HOPELESS) and not isinstance(error, TokenFileUnreadable):
+                    raise
+                log.warning("events_stopped retry_s=%g reason=%s", self._pause_s, error)
+                self._closing.wait(self._pause_s)
+                self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
+            else:
+                if not self._closing.is_set():
+                    self._send(self._mapper.forget())
+
+    def restart(self) -> None:
+        """Subscribe anew, as ``connect`` says now."""
+        with self._lock:
+            if self._subscriber is not None:
+                self._subscriber.close()
+
+    def close(self) -> None:
+        """End ``run``. Idempotent."""
+        self._closing.set()
+        self.restart()
+
+    def _follow(self) -> None:
+        """Follow one subscription to its end. Raises what ended it."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            subscriber = self._subscriber = self._connect()
+        inbox: Inbox = queue.Queue(WAITING_BATCHES)
+        reader = threading.Thread(target=_read, args=(subscriber, inbox), name="kvcache-events-reader", daemon=True)
+        reader.start()
+        try:
+            if self._mapper.tokens is not None:
+                self._mapper.tokens.on_news = partial(_nudge, inbox)
+            self._send(self._mapper.news())
+            while (item := inbox.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, Batch):
+                    self._pause_s = self._first_pause_s
+                    self._send(self._mapper.events_of(item))
+                self._send(self._mapper.news())
+        finally:
+            subscriber.close()
+            while reader.is_alive():  # it may wait for room
+                with suppress(queue.Empty):
+                    inbox.get(timeout=READER_S)
+
+    def _send(self, events: Iterable[Event]) -> None:
+        rest = iter(events)
+        while some := list(itertools.islice(rest, EVENTS_PER_BATCH)):
+            self._publish(some)
+
+
+def _read(subscriber: EventSubscriber, inbox: Inbox) -> None:
+    """Root of the reading thread: hand on every batch, then the error that ended the subscription, or None."""
+    end: Exception | None = None
+    try:
+        for batch in subscriber.follow():
+            inbox.put(batch)
+    except Exception as error:  # noqa: BLE001 - raised by the thread that publishes
+        end = error
+    inbox.put(end)
+
+
+def _nudge(inbox: Inbox) -> None:
+    """Wake the publishing thread. A full inbox wakes it anyway."""
+    with suppress(queue.Full):
+        inbox.put_nowait(WakeUp.TOKENS)
+
+
+WAITING_PROMPTS = 1024
+"""Prompts that wait to be taken in. ``learn`` takes them in by itself beyond that, so memory stays bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as KV events name it."""
+
+    lora_id: int | None = None
+    lora_name: str | None = None
+
+
+class KnownBlock(NamedTuple):
+    """Facts about one block that its key does not tell. ``extra_keys``: as the engine's events have them."""
+
+    tokens: bytes
+    adapter: Adapter
+    extra_keys: Any
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens as numbers."""
+        return np.frombuffer(self.tokens, "<u4").tolist()  # type: ignore[no-any-return]
+
+
+class Learned(NamedTuple):
+    """News since the last ``take``: keys that became known, in the order of their chains; keys whose tokens were
+    dropped for room; ``is_forgotten``: all that was known before ``fresh`` is void."""
+
+    fresh: list[bytes]
+    dropped: list[bytes]
+    is_forgotten: bool
+
+
+class _Prompt(NamedTuple):
+    keys: bytes
+    tokens: Sequence[int] | npt.NDArray[np.integer]
+    block_tokens: int
+    adapter: Adapter
+    extra_keys: Callable[[], Sequence[Any]] | None
+
+
+class KnownTokens:
+    """The tokens of the last ``limit`` blocks that this process hashed. Safe to use from several threads.
+
+    ``on_news``: called by ``learn`` and ``forget``, on the caller's thread, once until the next ``take``; must not
+    block.
+    """
+
+    def __init__(self, limit: int = 65_536) -> None:
+        if limit < 1:
+            raise InvalidRequest(f"the limit of known blocks is at least 1, got {limit}")
+        self._limit = limit
+        self._blocks: OrderedDict[bytes, KnownBlock] = OrderedDict()
+        self._waiting: deque[_Prompt] = deque()
+        self._lock = threading.Lock()
+        self._news = Learned([], [], is_forgotten=False)
+        self._is_told = False
+        self.on_news: Callable[[], None] | None = None
+
+    def learn(
+        self,
+        keys: PackedKeys,
+        tokens: Sequence[int] | npt.NDArray[np.integer],
+        block_tokens: int,
+        *,
+        adapter: Adapter = Adapter(),
+        extra_keys: Callable[[], Sequence[Any]] | None = None,
+    ) -> None:
+        """Remember ``tokens``, which fill the blocks of packed ``keys`` from the first on. ``extra_keys``: makes one
+        entry a block, later and on another thread. Raises InvalidRequest where tokens are missing."""
+        mine = as_bytes(keys)
+        wanted = len(mine) // KEY_BYTES * block_tokens
+        if len(mine) % KEY_BYTES or len(tokens) < wanted:
+            raise InvalidRequest(
+                f"{len(mine)} bytes of keys and {len(tokens)} tokens: {KEY_BYTES} bytes and {block_tokens} tokens make "
+                "a block, and each key needs its tokens"
+            )
+        if not mine:
+            return
+        part = tokens[:wanted]
+        copied = part.copy() if isinstance(part, np.ndarray) else part if isinstance(tokens, list) else list(part)
+        self._waiting.append(_Prompt(mine, copied, block_tokens, adapter, extra_keys))
+        if len(self._waiting) > WAITING_PROMPTS:
+            with self._lock:
+                self._take_in()
+        self._tell()
+
+    def forget(self) -> None:
+        """Drop everything learned so far: none of it can be hit any more."""
+        with self._lock:
+            self._waiting.clear()
+            self._blocks.clear()
+            self._news = Learned([], [], is_forgotten=True)
+        self._tell()
+
+    def take(self) -> Learned:
+        """News since the last call."""
+        with self._lock:
+            self._is_told = False
+            self._take_in()
+            news, self._news = self._news, Learned([], [], is_forgotten=False)
+        return news
+
+    def keys(self) -> list[bytes]:
+        """Keys of all blocks that are known."""
+        with self._lock:
+            self._take_in()
+            return list(self._blocks)
+
+    def find(self, key: bytes) -> KnownBlock | None:
+        """Find one block; None where it is unknown."""
+        with self._lock:
+            self._take_in()
+            return self._blocks.get(key)
+
+    def of(self, key: bytes) -> list[int] | None:
+        """Tokens of one block; None where they are unknown."""
+        block = self.find(key)
+        return None if block is None else block.token_ids
+
+    def _tell(self) -> None:
+        if not self._is_told and self.on_news is not None:
+            self._is_told = True
+            self.on_news()
+
+    def _take_in(self) -> None:
+        """Under the lock: make blocks of the prompts that wait."""
+        while self._waiting:
+            prompt = self._waiting.popleft()
+            raw = np.asarray(prompt.tokens).astype("<u4", copy=False).tobytes()
+            step = 4 * prompt.block_tokens
+            count = len(prompt.keys) // KEY_BYTES
+            extra_keys = [None] * count if prompt.extra_keys is None else prompt.extra_keys()
+            keys = [prompt.keys[at : at + KEY_BYTES] for at in range(0, len(prompt.keys), KEY_BYTES)]
+            self._news.fresh.extend(key for key in keys if key not in self._blocks)
+            for at in range(count - 1, -1, -1):  # the root is the newest: a child without it is of no use
+                block = KnownBlock(raw[at * step : (at + 1) * step], prompt.adapter, extra_keys[at])
+                self._blocks[keys[at]] = block
+                self._blocks.move_to_end(keys[at])
+        while len(self._blocks) > self._limit:
+            self._news.dropped.append(self._blocks.popitem(last=False)[0])
+        for news in (self._news.fresh, self._news.dropped):  # whether or not they are ever taken
+            del news[: -self._limit]
+
 
 __all__ = ["Adapter", "Event", "Form", "KnownTokens", "KvEventMapper", "hash_of", "wire_batch"]
 

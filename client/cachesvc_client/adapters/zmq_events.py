@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from cachesvc_client.adapters.kv_event_form import Event, Form, wire_batch
+from cachesvc_client.adapters.kv_events import Event, Form, wire_batch
 from cachesvc_client.core.errors import InvalidRequest, NotSupported
 
 END = (-1).to_bytes(8, "big", signed=True)

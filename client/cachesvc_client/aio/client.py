@@ -15,9 +15,7 @@ from types import TracebackType
 from kvcache.v1 import engine_pb2
 
 from cachesvc.model.layout import Layout
-from cachesvc_client.aio.attaching import attach_pool
-from cachesvc_client.aio.lease import AsyncLease, open_lease
-from cachesvc_client.aio.opening import Opening
+from cachesvc_client.aio.lease import AsyncLease, Opening, attach_pool, open_lease
 from cachesvc_client.aio.port import AsyncPort
 from cachesvc_client.core.arguments import checks_arguments
 from cachesvc_client.core.errors import (
@@ -25,17 +23,15 @@ from cachesvc_client.core.errors import (
     CacheClientError,
     InvalidRequest,
     LeaseLost,
+    Maker,
     NotFound,
+    Registration,
 )
-from cachesvc_client.core.fork import Maker
-from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
-from cachesvc_client.wire.connection import Connection
+from cachesvc_client.wire.connection import AsyncChannelMaker, Connection, open_async_channel
 from cachesvc_client.wire.credentials import Credentials, credentials_from
 from cachesvc_client.wire.messages import build_register, parse_registration
-from cachesvc_client.wire.methods import CLOSE, REGISTER
-from cachesvc_client.wire.port import INTERRUPTS, Port
+from cachesvc_client.wire.port import CLOSE, INTERRUPTS, REGISTER, Port
 from cachesvc_client.wire.settings import (
     ChannelOptions,
     Retries,

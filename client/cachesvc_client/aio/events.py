@@ -12,15 +12,13 @@ import grpc.aio
 from kvcache.v1 import event_pb2
 
 from cachesvc_client.aio.port import is_cancelled
-from cachesvc_client.core.errors import EventsMissed, Unauthenticated, error_of
-from cachesvc_client.core.fork import Maker
+from cachesvc_client.core.errors import EventsMissed, Maker, Unauthenticated, error_of
 from cachesvc_client.records.event_batch import Batch, parse_batch
-from cachesvc_client.wire.channel import AsyncChannelMaker, open_async_channel
+from cachesvc_client.wire.connection import DEFAULT_OPTIONS, AsyncChannelMaker, open_async_channel, subscription
 from cachesvc_client.wire.credentials import Metadata, credentials_from, has_token
-from cachesvc_client.wire.methods import SUBSCRIBE
+from cachesvc_client.wire.life import may_show
+from cachesvc_client.wire.port import SUBSCRIBE
 from cachesvc_client.wire.settings import ChannelOptions, default_socket
-from cachesvc_client.wire.subscription import DEFAULT_OPTIONS, subscription
-from cachesvc_client.wire.trust import may_show
 
 
 class AsyncEventSubscriber:

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from cachesvc_client.wire.channel import AsyncChannelMaker
+from cachesvc_client.wire.connection import AsyncChannelMaker
 from cachesvc_client.wire.credentials import Metadata
-from cachesvc_client.wire.methods import STEP, Method, Q, R
-from cachesvc_client.wire.port import NUDGE, ChannelClosed, Line, Running, StepLine, Work
+from cachesvc_client.wire.port import NUDGE, STEP, ChannelClosed, Line, Method, Q, R, Running, StepLine, Work
 from cachesvc_client.wire.settings import ChannelOptions
 
 T = TypeVar("T")

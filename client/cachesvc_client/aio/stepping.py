@@ -11,8 +11,7 @@ from typing import Any
 import grpc
 from kvcache.v1 import cache_pb2
 
-from cachesvc_client.aio.lease_calls import LeaseCalls
-from cachesvc_client.aio.sequence import AsyncSequence
+from cachesvc_client.aio.sequence import AsyncSequence, LeaseCalls
 from cachesvc_client.core.arguments import explains_arguments, one_each
 from cachesvc_client.core.errors import (
     AlreadyClosed,
@@ -22,10 +21,9 @@ from cachesvc_client.core.errors import (
     NotFound,
     error_of,
 )
-from cachesvc_client.records.batches import Recorded, StepBatch
-from cachesvc_client.records.steps import SentStep, StepBook
-from cachesvc_client.records.stock import stock_targets
-from cachesvc_client.wire.attempts import Attempts
+from cachesvc_client.records.entries import stock_targets
+from cachesvc_client.records.steps import Recorded, SentStep, StepBatch, StepBook
+from cachesvc_client.wire.connection import Attempts
 from cachesvc_client.wire.port import StepLine
 
 log = logging.getLogger(__name__)

@@ -11,12 +11,14 @@ import inspect
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
+from kvcache.v1 import cache_pb2
 
 from cachesvc_client.core.errors import InvalidRequest
 
@@ -195,3 +197,29 @@ def _shown(value: object) -> str:
     text = repr(value)
     short = text if len(text) <= SHOWN_LETTERS else text[:SHOWN_LETTERS] + "..."
     return f"{short} ({type(value).__name__})"
+
+
+class Retention(Enum):
+    """Expectation of an engine for the blocks that a request uses and computes. A hint moves blocks within the order of
+    their own model; a false one costs only the model's own hits.
+
+    ``ONCE``: they will not be asked for again (evaluation, batch jobs). They go before all others, and are not
+    copied to the host when they are sealed. ``KEEP``: they will come back (a conversation's next turn, a tool's
+    answer). They stay for one more turn of the pool.
+    """
+
+    DEFAULT = "default"
+    ONCE = "once"
+    KEEP = "keep"
+
+    @property
+    def number(self) -> cache_pb2.Retention.ValueType:
+        """Its value in a message."""
+        return _NUMBERS[self]
+
+
+_NUMBERS = {
+    Retention.DEFAULT: cache_pb2.RETENTION_UNSPECIFIED,
+    Retention.ONCE: cache_pb2.RETENTION_ONCE,
+    Retention.KEEP: cache_pb2.RETENTION_KEEP,
+}

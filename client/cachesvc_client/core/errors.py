@@ -34,11 +34,18 @@ CacheClientError              the same class as CacheError
 └── DaemonFault               the daemon failed in a way that it has no name for: a bug, tell its operators
 
 ``error.code`` is the kind, ``str(error)`` says what was wrong and what to do.
+
+Handles belong to the process that made them: a child that was forked from it shares its sockets, and must neither
+speak for it nor end what it holds.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Protocol
 
 import grpc
@@ -69,8 +76,8 @@ from cachesvc.model.errors import (
     SubscriberTooSlow,
     Unauthenticated,
 )
-from cachesvc.wire.refusals import facts_of
-from cachesvc.wire.status import ERROR_FACTS_METADATA_KEY, ERROR_METADATA_KEY, GRPC_CODES
+from cachesvc.model.layout import Layout
+from cachesvc.wire.status import ERROR_FACTS_METADATA_KEY, ERROR_METADATA_KEY, GRPC_CODES, facts_of
 
 __all__ = [
     "BY_CODE",
@@ -248,3 +255,78 @@ def _trailing(failure: grpc.RpcError, wanted: str) -> str | bytes:
             if key == wanted:
                 return value
     return ""
+
+
+class Inherited(Protocol):
+    """Resource that a child must not keep open."""
+
+    def forget(self) -> None:
+        """Close the child's copy, and nothing else."""
+
+
+_inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_this = SimpleNamespace(pid=os.getpid())
+
+
+def keep_from_children(handle: Inherited) -> None:
+    """Close it in every child of this process: where no pidfd tells, the end of a connection is our own."""
+    _inherited.add(handle)
+
+
+def _begin_child() -> None:
+    _this.pid = os.getpid()
+    for handle in list(_inherited):
+        handle.forget()
+
+
+os.register_at_fork(after_in_child=_begin_child)
+
+
+class Maker:
+    """The process that made a handle. Each call of each handle asks: a comparison, where getpid is a system call."""
+
+    def __init__(self) -> None:
+        self._pid: int = _this.pid
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True in any other process."""
+        return bool(_this.pid != self._pid)
+
+    def check(self) -> None:
+        """Check the process. Raises UsedAfterFork in any other one."""
+        if _this.pid != self._pid:
+            raise UsedAfterFork(
+                f"this handle of process {self._pid} was used in process {_this.pid}, which was forked from it; "
+                "connect after the fork, with a client of its own"
+            )
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A model's pools on one replica. Plain data: hand it to worker processes.
+
+    ``namespace`` (32 bytes) is the root of every block key. ``device_pages[g]`` and ``host_pages[g]`` count the pages
+    of each group's pool, in the layout's order, the first ``reserved_pages`` of which on the device are the engines'
+    own. ``devices`` are UUIDs, one a rank. ``epoch`` changes whenever the daemon starts anew: what was registered in
+    another epoch is gone. ``existed``: the pools were there, perhaps with blocks. ``peer_address``:
+    where the daemon lends blocks to other nodes; empty: nowhere.
+    """
+
+    model_id: int
+    replica: int
+    namespace: bytes = field(repr=False)
+    device_pages: tuple[int, ...]
+    host_pages: tuple[int, ...]
+    devices: tuple[str, ...]
+    epoch: int
+    layout: Layout
+    existed: bool = False
+    reserved_pages: int = 0
+    weights_version: str = ""
+    peer_address: str = ""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Model and replica, among those of one epoch."""
+        return self.model_id, self.replica

@@ -2,6 +2,11 @@
 
 Defaults are taken only where transformers' own class has them and published configs rely on it; anything else that is
 missing is an error, for a guessed size would share nothing and say nothing.
+
+Models with recurrent states beside full attention, as vLLM keeps them: all groups draw equal pages from one pool.
+
+vLLM raises the tokens of a block until a block of one attention layer is as large as one layer's state. It makes groups
+of as many layers as the rarer kind has, so that a page of any group has the same bytes.
 """
 
 from __future__ import annotations
@@ -10,27 +15,235 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cachesvc.model.layout import Layout
-from cachesvc_client.layouts.config_keys import (
-    AUTO,
-    ConfigKeyMissing,
-    ConfigKeys,
-    ConfigRejected,
-    ConfigValueRejected,
-    shortened,
-)
-from cachesvc_client.layouts.dtypes import dtype_name
+from cachesvc.model.errors import LayoutRejected
+from cachesvc.model.layout import ITEM_BYTES, Layout, Plane, PlaneGroup
 from cachesvc_client.layouts.families import (
     IndexPage,
     dsa,
+    dtype_name,
     gqa,
     gqa_head_windows,
     gqa_windowed,
+    heads_per_rank,
     mla,
     mla_windowed,
     with_draft,
 )
-from cachesvc_client.layouts.states import STATE_MODELS, state_layout
+
+AUTO = "auto"
+MAX_NUMBER = 1 << 20
+
+
+class ConfigRejected(LayoutRejected):
+    """The configuration does not describe a layout that can be built."""
+
+
+class ConfigKeyMissing(ConfigRejected):
+    """A key that the model type needs is missing."""
+
+    def __init__(self, model_type: str, key: str, why: str = "") -> None:
+        super().__init__(f"config of {model_type} has no {key}" + (f": {why}" if why else ""))
+        self.model_type = model_type
+        self.key = key
+
+
+class ConfigValueRejected(ConfigRejected):
+    """A key has an impossible value."""
+
+    def __init__(self, model_type: str, key: str, value: object, wanted: str) -> None:
+        super().__init__(f"config of {model_type}: {key} is {shortened(value)}, but must be {wanted}")
+        self.model_type = model_type
+        self.key = key
+        self.value = value
+
+
+class ConfigKeys:
+    """The keys of one configuration, checked as they are read. ``null`` is as good as absent."""
+
+    def __init__(self, model_type: str, config: Mapping[str, Any], outer: Mapping[str, Any] | None = None) -> None:
+        self.model_type = model_type
+        self._config = config
+        self._outer = outer or {}
+
+    def inner(self, key: str) -> ConfigKeys:
+        """A configuration inside this one."""
+        value = self._config.get(key)
+        if value is None:
+            raise ConfigKeyMissing(self.model_type, key)
+        if not isinstance(value, Mapping):
+            raise self.rejected(key, value, "an object")
+        return ConfigKeys(self.model_type, value, outer=self._config)
+
+    def find(self, key: str) -> Any:
+        """Unchecked value of a key; None where the key is absent."""
+        return self._config.get(key)
+
+    def find_number(self, key: str, *, least: int = 1) -> int | None:
+        """A whole number of at least ``least``, or None where none stands."""
+        value = self._config.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_NUMBER:
+            raise self.rejected(key, value, f"a whole number in {least}..{MAX_NUMBER}")
+        return value
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A positive number, or the default. Raises ConfigKeyMissing where there is neither."""
+        value = self.find_number(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigKeyMissing(self.model_type, key)
+        return default
+
+    def flags(self, key: str, meaning: Mapping[Any, bool], length: int) -> tuple[bool, ...] | None:
+        """A list of ``length`` values, each translated by ``meaning``; None where it is absent."""
+        values = self._config.get(key)
+        if values is None:
+            return None
+        if not isinstance(values, list | tuple) or len(values) != length:
+            raise self.rejected(key, values, f"a list with one entry for each of {length} layers")
+        for value in values:
+            if not isinstance(value, str | int) or value not in meaning:
+                raise self.rejected(key, value, f"a list of {' and '.join(map(str, meaning))}")
+        return tuple(meaning[value] for value in values)
+
+    def dtype(self, wanted: str, default: str | None = None) -> str:
+        """The dtype that the caller wants, or with ``auto`` the model's own."""
+        if wanted != AUTO:
+            return wanted
+        for config in (self._config, self._outer):
+            for key in ("dtype", "torch_dtype"):
+                value = config.get(key)
+                if value is not None:
+                    try:
+                        return dtype_name(value)
+                    except LayoutRejected:
+                        raise self.rejected(key, value, f"one of {', '.join(ITEM_BYTES)}") from None
+        if default is None:
+            raise ConfigKeyMissing(self.model_type, "dtype", "say what the cache holds by kv_dtype")
+        return default
+
+    def rejected(self, key: str, value: object, wanted: str) -> ConfigValueRejected:
+        """The refusal of a value."""
+        return ConfigValueRejected(self.model_type, key, value, wanted)
+
+
+def shortened(value: object) -> str:
+    """A value as a message shows it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+POOL = "kv"
+GRAIN = 16
+"""vLLM's attention kernels take blocks of a multiple of these tokens."""
+MUCH_MORE = 1.5
+"""Factor by which one kind has more layers than the other where groups are as small as the rarer kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateModel:
+    """Layers with KV or states, in order: True for a state. ``state_values``: shape and dtype of each part of a layer's
+    state, of all ranks; the first dimension is divided among them. ``dtype`` None: the model's own."""
+
+    layers: tuple[bool, ...]
+    kv_heads: int
+    head_dim: int
+    state_values: tuple[tuple[tuple[int, ...], str | None], ...]
+
+    def state_bytes(self, dtype: str, ranks: int) -> int:
+        """Bytes of a layer's state on one rank. Raises LayoutRejected where its parts do not divide."""
+        total = 0
+        for (first, *others), own in self.state_values:
+            values = heads_per_rank(first, ranks)
+            for size in others:
+                values *= size
+            total += values * ITEM_BYTES[own or dtype]
+        return total
+
+
+def state_layout(model: StateModel, *, block_tokens: int, dtype: str, model_dtype: str, ranks: int) -> Layout:
+    """Layout of the daemon for a model with states. ``dtype``: of keys and values; ``model_dtype``: of states that name
+    none. Blocks have ``block_tokens`` or as many more as a state needs. Raises LayoutRejected."""
+    token_bytes = 2 * heads_per_rank(model.kv_heads, ranks) * model.head_dim * ITEM_BYTES[dtype]
+    state_bytes = model.state_bytes(model_dtype, ranks)
+    tokens = max(block_tokens, -(-state_bytes // (GRAIN * token_bytes)) * GRAIN)
+    kinds = [tuple(layer for layer, each in enumerate(model.layers) if each is kind) for kind in (True, False)]
+    least, most = sorted(map(len, kinds))
+    size = most if most < MUCH_MORE * least else least
+    groups: list[PlaneGroup] = []
+    planes: list[Plane] = []
+    for is_state, layers in zip((True, False), kinds, strict=True):
+        count = -(-len(layers) // size)
+        for number in range(count):
+            name = f"state-{number}" if is_state else ("full" if count == 1 else f"full-{number}")
+            groups.append(PlaneGroup(name, pool=POOL, is_state=is_state))
+            planes += [Plane("kv", layer, name, (tokens * token_bytes,), "uint8") for layer in layers[number::count]]
+    return Layout(tokens, ranks, tuple(groups), tuple(planes))
+
+
+def _qwen3_next(keys: ConfigKeys) -> StateModel:
+    """Gated delta networks, and full attention in each ``full_attention_interval``-th layer."""
+    layers = keys.number("num_hidden_layers")
+    kinds = keys.flags("layer_types", {"full_attention": False, "linear_attention": True}, layers)
+    if kinds is None:
+        every = keys.number("full_attention_interval", 4)
+        kinds = tuple((layer + 1) % every != 0 for layer in range(layers))
+    key_heads, value_heads = keys.number("linear_num_key_heads"), keys.number("linear_num_value_heads")
+    key_dim, value_dim = keys.number("linear_key_head_dim"), keys.number("linear_value_head_dim")
+    width = 2 * key_heads * key_dim + value_heads * value_dim
+    conv = ((width, keys.number("linear_conv_kernel_dim") - 1), None)
+    state = ((value_heads, key_dim, value_dim), None)
+    return StateModel(kinds, keys.number("num_key_value_heads"), keys.number("head_dim"), (conv, state))
+
+
+def _nemotron_h(keys: ConfigKeys) -> StateModel:
+    """Mamba 2 layers (M) and attention (*) by ``hybrid_override_pattern``; its feed-forward layers keep nothing."""
+    pattern = keys.find("hybrid_override_pattern")
+    if pattern is None:
+        raise ConfigKeyMissing(keys.model_type, "hybrid_override_pattern")
+    if not isinstance(pattern, str) or set(pattern) - set("M*-E") or not {"M", "*"} <= set(pattern):
+        raise keys.rejected("hybrid_override_pattern", pattern, "text of M, *, - and E, with M and * in it")
+    heads, head_dim = keys.number("mamba_num_heads"), keys.number("mamba_head_dim")
+    state, groups = keys.number("ssm_state_size"), keys.number("n_groups")
+    conv = ((heads * head_dim + 2 * groups * state, keys.number("conv_kernel") - 1), None)
+    own = keys.find("mamba_ssm_cache_dtype") or "float32"
+    size = keys.find_number("head_dim") or keys.number("attention_head_dim")
+    kinds = tuple(kind == "M" for kind in pattern if kind in "M*")
+    return StateModel(kinds, keys.number("num_key_value_heads"), size, (conv, ((heads, head_dim, state), str(own))))
+
+
+def _jamba(keys: ConfigKeys) -> StateModel:
+    """Mamba 1 layers, and attention in one layer of each period."""
+    period, offset = keys.number("attn_layer_period"), keys.find_number("attn_layer_offset", least=0) or 0
+    kinds = tuple(layer % period != offset for layer in range(keys.number("num_hidden_layers")))
+    hidden = keys.number("hidden_size")
+    width = hidden * keys.number("mamba_expand", 2)
+    conv, state = ((width, keys.number("mamba_d_conv") - 1), None), ((width, keys.number("mamba_d_state")), None)
+    head_dim = keys.find_number("head_dim") or hidden // keys.number("num_attention_heads")
+    return StateModel(kinds, keys.number("num_key_value_heads"), head_dim, (conv, state))
+
+
+def _lfm2(keys: ConfigKeys) -> StateModel:
+    """Short convolutions, and full attention by ``layer_types``."""
+    kinds = keys.flags("layer_types", {"full_attention": False, "conv": True}, keys.number("num_hidden_layers"))
+    if kinds is None:
+        raise ConfigKeyMissing(keys.model_type, "layer_types")
+    hidden = keys.number("hidden_size")
+    head_dim = keys.find_number("head_dim") or hidden // keys.number("num_attention_heads")
+    conv = ((hidden, keys.number("conv_L_cache") - 1), None)
+    return StateModel(kinds, keys.number("num_key_value_heads"), head_dim, (conv,))
+
+
+STATE_MODELS: dict[str, Callable[[ConfigKeys], StateModel]] = {
+    "jamba": _jamba,
+    "lfm2": _lfm2,
+    "nemotron_h": _nemotron_h,
+    "qwen3_next": _qwen3_next,
+}
+"""Readers of configurations by model type."""
+
 
 __all__ = [
     "AUTO",

@@ -15,9 +15,8 @@ import numpy.typing as npt
 from kvcache.v1 import common_pb2
 
 from cachesvc_client.core.errors import AlreadyClosed, DaemonFault, NotSupported
-from cachesvc_client.memory.cuda_mapping import OWN_REFERENCES, FdMemory, IpcMemory
-from cachesvc_client.memory.device import Device
-from cachesvc_client.memory.placement import PlaneView
+from cachesvc_client.memory.cuda import OWN_REFERENCES, FdMemory, IpcMemory
+from cachesvc_client.memory.device import Device, PlaneView
 
 FdSource = Callable[[bytes], int]
 """Fetches the descriptor behind a handle's token."""
@@ -135,7 +134,7 @@ class MappedMemory:
 
 def open_device(name: str) -> Device:
     """The GPU of that UUID, on real hardware. Raises NotSupported that says what to do."""
-    from cachesvc_client.memory.cuda_device import open_cuda_device
+    from cachesvc_client.memory.cuda import open_cuda_device
 
     return open_cuda_device(name)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+import os
+import select
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,27 +20,25 @@ from kvcache.v1 import engine_pb2
 
 from cachesvc.model.answers import TicketView
 from cachesvc.model.futex import Words, load, wait_reached, words_of
-from cachesvc.model.layout import Layout
+from cachesvc.model.layout import Layout, Plane
 from cachesvc.model.transfer import TimelineSlot, has_reached
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     Conflict,
+    DaemonFault,
     DaemonUnavailable,
     DeadlineExceeded,
     GpuFailed,
     InvalidRequest,
     LoadFailed,
+    Maker,
+    NoSuchPlane,
     NotSupported,
 )
-from cachesvc_client.core.fork import Maker
 from cachesvc_client.memory import tensors
-from cachesvc_client.memory.device import Device, DeviceOpener
+from cachesvc_client.memory.device import Device, DeviceOpener, PlaneView, view_of
 from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of, open_device
-from cachesvc_client.memory.placement import PlaneView, view_of
-from cachesvc_client.memory.planes import PlaneKey, PoolPlanes
-from cachesvc_client.memory.slots import layer_target, slot_of
 from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
-from cachesvc_client.memory.writers import Writers
 from cachesvc_client.wire.life import LifeConnection
 
 WAIT_SLICE_S = 0.1
@@ -398,3 +399,139 @@ class AttachedPool:
         except GpuFailed as error:  # the context is broken, or goes with the process: there is nothing to be done
             log.warning("pool_not_unmapped rank=%s why=%s", self.rank, error)
             return False
+
+
+PlaneKey = tuple[int, str]
+
+
+class PlanesByKey(dict[PlaneKey, Any]):
+    """Arrays by layer and name."""
+
+    def __missing__(self, key: object) -> Any:
+        layers = sorted({layer for layer, _ in self})
+        names = sorted({name for _, name in self})
+        there = f"layers {layers[0]} to {layers[-1]} with {', '.join(names)}" if layers else "none"
+        raise NoSuchPlane(
+            f"there is no plane {key!r} here; planes go by (layer, name), and there are {there}; a plane that two "
+            "groups have is found by group_planes"
+        )
+
+
+class PoolPlanes:
+    """``show`` makes the array of a plane as it was mapped; on a GPU that needs a library which may be missing."""
+
+    def __init__(self, layout: Layout, show: Callable[[Any], Any]) -> None:
+        self._specs = {(plane.group, plane.layer, plane.name): plane for plane in layout.planes}
+        self._marker = None if layout.marker is None else layout.groups[layout.marker].name
+        self._show = show
+        self._mapped: dict[str, dict[PlaneKey, Any]] = {group.name: {} for group in layout.groups}
+        self._arrays: dict[str, PlanesByKey] = {}
+
+    def spec(self, group: str, layer: int, name: str) -> Plane:
+        """Specification of a plane in the layout. Raises DaemonFault for an unknown plane."""
+        spec = self._specs.get((group, layer, name))
+        if spec is None:
+            raise DaemonFault(f"plane {name}.{layer}.{group} is not in the layout")
+        return spec
+
+    def require(self, group: str) -> None:
+        """Check a group's name. Raises InvalidRequest for an unknown group."""
+        if group not in self._mapped:
+            raise InvalidRequest(f"there is no group {group!r}; the layout has {', '.join(self._mapped)}")
+
+    def put(self, spec: Plane, mapped: Any) -> None:
+        """Add a plane."""
+        self._mapped[spec.group][spec.layer, spec.name] = mapped
+
+    def of_group(self, group: str) -> PlanesByKey:
+        """Arrays of one group. Raises InvalidRequest, and NotSupported where arrays cannot be made."""
+        self.require(group)
+        arrays = self._arrays.get(group)
+        if arrays is None:
+            shown = {key: self._show(plane) for key, plane in self._mapped[group].items()}
+            arrays = self._arrays[group] = PlanesByKey(shown)
+        return arrays
+
+    def unambiguous(self) -> PlanesByKey:
+        """Arrays of all groups, without those whose key two groups have. Raises as ``of_group``."""
+        merged: dict[PlaneKey, Any] = {}
+        doubled: set[PlaneKey] = set()
+        for group in self._mapped:
+            if group == self._marker:
+                continue
+            planes = self.of_group(group)
+            doubled |= merged.keys() & planes.keys()
+            merged.update(planes)
+        return PlanesByKey((key, plane) for key, plane in merged.items() if key not in doubled)
+
+    def find(self, layer: int, name: str, group: str | None) -> tuple[Plane, Any]:
+        """One plane as it was mapped, and what the layout says of it. Raises InvalidRequest: none, or several."""
+        groups = [group] if group is not None else list(self._mapped)
+        found = [each for each in groups if (layer, name) in self._mapped.get(each, {})]
+        if len(found) != 1:
+            raise InvalidRequest(
+                f"plane {name!r} of layer {layer} is in {len(found)} groups ({', '.join(found)}); name one that has it"
+            )
+        return self._specs[found[0], layer, name], self._mapped[found[0]][layer, name]
+
+    def array(self, spec: Plane) -> Any:
+        """The array of a plane. Raises as ``of_group``."""
+        return self.of_group(spec.group)[spec.layer, spec.name]
+
+    def clear(self) -> None:
+        """Hold no plane any more."""
+        self._mapped.clear()
+        self._arrays.clear()
+
+
+def layer_target(slot: TimelineSlot, layer: int) -> int:
+    """The value that a load's word reaches with a layer. Raises InvalidRequest."""
+    if not 0 <= layer < max(slot.layers, 1):
+        raise InvalidRequest(f"layer {layer} of a load of {slot.layers} layers")
+    return (slot.base + layer + 1) & 0xFFFFFFFF
+
+
+def slot_of(ticket: TicketView) -> TimelineSlot | None:
+    """Slot to wait on; None when the ticket has ended well. Raises LoadFailed, InvalidRequest."""
+    if not isinstance(ticket, TicketView):
+        raise InvalidRequest(f"a wait takes a ticket, such as those of Sequence.tickets, not {ticket!r:.60}")
+    if ticket.state == "failed":
+        raise LoadFailed(f"load {ticket.id} failed: {ticket.reason}; release its sequence, match again and recompute")
+    if ticket.state == "done":
+        return None
+    if ticket.slot is None:
+        raise InvalidRequest(f"ticket {ticket.id} has no place on the timeline; wait for it with lease.wait_tickets")
+    return ticket.slot
+
+
+class Writers:
+    """Takes over ``fd``, a pipe's end. Any thread."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def wait_over(self, timeout_s: float) -> bool:
+        """True once the other end is closed in every process that copied; False where the time passes first, or this
+        end was closed before that was seen."""
+        with self._lock:  # so that none looks at a number that is another file's by now
+            if self._is_over or self._fd < 0:
+                return self._is_over
+            mine = os.dup(self._fd)
+        try:
+            poll = select.poll()
+            poll.register(mine, 0)  # a hang-up is always told
+            is_over = bool(poll.poll(max(timeout_s, 0.0) * 1e3))
+        finally:
+            os.close(mine)
+        if is_over:
+            self._is_over = True
+        return is_over
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1

@@ -1,4 +1,13 @@
-"""State of one lease in a client: its name, its ids, its stock, its pools, and whether it still lives. No I/O."""
+"""State of one lease in a client: its name, its ids, its stock, its pools, and whether it still lives. No I/O.
+
+Time until which a lease surely lives, as a process knows it without asking.
+
+The daemon revokes a lease once it has listened for longer than the silence limit without a heartbeat. So a lease lives
+for that long after the sending of a heartbeat that was answered. Where a daemon hangs and answers none, it lives while
+one heartbeat follows the other: a daemon that does not listen counts no silence. A process that was stopped for longer
+than its lease has sent none meanwhile, and looks at a clock that went on: then nothing is sure before the daemon has
+answered.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +15,7 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any
@@ -13,8 +23,7 @@ from typing import Any
 import grpc
 from kvcache.v1 import lease_pb2
 
-from cachesvc.model.answers import Prefetched, TicketView
-from cachesvc.model.columns import NO_POSITIONS, Positions
+from cachesvc.model.answers import NO_POSITIONS, Positions, Prefetched, TicketView
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -24,24 +33,21 @@ from cachesvc_client.core.errors import (
     InvalidRequest,
     LeaseLost,
     LimitExceeded,
+    Maker,
     NotFound,
     QuotaExceeded,
+    Registration,
     Unauthenticated,
     error_of,
     is_refusal,
 )
-from cachesvc_client.core.fork import Maker
 from cachesvc_client.core.keys import PackedKeys, as_bytes
-from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.entries import UntoldGrowth
-from cachesvc_client.records.launches import Launches
-from cachesvc_client.records.sequence_record import SequenceRecord
-from cachesvc_client.records.stock import Stock
-from cachesvc_client.records.tenure import Tenure
+from cachesvc_client.records.entries import Stock, UntoldGrowth
+from cachesvc_client.records.sequence_record import Launches, SequenceRecord
 from cachesvc_client.wire.life import GONE
 from cachesvc_client.wire.messages import build_prefetch, parse_prefetch
-from cachesvc_client.wire.methods import PREFETCH, Operation, no_action
+from cachesvc_client.wire.port import PREFETCH, Operation, no_action
 
 BEATS_WITHIN_SILENCE = 3
 """A beat may be late or lost twice before the daemon takes the engine for silent."""
@@ -298,3 +304,41 @@ class LeaseRecord:
 def list_running(tickets: Iterable[TicketView]) -> list[int]:
     """Ids of the transfers that have not ended."""
     return [ticket.id for ticket in tickets if ticket.state == "running"]
+
+
+class Tenure:
+    """Validity of a lease that was asked for at ``asked_s`` and that the daemon gave. ``clock``: one that goes on while
+    the process is stopped. Safe to use from several threads."""
+
+    def __init__(self, silence_limit_s: float, asked_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._silence_limit_s = silence_limit_s
+        self._follows_s = silence_limit_s / 2
+        self._clock = clock
+        self._answered_s = asked_s
+        self._sent_s = asked_s
+        self._lock = threading.Lock()
+
+    @property
+    def is_sure(self) -> bool:
+        """True while the lease surely lives. False where it may not: ask."""
+        return self._clock() < max(self._answered_s + self._silence_limit_s, self._sent_s + self._follows_s)
+
+    def begin_beat(self) -> float:
+        """A beat is about to be sent: the time, for its answer. It may never have left where the process is stopped
+        now; but the one before it has, so it counts for half of the limit, and only where it follows that closely."""
+        with self._lock:
+            now_s = self._clock()
+            if now_s - self._sent_s <= self._follows_s:
+                self._sent_s = now_s
+            return now_s
+
+    def end_beat(self, sent_s: float) -> None:
+        """The beat that was sent then was answered: the lease has lived all the time."""
+        with self._lock:
+            self._answered_s = max(self._answered_s, sent_s)
+            self._sent_s = max(self._sent_s, sent_s)
+
+    def break_off(self) -> None:
+        """Beats do not come through: what was sent and not answered counts for nothing."""
+        with self._lock:
+            self._sent_s = self._answered_s

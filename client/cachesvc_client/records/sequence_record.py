@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any, TypeVar
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import (
     LONGEST_EXPECTED_WAIT_SECONDS,
+    NO_POSITIONS,
     Allocated,
     Expected,
     GroupCells,
     Matched,
+    Positions,
     Published,
     Recycled,
     Swapped,
     TicketView,
 )
-from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
+from cachesvc.model.words import NO_PAGE
+from cachesvc_client.core.arguments import Retention
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -30,22 +38,11 @@ from cachesvc_client.core.errors import (
     InvalidRequest,
     LeaseLost,
     LoadFailed,
+    Maker,
     NotFound,
 )
-from cachesvc_client.core.fork import Maker
-from cachesvc_client.core.hints import Retention
 from cachesvc_client.core.keys import PackedKeys, as_bytes, packed
-from cachesvc_client.records.launches import Due, GiveBacks, Launches
-from cachesvc_client.records.tables import (
-    NO_DEAD,
-    NO_STATES,
-    BlockTable,
-    States,
-    as_cells,
-    dead_blocks,
-    named_states,
-    put_states,
-)
+from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
 from cachesvc_client.wire.messages import (
     SWAP_IN,
     SWAP_OUT,
@@ -61,17 +58,155 @@ from cachesvc_client.wire.messages import (
     parse_recycle,
     parse_swap,
 )
-from cachesvc_client.wire.methods import (
-    ALLOCATE,
-    MATCH,
-    PUBLISH,
-    RECYCLE,
-    RELEASE,
-    SWAP,
-    Method,
-    Operation,
-    no_action,
-)
+from cachesvc_client.wire.port import ALLOCATE, MATCH, PUBLISH, RECYCLE, RELEASE, SWAP, Method, Operation, no_action
+
+NOTHING = range(0)
+
+
+def lost_tokens(record: SequenceRecord, pools: Iterable[AttachedPool], is_lost: bool) -> range:
+    """Positions of the tokens whose loads failed, or had not ended for all that is known when the lease was lost
+    (``is_lost``). Which blocks a ticket brings is not known, because others' loads are joined: one that is lost loses
+    all that the sequence loaded. What was swapped out then will never be loaded."""
+    known = tuple(pools)
+    if is_lost and record.is_swapped_out:
+        return range(record.blocks * record.layout.block_tokens)
+    if not record.has_failed_load and not any(_is_lost(record, ticket, known, is_lost) for ticket in record.tickets):
+        return NOTHING
+    block_tokens = record.layout.block_tokens
+    return range(record.loading.start * block_tokens, record.loading.stop * block_tokens)
+
+
+def _is_lost(record: SequenceRecord, ticket: TicketView, pools: tuple[AttachedPool, ...], is_lost: bool) -> bool:
+    if ticket.state != "running":
+        return ticket.state == "failed"
+    came: set[int] = set()
+    for pool in pools if ticket.slot is not None else ():
+        try:
+            outcome = pool.outcome(ticket)
+        except AlreadyClosed:  # it knows nothing any more
+            continue
+        if outcome in (LoadOutcome.FAILED, LoadOutcome.LOST):
+            return True
+        if outcome is LoadOutcome.CAME:
+            came.add(pool.rank)
+    return is_lost and len(came) < record.layout.ranks
+
+
+Pages = npt.NDArray[np.int32]
+States = Mapping[int, Mapping[int, int]]
+"""Pages to publish as states, by group and position."""
+NO_STATES: States = MappingProxyType({})
+NO_DEAD: Mapping[int, int] = MappingProxyType({})
+_LEAST_CAPACITY = 64
+_NO_CELLS: Pages = np.empty(0, np.int32)
+
+
+class BlockTable:
+    """Grows at its end; cells change in place when a page is swapped for a sealed one, or recycled. ``cells``: with
+    those that are reserved."""
+
+    __slots__ = ("blocks", "cells")
+
+    def __init__(self) -> None:
+        self.cells = _NO_CELLS
+        self.blocks = 0
+
+    @property
+    def pages(self) -> Pages:
+        """``[blocks]``, -1 where there is no page; read-only, good until the next call for the sequence."""
+        view = self.cells[: self.blocks]
+        view.flags.writeable = False
+        return view
+
+    def put(self, first_block: int, pages: Sequence[int]) -> None:
+        """Write cells from ``first_block`` on; the table grows to hold them."""
+        end = first_block + len(pages)
+        if self.blocks or first_block:
+            if end > len(self.cells):
+                self.reserve(end)
+            if len(pages) == 1:
+                self.cells[first_block] = pages[0]
+            else:
+                self.cells[first_block:end] = pages
+        else:
+            self.cells = np.array(pages, np.int32)
+        self.blocks = max(self.blocks, end)
+
+    def put_at(self, positions: Sequence[int], pages: Sequence[int]) -> None:
+        """Write cells at given positions, which are in the table."""
+        assert not positions or max(positions) < self.blocks
+        self.cells[list(positions)] = pages
+
+    def clear(self, first_block: int, end_block: int) -> None:
+        """Forget the pages of ``[first_block, end_block)``."""
+        self.cells[first_block : min(end_block, self.blocks)] = NO_PAGE
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Forget some pages, wherever they are."""
+        mine = self.cells[: self.blocks]
+        mine[np.isin(mine, pages)] = NO_PAGE
+
+    def reserve(self, blocks: int) -> None:
+        """Make room for a table of ``blocks`` blocks."""
+        if blocks <= len(self.cells):
+            return
+        grown = np.empty(max(blocks, 2 * len(self.cells), _LEAST_CAPACITY), np.int32)
+        grown[: self.blocks] = self.cells[: self.blocks]
+        grown[self.blocks :] = NO_PAGE
+        self.cells = grown
+
+
+def append_each(tables: Iterable[BlockTable], positions: Iterable[int], pages: Iterable[int]) -> None:
+    """Write a page at the end of each table or behind it: one loop, for a call for each costs as much again."""
+    for table, at, page in zip(tables, positions, pages, strict=True):
+        if at >= len(table.cells):
+            table.reserve(at + 1)
+        table.cells[at] = page
+        table.blocks = at + 1
+
+
+def named_states(states: States) -> list[GroupCells]:
+    """Cells of the states to publish, one each."""
+    return [GroupCells(group, position, (page,)) for group, mine in states.items() for position, page in mine.items()]
+
+
+def put_states(
+    tables: Sequence[BlockTable], cursors: Mapping[int, int], named: Sequence[GroupCells], kept: Sequence[GroupCells]
+) -> None:
+    """Put states that were sealed where they are in the tables now; those ``kept`` stay where they are. ``cursors``: by
+    group, the first block that was not given back."""
+    own = {(cells.group, page) for cells in kept for page in cells.pages}
+    for group, position, pages, _ in named:
+        if (group, pages[0]) not in own:
+            tables[group].forget(pages)
+            if position >= cursors.get(group, 0):
+                tables[group].put_at((position,), pages)
+
+
+def dead_blocks(layout: Layout, dead: Mapping[int, int]) -> tuple[int, ...]:
+    """The first block that is needed still in each windowed group, 0 where ``dead`` does not say; none at all where it
+    is empty. Raises InvalidRequest for a group without a window."""
+    if unknown := dead.keys() - set(layout.window_groups):
+        raise InvalidRequest(f"group {min(unknown)} has no window: its blocks are never dead")
+    return tuple([dead.get(group, 0) for group in layout.window_groups]) if dead else ()
+
+
+def growth_positions(layout: Layout, positions: Positions) -> Positions:
+    """Positions that get a page of the stock, with none for states that are not named. Raises InvalidRequest."""
+    if not positions and not layout.state_groups:
+        return positions
+    if full := positions.keys() & set(layout.full_groups):
+        raise InvalidRequest(f"group {min(full)} has no window: each of its new blocks gets a page")
+    return {**dict.fromkeys(layout.state_groups, ()), **positions}
+
+
+def as_cells(pages: list[tuple[int, int]]) -> list[GroupCells]:
+    """Cells of ``(group, page)`` pairs, those of a group together."""
+    return [
+        GroupCells(group, 0, tuple(page for _, page in mine))
+        for group, mine in groupby(sorted(pages), key=lambda pair: pair[0])
+    ]
+
 
 T = TypeVar("T")
 
@@ -454,3 +589,94 @@ def note_sealed(records: Iterable[SequenceRecord], uptos: Iterable[int], sealed:
         if upto > record.known_keys:
             record.known_keys = upto
         record.tickets = ()  # the daemon publishes only what has been loaded
+
+
+class Launches:
+    """The launches of one lease, numbered from 1; they end in their order. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self.completed = 0
+        self._lock = threading.Lock()
+
+    @property
+    def are_under_way(self) -> bool:
+        """True while a launch is not complete."""
+        return self.completed < self.newest
+
+    def begin(self) -> int:
+        """The next launch's number."""
+        with self._lock:
+            self.newest += 1
+            return self.newest
+
+    def complete(self, launch: int) -> None:
+        """Note that all launches up to ``launch`` have ended. Idempotent. Raises InvalidRequest for an unknown one."""
+        self.check(launch)
+        with self._lock:
+            self.completed = max(self.completed, launch)
+
+    def check(self, launch: int | None) -> int:
+        """``launch``, or the newest for None. Raises InvalidRequest for one that never was."""
+        if launch is None:
+            return self.newest
+        if not 0 <= launch <= self.newest:
+            raise InvalidRequest(f"launch {launch} never was; the newest is {self.newest}: take what launch() returned")
+        return launch
+
+    def pending(self, launch: int | None) -> int:
+        """``launch`` (None: the newest), or 0 where it is complete. Raises InvalidRequest for one that never was."""
+        launch = self.check(launch)
+        return launch if launch > self.completed else 0
+
+
+class Due(NamedTuple):
+    """Pages and windows to give back now: spare ``pages`` as ``(group, page)``, and windows behind
+    ``computed_tokens``, or in some groups what lies before the ``dead_blocks`` that their engine names."""
+
+    pages: list[tuple[int, int]]
+    computed_tokens: int
+    dead_blocks: tuple[int, ...] = ()
+
+
+class GiveBacks:
+    """Pages and windows that one sequence has to give back, each with the launch whose end it waits for."""
+
+    def __init__(self, launches: Launches) -> None:
+        self._launches = launches
+        self._spares: list[tuple[int, tuple[int, int]]] = []
+        self._windows: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def add_spares(self, pages: Iterable[tuple[int, int]]) -> None:
+        """Pages ``(group, page)`` that have just left the tables."""
+        newest = self._launches.newest
+        self._spares += [(newest, page) for page in pages]
+
+    def hold_windows(self, computed_tokens: int, launch: int | None, dead_blocks: tuple[int, ...] = ()) -> None:
+        """Windows may move up to ``computed_tokens``, or by ``dead_blocks``, once ``launch`` (None: the newest) is
+        complete."""
+        launch = self._launches.check(launch)
+        if computed_tokens or dead_blocks:
+            self._windows.append((launch, computed_tokens, dead_blocks))
+
+    def take_due(self) -> Due:
+        """Remove and return what waits for no launch any more."""
+        completed = self._launches.completed
+        pages = [page for launch, page in self._spares if launch <= completed]
+        due = [(tokens, dead) for launch, tokens, dead in self._windows if launch <= completed]
+        if pages:
+            self._spares = [held for held in self._spares if held[0] > completed]
+        if not due:
+            return Due(pages, 0)
+        self._windows = [held for held in self._windows if held[0] > completed]
+        dead_blocks = tuple(map(max, *filled)) if len(filled := [dead for _, dead in due if dead]) > 1 else ()
+        return Due(pages, max(tokens for tokens, _ in due), dead_blocks or (filled[0] if filled else ()))
+
+    def put_back(self, pages: list[tuple[int, int]]) -> None:
+        """Pages that were due and could not be given back; the next ``take_due`` has them again."""
+        self._spares = [(0, page) for page in pages] + self._spares
+
+    def forget(self) -> None:
+        """The daemon has taken everything by itself."""
+        self._spares.clear()
+        self._windows.clear()

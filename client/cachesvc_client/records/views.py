@@ -9,13 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.model.answers import TicketView
-from cachesvc_client.core.errors import CacheClientError, Conflict
+from cachesvc_client.core.errors import CacheClientError, Conflict, Registration
 from cachesvc_client.core.keys import BlockHasher, ExtraKey
-from cachesvc_client.core.registration import Registration
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.lease_record import LeaseRecord
-from cachesvc_client.records.sequence_record import SequenceRecord
-from cachesvc_client.records.tables import Pages
+from cachesvc_client.records.sequence_record import Pages, SequenceRecord
 
 
 class LeaseView:

@@ -12,27 +12,28 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import grpc
-from kvcache.v1 import lease_pb2
+import grpc.aio
+from kvcache.v1 import event_pb2, lease_pb2
 
+from cachesvc.model.text import unix_target
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
     DaemonUnavailable,
     LimitExceeded,
+    Maker,
     NotFound,
     QuotaExceeded,
     error_of,
+    is_refusal,
 )
-from cachesvc_client.core.fork import Maker
-from cachesvc_client.wire.attempts import Attempts, is_broken_way
 from cachesvc_client.wire.credentials import Credentials, Metadata, Proof
-from cachesvc_client.wire.life import GONE, LifeConnection
-from cachesvc_client.wire.methods import Method, Q, R
-from cachesvc_client.wire.port import Line, Port, StepLine
-from cachesvc_client.wire.settings import Retries, Timeouts, Transport
-from cachesvc_client.wire.trust import may_show, require_daemon
+from cachesvc_client.wire.life import GONE, LifeConnection, may_show, require_daemon
+from cachesvc_client.wire.port import Line, Method, Port, Q, R, StepLine
+from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport
 
 NO_CREDENTIALS = Credentials()
 INSIST_PAUSE_S = 0.1
@@ -276,3 +277,70 @@ def trace_headers() -> tuple[tuple[str, str], ...]:
     )
     state = context.trace_state.to_header()
     return (*headers, ("tracestate", state)) if state else headers
+
+
+class ChannelMaker(Protocol):
+    """Opens a channel for calls that block."""
+
+    def __call__(self, socket_path: str, options: ChannelOptions) -> grpc.Channel:
+        """A channel that connects on first use."""
+
+
+class AsyncChannelMaker(Protocol):
+    """Opens a channel for calls that are awaited."""
+
+    def __call__(self, socket_path: str, options: ChannelOptions) -> grpc.aio.Channel:
+        """A channel of the running loop."""
+
+
+def open_channel(socket_path: str, options: ChannelOptions) -> grpc.Channel:
+    """A channel to the unix socket at ``socket_path``; it connects on first use."""
+    return grpc.insecure_channel(unix_target(socket_path), options=options.as_grpc())
+
+
+def open_async_channel(socket_path: str, options: ChannelOptions) -> grpc.aio.Channel:
+    """Open a channel for the running event loop."""
+    return grpc.aio.insecure_channel(unix_target(socket_path), options=options.as_grpc())
+
+
+class Attempts:
+    """The attempts of one call, under one request_id and one deadline (``time.monotonic()``)."""
+
+    def __init__(self, retries: Retries, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._left = retries.attempts - 1
+        self._pause_s = retries.pause_s
+
+    def left_s(self, now_s: float) -> float:
+        """Time until the deadline, never quite none: gRPC takes 0 for a call that has failed already."""
+        return max(self._deadline_s - now_s, 0.001)
+
+    def pause_after(self, failure: grpc.RpcError, now_s: float) -> float:
+        """Seconds to wait before the next attempt. Raises the call's typed error where no attempt is left."""
+        error = error_of(failure)
+        if not is_broken_way(failure, error) or self._left == 0 or now_s + self._pause_s >= self._deadline_s:
+            raise error from (None if is_refusal(failure) else failure)  # the daemon's sentence is whole
+        self._left -= 1
+        pause_s = self._pause_s
+        self._pause_s *= 2
+        return pause_s
+
+
+def is_broken_way(failure: grpc.RpcError, error: CacheClientError) -> bool:
+    """True when the connection broke; what the daemon itself refused is final."""
+    return isinstance(error, DaemonUnavailable) and not is_refusal(failure)
+
+
+DEFAULT_OPTIONS = ChannelOptions(first_reconnect_ms=2000, longest_reconnect_ms=2000)
+"""Channel options of a subscriber, which is in no hurry."""
+
+
+def subscription(
+    namespace: bytes, *, snapshot: bool = True, epoch: int = 0, after: int | None = None, storage: bool = False
+) -> event_pb2.SubscribeRequest:
+    """Request for events: a snapshot first, or all behind change ``after`` of ``epoch``, or (neither) from now on.
+    ``storage``: also changes of storage."""
+    request = event_pb2.SubscribeRequest(namespace=namespace, snapshot=snapshot, epoch=epoch, storage=storage)
+    if after is not None and not snapshot:
+        request.after_sequence_number = after
+    return request

@@ -14,11 +14,11 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
-from cachesvc.model.text.addresses import unix_target
+from cachesvc.model.text import unix_target
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, PROCESS_METADATA_KEY
 from cachesvc_client.core.errors import InvalidRequest, TokenFileUnreadable
+from cachesvc_client.wire.life import may_show, require_private
 from cachesvc_client.wire.settings import ChannelOptions, default_target
-from cachesvc_client.wire.trust import may_show, require_private
 
 TOKEN_VARIABLE = "CACHESVC_TOKEN"  # noqa: S105 - a name, no secret
 TOKEN_FILE_VARIABLE = "CACHESVC_TOKEN_FILE"  # noqa: S105

@@ -3,6 +3,12 @@
 A SOCK_SEQPACKET connection beside the gRPC socket. The daemon greets with a process token and its epoch; a process asks
 over it for memory descriptors (``FD`` + handle token) and for lanes (``LN``), and gets ``OK`` with a descriptor, or
 ``NO`` + reason. Nothing else is said. Its end is the end of the other side, so one thread reads it while it is open.
+
+Rules for sending a token: never in plain text off this machine, and on a unix socket only to the daemon's own user.
+
+The kernel names the user that serves a socket. The daemon's user is the one that CACHESVC_DAEMON_UID
+names; where it names none, one's own, or the owner of the socket's folder, if no other user could have made that folder
+or can put something into it. Root may be the daemon in any case.
 """
 
 from __future__ import annotations
@@ -12,15 +18,24 @@ import logging
 import os
 import queue
 import socket
+import stat
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from cachesvc.model.text import Address
 from cachesvc.wire.lane import LANE_QUESTION
 from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING, LIFE_SUFFIX
-from cachesvc_client.core.errors import DaemonUnavailable, DeadlineExceeded, NotFound
-from cachesvc_client.core.fork import keep_from_children
+from cachesvc_client.core.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    UntrustedDaemon,
+    keep_from_children,
+)
 
 TOKEN_BYTES = 16
 _EPOCH = struct.Struct("<Q")
@@ -282,3 +297,64 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+DAEMON_UID_VARIABLE = "CACHESVC_DAEMON_UID"
+PROBE_S = 1.0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def is_loopback(address: str) -> bool:
+    """True for a HOST:PORT that does not leave this machine; other forms of gRPC's addresses are not."""
+    return Address(address.rpartition(":")[0].strip("[]"), 0).is_loopback
+
+
+def require_private(address: str) -> None:
+    """Check HOST:PORT before a token goes there without TLS. Raises InvalidRequest unless it is loopback."""
+    if not is_loopback(address):
+        raise InvalidRequest(
+            f"a token is not sent to {address} in plain text: name the roots that sign the daemon's certificate "
+            "(root_ca=, --tls-ca FILE, CACHESVC_TLS_CA; 'system' for this machine's own), or leave the token out"
+        )
+
+
+def may_show(address: str) -> bool:
+    """True where a token may go to ``address`` now; False where no process serves that unix socket: send none then.
+
+    Raises UntrustedDaemon for a socket that another user serves.
+    """
+    if not address.startswith(("/", ".")):
+        return True  # ``require_private`` is what TCP is asked
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            connect(probe, address, PROBE_S)
+            uid = listener_uid(probe)
+    except OSError:  # gRPC says why, as it would without a token
+        return False
+    require_daemon(address, uid)
+    return True
+
+
+def require_daemon(path: str, uid: int, environment: Mapping[str, str] = os.environ) -> None:
+    """``uid`` serves the socket at ``path``: is that the daemon's user? Raises UntrustedDaemon, InvalidRequest."""
+    said = environment.get(DAEMON_UID_VARIABLE, "")
+    if said and not said.isdecimal():
+        raise InvalidRequest(f"{DAEMON_UID_VARIABLE} is {said!r}; it is the number of the daemon's user")
+    if uid == 0 or (uid == int(said) if said else uid in (os.geteuid(), folder_owner(path))):
+        return
+    raise UntrustedDaemon(
+        f"user {uid} serves {path}, and nothing says that this is the daemon: no token is sent there. If it is, set "
+        f"{DAEMON_UID_VARIABLE}={uid}"
+    )
+
+
+def folder_owner(path: str) -> int | None:
+    """The owner of a socket's folder, if it is his or root's doing alone that it is there, and what lies in it."""
+    named, real = Path(path).absolute().parent, Path(path).resolve().parent
+    try:
+        owner = real.stat().st_uid
+        above = [each.stat() for each in {named, *named.parents, real, *real.parents}]
+    except OSError:
+        return None
+    is_his = all(each.st_uid in (0, owner) and not each.st_mode & _OTHERS_WRITE for each in above)
+    return owner if is_his else None

@@ -7,17 +7,18 @@ from collections.abc import Iterable, Sequence
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
 from cachesvc.model.answers import (
+    NO_POSITIONS,
     Allocated,
     Expected,
     GroupCells,
     Matched,
+    Positions,
     Prefetched,
     Published,
     Recycled,
     Swapped,
     TicketView,
 )
-from cachesvc.model.columns import NO_POSITIONS, Positions
 from cachesvc.model.layout import Layout
 from cachesvc.model.transfer import TimelineSlot
 from cachesvc.wire.convert import (
@@ -29,9 +30,8 @@ from cachesvc.wire.convert import (
     positions_to_proto,
     unpack_numbers,
 )
-from cachesvc_client.core.errors import InvalidRequest, NotSupported
-from cachesvc_client.core.hints import Retention
-from cachesvc_client.core.registration import Registration
+from cachesvc_client.core.arguments import Retention
+from cachesvc_client.core.errors import InvalidRequest, NotSupported, Registration
 
 _STATE_NAMES = {number: name for name, number in TICKET_STATES.items()}
 

@@ -1,13 +1,30 @@
-"""One command of ``cachesvc``: its name, one line about it, its flags, and what it does."""
+"""One command of ``cachesvc``: its name, one line about it, its flags, and what it does.
+
+Answers of the daemon as JSON for scripts: every field, always, under the name and the type that the proto gives it.
+
+So ``.leases[]`` is there when no lease is, a count of 0 is 0, and 64-bit numbers are numbers. Bytes are hexadecimal,
+enums are names, and a message or optional field that is not set is null.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
-from cachesvc_ctl.core.target import Target, add_target, target_of
+import grpc
+from cachesvc_client.wire.credentials import PATIENT_OPTIONS, Credentials, credentials_from, open_remote
+from cachesvc_client.wire.settings import DEFAULT_SOCKET, ChannelOptions, as_path, default_target
+from google.protobuf.message import Message
+from kvcache.v1 import admin_pb2_grpc
+
+from cachesvc.model.text import describe_bytes, one_line
 
 MOST = 2**31 - 1
 MOST_LISTED = 4096
@@ -114,3 +131,243 @@ def hex_digits(text: str) -> str:
     if not digits or set(digits) - set("0123456789abcdef"):
         raise argparse.ArgumentTypeError(f"{text!r} is not hexadecimal")
     return digits
+
+
+STDIN = "-"
+SILENT = ("SETTINGS frame", "Deadline Exceeded", "DEADLINE_EXCEEDED")
+"""gRPC's words for a socket whose process takes connections and does not answer."""
+PLAIN = {
+    "No such file": "nothing listens there: no such file",
+    "Connection refused": "nothing listens there: its daemon has ended",
+    **dict.fromkeys(SILENT, "it takes connections and does not answer"),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A daemon: the path of its socket or HOST:PORT, and what its caller proves itself by."""
+
+    address: str
+    credentials: Credentials
+
+    def open(self) -> grpc.Channel:
+        """A channel that proves itself with every call. Raises InvalidRequest for files that cannot be read."""
+        return open_remote(self.address, self.credentials)
+
+    def make_channel(self, socket_path: str, options: ChannelOptions = PATIENT_OPTIONS) -> grpc.Channel:
+        """Make a channel, for callers that do so by path and options."""
+        return open_remote(socket_path, self.credentials, options)
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the daemon, and those of the operator's credentials."""
+    group = parser.add_argument_group("the daemon, and credentials")
+    one = group.add_mutually_exclusive_group().add_argument
+    one("--socket", metavar="PATH", help=f"its unix socket (else CACHESVC_SOCKET, else {DEFAULT_SOCKET})")
+    one("--address", metavar="HOST:PORT", help="over TCP instead (else CACHESVC_ADDRESS)")
+    add = group.add_argument
+    add("--token-file", metavar="FILE", help="file with the token, or - (else CACHESVC_TOKEN, CACHESVC_TOKEN_FILE)")
+    roots = "TLS for TCP: PEM roots that sign the daemon's certificate, or system (else CACHESVC_TLS_CA)"
+    add("--tls-ca", default="", metavar="FILE", help=roots)
+    add("--tls-certificate", default="", metavar="FILE", help="PEM certificate of one's own")
+    add("--tls-key", default="", metavar="FILE", help="its key")
+
+
+def target_of(arguments: argparse.Namespace) -> Target:
+    """Target that those flags, or the environment, name. Raises InvalidRequest for files that do not go together."""
+    found = credentials_from(*_said(arguments.token_file))
+    roots = arguments.tls_ca or found.root_ca
+    proof = replace(found, root_ca=roots, certificate=arguments.tls_certificate, key=arguments.tls_key)
+    return Target(address_of(arguments), proof)
+
+
+def _said(token_file: str | None) -> tuple[str | None, str | None]:
+    """A token and a token file; one that comes by standard input is read here, since it can be read but once."""
+    return (sys.stdin.read().strip(), None) if token_file == STDIN else (None, token_file)
+
+
+def address_of(arguments: argparse.Namespace) -> str:
+    """HOST:PORT or the path of a socket: as typed, else as the environment says."""
+    address, path = getattr(arguments, "address", None), getattr(arguments, "socket", None)
+    return str(address or (as_path(path) if path else default_target()))
+
+
+def no_answer(failure: grpc.RpcError, arguments: argparse.Namespace) -> str:
+    """Message for an operator where no daemon answers at ``arguments``' socket or address."""
+    told = getattr(failure, "details", None)  # calls have it, mere errors of gRPC do not
+    reason = str(told() if told is not None else failure).removeprefix(
+        "failed to connect to all addresses; last error: "
+    )
+    address = address_of(arguments)
+    is_tls = bool(getattr(arguments, "tls_ca", "") or getattr(arguments, "tls_certificate", ""))
+    if not address.startswith(("/", ".")):
+        return f"no answer from {address} ({reason}); {_address_hint(reason, is_tls)}"
+    return f"no answer from {address} ({_plain(reason)}); {_socket_hint(reason)}"
+
+
+def _plain(reason: str) -> str:
+    """Reason that gRPC gives for a unix socket, without its codes and the path that it repeats."""
+    for words, plain in PLAIN.items():
+        if words in reason:
+            return plain
+    return reason
+
+
+def _socket_hint(reason: str) -> str:
+    if "Permission denied" in reason:
+        return "that socket is closed to this user: be the daemon's user, or in its --socket-group"
+    if any(words in reason for words in SILENT):
+        return "the daemon is stopped or stuck: see the end of its log, and kill -CONT or restart it"
+    return "is the daemon running on that --socket? start cachesvcd, or name its socket in CACHESVC_SOCKET"
+
+
+def _address_hint(reason: str, is_tls: bool) -> str:
+    said = reason.lower()
+    if "ssl" in said or "tls" in said or "verification" in said:
+        return "does it speak TLS, for that name, by a certificate of --tls-ca? see also --tls-certificate, --tls-key"
+    if "socket closed" not in said and "reset" not in said:
+        return "is the daemon running with that --listen?"
+    # Something took the connection and hung up: what a TLS port does with plain text, and without a certificate.
+    if is_tls:
+        return "it hung up: does it ask for a client's TLS certificate (--tls-certificate, --tls-key)?"
+    return "it hung up: a TLS port wants --tls-ca, and where it asks for them --tls-certificate and --tls-key"
+
+
+__all__ = ["describe_bytes", "for_terminal", "left_out", "one_line", "table"]
+
+
+def for_terminal(text: str) -> str:
+    """Escape each line of a text of several."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Aligned columns; numbers to the right. Cells are escaped by ``one_line``. Without rows: ``none``."""
+    if not rows:
+        return "none"
+    cells = [list(head), *([f"{c:,}" if isinstance(c, int) else one_line(str(c)) for c in row] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    right = [all(isinstance(row[i], int | float) for row in rows) for i in range(len(head))]
+    lines = [
+        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip()
+        for line in cells
+    ]
+    return "\n".join(lines)
+
+
+def left_out(*flags: str) -> str:
+    """A last line where there is more than was shown; ``flags``: those that held it back and can be raised."""
+    return f"\n(more are there; raise {' and '.join(flags)})" if flags else "\n(more are there)"
+
+
+def as_json(message: Message) -> str:
+    """The message, two spaces a level."""
+    return json.dumps(plain(message), indent=2)
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """The message as dicts, lists and values."""
+    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field(message: Message, field: Any) -> Any:
+    value = getattr(message, field.name)
+    entry = field.message_type
+    if entry is not None and entry.GetOptions().map_entry:
+        of = entry.fields_by_name["value"]
+        return {key: _value(of, value[key]) for key in sorted(value)}
+    if field.is_repeated:
+        return [_value(field, each) for each in value]
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    return _value(field, value)
+
+
+def _value(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return plain(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name
+    return value.hex() if isinstance(value, bytes) else value
+
+
+class MissingExtraError(RuntimeError):
+    """An optional module is needed now and cannot be imported.
+
+    Fields: `module` (what was imported), `extra` (the pip extra that brings it), `purpose` (what needed it).
+    """
+
+    def __init__(self, module: str, extra: str, purpose: str) -> None:
+        # The facts are the arguments (not the message), so that the error survives a trip between processes.
+        super().__init__(module, extra, purpose)
+        self.module = module
+        self.extra = extra
+        self.purpose = purpose
+
+    def __str__(self) -> str:
+        return (
+            f"{self.purpose} needs the Python module {self.module}, which cannot be imported. "
+            f"Install the extra {self.extra}: pip install 'cachesvc[{self.extra}]'"
+        )
+
+
+@contextmanager
+def part_file(path: Path) -> Iterator[Path]:
+    """Yield a file beside ``path``, with the same suffix; it replaces ``path`` at the end.
+
+    A pipe or a device is written directly.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    part = path.with_name(f"{path.stem}.part{path.suffix}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+DEADLINE_SECONDS = 30.0
+Admin = admin_pb2_grpc.AdminServiceStub
+R = TypeVar("R", bound=Message)
+LIMIT = flag("--limit", type=listed, default=40, metavar="N", help=f"lines at most (default 40, most {MOST_LISTED})")
+
+
+class Question(DaemonCommand, Generic[R]):
+    """``ask`` calls the daemon; ``show`` words the answer without a call, so that both forms are of the same answer."""
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser) -> None:
+        """Add its own flags, ``--json``, and those of the daemon."""
+        flag("--json", action="store_true", help="print the answer as JSON: every field, always").add_to(parser)
+        super().add_flags(parser)
+
+    @abstractmethod
+    def ask(self, admin: Admin) -> R:
+        """The answer. Raises grpc.RpcError, CacheClientError."""
+
+    @abstractmethod
+    def show(self, answer: R) -> str:
+        """The answer for people."""
+
+    def data(self, answer: R) -> R:
+        """The answer for scripts."""
+        return answer
+
+    def more(self, *flags: str) -> str:
+        """A last line where something was left out, and by which flags more of it could be seen."""
+        can_rise = self.arguments.limit < MOST_LISTED
+        return left_out(*(name for name in flags if can_rise or name != "--limit"))
+
+    def code(self, _answer: R) -> int:
+        """The exit code: 1 where a check found something."""
+        return 0
+
+    def run(self) -> int:
+        """Ask and print."""
+        with self.target.open() as channel:
+            answer = self.ask(Admin(channel))
+        print(as_json(self.data(answer)) if self.arguments.json else for_terminal(self.show(answer)))
+        return self.code(answer)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from cachesvc.model.text.interpreter import module_command
+from cachesvc.model.text import module_command
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cachesvc_ctl.core.extras import MissingExtraError
+from cachesvc_ctl.core.command import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -14,8 +14,8 @@ import grpc
 import pytest
 from cachesvc_client import CacheClient, DaemonUnavailable, LeaseLost, Transport
 from cachesvc_client.wire.life import LifeConnection
-from cachesvc_client.wire.methods import MATCH, RELEASE
-from cachesvc_client.wire.transports.blocking_lane import BlockingLane
+from cachesvc_client.wire.port import MATCH, RELEASE
+from cachesvc_client.wire.transports import BlockingLane
 from kvcache.v1 import admin_pb2, cache_pb2, cache_pb2_grpc
 
 from cachesvc.wire.lane import METHODS, encode
@@ -27,7 +27,7 @@ DIES = """
 import os, signal, sys
 from cachesvc.wire.lane import METHODS, encode
 from cachesvc_client.wire.life import LifeConnection
-from cachesvc_client.wire.transports.lane import encode_hello
+from cachesvc_client.wire.transports import encode_hello
 
 life = LifeConnection(sys.argv[1], 5.0, lambda: None)
 life.start()
@@ -41,7 +41,7 @@ STOPS = """
 import os, signal, sys
 from cachesvc.wire.lane import PING, encode
 from cachesvc_client.wire.life import LifeConnection
-from cachesvc_client.wire.transports.lane import encode_hello
+from cachesvc_client.wire.transports import encode_hello
 
 life = LifeConnection(sys.argv[1], 5.0, lambda: None)
 life.start()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from cachesvc_client import NO_PAGE, Conflict, PoolExhausted, Sequence, StepStream
-from cachesvc_client.records.tables import Pages
+from cachesvc_client.records.sequence_record import Pages
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
 from tests.e2e.engine import BLOCK_TOKENS, WINDOW_TOKENS, WINDOWED, Engine, prompt

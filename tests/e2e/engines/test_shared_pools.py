@@ -15,7 +15,7 @@ from cachesvc_client import (
     PlaneGroup,
     PoolExhausted,
 )
-from cachesvc_client.layouts.parts import Parts, part_group
+from cachesvc_client.layouts.families import Parts, part_group
 
 from tests.e2e.engine import BLOCK_TOKENS, WINDOWED, Engine, prompt
 from tests.e2e.hybrid import FULL, HYBRID, STATE, WINDOW, serve_hybrid

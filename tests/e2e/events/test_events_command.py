@@ -15,10 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from cachesvc_client.adapters.bridge import KvEventBridge
-from cachesvc_client.adapters.known_tokens import KnownTokens
-from cachesvc_client.adapters.kv_event_form import Event, hash_of
-from cachesvc_client.adapters.kv_events import KvEventMapper
+from cachesvc_client.adapters.kv_events import Event, KnownTokens, KvEventBridge, KvEventMapper, hash_of
 from cachesvc_client.events import EventSubscriber
 from cachesvc_ctl.main import main
 from kvcache.v1 import admin_pb2

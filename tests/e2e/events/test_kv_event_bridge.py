@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 from cachesvc_client import CacheClient, EventSubscriber, InvalidRequest, Lease, block_keys
-from cachesvc_client.adapters.bridge import KvEventBridge
-from cachesvc_client.adapters.known_tokens import KnownTokens
-from cachesvc_client.adapters.kv_event_form import CLEARED, Event, hash_of
-from cachesvc_client.adapters.kv_events import KvEventMapper
+from cachesvc_client.adapters.kv_events import CLEARED, Event, KnownTokens, KvEventBridge, KvEventMapper, hash_of
 
 from tests.e2e.access.test_access import ENGINE, FRESH, entry, guarded, write_tokens
 from tests.e2e.engine import BLOCK_TOKENS, PLAIN, prompt

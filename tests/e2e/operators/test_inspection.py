@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cachesvc_ctl.offline.index_file import IndexFileError, read_index
-from cachesvc_ctl.offline.study import hottest, next_out
+from cachesvc_lab.index_file import IndexFileError, read_index
+from cachesvc_lab.study import hottest, next_out
 from kvcache.v1 import admin_pb2, inspect_pb2
 
 from tests.e2e.engine import PLAIN, WINDOWED, Engine, prompt
@@ -360,8 +360,8 @@ def test_top_once_is_text_of_80_columns(node: Node) -> None:
 async def test_top_shows_a_live_daemon_survives_its_restart_and_obeys_keys(folder: Path) -> None:
     pytest.importorskip("textual")
     from cachesvc_client.wire.credentials import Credentials
-    from cachesvc_ctl.core.target import Target
-    from cachesvc_ctl.top.app import TopApp
+    from cachesvc_ctl.core.command import Target
+    from cachesvc_ctl.top_app import TopApp
     from textual.widgets import DataTable, Static
 
     def text(app: TopApp, name: str) -> str:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from cachesvc_client import DaemonUnavailable
 from cachesvc_ctl.main import main
-from cachesvc_ctl.questions.status import SIZE_ENDINGS
+from cachesvc_ctl.status import SIZE_ENDINGS
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from cachesvc_client import CacheClient, Expected
-from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.wish import Wish
+from cachesvc_client.plugins.page_book import PageBook
+from cachesvc_client.plugins.request_pages import RequestPages, Wish
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from tests.e2e.rig import Node, running_node, wait_until

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from cachesvc_client import CacheClient, Lease
-from cachesvc_client.plugins.pages.group_tables import GroupTable
-from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.wish import Wish
-from cachesvc_vllm.daemon.slab_layout import slab_layout
+from cachesvc_client.plugins.page_book import PageBook
+from cachesvc_client.plugins.request_pages import GroupTable, RequestPages, Wish
+from cachesvc_vllm.cache_groups import slab_layout
 
 from cachesvc.model.words import NO_PAGE
 from tests.e2e.plugins.test_plugin_pages import hashes

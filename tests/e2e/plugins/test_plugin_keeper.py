@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from cachesvc_client import CacheClient
-from cachesvc_client.plugins.daemon.keeper import Keeper
-from cachesvc_vllm.daemon.slab_layout import slab_layout
+from cachesvc_client.plugins.keeper import Keeper
+from cachesvc_vllm.cache_groups import slab_layout
 
 from tests.e2e.rig import BOUND_SECONDS, running_node, wait_until
 from tests.style.tree import ROOT
@@ -22,7 +22,7 @@ from tests.unit.rigs.vllm_rig import layers_outermost
 
 
 def test_a_keeper_that_is_killed_is_missed_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "cachesvc_client.plugins.daemon.keeper")
+    caplog.set_level(logging.ERROR, "cachesvc_client.plugins.keeper")
     with running_node() as node, CacheClient(node.socket) as client:
         registration = client.register("m", slab_layout(layers_outermost(64)), device_pages=[64])
         lease = client.open_lease(registration)
@@ -40,7 +40,7 @@ def test_a_keeper_that_is_killed_is_missed_and_replaced(caplog: pytest.LogCaptur
 
 ABANDON = """
 import os, sys
-from cachesvc_client.plugins.daemon.keeper import Keeper
+from cachesvc_client.plugins.keeper import Keeper
 keeper = Keeper(sys.argv[1], "lease", 0.1, None)
 keeper.start()
 while not keeper.pid:

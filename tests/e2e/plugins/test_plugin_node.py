@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_client.plugins.daemon.node import RETRY_S, Node, Share, new_instance
-from cachesvc_vllm.daemon.settings import FLAGS, Settings
-from cachesvc_vllm.daemon.slab_layout import GROUP, slab_layout
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_client.plugins.node import RETRY_S, Node, Share, new_instance
+from cachesvc_vllm.cache_groups import GROUP, slab_layout
+from cachesvc_vllm.settings import FLAGS, Settings
 
 from tests.e2e.movers import kill_mover_of
 from tests.e2e.rig import Node as Daemon
@@ -199,7 +199,7 @@ def test_a_rank_whose_next_daemon_goes_while_it_attaches_stays_where_it_is(stayi
 def test_an_operator_is_told_once_why_an_engine_does_not_come_back(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "cachesvc_client.plugins.daemon.node")
+    caplog.set_level(logging.DEBUG, "cachesvc_client.plugins.node")
 
     def refusals(level: int) -> list[str]:
         said = [each.getMessage() for each in caplog.records if each.levelno == level]
@@ -241,7 +241,7 @@ def test_a_daemon_that_is_away_is_looked_for_now_and_then(staying: Daemon, caplo
     worker = Node(Settings(socket=staying.socket), "engine", SHARE, flags=FLAGS, attaches=True)
     worker.start()
     attempts = Attempts()
-    names = ("cachesvc_client.plugins.daemon.node", "cachesvc_client.records.lease_record")
+    names = ("cachesvc_client.plugins.node", "cachesvc_client.records.lease_record")
     for name in names:
         caplog.set_level(logging.DEBUG, name)
         logging.getLogger(name).addFilter(attempts)
@@ -272,8 +272,8 @@ def test_a_process_ends_while_the_daemon_that_is_away_is_looked_for(
             wait_until(worker._wake.is_set, "the end was asked for")  # noqa: SLF001 - by now it waits
         return True
 
-    caplog.set_level(logging.DEBUG, "cachesvc_client.plugins.daemon.node")
-    logging.getLogger("cachesvc_client.plugins.daemon.node").addFilter(close_meanwhile)
+    caplog.set_level(logging.DEBUG, "cachesvc_client.plugins.node")
+    logging.getLogger("cachesvc_client.plugins.node").addFilter(close_meanwhile)
     try:
         staying.daemon.process.kill()
         staying.daemon.process.wait()
@@ -281,7 +281,7 @@ def test_a_process_ends_while_the_daemon_that_is_away_is_looked_for(
         closing.join(60)
         assert not closing.is_alive()
     finally:
-        logging.getLogger("cachesvc_client.plugins.daemon.node").removeFilter(close_meanwhile)
+        logging.getLogger("cachesvc_client.plugins.node").removeFilter(close_meanwhile)
 
 
 def test_after_a_mover_s_death_the_tensors_lie_on_the_next_one_s_slab() -> None:
@@ -310,9 +310,9 @@ def test_after_a_mover_s_death_the_tensors_lie_on_the_next_one_s_slab() -> None:
 
 HOLD = """
 import ctypes, sys
-from cachesvc_client.plugins.daemon.node import Node, Share
-from cachesvc_vllm.daemon.settings import FLAGS, Settings
-from cachesvc_vllm.daemon.slab_layout import slab_layout
+from cachesvc_client.plugins.node import Node, Share
+from cachesvc_vllm.settings import FLAGS, Settings
+from cachesvc_vllm.cache_groups import slab_layout
 from tests.unit.rigs.vllm_rig import layers_outermost
 share = Share("m", slab_layout(layers_outermost(64)), 64)
 node = Node(Settings(socket=sys.argv[1]), "e", share, flags=FLAGS, attaches=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_client.plugins.daemon.page_check import PageChanged, PageCheck
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_client.plugins.node import PageChanged, PageCheck
 
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.rig import Node, running_node

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 from cachesvc_client import CacheClient, Lease
-from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.wish import Wish
-from cachesvc_vllm.daemon.slab_layout import slab_layout
-from cachesvc_vllm.pages.lengths import computed_blocks
+from cachesvc_client.plugins.page_book import PageBook
+from cachesvc_client.plugins.request_pages import RequestPages, Wish
+from cachesvc_vllm.block_pool import computed_blocks
+from cachesvc_vllm.cache_groups import slab_layout
 from kvcache.v1 import lease_pb2, lease_pb2_grpc
 
 from tests.e2e.rig import Node, running_node, wait_until

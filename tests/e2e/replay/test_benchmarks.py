@@ -9,9 +9,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
+from cachesvc_lab.traces import SyntheticTraceSpec, write_synthetic_trace
 
-from gpu_ops.errors import CudaMissing
+from gpu_ops.driver import CudaMissing
 from gpu_ops.gpu import find_gpus
 from tests.style.tree import ROOT
 

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cachesvc_ctl.lab.simulation.grid import Cell, run_cell
-from cachesvc_ctl.lab.traces.prompts import prompts_of
-from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_ctl.lab.traces.trace import DEFAULT_BLOCK_TOKENS, TraceRequest, read_trace
+from cachesvc_lab.grid import Cell, run_cell
+from cachesvc_lab.traces import (
+    DEFAULT_BLOCK_TOKENS,
+    SyntheticTraceSpec,
+    TraceRequest,
+    prompts_of,
+    read_trace,
+    write_synthetic_trace,
+)
 
 from tests.e2e.remote import ROOT
 from tests.long_cases import long

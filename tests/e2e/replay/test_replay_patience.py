@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from cachesvc_client import DaemonUnavailable
-from cachesvc_ctl.lab.replay.replay_engine import EngineSettings, connect
+from cachesvc_lab.replay import EngineSettings, connect
 
 from cachesvc.wire.status import LIFE_SUFFIX
 from tests.e2e.rig import running_node
@@ -42,7 +42,7 @@ def never_answering(folder: Path) -> Iterator[socket.socket]:
 
 
 def test_an_engine_tries_again_until_it_is_answered(folder: Path) -> None:
-    line = [sys.executable, "-m", "cachesvc_ctl.lab.replay.replay_engine", json.dumps(asdict(settings(folder)))]
+    line = [sys.executable, "-m", "cachesvc_lab.replay", json.dumps(asdict(settings(folder)))]
     with never_answering(folder) as listener:
         engine = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         listener.accept()[0].close()  # the first attempt has failed

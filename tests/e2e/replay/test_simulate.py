@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_ctl.lab.traces.trace import read_trace
+from cachesvc_lab.traces import SyntheticTraceSpec, read_trace, write_synthetic_trace
 
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.remote import ROOT

@@ -26,10 +26,9 @@ from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.client import CacheClient
 from cachesvc_client.core.arguments import checks_arguments, explains_arguments, renamed
 from cachesvc_client.core.keys import BlockHasher
-from cachesvc_client.memory.planes import PlanesByKey
-from cachesvc_client.memory.slots import slot_of
-from cachesvc_client.records.batches import StepBatch
+from cachesvc_client.memory.pool import PlanesByKey, slot_of
 from cachesvc_client.records.lease_record import LeaseRecord
+from cachesvc_client.records.steps import StepBatch
 from cachesvc_client.records.views import LeaseView
 from cachesvc_client.wire.messages import build_allocate, build_match, build_register
 from kvcache.v1 import lease_pb2

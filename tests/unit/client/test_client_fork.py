@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from cachesvc_client import UsedAfterFork
-from cachesvc_client.core.fork import Maker
+from cachesvc_client.core.errors import Maker
 
 from tests.unit.rigs.client_rig import FakeDaemon
 

@@ -29,9 +29,8 @@ from cachesvc_client import (
 )
 from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.layouts.families import opaque
-from cachesvc_client.records.batches import StepBatch
 from cachesvc_client.records.sequence_record import SequenceRecord
-from cachesvc_client.records.steps import StepBook
+from cachesvc_client.records.steps import StepBatch, StepBook
 
 from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, TicketView
 from cachesvc.model.errors import ErrorCode

@@ -8,9 +8,9 @@ from multiprocessing import Pipe
 from typing import Any
 
 import pytest
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_sglang.ranks.links import FollowerLinks, LeaderLink, NewPages, RankLost, RanksDiverged, Record
-from cachesvc_sglang.ranks.rank_group import RankGroup
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_sglang.links import FollowerLinks, LeaderLink, NewPages, RankLost, RanksDiverged, Record
+from cachesvc_sglang.memory import RankGroup
 
 RANKS = 3
 

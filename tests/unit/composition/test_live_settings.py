@@ -6,17 +6,17 @@ import re
 from dataclasses import fields
 
 from cachesvc.config import LIVE, Config
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.service.access.admission import Admission
-from cachesvc.service.admin.operations import Administration
+from cachesvc.service.admin.admin_service import Administration
 from cachesvc.service.calls.dispatcher import Dispatcher
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.health import Serving
 from cachesvc.service.host.reload import live_settings
-from cachesvc.service.lane.lanes import Lanes
+from cachesvc.service.lane import Lanes
 from cachesvc.service.loop.node import Node
-from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.rpc.edge import Edge
+from cachesvc.service.rpc.services import CacheService
 from tests.style.tree import ROOT
 from tests.unit.rigs.ledger_rig import one_group, rig_of
 

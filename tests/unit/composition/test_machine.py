@@ -14,7 +14,7 @@ import pytest
 from cachesvc.config import Config
 from cachesvc.hardware import port_trouble
 from cachesvc.machine import MISSING, OK, WARNING, Finding, is_ready, look
-from cachesvc.model.text.interpreter import module_command
+from cachesvc.model.text import module_command
 
 GIB = 1 << 30
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cachesvc_ctl.lab.replay.replay import MOVED, Tally
+from cachesvc_lab.replay import MOVED, Tally
 
 from cachesvc.config import Config, load_config
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.leases.leases import open_lease, process_arrived, process_gone
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.leases import open_lease, process_arrived, process_gone
+from cachesvc.flows.match import match
 from cachesvc.hardware import WAYS_IN, check_ports
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.model.text.interpreter import module_command
-from cachesvc.service.loop.sweeper import tell_left
+from cachesvc.model.text import module_command
+from cachesvc.service.loop.node import tell_left
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of
 
 

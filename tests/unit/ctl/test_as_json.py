@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cachesvc_ctl.core.as_json import as_json, plain
+from cachesvc_ctl.core.command import as_json, plain
 from kvcache.v1 import admin_pb2, common_pb2, inspect_pb2
 
 

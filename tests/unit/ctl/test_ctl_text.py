@@ -6,9 +6,8 @@ from argparse import Namespace
 
 import grpc
 import pytest
-from cachesvc_ctl.core.target import no_answer
-from cachesvc_ctl.core.text import for_terminal, one_line, table
-from cachesvc_ctl.questions.status import describe_loop
+from cachesvc_ctl.core.command import for_terminal, no_answer, one_line, table
+from cachesvc_ctl.status import describe_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvcache.v1.status_pb2 import LoopStatus

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from cachesvc_ctl.lab.replay.histogram import BUCKETS_PER_DECADE, DECADES, LOWEST_MS, LatencyHistogram
+from cachesvc_lab.replay_report import BUCKETS_PER_DECADE, DECADES, LOWEST_MS, LatencyHistogram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
-from cachesvc_ctl.core.extras import MissingExtraError
+from cachesvc_ctl.blocks import Tree
+from cachesvc_ctl.core.command import MissingExtraError
 from cachesvc_ctl.main import parse
-from cachesvc_ctl.questions.index import Tree
-from cachesvc_ctl.questions.status import describe_device
-from cachesvc_ctl.top.command import Top
+from cachesvc_ctl.status import describe_device
+from cachesvc_ctl.top import Top
 from kvcache.v1 import admin_pb2, status_pb2
 
 
@@ -30,7 +30,7 @@ def test_a_device_that_was_broken_at_the_start_has_no_name_yet() -> None:
 
 @pytest.mark.parametrize("module", ["rich.text", "textual.app"])
 def test_top_names_what_its_extra_brings(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "cachesvc_ctl.top.app", raising=False)
+    monkeypatch.delitem(sys.modules, "cachesvc_ctl.top_app", raising=False)
     monkeypatch.setitem(sys.modules, module, None)  # what an import finds where nothing is installed
     with pytest.raises(MissingExtraError, match=r"the Python module textual, .* pip install 'cachesvc\[top\]'"):
         Top(parse(["top"])).run()

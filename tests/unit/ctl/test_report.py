@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cachesvc_ctl.core.extras import MissingExtraError
+from cachesvc_ctl.core.command import MissingExtraError, describe_bytes
 from cachesvc_ctl.core.figure import DEVICE, HOST, RED, STORAGE
-from cachesvc_ctl.core.text import describe_bytes
-from cachesvc_ctl.lab.replay.histogram import LatencyHistogram
-from cachesvc_ctl.lab.replay.picture import MAX_COLUMNS, draw_picture, gather_columns
-from cachesvc_ctl.lab.replay.report import (
+from cachesvc_lab.replay_report import (
+    MAX_COLUMNS,
+    LatencyHistogram,
     ReplayReport,
     Sample,
+    draw_picture,
+    gather_columns,
     merge_samples,
     report_json,
     report_table,

@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from cachesvc_ctl.lab.simulation.grid import (
+from cachesvc_lab.grid import (
     OPTIMUM,
     Cell,
     SimulationFailed,
     check_names,
     compute_saved,
     grid,
+    optimal_hits,
     retentions,
     run_cell,
     run_grid,
 )
-from cachesvc_ctl.lab.simulation.optimum import optimal_hits
-from cachesvc_ctl.lab.traces.prompts import Prompts, prompts_of
-from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
+from cachesvc_lab.traces import Prompts, SyntheticTraceSpec, TraceRequest, prompts_of, read_trace, write_synthetic_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,14 +7,22 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from cachesvc_ctl.lab.simulation.grid import Cell, hybrid_grid, run_cell
-from cachesvc_ctl.lab.simulation.hybrid import HYBRID_MODELS, NO_COPIES, Copies, HybridRejected, hybrid_model
-from cachesvc_ctl.lab.simulation.optimum import optimal_hits
-from cachesvc_ctl.lab.simulation.references import ENDS, EVERY, reference_hits
-from cachesvc_ctl.lab.simulation.report import hybrid_table, rows_table
-from cachesvc_ctl.lab.traces.prompts import Prompts, prompts_of
-from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_ctl.lab.traces.trace import TraceRequest, read_trace
+from cachesvc_lab.grid import (
+    ENDS,
+    EVERY,
+    HYBRID_MODELS,
+    NO_COPIES,
+    Cell,
+    Copies,
+    HybridRejected,
+    hybrid_grid,
+    hybrid_model,
+    optimal_hits,
+    reference_hits,
+    run_cell,
+)
+from cachesvc_lab.grid_report import hybrid_table, rows_table
+from cachesvc_lab.traces import Prompts, SyntheticTraceSpec, TraceRequest, prompts_of, read_trace, write_synthetic_trace
 
 from cachesvc.simulation import Copies as SimulatedCopies
 from cachesvc.simulation import SimulatedPools, Simulation

@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from cachesvc_ctl.core.extras import MissingExtraError
-from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, generate_trace, write_synthetic_trace
-from cachesvc_ctl.lab.traces.trace import MAX_LINE_BYTES, MAX_NUMBER, TraceError, TraceRequest, read_trace
+from cachesvc_ctl.core.command import MissingExtraError
+from cachesvc_lab.traces import (
+    MAX_LINE_BYTES,
+    MAX_NUMBER,
+    SyntheticTraceSpec,
+    TraceError,
+    TraceRequest,
+    generate_trace,
+    read_trace,
+    write_synthetic_trace,
+)
 
 from tests.oracle import distinct_blocks, infinite_hits
 

@@ -8,8 +8,18 @@ import struct
 import numpy as np
 import pytest
 
-from gpu_ops.driver import LIBRARY, Copy2D, CopyAttributes, Driver, IpcHandle, WordOperation, driver
-from gpu_ops.errors import CudaError, CudaMissing, CudaOutOfMemory
+from gpu_ops.driver import (
+    LIBRARY,
+    Copy2D,
+    CopyAttributes,
+    CudaError,
+    CudaMissing,
+    CudaOutOfMemory,
+    Driver,
+    IpcHandle,
+    WordOperation,
+    driver,
+)
 from gpu_ops.gpu import Gpu, GpuFacts, find_gpus
 from gpu_ops.kernels.pages import stamps
 from gpu_ops.kernels.reference import count_wrong, page_bytes

@@ -11,9 +11,8 @@ import pytest
 
 from gpu_ops.kernels import batches, index_keys, latents, packed_keys, page_copies
 from gpu_ops.kernels.batches import BlockTable, Reach
-from gpu_ops.kernels.compile import compile_source, kernel_files
 from gpu_ops.kernels.decode_attention import HeadRules, PagedCache, SplitSpace, decode_attention, plan_splits
-from gpu_ops.kernels.launch import whole_source
+from gpu_ops.kernels.launch import compile_source, kernel_files, whole_source
 from gpu_ops.kernels.operands import Half, Kind, bytes_operand, operand
 
 STREAM = 0

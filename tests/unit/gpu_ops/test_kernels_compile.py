@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_ops.kernels.compile import KERNELS, KernelRejected, compile_file, compile_source, kernel_files
+from gpu_ops.kernels.launch import KERNELS, KernelRejected, compile_file, compile_source, kernel_files
 from tests.style.tree import ROOT, list_files
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")

@@ -9,10 +9,10 @@ from functools import cache, partial
 
 import pytest
 
-from cachesvc.ledger.eviction.planner import Evictor, evictable_pages
-from cachesvc.ledger.index.block_ledger import BlockLedger, RankRule
-from cachesvc.ledger.index.tier_copies import NO_ROW, Place
-from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.block_ledger import BlockLedger, RankRule
+from cachesvc.ledger.page_pool import PagePool
+from cachesvc.ledger.planner import Evictor, evictable_pages
+from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE, PageState

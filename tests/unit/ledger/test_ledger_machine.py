@@ -15,15 +15,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import recycle, release
+from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, Conflict, LoadFailed, PoolExhausted

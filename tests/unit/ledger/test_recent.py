@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.release import release
-from cachesvc.ledger.recent_requests import ID_BYTES, REQUEST_BLOCKS, RecentRequests
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import release
+from cachesvc.ledger.reuse_stats import ID_BYTES, REQUEST_BLOCKS, RecentRequests
+from cachesvc.model.answers import Ended
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.requests import Ended
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of, serve
 
 

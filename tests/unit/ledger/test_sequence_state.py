@@ -6,15 +6,12 @@ from itertools import product
 
 import pytest
 
-from cachesvc.flows.context.call import refusal_of, require_active
-from cachesvc.flows.context.turns import Turns
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish, publish_many
-from cachesvc.flows.engine.recycle import recycle_many
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.stock import extend, extend_many, refill_stock
-from cachesvc.flows.engine.swap import swap_in, swap_out
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.core import Turns, refusal_of, require_active
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish, publish_many
+from cachesvc.flows.recycle import recycle_many, release
+from cachesvc.flows.stock import extend, extend_many, refill_stock
 from cachesvc.ledger.sequence_state import (
     ACTIVE,
     AWAY,
@@ -29,8 +26,7 @@ from cachesvc.ledger.sequence_state import (
     move,
 )
 from cachesvc.ledger.sequences import OpenSequence
-from cachesvc.model.answers import Wait
-from cachesvc.model.columns import Growth, Publishes
+from cachesvc.model.answers import Growth, Publishes, Wait
 from cachesvc.model.errors import Conflict, LedgerBroken, LoadFailed, NotFound
 from tests.unit.flows.engine.test_flows_refused import hosted
 from tests.unit.flows.engine.test_flows_swap import half_published

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cachesvc.memory.copy.arbiter import Arbiter, CopyRules
-from cachesvc.memory.copy.host_budget import Neighbours
+from cachesvc.memory.arbiter import Arbiter, CopyRules
+from cachesvc.memory.host_budget import Neighbours
 from cachesvc.memory.interface import COPY_FIELDS, CopyJob, CopyStep, Slice
 from cachesvc.model.transfer import Direction, Urgency
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.memory.copy.arbiter import SLICE_BYTES, Arbiter
-from cachesvc.memory.copy.job_queue import STALE, Queued, Rivals
+from cachesvc.memory.arbiter import SLICE_BYTES, STALE, Arbiter, Queued, Rivals
 from cachesvc.memory.interface import CopyJob
 from cachesvc.model.errors import LimitExceeded
 from tests.unit.memory.arbiter_rig import (

@@ -9,10 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cachesvc.memory.cuda.health import GpuHealth
-from cachesvc.memory.cuda.interface import PitchedCopies
-from cachesvc.memory.cuda.regions import Region, Regions
-from cachesvc.memory.cuda.streams import CudaRunner
+from cachesvc.memory.cuda import CudaRunner, GpuHealth, PitchedCopies, Region, Regions
 from cachesvc.memory.interface import CopyJob, Slice
 from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.transfer import Urgency

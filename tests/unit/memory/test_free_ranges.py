@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.memory.host.free_ranges import ALIGN_BYTES, ByteRange, FreeRanges, UsedBytes, columns_of
+from cachesvc.memory.host_pool import ALIGN_BYTES, ByteRange, FreeRanges, UsedBytes, columns_of
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.memory.host.pool import HostPool
-from cachesvc.memory.mapped import HUGE_BYTES, address_of, map_memfd, populate_file, sealed_memfd
+from cachesvc.memory.extents import HUGE_BYTES, address_of, map_memfd, populate_file, sealed_memfd
+from cachesvc.memory.host_pool import HostPool
 from tests.sim.stepped_backend import SteppedBackend
 
 MIB = 1 << 20

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.memory.host.available import MemoryLimit, memory_limits
-from cachesvc.memory.host.numa import Placement
-from cachesvc.memory.host.pool import HostPool, divide
-from cachesvc.memory.host.slab import HostSlab
-from cachesvc.memory.mapped import map_memfd, populate, sealed_memfd
+from cachesvc.memory.extents import map_memfd, populate, sealed_memfd
+from cachesvc.memory.host_pool import HostPool, HostSlab, divide
+from cachesvc.memory.numa import MemoryLimit, Placement, memory_limits
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, PoolExhausted, Unavailable
 from cachesvc.model.words import Run
 from tests.sim.stepped_backend import SteppedBackend

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cachesvc.hardware import device_nodes
-from cachesvc.memory.host import numa
-from cachesvc.memory.host.numa import NumaNode, Placement, bind, node_of_pci, nodes, parse_list, refusal
-from cachesvc.memory.mapped import address_of
+from cachesvc.memory import numa
+from cachesvc.memory.extents import address_of
+from cachesvc.memory.numa import NumaNode, Placement, bind, node_of_pci, nodes, parse_list, refusal
 
 
 def sysfs_of(root: Path, count: int) -> Path:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.memory.copy.memcpy import CopyOutOfBounds, check_bounds
-from cachesvc.memory.cuda.regions import Region, Regions
+from cachesvc.memory.cuda import Region, Regions
 from cachesvc.memory.interface import COPY_FIELDS
+from cachesvc.memory.memcpy import CopyOutOfBounds, check_bounds
 
 SIZES = {1: 1000, 2: 400, 4: 1000}
 HUGE = (1 << 40, 1 << 62, -1)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.memory.copy.memcpy import run_copies
-from cachesvc.memory.copy.slices import cut
+from cachesvc.memory.arbiter import cut
 from cachesvc.memory.interface import COPY_FIELDS, CopyJob, CopyStep, Slice
+from cachesvc.memory.memcpy import run_copies
 
 SOURCE, TARGET = 3, 8
 Bytes = npt.NDArray[np.uint8]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.text.addresses import Address, parse_address, parse_addresses, unix_target
+from cachesvc.model.text import Address, parse_address, parse_addresses, unix_target
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.model.text.interpreter import module_command
+from cachesvc.model.text import module_command
 
 ROOT = Path(__file__).parents[3]
 DECOY = "open('was_imported', 'w').close()"
@@ -15,7 +15,7 @@ DECOY = "open('was_imported', 'w').close()"
 
 @pytest.mark.parametrize(
     ("module", "arguments"),
-    [("cachesvc.mover", ["--list"]), ("cachesvc", ["--version"]), ("cachesvc_ctl.lab.replay.replay_engine", ["{}"])],
+    [("cachesvc.mover", ["--list"]), ("cachesvc", ["--version"]), ("cachesvc_lab.replay", ["{}"])],
 )
 def test_a_file_of_the_working_directory_is_not_imported(module: str, arguments: list[str], tmp_path: Path) -> None:
     for name in ("random", "nt", "socket", "json", "argparse", "numpy", "cachesvc"):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.leases.leases import open_lease
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.leases import open_lease
+from cachesvc.flows.match import match
 from cachesvc.model.errors import LimitExceeded
 from tests.unit.rigs.ledger_rig import TOKEN, chain, one_group, rig_of
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachesvc.model.numbers.sharing import Rounds, most_of
+from cachesvc.model.numbers import Rounds, most_of
 
 
 @pytest.mark.parametrize(

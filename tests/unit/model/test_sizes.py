@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from cachesvc.config import Config, load_config
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.text.nearest import did_you_mean
-from cachesvc.model.text.sizes import MOST_BYTES, parse_amount, parse_size
-from cachesvc.storage.file.options import file_options
-from cachesvc.storage.mooncake.options import mooncake_options
-from cachesvc.storage.s3.options import s3_options
+from cachesvc.model.text import MOST_BYTES, did_you_mean, parse_amount, parse_size
+from cachesvc.storage.file.keeper import file_options
+from cachesvc.storage.mooncake.native import mooncake_options
+from cachesvc.storage.s3.client import s3_options
 from cachesvc.storage.spec import StorageSpec, parse_storage
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40

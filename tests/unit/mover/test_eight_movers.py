@@ -13,15 +13,15 @@ from functools import partial
 import pytest
 
 from cachesvc import __version__
-from cachesvc.memory.copy.host_budget import Neighbours
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, Transfer, Urgency
 from cachesvc.mover.process import Begin, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
+from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.mover.settings import Settings
 from cachesvc.swap.engine import SwapEngine
 from tests.unit.mover.mover_rig import heard_from
 from tests.unit.rigs.swap_rig import DEVICE_PAGES, LOAD, MODEL, STORE, Rig, mixed_layout

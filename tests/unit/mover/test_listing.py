@@ -14,7 +14,7 @@ from cachesvc.config import Config
 from cachesvc.hardware import gpu_hardware, uses_vmm
 from cachesvc.model.errors import Unavailable
 from cachesvc.mover.__main__ import listed
-from cachesvc.mover.listing import Listing
+from cachesvc.mover.life import Listing
 from gpu_ops.gpu import GpuFacts
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from cachesvc.model.errors import Unavailable
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, Transfer, Urgency
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.settings import Settings
+from cachesvc.mover.records import Settings
 from cachesvc.swap.engine import SwapEngine
 from tests.unit.mover.mover_rig import measured_movers
 from tests.unit.rigs.swap_rig import DEVICE_PAGES, MODEL, REPLICA, STORE, Rig, mixed_layout

@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from cachesvc import __version__
-from cachesvc.memory.copy.host_budget import HostBudget
+from cachesvc.memory.host_budget import HostBudget
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
 from cachesvc.mover import records
-from cachesvc.mover.channel import Message, answer_all
 from cachesvc.mover.device import DeviceMover
 from cachesvc.mover.life import Life
 from cachesvc.mover.process import MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.ring import Part, Ring, Writer
-from cachesvc.mover.settings import ENDS_BYTES, Settings
+from cachesvc.mover.records import ENDS_BYTES, Message, Part, Ring, Settings, Writer, answer_all
 from cachesvc.swap.movers import RankEnd, RankJob
 
 SETTINGS = Settings("shm", "shm-0", 1 << 20, timeline_words=64)

@@ -19,15 +19,13 @@ import pytest
 
 from cachesvc import __version__
 from cachesvc.config import Config
-from cachesvc.memory.copy.host_budget import HostBudget
-from cachesvc.memory.cuda.backend import CudaBackend
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.host_budget import HostBudget
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.mover.channel import Channel, MoverGone
 from cachesvc.mover.process import found
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.ring import Ring, Writer
+from cachesvc.mover.records import ENDS_BYTES, JOBS_BYTES, Channel, MoverGone, Ring, Settings, Writer
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.mover.settings import ENDS_BYTES, JOBS_BYTES, Settings
 from cachesvc.swap.engine import SwapEngine
 from tests.contracts.host_gpu import HostGpu
 from tests.e2e.rig import wait_until

@@ -14,14 +14,14 @@ from dataclasses import asdict
 import pytest
 
 from cachesvc import __version__
-from cachesvc.memory.copy.host_budget import Neighbours
-from cachesvc.memory.cuda.backend import CudaBackend
-from cachesvc.memory.mapped import map_memfd, sealed_memfd
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.extents import map_memfd, sealed_memfd
+from cachesvc.memory.host_budget import Neighbours
 from cachesvc.model.transfer import CopiesHang, PagePairs, Transfer
 from cachesvc.mover.process import MoverProcess
 from cachesvc.mover.processes import MoverProcesses
+from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.mover.settings import Settings
 from cachesvc.swap.costs import costs_of
 from cachesvc.swap.engine import SwapEngine
 from gpu_ops.calibration import LinkFigures
@@ -187,7 +187,7 @@ def test_a_gpu_whose_copies_do_not_end_gives_way_to_a_new_mover(
         free = rig.engine.free_slots(MODEL, REPLICA)
         rig.move(LOAD, (0, [1], [1]))
         assert hung.hung.acquire()
-        monkeypatch.setattr("cachesvc.memory.copy.watchdog.PATIENCE_S", 0.0)
+        monkeypatch.setattr("cachesvc.memory.copy_thread.PATIENCE_S", 0.0)
         rig.backend.probe()
         rig.settle()
         monkeypatch.undo()
@@ -209,7 +209,7 @@ def test_a_mover_that_does_not_answer_nor_die_is_waited_for_by_nobody(
     is_child: bool, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread in a driver's call keeps a killed process, and so its end of the connection."""
-    monkeypatch.setattr("cachesvc.memory.cuda.backend.ANSWER_S", 3600.0)
+    monkeypatch.setattr("cachesvc.memory.cuda.ANSWER_S", 3600.0)
     hung, fresh = HostGpu(), HostGpu()
     with on_gpus(hung, fresh, process=Unkillable(is_child), probe_seconds=0.05) as rig:
         hung.hangs = {"wait", "free_bytes"}

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from cachesvc import __version__
-from cachesvc.memory.copy.copy_thread import CopyThread
-from cachesvc.memory.copy.host_budget import Neighbours
-from cachesvc.memory.copy.peer_check import STAMP_BYTES
+from cachesvc.memory.copy_thread import CopyThread
+from cachesvc.memory.extents import map_memfd
+from cachesvc.memory.host_budget import Neighbours
 from cachesvc.memory.interface import CopyJob, CopyStep, Handle
-from cachesvc.memory.mapped import map_memfd
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.memcpy import STAMP_BYTES
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import Unavailable
 from cachesvc.mover.process import Begin, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
+from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.mover.settings import Settings
 from tests.unit.mover.mover_rig import Heard, heard_from
 
 SOURCE, TARGET, OTHER = "shm-0", "shm-1", "shm-2"
@@ -247,7 +247,7 @@ def test_a_device_without_a_mover_is_not_reached_from_and_reaches_none(make: Cal
 def test_a_pull_that_hangs_refuses_the_ways_into_its_device_and_holds_up_no_slab(
     make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachesvc.memory.copy.peer_check.LOOKS", 2)
+    monkeypatch.setattr("cachesvc.memory.memcpy.LOOKS", 2)
     pair = make(HungTarget, others=(OTHER,))
     assert not pair.share()
     why = pair.movers.refused_peers()[SOURCE, TARGET]

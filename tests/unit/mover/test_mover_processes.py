@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 from cachesvc import __version__
-from cachesvc.memory.mapped import map_memfd, sealed_memfd
+from cachesvc.memory.extents import map_memfd, sealed_memfd
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.mover import peers
 from cachesvc.mover.life import Life
 from cachesvc.mover.process import MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.settings import Settings
+from cachesvc.mover.records import Settings
 from tests.e2e.rig import wait_until
 from tests.unit.mover.mover_rig import Heard
 from tests.unit.rigs.swap_rig import (

@@ -7,15 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cachesvc.memory.copy.memcpy import CopyOutOfBounds
 from cachesvc.memory.extents import Extent, ExtentTable
+from cachesvc.memory.memcpy import CopyOutOfBounds
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, Unavailable
 from cachesvc.model.geometry import device_geometry, host_geometry
 from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
 from cachesvc.mover import records
-from cachesvc.mover.channel import MoverFault
-from cachesvc.mover.records import KEPT_TABLES, Listener, Teller
-from cachesvc.mover.ring import Part
+from cachesvc.mover.records import KEPT_TABLES, Listener, MoverFault, Part, Teller
 from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.movers import RankEnd, RankJob
 from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool, plan

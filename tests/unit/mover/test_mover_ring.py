@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.model.futex import Words, store
-from cachesvc.mover.ring import HEAD_BYTES, READ, WRITTEN, Reader, Ring, Writer
+from cachesvc.mover.records import HEAD_BYTES, READ, WRITTEN, Reader, Ring, Writer
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_record_that_wakes_no_reader_comes_with_the_next_one_or_by_itself_and_
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, reader, woken = Writer(ring), Reader(ring), list[int]()
-    monkeypatch.setattr("cachesvc.mover.ring.store_and_wake", lambda *stored: woken.append(stored[1]))
+    monkeypatch.setattr("cachesvc.mover.records.store_and_wake", lambda *stored: woken.append(stored[1]))
     writer.put([b"began"], wakes=False)
     assert woken == []
     monkeypatch.undo()
@@ -141,12 +141,12 @@ def test_a_record_that_wakes_takes_its_wake_along_where_one_that_does_not_finds_
         woken.append(index)
         store(words, index, value)
 
-    monkeypatch.setattr("cachesvc.mover.ring.LOOK_S", 3600.0)  # the thread that waits for room sleeps
+    monkeypatch.setattr("cachesvc.mover.records.LOOK_S", 3600.0)  # the thread that waits for room sleeps
     contents = [bytes([number]) * 900 for number in range(5)]
     for content in contents:  # the last one finds no room
         writer.put([content])
     found = reader.take()
-    monkeypatch.setattr("cachesvc.mover.ring.store_and_wake", note)
+    monkeypatch.setattr("cachesvc.mover.records.store_and_wake", note)
     store(ring.words, READ, ring.mark(WRITTEN))
     writer.put([b"began"], wakes=False)
     assert WRITTEN in woken

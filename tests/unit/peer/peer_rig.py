@@ -12,10 +12,9 @@ from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.peer import wire
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.desk import Lent, LentObject, LoanDesk
-from cachesvc.peer.fleet.control import Answered, Borrowed, Done, Loan
-from cachesvc.peer.fleet.digest import DigestNews
-from cachesvc.peer.lender import Lender
+from cachesvc.peer.digest import DigestNews
+from cachesvc.peer.fleet import Answered, Borrowed, Done, Loan
+from cachesvc.peer.lender import Lender, Lent, LentObject, LoanDesk
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import CAME, ObjectName, Outcome, Part, Scope, key_at
 from tests.contracts.storage_rig import PAGE_BYTES, content_of

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from cachesvc.model.errors import PermissionDenied
-from cachesvc.peer.fleet.control import Answered, Loan
-from cachesvc.peer.fleet.health import Peer
-from cachesvc.peer.loans import HeldLoans
+from cachesvc.peer.fleet import Answered, Loan, Peer
+from cachesvc.peer.lender import HeldLoans
 from cachesvc.storage.seam import Part, Scope
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.asking import MOST_ASKED, candidates, may_have
-from cachesvc.peer.fleet.digest import MOST_BITS, MOST_FLIPS, CountedDigest, DigestNews, PeerDigest, bits_for, words_of
-from cachesvc.peer.fleet.health import Peer
+from cachesvc.peer.borrower import MOST_ASKED, candidates, may_have
+from cachesvc.peer.digest import MOST_BITS, MOST_FLIPS, CountedDigest, DigestNews, PeerDigest, bits_for, words_of
+from cachesvc.peer.fleet import Peer
 from tests.unit.peer.peer_rig import NearControl
 
 EPOCH = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cachesvc.model.errors import InvalidRequest, PermissionDenied
-from cachesvc.peer.fleet.guests import MOST_GUESTS, Guests, parse_networks
+from cachesvc.peer.fleet import MOST_GUESTS, Guests, parse_networks
 from tests.unit.peer.peer_rig import LendingNode, NearControl
 
 

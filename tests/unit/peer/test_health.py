@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from cachesvc.peer.desk import LoanDesk
-from cachesvc.peer.fleet.health import (
+from cachesvc.peer.fleet import (
     ABSENT_SECONDS,
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
     Peer,
 )
+from cachesvc.peer.lender import LoanDesk
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl
 

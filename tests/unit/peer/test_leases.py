@@ -8,8 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from cachesvc.peer import wire
-from cachesvc.peer.desk import LentObject
-from cachesvc.peer.loans import STREAM_BYTES
+from cachesvc.peer.lender import STREAM_BYTES, LentObject
 from cachesvc.peer.reading import PART, SHARED
 from cachesvc.storage.seam import ObjectName, Outcome
 from tests.contracts.storage_rig import name_of

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cachesvc.model.text.addresses import Address
-from cachesvc.peer.fleet.health import Peer
-from cachesvc.peer.fleet.names import MOST_PEERS, PeerNames, resolve_name
+from cachesvc.model.text import Address
+from cachesvc.peer.fleet import MOST_PEERS, Peer, PeerNames, resolve_name
 from tests.unit.peer.peer_rig import LendingNode, NearControl
 
 NAME = Address("cachesvc.example", 7100)

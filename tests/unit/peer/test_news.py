@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.peer.fleet.digest import LEAST_BITS, DigestNews
-from cachesvc.peer.fleet.health import Peer
-from cachesvc.peer.fleet.news import PATIENCE_SECONDS, NewsReader
+from cachesvc.peer.digest import LEAST_BITS, DigestNews
+from cachesvc.peer.fleet import PATIENCE_SECONDS, NewsReader, Peer
 from tests.unit.peer.peer_rig import LendingNode, NearControl
 
 ALL_BITS = bytes(LEAST_BITS // 8)

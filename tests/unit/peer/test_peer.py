@@ -13,9 +13,8 @@ import pytest
 
 from cachesvc.peer import wire
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.desk import LentObject
-from cachesvc.peer.fleet.control import Done, Loan
-from cachesvc.peer.loans import UNUSED_SECONDS
+from cachesvc.peer.fleet import Done, Loan
+from cachesvc.peer.lender import UNUSED_SECONDS, LentObject
 from cachesvc.storage.seam import Outcome, Part
 from tests.contracts.storage_rig import PAGE_BYTES, SCOPE, name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, Reader, answers, greet

@@ -11,9 +11,9 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from cachesvc.peer import wire
-from cachesvc.peer.fleet.control import Loan
+from cachesvc.peer.fleet import Loan
 from cachesvc.peer.reading import LoanStream
-from cachesvc.storage.header import HEADER_BYTES
+from cachesvc.storage.objects import HEADER_BYTES
 from cachesvc.storage.seam import Item
 from tests.contracts.storage_rig import name_of
 

@@ -10,9 +10,8 @@ from contextlib import ExitStack
 import pytest
 
 from cachesvc.peer import wire
-from cachesvc.peer.fleet.control import Borrowed, Loan
-from cachesvc.peer.lender import MOST_STREAMS_OF_ONE, MOST_WAITING_OF_ONE
-from cachesvc.peer.loans import STREAM_BYTES
+from cachesvc.peer.fleet import Borrowed, Loan
+from cachesvc.peer.lender import MOST_STREAMS_OF_ONE, MOST_WAITING_OF_ONE, STREAM_BYTES
 from cachesvc.storage.seam import Outcome, Part, Scope
 from tests.contracts.storage_rig import name_of
 from tests.unit.peer.peer_rig import LendingNode, NearControl, Pulling, answers, greet

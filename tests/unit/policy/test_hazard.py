@@ -8,24 +8,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.turns import Turns, tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.transfer.apply_evictions import set_eviction
-from cachesvc.ledger.index.block_index import ROWS_A_TURN
-from cachesvc.ledger.order.class_queues import QueuedLeaves
-from cachesvc.model.answers import Wait
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import Turns, resolve, tidy
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.transfers import set_eviction
+from cachesvc.ledger.block_index import ROWS_A_TURN
+from cachesvc.ledger.candidates import QueuedLeaves
+from cachesvc.model.answers import Ended, Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.requests import Ended
-from cachesvc.policy.hazard.history import REMEMBERED, SEGMENTS_LOOKED, History
-from cachesvc.policy.hazard.rates import Open, Rates
-from cachesvc.policy.hazard.segments import LANDMARKS
-from cachesvc.policy.hazard.uses import HostUses
-from cachesvc.policy.shadow import ShadowLru
+from cachesvc.policy.eviction import ShadowLru
+from cachesvc.policy.hazard import LANDMARKS, REMEMBERED, SEGMENTS_LOOKED, History, HostUses
+from cachesvc.policy.hazard_rates import Open, Rates
 from tests.hazard_oracle import Oracle, Prompt
 from tests.long_cases import long
 from tests.unit.rigs.ledger_rig import chain, one_group, prefill, rig_of

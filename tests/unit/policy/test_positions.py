@@ -6,10 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from cachesvc.policy.hazard.ages import BINS
-from cachesvc.policy.hazard.lessons import FIRST_FIT
-from cachesvc.policy.positions.positions import REMEMBERED, PositionKind, Positions
-from cachesvc.policy.positions.worth import branch_worth, copy_worth, fallback
+from cachesvc.policy.hazard_rates import BINS, FIRST_FIT
+from cachesvc.policy.positions import REMEMBERED, PositionKind, Positions, branch_worth, copy_worth, fallback
 
 DEPTH = 30
 

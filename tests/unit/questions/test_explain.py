@@ -6,11 +6,11 @@ from functools import partial
 
 from kvcache.v1 import lease_pb2
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.leases.leases import close_lease
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import resolve
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
 from cachesvc.model.answers import Matched
 from cachesvc.questions.explanation import Explanation, explain
 from cachesvc.questions.view import EVERYTHING, View

@@ -13,25 +13,33 @@ import pytest
 from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2, lease_pb2
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.leases import process_gone
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import resolve
+from cachesvc.flows.leases import process_gone
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import Tier
-from cachesvc.questions.audit.verify import verify
+from cachesvc.questions.audit import verify
 from cachesvc.questions.dump import dump
 from cachesvc.questions.explanation import explain
-from cachesvc.questions.listing import models, sequences, tickets
-from cachesvc.questions.query import TreeLine, blocks, tree
+from cachesvc.questions.query import TreeLine, blocks, models, sequences, tickets, tree
 from cachesvc.questions.status import SEQUENCES_A_STEP, lease_lines, status
-from cachesvc.questions.steps import LINES_A_STEP, Question, answer_at_once, in_steps
-from cachesvc.questions.view import EVERYTHING, SHOWN_LETTERS, Listed, Sight, View
-from cachesvc.service.admin.index_messages import tree_to_proto
-from cachesvc.service.admin.operations import EVICTED_AT_ONCE, Administration
+from cachesvc.questions.view import (
+    EVERYTHING,
+    LINES_A_STEP,
+    SHOWN_LETTERS,
+    Listed,
+    Question,
+    Sight,
+    View,
+    answer_at_once,
+    in_steps,
+)
+from cachesvc.service.admin.admin_service import EVICTED_AT_ONCE, Administration
+from cachesvc.service.admin.messages import tree_to_proto
 from cachesvc.service.host.device_health import DeviceHealth
 from tests.fuzz.target import Target, list_rpcs, running_target
 from tests.fuzz.workload import DEVICE_PAGES, registers

@@ -7,25 +7,23 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.swap import swap_out
-from cachesvc.flows.models.registration import evict_model
-from cachesvc.ledger.holds import Prefetch
-from cachesvc.ledger.index.block_ledger import Hit
-from cachesvc.ledger.index.pins import WindowPins
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.flows.allocate import allocate, swap_out
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.registration import evict_model
+from cachesvc.ledger.block_ledger import Hit
+from cachesvc.ledger.pins import WindowPins
+from cachesvc.ledger.sequences import Prefetch
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
 from cachesvc.questions import dump
-from cachesvc.questions.audit.verify import verify_at_once
+from cachesvc.questions.audit import verify_at_once
 from cachesvc.questions.dump import columns_of
 from cachesvc.questions.query import Ranking, Tree, block_lines, one_key, tree_lines
-from cachesvc.questions.steps import Question, answer_at_once
-from cachesvc.questions.view import EVERYTHING, View
+from cachesvc.questions.view import EVERYTHING, Question, View, answer_at_once
 from tests.conservation import audit
 from tests.unit.rigs.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
 

@@ -24,7 +24,7 @@ from kvcache.v1 import (
     lease_pb2_grpc,
 )
 
-from cachesvc.memory.mapped import map_memfd, sealed_memfd
+from cachesvc.memory.extents import map_memfd, sealed_memfd
 from cachesvc.memory.timeline import MappedSheet
 from cachesvc.model.errors import ErrorCode
 from cachesvc.model.geometry import device_geometry

@@ -11,12 +11,10 @@ from kvcache.v1 import cache_pb2, common_pb2
 from cachesvc.service.access.admission import Admission, CallerKey
 from cachesvc.service.access.auth import EVERYONE, Caller
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.calls.dispatcher import Dispatcher, Operation
-from cachesvc.service.calls.observe import CallWatch
+from cachesvc.service.calls.dispatcher import CallWatch, Dispatcher, Operation
 from cachesvc.service.loop.node import Node
-from cachesvc.service.rpc.cache_service import CacheService
 from cachesvc.service.rpc.edge import Edge
-from cachesvc.service.rpc.lease_service import LeaseService
+from cachesvc.service.rpc.services import CacheService, LeaseService
 from cachesvc.wire.convert import pack_numbers, pack_pages
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 

@@ -12,7 +12,7 @@ from kvcache.v1.cache_pb2 import MatchRequest, MatchResponse, OperationError
 from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
 from cachesvc.service.access.auth import Doorkeeper
-from cachesvc.service.lane.lanes import Lanes
+from cachesvc.service.lane import Lanes
 from cachesvc.wire.lane import CANCEL, ERROR, HELLO, METHODS, PING, VERSION, Frame, FrameReader, encode
 from tests.unit.rigs.dispatch_rig import Desk
 from tests.unit.rigs.ledger_rig import chain

@@ -9,20 +9,18 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.core import Core
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.leases import open_lease, process_arrived
-from cachesvc.flows.models.registration import RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
-from cachesvc.flows.transfer.transfers import land
-from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import Core, resolve, tidy
+from cachesvc.flows.leases import open_lease, process_arrived
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.registration import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.transfers import land
 from cachesvc.ledger.ledger import Ledger, Model
-from cachesvc.memory.host.free_ranges import ByteRange, FreeRanges, columns_of
+from cachesvc.ledger.tier_copies import Place
+from cachesvc.memory.host_pool import ByteRange, FreeRanges, columns_of
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import NotFound, Unavailable
 from cachesvc.model.geometry import device_bytes
@@ -30,10 +28,9 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
 from cachesvc.model.words import Run, WritePolicy
-from cachesvc.policy.eviction import eviction_policy
-from cachesvc.policy.writing import WriteRule
-from cachesvc.questions.audit.verify import verify_at_once
-from cachesvc.swap.headroom import Headroom, PoolSizes
+from cachesvc.policy.eviction import WriteRule, eviction_policy
+from cachesvc.questions.audit import verify_at_once
+from cachesvc.swap.movers import Headroom, PoolSizes
 from tests.conservation import audit
 
 Answer = TypeVar("Answer")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.flows.match import match
+from cachesvc.flows.replicas import Sharing
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from cachesvc.flows.models.pinning import expire_pins, pin
-from cachesvc.ledger.index.operator_pins import keepable
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.flows.pinning import expire_pins, pin
+from cachesvc.ledger.pins import keepable
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import Conflict, NotFound, QuotaExceeded
 from cachesvc.model.keys import KEY_BYTES
 from tests.unit.rigs.ledger_rig import Rig, chain

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import Publishing, publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import Publishing, publish
+from cachesvc.flows.recycle import recycle, release
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.keys import KEY_BYTES

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from cachesvc.flows.context.core import Fetched, FetchedObject, FetchRequest, KeepRequest, StoredUse
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.storage.fetch import fetched
-from cachesvc.flows.storage.write import begin_soon, kept
-from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.flows.core import Fetched, FetchedObject, FetchRequest, KeepRequest, StoredUse, tidy
+from cachesvc.flows.fetch import fetched
+from cachesvc.flows.match import match
+from cachesvc.flows.replicas import Sharing
+from cachesvc.flows.storage_writes import begin_soon, kept
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.keys import KEY_BYTES

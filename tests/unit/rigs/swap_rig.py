@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from cachesvc import __version__
-from cachesvc.memory.extents import Extent, ExtentTable
+from cachesvc.memory.extents import Extent, ExtentTable, map_memfd, sealed_memfd
 from cachesvc.memory.interface import DeviceMemory
-from cachesvc.memory.mapped import map_memfd, sealed_memfd
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.mover.processes import MoverProcesses
-from cachesvc.mover.settings import Settings
+from cachesvc.mover.records import Settings
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers, Movers
 from tests.sim.stepped_backend import SteppedBackend

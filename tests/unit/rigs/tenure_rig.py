@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from cachesvc_client import CacheClient, Lease, Retries, Timeouts
 from cachesvc_client.layouts.families import opaque
-from cachesvc_client.records.tenure import Tenure
+from cachesvc_client.records.lease_record import Tenure
 
 from tests.e2e.rig import wait_until
 from tests.unit.rigs.client_rig import FakeDaemon

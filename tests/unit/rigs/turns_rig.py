@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cachesvc.flows.context.turns import Turns
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import Turns
+from cachesvc.flows.match import match
 from tests.unit.rigs.ledger_rig import Rig, one_group, rig_of, serve
 
 SMALL = Turns(evicted=2, landed=2, drained=2, holds=2, pages=2, sealed=2)

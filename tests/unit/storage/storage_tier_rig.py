@@ -11,9 +11,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import Outcome
 from cachesvc.storage.spec import TierOptions
-from cachesvc.storage.tier.coming import News
-from cachesvc.storage.tier.courier import Carrier
-from cachesvc.storage.tier.tier import Tier
+from cachesvc.storage.tier import Carrier, News, Tier
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
 from tests.unit.rigs.ledger_rig import chain, one_group

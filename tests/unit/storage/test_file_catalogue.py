@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from cachesvc.policy.eviction import EVICTION_POLICIES
-from cachesvc.storage.file.blocks.catalogue import Catalogue, Entry
+from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.seam import ObjectName, Part, Rank, Use, oldest_first
 from tests.contracts.storage_rig import OTHER, SCOPE, name_of
 

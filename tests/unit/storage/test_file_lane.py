@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.storage.file.lane import UnderWay
+from cachesvc.storage.file.engine import UnderWay
 from cachesvc.storage.seam import Scope
 
 SCOPE, OTHER = Scope(b"n" * 32, b"l" * 8), Scope(b"o" * 32, b"l" * 8)

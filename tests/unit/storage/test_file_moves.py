@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.storage.file.direct import ALIGN_BYTES, Mover
+from cachesvc.storage.file.disk import ALIGN_BYTES, Mover
 
 
 @pytest.mark.parametrize("sizes", [(3 * ALIGN_BYTES, ALIGN_BYTES), (5000, 3000, 100)], ids=["as they lie", "copied"])

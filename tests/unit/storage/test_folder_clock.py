@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.storage.file.clock import MOST_DOWN_MS, FolderClock, Moments
+from cachesvc.storage.file.disk import MOST_DOWN_MS, FolderClock, Moments
 
 DAY = 86_400_000
 

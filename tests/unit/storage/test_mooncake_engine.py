@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cachesvc.storage.header import HEADER_BYTES
 from cachesvc.storage.mooncake import native
 from cachesvc.storage.mooncake.engine import MooncakeStorage
-from cachesvc.storage.mooncake.options import MooncakeOptions
+from cachesvc.storage.mooncake.native import MooncakeOptions
+from cachesvc.storage.objects import HEADER_BYTES
 from cachesvc.storage.seam import Item, Outcome
 from tests.contracts.storage_rig import PAGE_BYTES, name_of
 

@@ -11,15 +11,23 @@ import pytest
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.storage.s3 import client
-from cachesvc.storage.s3.credentials import file_credentials
-from cachesvc.storage.s3.known import MOST_KNOWN, Fact, KnownObjects
-from cachesvc.storage.s3.names import label_path, object_of, scope_of_label
-from cachesvc.storage.s3.options import s3_options
-from cachesvc.storage.s3.pieces import Gather, ranges, scatter
-from cachesvc.storage.s3.search import WIDTH, Answer, Search
-from cachesvc.storage.seam import WHOLE, ObjectName, Outcome, Part, Scope
+from cachesvc.storage.s3.client import file_credentials, s3_options
+from cachesvc.storage.s3.engine import (
+    MOST_KNOWN,
+    WIDTH,
+    Answer,
+    Fact,
+    Gather,
+    KnownObjects,
+    Search,
+    label_path,
+    object_of,
+    ranges,
+    scatter,
+    scope_of_label,
+)
+from cachesvc.storage.seam import NOTE_SECONDS, WHOLE, ObjectName, Outcome, Part, Scope, Troubles
 from cachesvc.storage.spec import parse_storage
-from cachesvc.storage.troubles import NOTE_SECONDS, Troubles
 from tests.e2e.remote import ROOT
 
 SCOPE = Scope(b"n" * 32, b"l" * 8)

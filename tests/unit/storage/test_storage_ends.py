@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from cachesvc.storage.heads import Heads
-from cachesvc.storage.mooncake.questions import Questions
+from cachesvc.storage.mooncake.engine import Questions
+from cachesvc.storage.objects import Heads
 from cachesvc.storage.seam import Each, Found, Item, ObjectName, Outcome
 from cachesvc.storage.spec import TierOptions
-from cachesvc.storage.tier.courier import Courier, StorageTask, run_task
+from cachesvc.storage.tier import Courier, StorageTask, run_task
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
 from tests.unit.rigs.ledger_rig import chain

@@ -7,14 +7,20 @@ import pytest
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
-from cachesvc.storage.seam import WHOLE, Caps, ObjectName, Outcome, Use
-from cachesvc.storage.shapes import SMALL_PAGE_BYTES, shapes_of
+from cachesvc.storage.seam import SMALL_PAGE_BYTES, WHOLE, Caps, ObjectName, Outcome, Use, shapes_of
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier.breaker import LAST_OUTCOMES, LONGEST_PAUSE_SECONDS, Breaker, State
-from cachesvc.storage.tier.budget import WriteBudget
-from cachesvc.storage.tier.canary import SCOPE as CANARY
-from cachesvc.storage.tier.presence import StateLog
-from cachesvc.storage.tier.tier import BAD, TRY_ANYWAY, Tier
+from cachesvc.storage.tier import (
+    BAD,
+    LAST_OUTCOMES,
+    LONGEST_PAUSE_SECONDS,
+    TRY_ANYWAY,
+    Breaker,
+    State,
+    StateLog,
+    Tier,
+    WriteBudget,
+)
+from cachesvc.storage.tier import SCOPE as CANARY
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
 from tests.unit.rigs.ledger_rig import chain, one_group, windowed

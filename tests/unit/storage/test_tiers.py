@@ -11,10 +11,8 @@ import pytest
 from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import Caps, Outcome, Use
 from cachesvc.storage.spec import TierOptions, WriteWhen
-from cachesvc.storage.tier.breaker import State
-from cachesvc.storage.tier.coming import News
-from cachesvc.storage.tier.tier import Tier
-from cachesvc.storage.tier.tiers import Tiers
+from cachesvc.storage.tier import News, State, Tier
+from cachesvc.storage.tiers import Tiers
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxCarrier
 from tests.unit.rigs.ledger_rig import chain, one_group

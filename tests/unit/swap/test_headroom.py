@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.memory.host.free_ranges import ALIGN_BYTES, FreeRanges, columns_of
+from cachesvc.memory.host_pool import ALIGN_BYTES, FreeRanges, columns_of
 from cachesvc.model.geometry import device_bytes, host_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.swap.headroom import SHARE_PRECISION, Headroom, PoolSizes
+from cachesvc.swap.movers import SHARE_PRECISION, Headroom, PoolSizes
 
 WIDTHS = st.integers(1, 5000)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cachesvc_client.layouts.families import gqa, gqa_windowed
 
-from cachesvc.memory.copy.arbiter import SLICE_BYTES
+from cachesvc.memory.arbiter import SLICE_BYTES
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.transfer import Direction
 from cachesvc.swap.costs import LinkCosts

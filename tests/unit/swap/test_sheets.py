@@ -8,16 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachesvc.memory.cuda.backend import CudaBackend
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.memory.timeline import HostTimeline, MappedSheet
 from cachesvc.model.errors import LedgerBroken, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.futex import Words, words_of
 from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import InProcessMovers
-from cachesvc.swap.slots import SlotPool
+from cachesvc.swap.movers import InProcessMovers, SlotPool
 from tests.contracts.host_gpu import HostGpu
 from tests.contracts.test_backend import open_descriptors
 from tests.unit.rigs.swap_rig import LOAD, MODEL, REPLICA, Rig, attach_replica, mixed_layout, rig_of

@@ -17,8 +17,7 @@ from cachesvc.model.geometry import device_geometry
 from cachesvc.model.transfer import PagePairs, Transfer, has_reached
 from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.engine import SwapEngine
-from cachesvc.swap.movers import InProcessMovers
-from cachesvc.swap.slots import SlotPool
+from cachesvc.swap.movers import InProcessMovers, SlotPool
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.rigs.swap_rig import (
     DEVICE_PAGES,

@@ -15,21 +15,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.flows.context.core import Core
-from cachesvc.flows.models.registration import Registered, RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.core import Core
+from cachesvc.flows.registration import Registered, RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.ledger.ledger import Ledger
-from cachesvc.memory.cuda.backend import CudaBackend
-from cachesvc.memory.host.pool import HostPool
+from cachesvc.memory.cuda import CudaBackend
+from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.interface import Backend
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import NotFound, PoolExhausted, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, PagePairs, Transfer
 from cachesvc.model.words import Run, WritePolicy
-from cachesvc.policy.eviction import eviction_policy
-from cachesvc.policy.writing import WriteRule
+from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.swap import vault
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.telemetry import events
-from cachesvc.telemetry.line_writer import PIPE_BYTES, LineWriter
+from cachesvc.telemetry.events import PIPE_BYTES, LineWriter
 
 
 @pytest.fixture

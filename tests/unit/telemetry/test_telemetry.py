@@ -20,11 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.numbers.histogram import Histogram
+from cachesvc.model.numbers import Histogram
 from cachesvc.telemetry.catalogue import CATALOGUE
-from cachesvc.telemetry.metric_reader import LABEL_CHARACTERS, MetricReader, Reading, label_text
 from cachesvc.telemetry.otlp import metrics_data
-from cachesvc.telemetry.prometheus import families
+from cachesvc.telemetry.scrape_server import LABEL_CHARACTERS, MetricReader, Reading, families, label_text
 from cachesvc.telemetry.tracing import Tracer
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.service.access.undecodable import readable, require_read
+from cachesvc.service.access.auth import readable, require_read
 from tests.fuzz.__main__ import load, messages_of, save, table
 from tests.fuzz.fuzzer import Findings, Fuzzer
 from tests.fuzz.messages import mutate

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cachesvc_ctl.lab.traces.synthetic_trace import SyntheticTraceSpec, write_synthetic_trace
-from cachesvc_ctl.lab.traces.trace import read_trace
+from cachesvc_lab.traces import SyntheticTraceSpec, read_trace, write_synthetic_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -19,12 +19,10 @@ from benchmarks.windows.capacity_plan import (
     pools_split,
     requests_of,
 )
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.swap import swap_in, swap_out
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import WritePolicy

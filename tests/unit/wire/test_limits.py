@@ -14,7 +14,7 @@ from kvcache.v1 import cache_pb2, common_pb2, peer_pb2
 from kvcache.v1.lane_pb2 import LaneHello
 
 from cachesvc.model.errors import LimitExceeded
-from cachesvc.wire.limits import CELLS, LIMITS, Where, check_fields
+from cachesvc.wire.parse import CELLS, LIMITS, Where, check_fields
 from tests.fuzz.target import Target, list_rpcs, running_target
 from tests.fuzz.workload import registers
 

@@ -6,9 +6,7 @@ import random
 
 import pytest
 from cachesvc_client import KEY_BYTES, BlockHasher, InvalidRequest, gqa_windowed
-from cachesvc_client.adapters.known_tokens import Adapter, KnownTokens
-from cachesvc_client.adapters.kv_event_form import CLEARED, Event, hash_of
-from cachesvc_client.adapters.kv_events import KvEventMapper
+from cachesvc_client.adapters.kv_events import CLEARED, Adapter, Event, KnownTokens, KvEventMapper, hash_of
 from cachesvc_client.records.event_batch import CopyLocation
 from hypothesis import given, settings
 from hypothesis import strategies as st

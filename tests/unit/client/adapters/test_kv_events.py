@@ -18,10 +18,15 @@ import msgspec
 import pytest
 import zmq
 from cachesvc_client import KEY_BYTES, EventsMissed, InvalidRequest, Layout, Plane, PlaneGroup, block_keys, opaque
-from cachesvc_client.adapters.bridge import KvEventBridge
-from cachesvc_client.adapters.known_tokens import KnownTokens
-from cachesvc_client.adapters.kv_event_form import FIELDS, Form, hash_of, wire_batch
-from cachesvc_client.adapters.kv_events import KvEventMapper
+from cachesvc_client.adapters.kv_events import (
+    FIELDS,
+    Form,
+    KnownTokens,
+    KvEventBridge,
+    KvEventMapper,
+    hash_of,
+    wire_batch,
+)
 from cachesvc_client.adapters.zmq_events import END, ZmqPublisher
 from cachesvc_client.records.event_batch import Batch, CopyLocation, Kind, Part, Run
 

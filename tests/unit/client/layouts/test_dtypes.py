@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cachesvc_client import gqa, gqa_windowed, mla
-from cachesvc_client.layouts.dtypes import dtype_name
+from cachesvc_client.layouts.families import dtype_name
 
 from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.layout import ITEM_BYTES

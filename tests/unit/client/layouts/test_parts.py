@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cachesvc_client.layouts.parts import Parts, part_group
+from cachesvc_client.layouts.families import Parts, part_group
 
-from cachesvc.ledger.index.windows import window_positions
+from cachesvc.ledger.retention import window_positions
 from cachesvc.model.errors import LayoutRejected
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cachesvc_client.layouts.config_keys import ConfigKeyMissing, ConfigRejected, ConfigValueRejected
-from cachesvc_client.layouts.hf_config import layout_of_config
+from cachesvc_client.layouts.hf_config import ConfigKeyMissing, ConfigRejected, ConfigValueRejected, layout_of_config
 
 from cachesvc.model.errors import LayoutRejected
 

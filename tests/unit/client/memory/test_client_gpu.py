@@ -23,18 +23,17 @@ from cachesvc_client import (
     LoadFailed,
     NotSupported,
 )
-from cachesvc_client.memory.cuda_device import CudaDevice
-from cachesvc_client.memory.device import DevicePlane
+from cachesvc_client.memory.cuda import CudaDevice
+from cachesvc_client.memory.device import DevicePlane, PlaneView
 from cachesvc_client.memory.mapping import open_device
-from cachesvc_client.memory.placement import PlaneView
 from cachesvc_client.memory.pool import AttachedPool
 
-from cachesvc.memory.mapped import map_memfd
+from cachesvc.memory.extents import map_memfd
 from cachesvc.model.answers import TicketView
 from cachesvc.model.futex import Words, wait_reached, words_of
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import TimelineSlot
-from gpu_ops.errors import CudaError
+from gpu_ops.driver import CudaError
 from tests.unit.rigs.client_gpu_rig import UUID, GpuRig
 from tests.unit.rigs.client_rig import PAGES, FakeDaemon
 

@@ -24,9 +24,8 @@ from cachesvc_client import (
     NotFound,
     NotSupported,
 )
-from cachesvc_client.memory.device import DevicePlane
+from cachesvc_client.memory.device import DevicePlane, PlaneView
 from cachesvc_client.memory.mapping import MappedMemory
-from cachesvc_client.memory.placement import PlaneView
 from cachesvc_client.memory.tensors import to_paddle, to_torch
 from cachesvc_client.wire.life import LifeConnection
 from kvcache.v1 import common_pb2

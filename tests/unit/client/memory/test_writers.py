@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from cachesvc_client import CacheClient
-from cachesvc_client.memory.writers import Writers
+from cachesvc_client.memory.pool import Writers
 
 from cachesvc.memory.timeline import MappedSheet
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

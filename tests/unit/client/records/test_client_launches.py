@@ -22,8 +22,7 @@ from cachesvc_client import (
 )
 from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.layouts.families import gqa_windowed, opaque
-from cachesvc_client.records.launches import GiveBacks, Launches
-from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.sequence_record import GiveBacks, Launches, SequenceRecord
 from cachesvc_client.records.steps import STEPS_UNDER_WAY
 from kvcache.v1 import cache_pb2
 

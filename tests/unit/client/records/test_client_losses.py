@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from cachesvc_client import LoadFailed, LoadOutcome
-from cachesvc_client.records.losses import lost_tokens
-from cachesvc_client.records.sequence_record import SequenceRecord
+from cachesvc_client.records.sequence_record import SequenceRecord, lost_tokens
 from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2
 

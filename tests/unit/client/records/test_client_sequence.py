@@ -19,10 +19,8 @@ from cachesvc_client.core.errors import (
     StockEmpty,
 )
 from cachesvc_client.layouts.families import gqa_windowed
-from cachesvc_client.records.entries import UntoldGrowth
-from cachesvc_client.records.sequence_record import SequenceRecord
-from cachesvc_client.records.stock import Stock
-from cachesvc_client.records.tables import BlockTable
+from cachesvc_client.records.entries import Stock, UntoldGrowth
+from cachesvc_client.records.sequence_record import BlockTable, SequenceRecord
 from cachesvc_client.records.views import SequenceView
 from cachesvc_client.wire.messages import parse_tickets
 from kvcache.v1 import cache_pb2, common_pb2

@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator
 import pytest
 from cachesvc_client import CacheClient, DaemonFault, InvalidRequest, Lease, StockEmpty, Timeouts
 from cachesvc_client.layouts.families import opaque
-from cachesvc_client.records.entries import GrowEntries, UntoldGrowth
+from cachesvc_client.records.entries import GrowEntries, Stock, UntoldGrowth
 from cachesvc_client.records.sequence_record import SequenceRecord
-from cachesvc_client.records.stock import Stock
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import GroupCells, Published

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cachesvc_client.core.errors import InvalidRequest, PoolExhausted, StockEmpty
 from cachesvc_client.layouts.families import gqa_windowed
-from cachesvc_client.records.stock import Stock, stock_targets
+from cachesvc_client.records.entries import Stock, stock_targets
 
 from cachesvc.model.answers import GroupCells
 

@@ -11,7 +11,7 @@ import pytest
 from cachesvc_client import DaemonUnavailable, DeadlineExceeded, Lease, LeaseLost, Timeouts
 from cachesvc_client.aio import AsyncCacheClient
 from cachesvc_client.core.errors import AlreadyClosed
-from cachesvc_client.records.tenure import Tenure
+from cachesvc_client.records.lease_record import Tenure
 
 from cachesvc.model.errors import ErrorCode
 from tests.unit.rigs.client_rig import FakeDaemon, break_way, hang_until, refuse

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.answers import Allocated, GroupCells, Wait
 from cachesvc.model.errors import NotOwned
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of

@@ -6,16 +6,14 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.models.admin import evict
-from cachesvc.flows.transfer.make_room import MOST_AWAITED
-from cachesvc.flows.transfer.pending_writes import MOST_WANTED, want
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import resolve, tidy
+from cachesvc.flows.make_room import MOST_AWAITED
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.pending_writes import MOST_WANTED, want
+from cachesvc.flows.pinning import evict
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.words import WritePolicy

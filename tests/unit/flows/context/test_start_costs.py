@@ -7,14 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.flows.context.turns import Turns
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.models.admin import evict
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.core import Turns
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.pinning import evict
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import recycle
 from cachesvc.model.answers import GroupCells, Wait
 from tests.unit.flows.context.test_turn_costs import bare
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.turns import Turns, tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import Publishing, publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.swap import swap_out
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.flows.transfer.transfers import land
+from cachesvc.flows.allocate import allocate, swap_out
+from cachesvc.flows.core import Turns, resolve, tidy
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import Publishing, publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
 from cachesvc.model.transfer import DONE, Failed
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.turns import Turns, tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import Publishing, publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.stock import refill_stock
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.leases.leases import close_lease, lose_silent, process_gone
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.core import Turns, resolve, tidy
+from cachesvc.flows.leases import close_lease, lose_silent, process_gone
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import Publishing, publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.stock import refill_stock
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, Matched, Published, Wait
 from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, PoolExhausted

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.context.turns import Turns
-from cachesvc.flows.engine.recycle import Recycling, recycle
-from cachesvc.flows.engine.release import release
+from cachesvc.flows.core import Turns
+from cachesvc.flows.recycle import Recycling, recycle, release
 from cachesvc.model.answers import Recycled, Wait
 from tests.unit.rigs.ledger_rig import prefill, rig_of, windowed
 from tests.unit.rigs.turns_rig import SMALL, own

@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import pytest
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import Blocked, Known, classify, publish, publish_many
-from cachesvc.flows.engine.swap import swap_out
-from cachesvc.model.answers import Published, Wait
-from cachesvc.model.columns import Publishes
+from cachesvc.flows.allocate import allocate, swap_out
+from cachesvc.flows.core import resolve
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import Blocked, Known, classify, publish, publish_many
+from cachesvc.model.answers import Published, Publishes, Wait
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, LoadFailed, NotFound, NotOwned
 from cachesvc.model.keys import KEY_BYTES
 from tests.unit.flows.engine.test_flows_refused import hosted

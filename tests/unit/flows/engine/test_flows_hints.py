@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.models.registration import RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.registration import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.hints import RequestHint, hinted, retention_of
+from cachesvc.policy.eviction import RequestHint, hinted, retention_of
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 
 BLOCKS = 8

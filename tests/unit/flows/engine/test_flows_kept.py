@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.models import admin
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
@@ -25,7 +23,7 @@ def test_what_stayed_on_the_device_is_not_evicted_to_make_room_for_the_rest() ->
     rig.settle()
     rig.run(swap_out, a, 1)
     rig.settle()
-    admin.evict(rig.core, 1, "device", 1)
+    pinning.evict(rig.core, 1, "device", 1)
     assert rig.device_keys() == {chain("a")}
     serve(rig, b, 1, "xyz")
     rig.settle()
@@ -47,7 +45,7 @@ def test_where_only_what_stayed_could_make_room_a_swap_in_is_refused() -> None:
     rig.settle()
     rig.run(swap_out, a, 1)
     rig.settle()
-    admin.evict(rig.core, 1, "device", 1)
+    pinning.evict(rig.core, 1, "device", 1)
     prefill(rig, b, 1, "xy")  # stays open: a alone could go
     with pytest.raises(PoolExhausted):
         rig.run(swap_in, a, 1)
@@ -107,7 +105,7 @@ def test_blocks_that_came_since_match_are_not_evicted_to_make_room_for_the_rest(
     a, b = rig.lease(), rig.lease("b")
     serve(rig, b, 9, "abcd")
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     assert rig.run(match, a, 1, chain(*"abcd"), 0).host_blocks == 4
     serve(rig, b, 1, "ab")
     serve(rig, b, 2, "xyz")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.context.core import Limits
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.flows.models import admin
+from cachesvc.flows import pinning
+from cachesvc.flows.core import Limits
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.match import match, prefetch
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.model.words import WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve
@@ -21,7 +20,7 @@ def hosted(*prompts: str) -> tuple[Rig, str]:
     for prompt in prompts:
         serve(rig, a, 1, prompt)
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     return rig, a
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish, publish_many
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.stock import extend, refill_stock
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.model.answers import GroupCells
-from cachesvc.model.columns import Publishes
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish, publish_many
+from cachesvc.flows.recycle import recycle, release
+from cachesvc.flows.stock import extend, refill_stock
+from cachesvc.model.answers import GroupCells, Publishes
 from cachesvc.model.errors import (
     Conflict,
     InvalidRequest,

@@ -6,15 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.flows.context.core import Limits
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.models import admin
-from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.core import Limits
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.replicas import Sharing
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import LimitExceeded, LoadFailed, PoolExhausted
 from cachesvc.model.words import PageState, WritePolicy
@@ -28,7 +26,7 @@ def hosted(prompt: str, *, device: int = 8, policy: WritePolicy = WritePolicy.WR
     a = rig.lease()
     serve(rig, a, 99, prompt)
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.mover.all.clear()
     return rig, a
 
@@ -68,7 +66,7 @@ def to_come_in() -> tuple[Rig, Callable[[], object]]:
     rig, out = to_go_out()
     out()
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     [lease] = rig.core.ledger.leases
     return rig, lambda: rig.once(swap_in, lease, 1)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.stock import extend, refill_stock
-from cachesvc.ledger.index.pins import Pin
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import recycle, release
+from cachesvc.flows.stock import extend, refill_stock
+from cachesvc.ledger.pins import Pin
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout

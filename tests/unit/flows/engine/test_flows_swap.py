@@ -6,15 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.flows.context.turns import TURN, Turns
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.leases.leases import close_lease, process_gone
-from cachesvc.flows.models import admin
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.core import TURN, Turns
+from cachesvc.flows.leases import close_lease, process_gone
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import Conflict, InvalidRequest, LeaseLost, NotFound, NotOwned, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
@@ -105,7 +103,7 @@ def test_pages_of_a_swap_in_that_failed_stay_their_sequences_until_it_is_heard_o
     rig, a = half_published(device=6)
     rig.run(swap_out, a, 1)
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     tables = rig.run(swap_in, a, 1).tables[0].pages
     [ticket] = rig.mover.transfers
     rig.land(ticket, "broken")
@@ -220,7 +218,7 @@ def test_a_swap_in_that_fails_while_its_sequence_is_ending_leaves_nothing_pinned
     rig, a = half_published()
     rig.run(swap_out, a, 1)
     rig.settle()
-    admin.evict(rig.core, rig.model.id, "device", 0)
+    pinning.evict(rig.core, rig.model.id, "device", 0)
     rig.run(swap_in, a, 1)
     [back] = rig.mover.transfers
     rig.core.turns = Turns(pages=1)

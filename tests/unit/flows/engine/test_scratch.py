@@ -6,16 +6,15 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import recycle, release
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
-from cachesvc.questions.audit.verify import verify_at_once
+from cachesvc.questions.audit import verify_at_once
 from cachesvc.wire.convert import layout_from_proto, layout_to_proto
 from tests.conservation import audit
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, Rig, chain, rig_of

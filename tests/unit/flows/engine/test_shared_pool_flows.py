@@ -6,22 +6,19 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import Publishing, publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.stock import extend, refill_stock
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.transfer.make_room import room_left
-from cachesvc.ledger.eviction.demand import PoolDemand, demand_of
-from cachesvc.ledger.eviction.idle_copies import drop_idle_copies, idle_copies
-from cachesvc.ledger.pages.shared_pool import NO_OWNER, GroupPool
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.make_room import room_left
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import Publishing, publish
+from cachesvc.flows.recycle import recycle, release
+from cachesvc.flows.stock import extend, refill_stock
+from cachesvc.ledger.planner import PoolDemand, demand_of, drop_idle_copies, idle_copies
+from cachesvc.ledger.shared_pool import NO_OWNER, GroupPool
 from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.errors import InvalidRequest, NotOwned, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE, PageState
-from cachesvc.questions.audit.verify import verify_at_once
+from cachesvc.questions.audit import verify_at_once
 from tests.conservation import audit
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain
 from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, begin, compute, copies, hit, sequence_of, serve

@@ -1,1 +1,1 @@
-"""Tests of ``cachesvc.flows.leases.leases``."""
+"""Tests of ``cachesvc.flows.leases``."""

@@ -5,14 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.stock import refill_stock
-from cachesvc.flows.engine.swap import swap_out
-from cachesvc.flows.leases.leases import (
+from cachesvc.flows.allocate import allocate, swap_out
+from cachesvc.flows.core import resolve, tidy
+from cachesvc.flows.leases import (
     MOST_MEMBERS,
     attach,
     close_lease,
@@ -23,8 +18,11 @@ from cachesvc.flows.leases.leases import (
     process_arrived,
     process_gone,
 )
-from cachesvc.flows.models.registration import RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.registration import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.stock import refill_stock
 from cachesvc.ledger.leases import LeaseState, first_id
 from cachesvc.model.errors import InvalidRequest, KeyReused, LeaseLost, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.leases.device_loss import empty_lost, lose_device
-from cachesvc.flows.models.registration import RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import tidy
+from cachesvc.flows.leases import empty_lost, lose_device
+from cachesvc.flows.match import match
+from cachesvc.flows.registration import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import LeaseLost, LoadFailed, NotFound, PoolExhausted

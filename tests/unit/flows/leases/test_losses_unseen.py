@@ -6,16 +6,16 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.leases.device_loss import empty_lost, lose_device
-from cachesvc.flows.models.registration import RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
-from cachesvc.flows.storage.lend import lend
-from cachesvc.flows.transfer.apply_evictions import carry_out
-from cachesvc.flows.transfer.pending_writes import want
-from cachesvc.ledger.lent import LentBlocks
-from cachesvc.ledger.pages.change_log import Cause, Kind
+from cachesvc.flows.core import tidy
+from cachesvc.flows.leases import empty_lost, lose_device
+from cachesvc.flows.lend import lend
+from cachesvc.flows.match import match
+from cachesvc.flows.pending_writes import want
+from cachesvc.flows.registration import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
+from cachesvc.flows.transfers import carry_out
+from cachesvc.ledger.change_log import Cause, Kind
+from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.words import WritePolicy

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.context.core import Limits
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.leases.leases import open_lease, process_arrived, process_gone
-from cachesvc.flows.models import admin
-from cachesvc.flows.models.registration import RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows import pinning
+from cachesvc.flows.core import Limits, tidy
+from cachesvc.flows.leases import open_lease, process_arrived, process_gone
+from cachesvc.flows.match import prefetch
+from cachesvc.flows.registration import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.ledger.leases import Lease
 from cachesvc.model.errors import LimitExceeded
-from cachesvc.model.numbers.sharing import most_of, share_of
+from cachesvc.model.numbers import most_of, share_of
 from cachesvc.model.words import WritePolicy
 from tests.unit.flows.models.test_flows_models import Desk
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve
@@ -37,7 +36,7 @@ def on_host(blocks: int) -> Rig:
     for number in range(blocks):
         serve(rig, lease, number + 1, [number])
     rig.settle()
-    admin.evict(rig.core, rig.model.id, "device", 0)
+    pinning.evict(rig.core, rig.model.id, "device", 0)
     return rig
 
 

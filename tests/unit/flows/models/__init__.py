@@ -1,1 +1,1 @@
-"""Tests of ``cachesvc.flows.models.registration``."""
+"""Tests of ``cachesvc.flows.registration``."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.flows.models.registration import register
+from cachesvc.flows.registration import register
 from cachesvc.model.errors import InvalidRequest
 from tests.unit.flows.models.test_flows_models import Desk, ask
 

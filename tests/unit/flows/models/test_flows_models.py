@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.flows.context.core import Core
-from cachesvc.flows.leases.leases import open_lease, process_arrived
-from cachesvc.flows.models.registration import (
+from cachesvc.flows.core import Core
+from cachesvc.flows.leases import open_lease, process_arrived
+from cachesvc.flows.registration import (
     Registered,
     RegisterRequest,
     Registration,
@@ -18,15 +18,13 @@ from cachesvc.flows.models.registration import (
     host_pages_arrived,
     register,
 )
-from cachesvc.flows.models.sizing import MAX_POOL_PAGES, STARVED, PoolRequest
-from cachesvc.flows.models.tenant_budget import Budget
+from cachesvc.flows.sizing import MAX_POOL_PAGES, STARVED, Budget, PoolRequest
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState, Run, WritePolicy
-from cachesvc.policy.eviction import eviction_policy
-from cachesvc.policy.writing import WriteRule
+from cachesvc.policy.eviction import WriteRule, eviction_policy
 from tests.conservation import audit
 from tests.unit.rigs.ledger_rig import CountedVault, RecordingMover, windowed
 

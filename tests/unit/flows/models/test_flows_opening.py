@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.context.core import Limits
-from cachesvc.flows.leases.leases import close_lease
+from cachesvc.flows.core import Limits
+from cachesvc.flows.leases import close_lease
 from cachesvc.model.errors import PoolExhausted
 from tests.unit.flows.models.test_flows_models import Desk
 

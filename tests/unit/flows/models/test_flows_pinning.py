@@ -7,17 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.swap import swap_out
-from cachesvc.flows.leases.device_loss import lose_device
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.flows.leases.teardown import lose
-from cachesvc.flows.models import admin
-from cachesvc.flows.models.idle import idle_models
-from cachesvc.flows.models.pinning import MOST_SECONDS, expire_pins, pin, unpin
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate, swap_out
+from cachesvc.flows.core import tidy
+from cachesvc.flows.leases import close_lease, lose, lose_device
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.pinning import MOST_SECONDS, expire_pins, pin, unpin
+from cachesvc.flows.sizing import idle_models
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import (
     Conflict,
@@ -33,8 +29,7 @@ from cachesvc.model.layout import Layout
 from cachesvc.model.words import WritePolicy
 from cachesvc.questions.explanation import explain
 from cachesvc.questions.status import status
-from cachesvc.questions.steps import answer_at_once
-from cachesvc.questions.view import EVERYTHING, View
+from cachesvc.questions.view import EVERYTHING, View, answer_at_once
 from tests.unit.rigs import shared_rig
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
@@ -78,7 +73,7 @@ def test_a_pinned_prefix_outlives_all_that_comes_after_it(layout: Layout) -> Non
     assert [expired.key for _, expired in expire_pins(rig.core, 59.9)] == []
     assert [expired.key for _, expired in expire_pins(rig.core, 60.0)] == [last("abcd")]
     close_lease(rig.core, lease, quiesced=True)
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     assert rig.device_keys() == set()
     rig.check()
 
@@ -97,10 +92,10 @@ def test_a_prefix_with_states_is_pinned_where_it_has_one() -> None:
 
 def test_what_lies_on_the_host_is_kept_there() -> None:
     rig = with_prompt(one_group(), 16, host=16, policy=WritePolicy.WRITE_THROUGH)
-    admin.evict(rig.core, 1, "device", 2)
+    pinning.evict(rig.core, 1, "device", 2)
     assert pinned(rig, "abcd") == ["replica 0", "host"]
-    admin.evict(rig.core, 1, "device", 0)
-    admin.evict(rig.core, 1, "host", 0)
+    pinning.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "host", 0)
     assert len(rig.device_keys()) == 2
     assert last("abcd") in rig.host_keys()
     assert hit_of(rig, rig.lease("b"), 2, "abcd") == 4
@@ -180,10 +175,10 @@ def serve_beyond_window(rig: Rig) -> None:
 def test_nothing_is_pinned_of_a_model_that_is_gone_or_out_of_service() -> None:
     """An operator was answered that a prefix stays, of a model that was evicted while its key was looked for."""
     rig = with_prompt(one_group(), 16)
-    admin.distrust(rig.model, "row 7 is not pinned")
+    pinning.distrust(rig.model, "row 7 is not pinned")
     with pytest.raises(Unavailable, match="out of service"):
         pinned(rig, "abcd")
-    admin.trust(rig.core, 1)
+    pinning.trust(rig.core, 1)
     model = rig.core.ledger.models.pop(1)
     with pytest.raises(NotFound, match="evicted for another one"):
         pin(rig.core, model, last("abcd"), 60.0, rig.now)
@@ -233,7 +228,7 @@ def test_a_prefetch_ends_no_pin() -> None:
     lease = next(iter(rig.core.ledger.leases))
     serve(rig, lease, 2, "mnopqrstuvwxy")
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.run(match, lease, 9, b"", 0)
     rig.run(allocate, lease, 9, 4)
     serve(rig, lease, 3, "1234")

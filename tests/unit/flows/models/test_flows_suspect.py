@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.leases import lose_silent, open_lease, process_gone
-from cachesvc.flows.models import admin
-from cachesvc.flows.models.registration import RegisterRequest, register
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import tidy
+from cachesvc.flows.leases import lose_silent, open_lease, process_gone
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.registration import RegisterRequest, register
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.model.errors import LedgerBroken, NotFound, Unavailable
 from tests.unit.rigs.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of
@@ -21,8 +21,8 @@ def test_nothing_is_served_of_a_model_out_of_service_until_it_is_trusted() -> No
     rig = rig_of(one_group(), device=(8,))
     a = rig.lease()
     prefill(rig, a, 1, "ab")
-    admin.distrust(rig.model, "row 7 is not pinned")
-    admin.distrust(rig.model, "and another thing")
+    pinning.distrust(rig.model, "row 7 is not pinned")
+    pinning.distrust(rig.model, "and another thing")
     says = r"model 1 is out of service until it is verified: row 7 is not pinned; go on without the cache"
     calls = ((match, a, 2, chain("a"), 0), (allocate, a, 1, 3), (publish, a, 1, 2, b"", 0), (release, a, 1))
     for flow, *arguments in calls:
@@ -32,10 +32,10 @@ def test_nothing_is_served_of_a_model_out_of_service_until_it_is_trusted() -> No
         open_lease(rig.core, 1, 0, "b", TOKEN + b"a", 0, 0.0)
     with pytest.raises(Unavailable, match=says):
         register(rig.core, rig.vault, RegisterRequest("m", one_group()), 0.0)
-    admin.trust(rig.core, 1)
+    pinning.trust(rig.core, 1)
     assert rig.run(match, a, 2, chain(*"ab"), 0).device_blocks == 2
     with pytest.raises(NotFound):
-        admin.trust(rig.core, 77)
+        pinning.trust(rig.core, 77)
 
 
 def broken(rig: Rig, lease: str) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from cachesvc.flows.context.core import Promise
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.leases import process_arrived
-from cachesvc.flows.storage import expected as flow
-from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.flows import expected as flow
+from cachesvc.flows.core import Promise
+from cachesvc.flows.leases import process_arrived
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import release
+from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import Expected, Matched, Wait
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.numbers.sharing import Party
+from cachesvc.model.numbers import Party
 from tests.unit.rigs.ledger_rig import TOKEN, chain
 from tests.unit.rigs.storage_flows_rig import StorageRig, storing
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.flows.models import admin
-from cachesvc.flows.models.registration import evict_model
-from cachesvc.flows.storage.presence import FORGOTTEN_A_TURN, forget, forget_all
-from cachesvc.flows.transfer.pending_writes import want
-from cachesvc.ledger.pages.change_log import Cause, Kind
+from cachesvc.flows import pinning
+from cachesvc.flows.core import tidy
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.pending_writes import want
+from cachesvc.flows.presence import FORGOTTEN_A_TURN, forget, forget_all
+from cachesvc.flows.registration import evict_model
+from cachesvc.ledger.change_log import Cause, Kind
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import WritePolicy
 from cachesvc.questions.explanation import explain
 from cachesvc.questions.follow import Feed
-from cachesvc.questions.steps import answer_at_once
-from cachesvc.questions.view import EVERYTHING, View
+from cachesvc.questions.view import EVERYTHING, View, answer_at_once
 from cachesvc.service.rpc.event_service import to_message
 from tests.unit.rigs.ledger_rig import one_group, rig_of, serve
 from tests.unit.rigs.storage_flows_rig import GONE, LENT, WHOLE, StorageRig, keys_of, packed, storing, waits
@@ -102,7 +101,7 @@ def test_what_is_asked_for_and_is_not_there_is_told_too() -> None:
     at.storage.there = set(packed("ab"))
     close_lease(at.rig.core, at.lease, quiesced=True)
     for tier in ("device", "host"):
-        admin.evict(at.rig.core, 1, tier, 0)
+        pinning.evict(at.rig.core, 1, tier, 0)
     assert not at.rig.host_keys()
     again = StorageRig(at.rig, at.storage, at.rig.lease("b", 0))
     feed = feed_of(at)
@@ -163,7 +162,7 @@ def test_why_knows_a_block_that_lies_in_storage_alone() -> None:
     assert said.endswith("; storage has it: written, or seen there, 0.0 s ago")
     close_lease(at.rig.core, at.lease, quiesced=True)
     for tier in ("device", "host"):
-        admin.evict(at.rig.core, 1, tier, 0)
+        pinning.evict(at.rig.core, 1, tier, 0)
     at.rig.now += 12.5
     [said] = why(at, packed("ab")[1])
     assert said.startswith("it is not here: 12.5 s ago an operator evicted it")

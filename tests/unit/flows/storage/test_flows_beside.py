@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.storage import expected as flow
+from cachesvc.flows import expected as flow
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import PageState
 from tests.unit.flows.storage.following import Following

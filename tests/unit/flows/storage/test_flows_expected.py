@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from cachesvc.flows.context.core import Promise
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.storage import expected as flow
-from cachesvc.ledger.index.block_ledger import BlockLedger
+from cachesvc.flows import expected as flow
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import Promise
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import release
+from cachesvc.ledger.block_ledger import BlockLedger
 from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.numbers.sharing import share_of
+from cachesvc.model.numbers import share_of
 from cachesvc.model.words import PageState
-from cachesvc.peer.fleet.health import Peer
+from cachesvc.peer.fleet import Peer
 from cachesvc.questions.explanation import EXPECTATIONS
 from tests.unit.flows.storage.following import PEER, PROMPT, Following
 from tests.unit.peer.peer_rig import NearControl

@@ -8,16 +8,15 @@ from string import ascii_letters
 
 import pytest
 
-from cachesvc.flows.context.turns import TURN
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.flows.models.idle import idle_models
-from cachesvc.flows.storage.fetch import PEEKED_BLOCKS
-from cachesvc.flows.transfer.pending_writes import want
-from cachesvc.flows.transfer.replicas import Sharing
-from cachesvc.ledger.pages.change_log import Cause
+from cachesvc.flows.core import TURN
+from cachesvc.flows.fetch import PEEKED_BLOCKS
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.pending_writes import want
+from cachesvc.flows.recycle import release
+from cachesvc.flows.replicas import Sharing
+from cachesvc.flows.sizing import idle_models
+from cachesvc.ledger.change_log import Cause
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

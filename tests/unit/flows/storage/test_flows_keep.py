@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.swap import swap_out
-from cachesvc.flows.models.registration import evict_model
-from cachesvc.flows.storage.write import KEPT_A_TURN, pump_all
-from cachesvc.flows.transfer.pending_writes import want
+from cachesvc.flows.allocate import allocate, swap_out
+from cachesvc.flows.match import match
+from cachesvc.flows.pending_writes import want
+from cachesvc.flows.registration import evict_model
+from cachesvc.flows.storage_writes import KEPT_A_TURN, pump_all
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.words import ABSENT, WritePolicy
 from tests.unit.rigs.ledger_rig import prefill, serve, windowed

@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import pytest
 
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.flows.models import admin
-from cachesvc.flows.models.idle import idle_models
-from cachesvc.flows.storage.lend import end_lending, lend
-from cachesvc.ledger.lent import LentBlocks
+from cachesvc.flows import pinning
+from cachesvc.flows.core import tidy
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.lend import end_lending, lend
+from cachesvc.flows.sizing import idle_models
+from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Direction, Urgency
@@ -28,7 +28,7 @@ def stored(prompt: str, *, host: int = 16, rig: Rig | None = None) -> Rig:
     serve(made, lease, 1, prompt)
     made.settle()
     close_lease(made.core, lease, quiesced=True)
-    admin.evict(made.core, 1, "device", 0)
+    pinning.evict(made.core, 1, "device", 0)
     return made
 
 
@@ -62,12 +62,12 @@ def test_what_is_on_the_host_is_lent_and_stays() -> None:
     rows = [rig.model.blocks.index.rows[chain(*"abcd")[at * KEY_BYTES :][:KEY_BYTES]] for at in range(4)]
     assert list(lent.rows) == rows
     assert list(lent.pages[0]) == [rig.host.pages[0][row] for row in rows]
-    admin.evict(rig.core, 1, "host", 0)
+    pinning.evict(rig.core, 1, "host", 0)
     assert len(rig.host_keys()) == 4, "lent blocks are not evicted"
     assert idle_models(rig.core) == [], "nor its model"
     end(rig, lent)
     assert idle_models(rig.core) == [rig.model]
-    admin.evict(rig.core, 1, "host", 0)
+    pinning.evict(rig.core, 1, "host", 0)
     assert rig.host_keys() == set()
     assert rig.core.counters["lent_blocks"] == rig.core.counters["lent_blocks_back"] == 4
 
@@ -125,10 +125,10 @@ def test_a_copy_that_fails_cuts_the_loan_before_its_blocks() -> None:
     lent.on_change = lambda: changed.append(lent.ready())
     fail_all(rig)
     assert (changed[-1], lent.is_cut) == (2, True)
-    admin.evict(rig.core, 1, "host", 0)
+    pinning.evict(rig.core, 1, "host", 0)
     assert len(rig.host_keys()) == 2, "what has come stays"
     end(rig, lent)
-    admin.evict(rig.core, 1, "host", 0)
+    pinning.evict(rig.core, 1, "host", 0)
     assert rig.host_keys() == set()
 
 
@@ -160,10 +160,10 @@ def test_windows_are_lent_where_they_are() -> None:
     has_window = [page != NO_PAGE for page in lent.pages[1]]
     assert has_window[-2:] == [True, True]
     before = [rig.host.pages[1][row] for row in lent.rows]
-    admin.evict(rig.core, 1, "host", 0)
+    pinning.evict(rig.core, 1, "host", 0)
     assert [rig.host.pages[1][row] for row in lent.rows] == before, "windowed copies stay too"
     end(rig, lent)
-    admin.evict(rig.core, 1, "host", 0)
+    pinning.evict(rig.core, 1, "host", 0)
     assert rig.host_keys() == set()
 
 
@@ -173,7 +173,7 @@ def test_two_borrowers_of_one_prompt() -> None:
     assert first is not None
     assert second is not None
     end(rig, first)
-    admin.evict(rig.core, 1, "host", 0)
+    pinning.evict(rig.core, 1, "host", 0)
     assert len(rig.host_keys()) == 2
     end(rig, second)
 
@@ -215,7 +215,7 @@ class LendingWalk:
             self.rig.land(ticket, "it failed" if fails else "", may_write=fails and self.random.random() < 0.5)
 
     def evict(self) -> None:
-        admin.evict(self.rig.core, 1, self.random.choice(["device", "host"]), 0)
+        pinning.evict(self.rig.core, 1, self.random.choice(["device", "host"]), 0)
         self.rig.check()
 
     def tidy(self) -> None:

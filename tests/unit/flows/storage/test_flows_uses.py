@@ -6,13 +6,12 @@ from string import ascii_letters
 
 import pytest
 
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.storage.flush import begin_flush, go_on, waiting
-from cachesvc.flows.storage.uses import MOST_USED, spread_all
-from cachesvc.flows.storage.write import STAGED_AT_ONCE
-from cachesvc.flows.transfer.pending_writes import want
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.flows.match import match
+from cachesvc.flows.pending_writes import want
+from cachesvc.flows.presence import MOST_USED, spread_all
+from cachesvc.flows.recycle import release
+from cachesvc.flows.storage_writes import STAGED_AT_ONCE, begin_flush, go_on, waiting
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.words import WritePolicy
 from tests.unit.rigs.ledger_rig import chain, prefill, serve
 from tests.unit.rigs.storage_flows_rig import GONE, WHOLE, StorageRig, keys_of, packed, storing

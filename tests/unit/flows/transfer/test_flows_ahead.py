@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.flows.context.turns import Turns, tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.stock import refill_stock
-from cachesvc.flows.transfer.low_watermark import note_load
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import Turns, tidy
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.stock import refill_stock
+from cachesvc.flows.transfers import note_load
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import IllegalMove, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES

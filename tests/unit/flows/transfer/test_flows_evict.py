@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.models import admin
-from cachesvc.ledger.eviction.planner import evictable_pages
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import recycle, release
+from cachesvc.ledger.planner import evictable_pages
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
@@ -181,7 +180,7 @@ def test_an_operators_eviction_leaves_what_lies_under_blocks_of_the_host() -> No
     for number, prompt in ((30, "xyz"), (31, "ab"), (32, "xyz")):
         serve(rig, a, number, prompt)
     assert (len(rig.device_keys()), len(rig.host_keys())) == (5, 2)
-    assert admin.evict(rig.core, rig.model.id, "device", 0) == 3
+    assert pinning.evict(rig.core, rig.model.id, "device", 0) == 3
     assert rig.device_keys() == {chain(*"a"), chain(*"x")}
     assert audit(rig.core.ledger).problems == []
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.models import admin
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import LoadFailed
 from cachesvc.model.words import PageState, WritePolicy
@@ -30,7 +29,7 @@ def test_a_load_keeps_its_device_pages_back() -> None:
     rig = rig_of(one_group(), device=(16,), host=(32,), policy=WritePolicy.WRITE_THROUGH)
     serve(rig, rig.lease("first"), 1, "abcd")
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     a = rig.lease()
     rig.run(match, a, 1, chain(*"abcde"), 0)
     written = rig.run(allocate, a, 1, 5).tables[0].pages[:4]

@@ -6,13 +6,11 @@ from itertools import permutations
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.models import admin
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import LoadFailed
 from cachesvc.model.keys import KEY_BYTES
@@ -27,7 +25,7 @@ def hosted(prompt: str, *, device: int = 16, policy: WritePolicy = WritePolicy.W
     rig = rig_of(one_group(), device=(device,), host=(32,), policy=policy)
     serve(rig, rig.lease("first"), 1, prompt)
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.check()
     assert rig.device_keys() == set()
     assert len(rig.host_keys()) == len(prompt)
@@ -41,7 +39,7 @@ def test_bytes_are_those_of_all_ranks_and_the_host_has_replicated_ones_once(repl
     serve(rig, rig.lease("first"), 1, "abcd")
     rig.settle()
     assert rig.core.counters["d2h_bytes"] == 4 * 8 * stored
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     serve(rig, rig.lease(), 1, "abcd")
     assert rig.core.counters["h2d_bytes"] == 4 * 8 * 2
 
@@ -210,7 +208,7 @@ def test_publishing_below_a_running_load_is_pending() -> None:
     rig.run(allocate, a, 1, 2)
     serve(rig, a, 2, "ab")
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.run(prefetch, a, chain(*"ab"))
     answer = rig.run(publish, a, 1, 0, b"", 2)
     assert (answer.pending, answer.sealed_blocks) == (True, 0)
@@ -228,7 +226,7 @@ def windowed_on_host() -> tuple[Rig, str]:
 
 def test_a_windowed_load_brings_only_the_window() -> None:
     rig, a = windowed_on_host()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     assert rig.run(match, a, 2, chain(*"abcdef"), 0).host_blocks == 6
     answer = rig.run(allocate, a, 2, 6)
     [transfer] = rig.mover.transfers.values()
@@ -242,7 +240,7 @@ def test_a_windowed_load_brings_only_the_window() -> None:
 def test_a_shorter_hit_brings_the_windowed_pages_that_a_longer_one_left_out() -> None:
     """Found by reading: a sequence that joined a load got a table with a hole inside its window."""
     rig, a = windowed_on_host()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.run(match, a, 2, chain(*"abcdef"), 0)
     rig.run(match, a, 3, chain(*"abc"), 0)
     rig.run(allocate, a, 2, 6)
@@ -286,7 +284,7 @@ def test_a_load_that_fails_below_one_under_way_leaves_no_window_held() -> None:
     rig = rig_of(windowed(window_tokens=8), device=(16, 16), host=(32, 32), policy=WritePolicy.WRITE_THROUGH)
     serve(rig, rig.lease("first"), 1, "abcd")
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     a, b = rig.lease(), rig.lease("b")
     for lease, prompt in ((a, "abc"), (b, "abcd")):
         rig.run(match, lease, 1, chain(*prompt), 0)

@@ -7,15 +7,14 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.context.core import Limits
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.flows.models import admin
-from cachesvc.flows.transfer.replicas import Sharing
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import Limits
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.replicas import Sharing
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.transfer import Direction, Urgency
@@ -49,7 +48,7 @@ def test_what_another_replica_has_comes_device_to_device() -> None:
     assert "h2d_bytes" not in counters
     assert counters["match_requests"] == 2, "however often it ran"
     rig.run(release, b, 1)
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     assert rig.free(0) == rig.free(1) == [16], "nothing is pinned any more"
 
 
@@ -105,7 +104,7 @@ def test_what_the_host_has_too_comes_from_the_nearer_device() -> None:
     assert "h2d_bytes" not in counters
     rig.run(publish, b, 1, 4, b"", 0)
     rig.run(release, b, 1)
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     assert rig.free(0) == rig.free(1), "nothing is pinned any more"
 
 
@@ -285,7 +284,7 @@ def test_the_longest_is_taken_and_of_equal_ones_one_that_is_near(monkeypatch: py
 def test_nothing_leaves_the_source_while_it_is_read() -> None:
     rig, a, b = shared("abcd", device=6)
     waits_for(asking(rig, b, 1, "abcd")())
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     close_lease(rig.core, a, quiesced=True)
     rig.check()
     assert len(rig.device_keys(0)) == 4

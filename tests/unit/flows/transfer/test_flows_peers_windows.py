@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.words import DRAINING, NO_PAGE, READY, PageState
 from tests.unit.rigs.ledger_rig import rig_of, serve, windowed

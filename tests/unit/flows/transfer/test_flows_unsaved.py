@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.transfer.make_room import DRAIN_FAILURES, TRY_AGAIN_EVERY
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.make_room import DRAIN_FAILURES, TRY_AGAIN_EVERY
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import release
 from cachesvc.model.answers import Wait
 from cachesvc.model.transfer import Direction
 from tests.unit.rigs.ledger_rig import Rig, one_group, rig_of, serve

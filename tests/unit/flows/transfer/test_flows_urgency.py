@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.leases.leases import close_lease, pause_write_backs
-from cachesvc.flows.models import admin
-from cachesvc.flows.transfer.transfers import expedite
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.leases import close_lease, pause_write_backs
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.transfers import expedite
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import InvalidRequest, LeaseLost, NotFound
 from cachesvc.model.transfer import Direction, Urgency
@@ -26,7 +24,7 @@ def hosted(prompt: str, *, device: int = 16) -> Rig:
     rig = rig_of(one_group(), device=(device,), host=(32,), policy=WritePolicy.WRITE_THROUGH)
     serve(rig, rig.lease("first"), 1, prompt)
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.mover.all.clear()
     return rig
 

@@ -7,12 +7,10 @@ from contextlib import suppress
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.recycle import recycle
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.ledger.eviction.planner import Evictor
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import recycle, release
+from cachesvc.ledger.planner import Evictor
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, NO_PAGE, WritePolicy

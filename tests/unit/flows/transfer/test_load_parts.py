@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.context.turns import TURN, tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.teardown import lose
-from cachesvc.flows.models import admin
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import TURN, tidy
+from cachesvc.flows.leases import lose
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import release
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.layout import Layout
@@ -29,7 +29,7 @@ def loading(*, part: int = PART, layout: Layout | None = None, pages: int = 16) 
     rig = rig_of(layout, device=(pages,) * groups, host=(32,) * groups, policy=WritePolicy.WRITE_THROUGH)
     serve(rig, rig.lease("first"), 1, PROMPT)
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.core.turns = rig.core.turns._replace(loaded=part)
     a = rig.lease("a")
     rig.run(match, a, 1, chain(*PROMPT), 0)

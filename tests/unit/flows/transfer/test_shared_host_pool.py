@@ -6,23 +6,22 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import Publishing, publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.stock import refill_stock
-from cachesvc.flows.transfer.apply_evictions import carry_out
-from cachesvc.flows.transfer.backup import back_up
-from cachesvc.flows.transfer.late_states import back_up_copies
-from cachesvc.flows.transfer.transfers import store_pairs, submit
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import tidy
+from cachesvc.flows.loads import back_up_copies
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import Publishing, publish
+from cachesvc.flows.recycle import release
+from cachesvc.flows.replicas import back_up
+from cachesvc.flows.stock import refill_stock
+from cachesvc.flows.transfers import carry_out, store_pairs, submit
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
-from cachesvc.policy.writing import WriteRule
+from cachesvc.policy.eviction import WriteRule
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain, rig_of, windowed
 from tests.unit.rigs.ledger_rig import serve as plain_serve
 from tests.unit.rigs.shared_rig import FULL, STATE, WINDOW, Ends, begin, compute, copies, hit, sequence_of, serve

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cachesvc.ledger.eviction import copy_choice
-from cachesvc.ledger.eviction.copy_choice import WORK, WORK_A_PAGE, cheap_copies, worth_of_oldest_end
-from cachesvc.ledger.index.retention import ROWS_LOOKED, Retention
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger import drop
+from cachesvc.ledger.drop import WORK, WORK_A_PAGE, cheap_copies, worth_of_oldest_end
+from cachesvc.ledger.retention import ROWS_LOOKED, Retention
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.simulation import Copies, SimulatedPools, Simulation
 
 PROMPTS, BLOCKS, STATE_BLOCKS = 60, 620, 300
@@ -47,7 +47,7 @@ def test_a_search_climbs_no_more_rows_than_its_bound(monkeypatch: pytest.MonkeyP
     place = model.replicas[0].place
     counted: Any = CountedClimbs(model.blocks.retention)  # type: ignore[arg-type]
     model.blocks.retention = counted
-    monkeypatch.setattr(copy_choice, "worth_of_oldest_end", lambda *_: math.inf)  # every copy is cheap
+    monkeypatch.setattr(drop, "worth_of_oldest_end", lambda *_: math.inf)  # every copy is cheap
     groups = [kin.lead for kin in place.kin]
     cheap_copies(model.blocks, place, groups, PROMPTS)
     assert counted.rows <= WORK + WORK_A_PAGE * PROMPTS + 3 * ROWS_LOOKED, "the last look may go beyond it"

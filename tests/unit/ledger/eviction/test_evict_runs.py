@@ -7,16 +7,15 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish as publish_blocks
-from cachesvc.flows.engine.release import release
-from cachesvc.ledger.eviction.planner import Evictor
-from cachesvc.ledger.eviction.victim_walk import walk_of
-from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.tier_copies import Place
-from cachesvc.ledger.pages.change_log import NO_ROW, Cause
-from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish as publish_blocks
+from cachesvc.flows.recycle import release
+from cachesvc.ledger.block_ledger import BlockLedger
+from cachesvc.ledger.change_log import NO_ROW, Cause
+from cachesvc.ledger.page_pool import PagePool
+from cachesvc.ledger.planner import Evictor, walk_of
+from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING, PageState, WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy

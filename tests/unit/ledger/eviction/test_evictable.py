@@ -8,12 +8,10 @@ from functools import partial
 
 import pytest
 
-from cachesvc.ledger.eviction.idle_copies import idle_windows
-from cachesvc.ledger.eviction.planner import Evictor, evictable_pages
-from cachesvc.ledger.eviction.victim_walk import walk_of
-from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.tier_copies import NO_ROW, Place
-from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.block_ledger import BlockLedger
+from cachesvc.ledger.page_pool import PagePool
+from cachesvc.ledger.planner import Evictor, evictable_pages, idle_windows, walk_of
+from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout

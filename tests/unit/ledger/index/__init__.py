@@ -1,1 +1,1 @@
-"""Tests of ``cachesvc.ledger.index.block_index``."""
+"""Tests of ``cachesvc.ledger.block_index``."""

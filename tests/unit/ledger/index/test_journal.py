@@ -6,21 +6,19 @@ from array import array
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.models.admin import evict
-from cachesvc.flows.transfer.replicas import Sharing
-from cachesvc.ledger.pages.change_log import Cause, Event, Journal, Kind, Moment, packed
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.pinning import evict
+from cachesvc.flows.recycle import release
+from cachesvc.flows.replicas import Sharing
+from cachesvc.ledger.change_log import Cause, Event, Journal, Kind, Moment, packed
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Urgency
 from cachesvc.model.words import WritePolicy
 from cachesvc.questions.explanation import PREFETCH, explain, holders_of
 from cachesvc.questions.follow import Changes, Feed, Position, find_model, runs_of
-from cachesvc.questions.steps import answer_at_once
-from cachesvc.questions.view import EVERYTHING, Sight, View
+from cachesvc.questions.view import EVERYTHING, Sight, View, answer_at_once
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 

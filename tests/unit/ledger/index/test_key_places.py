@@ -10,17 +10,17 @@ from functools import partial
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.storage.lend import lend
-from cachesvc.flows.transfer.replicas import Sharing
-from cachesvc.ledger.lent import LentBlocks
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.lend import lend
+from cachesvc.flows.match import match
+from cachesvc.flows.publish import publish
+from cachesvc.flows.replicas import Sharing
+from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import InvalidRequest, KeyMisplaced
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import WritePolicy
-from cachesvc.storage.header import check, require_digest, write_header
+from cachesvc.storage.objects import check, require_digest, write_header
 from cachesvc.storage.seam import Item, Outcome
 from tests.contracts.storage_rig import name_of
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve

@@ -7,14 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.swap import swap_out
-from cachesvc.flows.models import admin
-from cachesvc.ledger.index.tier_copies import Place
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate, swap_out
+from cachesvc.flows.match import match
+from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.layout import Layout
-from cachesvc.model.numbers.int32s import column
+from cachesvc.model.numbers import column
 from cachesvc.model.words import FILLING, READY, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 from tests.unit.rigs.walks import walk
@@ -50,7 +49,7 @@ def coming(layout: Layout) -> tuple[Rig, Place, array[int]]:
     a = rig.lease()
     serve(rig, a, 1, range(BLOCKS))
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.run(match, a, 2, chain(*range(BLOCKS)), 0)
     rig.run(allocate, a, 2, BLOCKS)
     (ticket,) = rig.mover.transfers

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from statistics import median
 
 from benchmarks.ledger.moves import Filled, fill
-from cachesvc.ledger.index.tier_copies import NO_ROW
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.keys import KEY_BYTES
 
 BLOCKS = 20_000

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.ledger.index.block_ledger import BlockLedger
-from cachesvc.ledger.index.tier_copies import MOVES, NO_ROW, Place
-from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.block_ledger import BlockLedger
+from cachesvc.ledger.page_pool import PagePool
+from cachesvc.ledger.tier_copies import MOVES, NO_ROW, Place
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.prefetch import prefetch
-from cachesvc.flows.engine.publish import publish
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.models import admin
-from cachesvc.ledger.index.reuse_stats import LEAST_REMEMBERED, Miss, Reuse
-from cachesvc.ledger.order.ages import MARKS_KEPT, Ages
+from cachesvc.flows import pinning
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match, prefetch
+from cachesvc.flows.publish import publish
+from cachesvc.flows.recycle import release
+from cachesvc.ledger.candidates import MARKS_KEPT, Ages
+from cachesvc.ledger.reuse_stats import LEAST_REMEMBERED, Miss, Reuse
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, READY, CopyState, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
@@ -64,7 +63,7 @@ def test_what_an_operator_evicted_is_told_apart() -> None:
     rig = rig_of(one_group(), device=(8,))
     lease = rig.lease()
     serve(rig, lease, 1, "abcd")
-    admin.evict(rig.core, 1, "device", 2)
+    pinning.evict(rig.core, 1, "device", 2)
     serve(rig, lease, 2, "abcd")
     assert missed(rig) == {"new": 4, "operator": 2}
     assert recomputed(rig) == {("device", "operator"): 2}
@@ -104,7 +103,7 @@ def test_a_hit_whose_load_failed_is_counted_apart_from_misses() -> None:
     lease = rig.lease()
     serve(rig, lease, 1, "abc")
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.run(match, lease, 2, chain(*"abc"), 0)
     rig.run(allocate, lease, 2, 3)
     rig.land(next(iter(rig.mover.transfers)), "broken link")
@@ -120,12 +119,12 @@ def test_host_copies_that_nobody_loaded_are_told() -> None:
     serve(rig, lease, 1, "abc")
     serve(rig, lease, 2, "xyz")
     rig.settle()
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     rig.run(match, lease, 3, chain(*"abc"), 0)
     rig.run(allocate, lease, 3, 3)
     rig.settle()
     rig.run(release, lease, 3)
-    admin.evict(rig.core, 1, "host", 0)
+    pinning.evict(rig.core, 1, "host", 0)
     assert (rig.host.counts.left, rig.host.counts.left_unused) == (6, 3)
 
 
@@ -135,7 +134,7 @@ def test_a_hit_uses_all_blocks_above_it() -> None:
     serve(rig, lease, 1, "abcdef")
     rig.run(match, lease, 2, chain(*"abcx"), 0)
     rig.run(release, lease, 2)
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     assert (rig.place().counts.left, rig.place().counts.left_unused) == (6, 3)
 
 
@@ -145,7 +144,7 @@ def test_what_a_prefetch_brought_is_used_once_it_is_hit() -> None:
     serve(rig, lease, 1, "ab")
     rig.settle()
     counts = rig.place().counts
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     assert counts.left_unused == 2
     for is_hit in (False, True):
         rig.run(prefetch, lease, chain(*"ab"))
@@ -153,7 +152,7 @@ def test_what_a_prefetch_brought_is_used_once_it_is_hit() -> None:
         if is_hit:
             serve(rig, lease, 2, "ab")
         before = counts.left_unused
-        admin.evict(rig.core, 1, "device", 0)
+        pinning.evict(rig.core, 1, "device", 0)
         assert counts.left_unused - before == (0 if is_hit else 2)
 
 
@@ -167,7 +166,7 @@ def test_pins_and_states_are_counted_as_they_are() -> None:
     assert counts.states[READY] == 3
     for sequence in (1, 2):
         rig.run(release, lease, sequence)
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     assert counts.pinned == 0
     assert [counts.states[state] for state in CopyState if state != ABSENT] == [0, 0, 0]
 
@@ -181,7 +180,7 @@ def test_age_at_eviction_is_since_the_last_access() -> None:
     serve(rig, lease, 2, "b")
     ledger.mark_time(200.0)
     ledger.mark_time(4000.0)
-    admin.evict(rig.core, 1, "device", 0)
+    pinning.evict(rig.core, 1, "device", 0)
     ages = rig.place().counts.ages
     assert ages.total == (4000 - 100) + (4000 - 200)
     assert ages.count == 2

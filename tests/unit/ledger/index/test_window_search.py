@@ -8,10 +8,10 @@ from math import ceil
 
 import pytest
 
-from cachesvc.ledger.index.block_ledger import BlockLedger, Hit
-from cachesvc.ledger.index.tier_copies import NO_ROW, Place
-from cachesvc.ledger.index.windows import Prefix, WindowSearch, window_needs
-from cachesvc.ledger.pages.page_pool import PagePool
+from cachesvc.ledger.block_ledger import BlockLedger, Hit
+from cachesvc.ledger.page_pool import PagePool
+from cachesvc.ledger.retention import Prefix, WindowSearch, window_needs
+from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

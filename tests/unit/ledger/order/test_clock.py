@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.engine.match import MOST_WAITED_SECONDS, match
-from cachesvc.flows.engine.release import ended, release
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.ledger.order.clock import Clock
-from cachesvc.ledger.pages.change_log import Moment
+from cachesvc.flows.core import resolve
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.match import MOST_WAITED_SECONDS, match
+from cachesvc.flows.recycle import ended, release
+from cachesvc.ledger.candidates import Clock
+from cachesvc.ledger.change_log import Moment
+from cachesvc.model.answers import Ended
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.requests import Ended
-from cachesvc.policy.hazard.history import ENDS_AT_ONCE, REMEMBERED, History
+from cachesvc.policy.hazard import ENDS_AT_ONCE, REMEMBERED, History
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachesvc.ledger.order.candidates import BUCKET, ROW_BITS, ROW_MASK, LeafOrder
+from cachesvc.ledger.candidates import BUCKET, ROW_BITS, ROW_MASK, LeafOrder
 from cachesvc.model.errors import LedgerBroken
 
 

@@ -1,1 +1,1 @@
-"""Tests of ``cachesvc.ledger.pages.page_pool``."""
+"""Tests of ``cachesvc.ledger.page_pool``."""

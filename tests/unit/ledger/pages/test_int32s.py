@@ -8,10 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachesvc.ledger.index.block_index import BlockIndex
-from cachesvc.ledger.pages.change_log import NO_ROW
-from cachesvc.ledger.pages.in_flight_rows import FlyingRows
-from cachesvc.model.numbers.int32s import among, array_of, column, distinct, union_of
+from cachesvc.ledger.block_index import BlockIndex, FlyingRows
+from cachesvc.ledger.change_log import NO_ROW
+from cachesvc.model.numbers import among, array_of, column, distinct, union_of
 
 NUMBERS = st.lists(st.integers(0, 40), max_size=60)
 

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from cachesvc.ledger.pages.page_pool import LEGAL_PAGE_MOVES, PagePool
+from cachesvc.ledger.page_pool import LEGAL_PAGE_MOVES, PagePool
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.words import NO_PAGE, PageState, Run, runs_of
 from tests.work import steps_of

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 from cachesvc_client.wire.messages import parse_match
 
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.ledger.eviction.planner import Evictor
-from cachesvc.ledger.index.tier_copies import NO_ROW
-from cachesvc.ledger.pages.cached_tables import PIECE_BLOCKS
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.match import match
+from cachesvc.ledger.counted_tables import PIECE_BLOCKS
+from cachesvc.ledger.planner import Evictor
 from cachesvc.ledger.sequences import OpenSequence
+from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE, PageState

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from cachesvc.ledger.index.reuse_stats import LEAST_REMEMBERED, Miss, Reuse
-from cachesvc.ledger.pages.sharded_dict import PARTS, KeyQueue, PartedDict
+from cachesvc.ledger.counted_tables import PARTS, KeyQueue, PartedDict
+from cachesvc.ledger.reuse_stats import LEAST_REMEMBERED, Miss, Reuse
 from cachesvc.model.keys import KEY_BYTES
 
 

@@ -7,10 +7,9 @@ from array import array
 import numpy as np
 import pytest
 
-from cachesvc.ledger.index.block_index import BlockIndex
-from cachesvc.ledger.pages import paths
-from cachesvc.ledger.pages.change_log import NO_ROW
-from cachesvc.ledger.pages.paths import Paths
+from cachesvc.ledger import block_index
+from cachesvc.ledger.block_index import BlockIndex, Paths
+from cachesvc.ledger.change_log import NO_ROW
 
 LONG = 65_536
 
@@ -34,15 +33,15 @@ def test_a_long_path_whose_rows_lie_anywhere_is_read_in_a_few_looks() -> None:
     np.frombuffer(index.depth, np.uint32)[order] = np.arange(LONG)
     index.head.extend([int(order[0])] * LONG)
     assert np.array_equal(index.path(int(order[-1])), order)
-    assert index.parent.reads < 4 * paths.SHORT_RUNS
+    assert index.parent.reads < 4 * block_index.SHORT_RUNS
     assert np.array_equal(index.last_rows(int(order[-1]), LONG - 5), order[5:])
 
 
 def test_paths_through_chains_of_which_parts_were_forgotten_are_what_their_parents_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(paths, "RUN_ROWS", 4)
-    monkeypatch.setattr(paths, "SHORT_RUNS", 1)
+    monkeypatch.setattr(block_index, "RUN_ROWS", 4)
+    monkeypatch.setattr(block_index, "SHORT_RUNS", 1)
     rng, index, leaves = np.random.default_rng(4), BlockIndex(), list[int]()
     tips, serial = [NO_ROW], iter(range(1 << 30))
     for _ in range(300):

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.core import Limits
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.engine.stock import refill_stock
-from cachesvc.flows.engine.swap import swap_in, swap_out
-from cachesvc.flows.leases.leases import close_lease
-from cachesvc.ledger.pages.page_pool import PagePool
-from cachesvc.ledger.pages.reservations import Reservation, expire
+from cachesvc.flows.allocate import allocate, swap_in, swap_out
+from cachesvc.flows.core import Limits, resolve, tidy
+from cachesvc.flows.leases import close_lease
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import release
+from cachesvc.flows.stock import refill_stock
+from cachesvc.ledger.page_pool import PagePool, Reservation, expire
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import DeadlineExceeded, LedgerBroken, PoolExhausted
 from cachesvc.model.words import PageState

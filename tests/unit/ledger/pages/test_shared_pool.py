@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cachesvc.ledger.pages.page_pool import AT_ONCE, LEGAL_PAGE_MOVES, PagePool
-from cachesvc.ledger.pages.place_pools import PlacePools
-from cachesvc.ledger.pages.shared_pool import NO_OWNER, GroupPool, change_group, group_pools
+from cachesvc.ledger.page_pool import AT_ONCE, LEGAL_PAGE_MOVES, PagePool
+from cachesvc.ledger.shared_pool import NO_OWNER, GroupPool, PlacePools, change_group, group_pools
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState

@@ -12,8 +12,7 @@ import pytest
 
 from cachesvc.model.errors import InvalidRequest, Unauthenticated
 from cachesvc.service.access.auth import Scope, names_of
-from cachesvc.service.access.keyring import MIN_TOKEN_CHARACTERS, Keyring
-from cachesvc.service.access.tokens_file import read_keys
+from cachesvc.service.access.tokens import MIN_TOKEN_CHARACTERS, Keyring, read_keys
 
 TOKEN = "a secret of enough letters"
 DIGEST = hashlib.sha256(TOKEN.encode()).hexdigest()

@@ -6,7 +6,7 @@ from itertools import islice, pairwise
 
 import pytest
 
-from cachesvc.service.access.owners import MODEL_BITS, TICKET_BITS, unordered_numbers
+from cachesvc.service.access.auth import MODEL_BITS, TICKET_BITS, unordered_numbers
 
 FEW = 2000
 

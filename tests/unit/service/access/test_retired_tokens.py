@@ -13,10 +13,9 @@ import pytest
 
 from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest, Unauthenticated
-from cachesvc.service.access import retired
+from cachesvc.service.access import tokens
 from cachesvc.service.access.auth import Caller, allow, scopes_of
-from cachesvc.service.access.keyring import Keyring
-from cachesvc.service.access.tokens_file import read_keys
+from cachesvc.service.access.tokens import Keyring, read_keys
 
 OLD, NEW, READER = "old token of enough letters", "new token of enough letters", "reader's token, long enough"
 GRACE_SECONDS = 300.0
@@ -187,12 +186,12 @@ def test_callers_that_are_behind_are_named_once_and_shown_while_they_call(
         rotated.passes(1)
     assert said() == ["token_refused"]
     assert rotated.ring.retired_shown() == [("old", "a", 0.0)]
-    rotated.passes(retired.SHOWN_SECONDS + 1)
+    rotated.passes(tokens.SHOWN_SECONDS + 1)
     assert rotated.ring.retired_shown() == []
 
 
 def test_what_is_remembered_is_bounded(rotated: Rotated, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retired, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(tokens, "MOST_REMEMBERED", 2)
     callers = []
     for number in range(4):
         token = f"{number} token of enough letters"

@@ -7,14 +7,13 @@ from argparse import Namespace
 from collections.abc import AsyncIterator
 
 import pytest
-from cachesvc_ctl.questions.verify import Verify
+from cachesvc_ctl.actions import Verify
 from kvcache.v1 import admin_pb2, inspect_pb2
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.questions.sealed import SealedPage
+from cachesvc.questions.dump import SealedPage
 from cachesvc.service.admin.checksums import MOST_SUMS, Checksums, Sums
-from cachesvc.service.loop.latency import LoopWatch
-from cachesvc.service.loop.time_slices import TimeSlices
+from cachesvc.service.loop.line import LoopWatch, TimeSlices
 from tests.fuzz.target import Target, running_target
 from tests.unit.questions.test_questions import BLOCKS, serve
 

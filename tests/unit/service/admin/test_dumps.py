@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from cachesvc.questions.dump import KEYS_A_STEP, Columns
-from cachesvc.questions.snapshot import Arena
+from cachesvc.questions.dump import KEYS_A_STEP, Arena, Columns
 from cachesvc.service.access.auth import EVERYONE, set_caller
-from cachesvc.service.admin.inspection import Inspection
+from cachesvc.service.admin.admin_service import Inspection
 from cachesvc.service.loop.node import Node
 from tests.unit.rigs.dispatch_rig import Desk
 from tests.unit.rigs.ledger_rig import one_group, rig_of, serve

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from hashlib import sha256
 
-from cachesvc.flows.models.admin import evict
-from cachesvc.flows.models.registration import RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.pinning import evict
+from cachesvc.flows.registration import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.fleet.digest import LEAST_BITS, CountedDigest, PeerDigest, bits_for, words_of
+from cachesvc.peer.digest import LEAST_BITS, CountedDigest, PeerDigest, bits_for, words_of
 from cachesvc.service.calls.digests import MOST_READERS, DigestFeed
 from cachesvc.service.calls.lending import MOST_PATIENT
 from cachesvc.service.rpc.peer_service import MOST_CALLS

@@ -9,16 +9,12 @@ from dataclasses import replace
 import pytest
 from kvcache.v1 import cache_pb2, lease_pb2
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.core import Limits
-from cachesvc.flows.leases.leases import process_arrived
+from cachesvc.flows.core import Limits, resolve
+from cachesvc.flows.leases import process_arrived
 from cachesvc.service.access.admission import CallKind, Holder
-from cachesvc.service.access.auth import Caller, Scope
-from cachesvc.service.access.owners import lease_name
+from cachesvc.service.access.auth import Caller, Scope, lease_name
 from cachesvc.service.access.quota import FREE_BYTES, Quota, Quotas
-from cachesvc.service.calls.dispatcher import COPIES_HELD, INTERNAL
-from cachesvc.service.calls.idempotency import MOST_RETRIES
-from cachesvc.service.calls.observe import CallWatch
+from cachesvc.service.calls.dispatcher import COPIES_HELD, INTERNAL, MOST_RETRIES, CallWatch
 from tests.unit.rigs.dispatch_rig import Desk, turns
 from tests.unit.rigs.ledger_rig import TOKEN, chain, one_group, rig_of, serve
 from tests.unit.rigs.peers_rig import shared

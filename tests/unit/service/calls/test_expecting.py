@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cachesvc.model.numbers.sharing import BACKGROUND
+from cachesvc.model.numbers import BACKGROUND
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.service.calls.expecting import WARN_SECONDS, PeerLenders
+from cachesvc.service.calls.lending import WARN_SECONDS, PeerLenders
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of
 
 

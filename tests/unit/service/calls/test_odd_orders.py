@@ -13,12 +13,10 @@ import pytest
 from kvcache.v1 import cache_pb2
 from kvcache.v1.cache_pb2 import OperationError
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.turns import Turns
-from cachesvc.flows.leases.device_loss import empty_lost, lose_device
-from cachesvc.flows.leases.leases import attach, close_lease, lose_silent, open_lease, process_arrived
-from cachesvc.flows.models.registration import RegisterRequest, register
-from cachesvc.flows.models.sizing import PoolRequest
+from cachesvc.flows.core import Turns, resolve
+from cachesvc.flows.leases import attach, close_lease, empty_lost, lose_device, lose_silent, open_lease, process_arrived
+from cachesvc.flows.registration import RegisterRequest, register
+from cachesvc.flows.sizing import PoolRequest
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import PageState, WritePolicy

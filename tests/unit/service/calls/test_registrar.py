@@ -9,18 +9,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from cachesvc.flows.context.core import Core
-from cachesvc.flows.models.registration import Registered, RegisterRequest
-from cachesvc.flows.models.sizing import PoolRequest
-from cachesvc.flows.models.tenant_budget import memory_of
+from cachesvc.flows.core import Core
+from cachesvc.flows.registration import Registered, RegisterRequest
+from cachesvc.flows.sizing import PoolRequest, memory_of
 from cachesvc.ledger.ledger import Ledger
-from cachesvc.memory.host.pool import HostPool
-from cachesvc.memory.shm.backend import ShmBackend, ShmSlab
+from cachesvc.memory.host_pool import HostPool
+from cachesvc.memory.shm import ShmBackend, ShmSlab
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.geometry import device_bytes
 from cachesvc.model.words import WritePolicy
-from cachesvc.policy.eviction import eviction_policy
-from cachesvc.policy.writing import WriteRule
+from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.service.calls.registrar import Registrar
 from cachesvc.service.loop.node import Node
 from cachesvc.swap.engine import SwapEngine

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import KeyReused
-from cachesvc.service.calls.idempotency import (
+from cachesvc.service.calls.dispatcher import (
     KEEP_ANSWERS,
     KEEP_BYTES,
     KEEP_CONTENTS_BYTES,

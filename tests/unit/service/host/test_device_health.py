@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.flows.models.admin import drain
-from cachesvc.memory.shm.backend import ShmBackend
+from cachesvc.flows.pinning import drain
+from cachesvc.memory.shm import ShmBackend
 from cachesvc.service.host.device_health import DeviceHealth
 from cachesvc.service.host.health import Serving
 from tests.fuzz.target import Target, running_target

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from cachesvc.model.errors import NotSupported
-from cachesvc.service.access.connections import ways_in
+from cachesvc.service.access.admission import ways_in
 from cachesvc.service.host import life
-from cachesvc.service.host.life import MAX_OF_PROCESS, LifeServer
-from cachesvc.service.host.peer_process import PROC, PeerProcess, peer_process, pidfd_by_number
+from cachesvc.service.host.life import MAX_OF_PROCESS, PROC, LifeServer, PeerProcess, peer_process, pidfd_by_number
 from cachesvc.wire.status import LIFE_BUSY, LIFE_GREETING
 from tests.e2e.rig import short_folder
 from tests.work import counted

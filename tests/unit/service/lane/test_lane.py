@@ -11,8 +11,8 @@ import pytest
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import LimitExceeded, NotSupported
-from cachesvc.service.lane import lane as lane_module
-from cachesvc.service.lane import outbox
+from cachesvc.service import lane
+from cachesvc.service import lane as lane_module
 from cachesvc.wire.lane import CANCEL, HEADER, HELLO, METHODS, NO_ANSWER, PING, encode
 from tests.unit.rigs.dispatch_rig import Desk, allocate, kinds, match, step, turns
 from tests.unit.rigs.lane_rig import PROCESS, LaneSite, Peer, call, greeted, matching
@@ -193,7 +193,7 @@ async def send_until_full(peer: Peer) -> int:
 
 
 async def test_a_peer_that_never_reads_its_large_answers_loses_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MAX_UNREAD_BYTES", 1 << 10)
+    monkeypatch.setattr(lane, "MAX_UNREAD_BYTES", 1 << 10)
     async with LaneSite() as site:
         lease, peer = site.desk.lease(), await greeted(site)
         site.desk.fill(lease, 1, "ab")

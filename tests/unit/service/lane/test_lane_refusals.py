@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kvcache.v1 import cache_pb2
 
-from cachesvc.service.access.keyring import Keyring
+from cachesvc.service.access.tokens import Keyring
 from cachesvc.wire.lane import HEADER, HELLO, METHODS, PING, READ_BYTES, FrameReader, encode
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 from tests.unit.rigs.dispatch_rig import allocate, step, turns

@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from cachesvc.flows.context.core import Limits
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.engine.release import release
-from cachesvc.flows.leases.leases import close_lease, process_arrived
+from cachesvc.flows.core import Limits
+from cachesvc.flows.leases import close_lease, process_arrived
+from cachesvc.flows.match import match
+from cachesvc.flows.recycle import release
 from cachesvc.model.errors import LimitExceeded
-from cachesvc.service.lane import lanes
+from cachesvc.service import lane
 from cachesvc.wire.lane import HEADER, HELLO_BYTES, METHODS, PING, READ_BYTES, FrameReader, encode
 from tests.unit.flows.leases.test_sharing import lease_of
 from tests.unit.rigs.dispatch_rig import turns
@@ -67,7 +67,7 @@ def test_before_hello_a_lane_takes_a_short_frame_alone() -> None:
 async def test_a_process_with_too_many_half_read_frames_loses_the_lane_that_goes_beyond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lanes, "MOST_HALF_READ_BYTES", 4 * READ_BYTES)
+    monkeypatch.setattr(lane, "MOST_HALF_READ_BYTES", 4 * READ_BYTES)
     async with LaneSite() as site:
         half_read = HEADER.pack(FRAME_BYTES, METHODS["Match"], 0, 0, 1) + bytes(READ_BYTES)
         other = site.connect(b"another process")
@@ -89,7 +89,7 @@ async def test_a_process_with_too_many_half_read_frames_loses_the_lane_that_goes
 async def test_life_connections_of_one_process_share_its_part_for_half_read_frames(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lanes, "MOST_HALF_READ_BYTES", 4 * READ_BYTES)
+    monkeypatch.setattr(lane, "MOST_HALF_READ_BYTES", 4 * READ_BYTES)
     async with LaneSite() as site:
         half_read = HEADER.pack(FRAME_BYTES, METHODS["Match"], 0, 0, 1) + bytes(READ_BYTES)
         peers = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cachesvc.flows.context.turns import Chore
+from cachesvc.flows.core import Chore
 from cachesvc.model.errors import LedgerBroken, NotFound
 from cachesvc.service.loop.node import Node
 from tests.unit.rigs.ledger_rig import Rig, one_group, rig_of

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachesvc.flows.context.turns import Chore, Chores, tidy
-from cachesvc.service.loop.garbage import (
+from cachesvc.flows.core import Chore, Chores, tidy
+from cachesvc.service.loop.node import (
     FREEZE_ROWS,
     FULL_EVERY_SECONDS,
     FULL_SHARE,

@@ -7,12 +7,11 @@ from functools import partial
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.turns import tidy
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.leases.leases import LEASES_A_TURN, SEQUENCES_A_TURN, lose_silent, process_gone
+from cachesvc.flows.core import resolve, tidy
+from cachesvc.flows.leases import LEASES_A_TURN, SEQUENCES_A_TURN, lose_silent, process_gone
+from cachesvc.flows.match import match
 from cachesvc.ledger.leases import LeaseState
-from cachesvc.ledger.pages.reservations import Reservation
+from cachesvc.ledger.page_pool import Reservation
 from cachesvc.model.words import PageState
 from cachesvc.service.loop.line import BACKGROUND, Line, Sleeper
 from cachesvc.service.loop.node import LANDINGS

@@ -11,8 +11,7 @@ from kvcache.v1 import cache_pb2, lease_pb2
 from kvcache.v1.cache_pb2 import MatchResponse
 
 from cachesvc.service.access.auth import EVERYONE
-from cachesvc.service.loop.latency import LONG_ROUND_SECONDS, LoopWatch
-from cachesvc.service.loop.time_slices import TimeSlices
+from cachesvc.service.loop.line import LONG_ROUND_SECONDS, LoopWatch, TimeSlices
 from tests.unit.rigs.dispatch_rig import Desk, turns
 from tests.unit.rigs.lane_rig import LaneSite, greeted
 

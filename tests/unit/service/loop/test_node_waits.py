@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from kvcache.v1 import cache_pb2
 
-from cachesvc.flows.context.call import resolve
-from cachesvc.flows.context.core import Limits
+from cachesvc.flows.core import Limits, resolve
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import DeadlineExceeded, Unavailable
 from cachesvc.service.loop.node import Node
-from cachesvc.service.rpc.operations import MATCH, PREFETCH
+from cachesvc.service.rpc.steps import MATCH_FLOW as MATCH
+from cachesvc.service.rpc.steps import PREFETCH_FLOW as PREFETCH
 from tests.unit.rigs.ledger_rig import Rig, chain
 from tests.unit.rigs.peers_rig import shared
 

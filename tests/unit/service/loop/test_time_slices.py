@@ -9,9 +9,8 @@ import time
 import pytest
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.questions.steps import Question, answer_at_once, off_loop
-from cachesvc.service.loop.latency import LoopWatch
-from cachesvc.service.loop.time_slices import SLICE_SECONDS, Abandoned, Aside, TimeSlices
+from cachesvc.questions.view import Question, answer_at_once, off_loop
+from cachesvc.service.loop.line import SLICE_SECONDS, Abandoned, Aside, LoopWatch, TimeSlices
 
 
 def counting(steps: int) -> Question[int]:

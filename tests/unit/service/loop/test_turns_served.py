@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from kvcache.v1 import cache_pb2, lease_pb2
 
-from cachesvc.flows.context.turns import begin, tidy
-from cachesvc.flows.engine.allocate import allocate
-from cachesvc.flows.engine.match import match
-from cachesvc.flows.leases.leases import open_lease, process_arrived, process_gone
+from cachesvc.flows.allocate import allocate
+from cachesvc.flows.core import begin, tidy
+from cachesvc.flows.leases import open_lease, process_arrived, process_gone
+from cachesvc.flows.match import match
 from tests.unit.rigs.dispatch_rig import Desk, turns
 from tests.unit.rigs.dispatch_rig import allocate as allocating
 from tests.unit.rigs.dispatch_rig import match as matching

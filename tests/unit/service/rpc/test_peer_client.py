@@ -12,7 +12,7 @@ import pytest
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.peer.fleet.control import Borrowed, Loan, PeerRefused
+from cachesvc.peer.fleet import Borrowed, Loan, PeerRefused
 from cachesvc.service.rpc.peer_client import GrpcControl
 from cachesvc.service.rpc.peer_service import PeerListening
 from cachesvc.storage.seam import Part, Scope

@@ -10,10 +10,10 @@ import pytest
 from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.layout import Layout
-from cachesvc.policy.hazard.history import History
+from cachesvc.policy.hazard import History
 from cachesvc.service.access.quota import Quota, Quotas
 from cachesvc.service.calls.dispatcher import INTERNAL
-from cachesvc.service.rpc.columns import TURN_BLOCKS
+from cachesvc.service.rpc.steps import TURN_BLOCKS
 from cachesvc.wire.columns import NOT_TOLD, ODD
 from tests.unit.rigs.dispatch_rig import Desk, kinds, match, release, step, swap_in, turns
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of, windowed

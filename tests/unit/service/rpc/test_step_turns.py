@@ -7,10 +7,10 @@ from typing import Any
 
 from kvcache.v1 import cache_pb2
 
-from cachesvc.flows.context.counters import Count
+from cachesvc.flows.core import Count
 from cachesvc.model.words import WritePolicy
 from cachesvc.service.calls.dispatcher import INTERNAL
-from cachesvc.service.rpc.columns import TURN_BLOCKS
+from cachesvc.service.rpc.steps import TURN_BLOCKS
 from cachesvc.wire.columns import ODD
 from tests.unit.rigs.dispatch_rig import Desk
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from kvcache.v1 import cache_pb2, lease_pb2
 
-from cachesvc.flows.models import admin
+from cachesvc.flows import pinning
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import WritePolicy
 from cachesvc.service.calls.dispatcher import INTERNAL
@@ -185,7 +185,7 @@ async def test_what_an_operation_kept_before_it_had_to_wait_is_kept_no_longer_ei
         a = desk.lease("a")
         serve(rig, a, 90, "abcdefgh")
         rig.settle()
-        admin.evict(rig.core, 1, "device", 0)
+        pinning.evict(rig.core, 1, "device", 0)
         rig.core.turns, rig.mover.slots = rig.core.turns._replace(loaded=3), 2
         desk.steps(a, match(1, "abcdefgh"))
         answer = await desk.steps(a, allocate(1, 8), no_wait=True)

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_vllm.daemon.cache_groups import cache_groups
-from cachesvc_vllm.daemon.slab_layout import group_parts, place_wider_first, slab_layout
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_vllm.cache_groups import cache_groups, group_parts, place_wider_first, slab_layout
 
 from cachesvc.model.geometry import device_bytes
 from tests.unit.rigs.vllm_rig import KVCacheConfig, KVCacheTensor

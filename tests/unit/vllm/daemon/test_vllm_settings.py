@@ -6,11 +6,11 @@ from typing import Any
 
 import cachesvc_vllm
 import pytest
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_vllm.daemon.settings import MOST_PATIENCE_MS, Settings, read_settings
-from cachesvc_vllm.startup.refusals import require_version
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_vllm.refusals import require_version
+from cachesvc_vllm.settings import MOST_PATIENCE_MS, Settings, read_settings
 
-from cachesvc.flows.storage.expected import MOST_PATIENCE_SECONDS
+from cachesvc.flows.expected import MOST_PATIENCE_SECONDS
 
 
 def test_nothing_said_is_every_default() -> None:

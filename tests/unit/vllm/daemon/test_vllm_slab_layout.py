@@ -6,8 +6,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_vllm.daemon.slab_layout import place_wider_first, slab_layout
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_vllm.cache_groups import place_wider_first, slab_layout
 
 from cachesvc.model.geometry import device_bytes, device_geometry
 from tests.unit.rigs.vllm_rig import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from cachesvc_vllm.namespace.adapters import AdapterReport, Adapters, content_digest
+from cachesvc_vllm.adapters import AdapterReport, Adapters, content_digest
 
 from cachesvc.model.keys import KEY_BYTES
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_vllm.namespace.draft_keys import LookaheadKeys, draft_lookahead
-from cachesvc_vllm.pages.lengths import computed_blocks
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_vllm.block_pool import computed_blocks
+from cachesvc_vllm.identity import LookaheadKeys, draft_lookahead
 
 BLOCK = 4
 

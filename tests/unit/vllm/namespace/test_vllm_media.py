@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cachesvc_vllm.namespace.adapters import DIGEST
-from cachesvc_vllm.namespace.media import Media, Sharing
+from cachesvc_vllm.adapters import DIGEST
+from cachesvc_vllm.media import Media, Sharing
 
 from cachesvc.model.keys import KEY_BYTES
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_client.plugins.namespace.facts import canonical, display_name
-from cachesvc_vllm.namespace.identity import config_details
-from cachesvc_vllm.namespace.naming import Runtime, model_facts, model_name
+from cachesvc_client.plugins.facts import canonical, display_name
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_vllm.identity import config_details
+from cachesvc_vllm.media import Runtime, model_facts, model_name
 
 from tests.unit.rigs.vllm_rig import (
     FullAttentionSpec,

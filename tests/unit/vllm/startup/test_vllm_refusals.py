@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_vllm.daemon.cache_groups import CacheGroup, Retention, cache_groups
-from cachesvc_vllm.startup.refusals import POOL_FIELDS, require_known_pool, require_supported
+from cachesvc_client.plugins.keeper import ConnectorRefused
+from cachesvc_vllm.cache_groups import CacheGroup, Retention, cache_groups
+from cachesvc_vllm.refusals import POOL_FIELDS, require_known_pool, require_supported
 
 from tests.unit.rigs.vllm_rig import (
     CircularBufferSpec,

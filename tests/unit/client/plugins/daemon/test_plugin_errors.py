@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc_client.plugins.daemon.errors import REPEAT_S, News
+from cachesvc_client.plugins.keeper import REPEAT_S, News
 
 
 def test_a_refusal_that_goes_on_is_a_warning_every_minute() -> None:

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 from cachesvc_client import DaemonUnavailable
-from cachesvc_client.plugins.daemon.errors import ConnectorRefused
-from cachesvc_client.plugins.daemon.weights_version import Announced, WeightsVersion
+from cachesvc_client.plugins.keeper import Announced, ConnectorRefused, WeightsVersion
 
 
 class Daemon:

@@ -7,10 +7,9 @@ from typing import cast
 
 import pytest
 from cachesvc_client import Expected, Sequence
-from cachesvc_client.layouts.parts import Parts
-from cachesvc_client.plugins.pages.matches import MOST_AGAIN, coming_again, next_wish
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.wish import Wish
+from cachesvc_client.layouts.families import Parts
+from cachesvc_client.plugins.matches import MOST_AGAIN, coming_again, next_wish
+from cachesvc_client.plugins.request_pages import RequestPages, Wish
 
 
 @dataclass

@@ -6,11 +6,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from cachesvc_client.layouts.parts import Parts
-from cachesvc_client.plugins.pages.group_tables import GroupTable, engine_groups
-from cachesvc_client.plugins.pages.private_pages import PrivatePages
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_vllm.pages.lengths import blocks_wanted
+from cachesvc_client.layouts.families import Parts
+from cachesvc_client.plugins.page_book import PrivatePages
+from cachesvc_client.plugins.request_pages import GroupTable, RequestPages, engine_groups
+from cachesvc_vllm.block_pool import blocks_wanted
 
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from cachesvc_client import CacheClient, Lease, Timeouts
 from cachesvc_client.layouts.families import opaque
-from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.wish import Wish
-from cachesvc_client.plugins.steps import outbox
+from cachesvc_client.plugins import outbox
+from cachesvc_client.plugins.page_book import PageBook
+from cachesvc_client.plugins.request_pages import RequestPages, Wish
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import ErrorCode

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from cachesvc_client import CacheClient, Expected, Lease, Timeouts
 from cachesvc_client.layouts.families import opaque
-from cachesvc_client.plugins.pages.page_book import PageBook
-from cachesvc_client.plugins.pages.request_pages import COMING_HOLDS_S, MATCH_HOLDS_S, RequestPages
-from cachesvc_client.plugins.pages.wish import Tail, Wish
+from cachesvc_client.plugins.page_book import PageBook
+from cachesvc_client.plugins.request_pages import COMING_HOLDS_S, MATCH_HOLDS_S, RequestPages, Tail, Wish
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import ErrorCode

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cachesvc_client.plugins.pages.request_pages import RequestPages
-from cachesvc_client.plugins.pages.untold import Sealing, Untold
+from cachesvc_client.plugins.matches import Sealing, Untold
+from cachesvc_client.plugins.request_pages import RequestPages
 
 KEYS = [b"a", b"b"]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cachesvc_client.plugins.pages.private_pages import PrivatePages
-from cachesvc_client.plugins.pages.request_pages import PageCopy, RequestPages
-from cachesvc_client.plugins.pages.wish import Tail, Wish
+from cachesvc_client.plugins.page_book import PrivatePages
+from cachesvc_client.plugins.request_pages import PageCopy, RequestPages, Tail, Wish
 
 BLOCK = 16
 KEYS = [bytes([each]) * 32 for each in range(3)]

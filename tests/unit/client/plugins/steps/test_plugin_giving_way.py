@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc_client.plugins.steps.giving_way import TRIES_S, GivingWay
+from cachesvc_client.plugins.page_book import TRIES_S, GivingWay
 
 
 class Clock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cachesvc_client.plugins.steps.stock_demand import StockDemand, most_in_stock
+from cachesvc_client.plugins.grants import StockDemand, most_in_stock
 
 
 def test_the_largest_stock_is_an_iteration_and_no_more_than_a_share_of_the_pool() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cachesvc_client import Lease
-from cachesvc_client.plugins.steps.vouching import Dropped, PagesLapsed, Vouching
+from cachesvc_client.plugins.outbox import Dropped, PagesLapsed, Vouching
 
 from cachesvc.model.errors import ErrorCode
 from tests.unit.rigs.client_rig import FakeDaemon, refuse

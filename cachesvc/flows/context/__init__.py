@@ -1,1 +1,0 @@
-"""Context of every flow: the core, the call, slices, counters."""

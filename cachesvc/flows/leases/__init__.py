@@ -1,1 +1,0 @@
-"""Leases, their end, and lost devices."""

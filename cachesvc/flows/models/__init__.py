@@ -1,1 +1,0 @@
-"""Models: their registration, their sizes, and an operator's hand on them."""

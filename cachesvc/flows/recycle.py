@@ -1,0 +1,235 @@
+"""Recycle: give back what fell out of every window, and spare or stock pages.
+
+A block j of a window W is dead for the next query position T once (j + 1) * block_tokens <= T - W + 1, the window
+counting the query itself; only computed and verified tokens count. Where steps overlap, T counts those whose step has
+ended: a step in flight looks back from there on, so its pages stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Container
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from cachesvc.flows.core import LAST_TURNS, TURN, Call, Core, no_sequence, refusal_of
+from cachesvc.flows.loads import back_up_copies
+from cachesvc.flows.presence import note_end
+from cachesvc.flows.transfers import look_ahead
+from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.sequence_state import FAILED, ON_DEVICE
+from cachesvc.ledger.sequences import WINDOW_COST, OpenSequence
+from cachesvc.ledger.tier_copies import NO_ROW
+from cachesvc.model.answers import Ended, GroupCells, Recycled, Releases, Wait
+from cachesvc.model.errors import CacheError, InvalidRequest, NotOwned
+from cachesvc.model.numbers import among, column
+from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.policy.eviction import RequestHint
+
+RECYCLES = ON_DEVICE | {FAILED}
+"""States in which a sequence gives back window blocks: what it can do without goes even where a load has failed."""
+
+
+@dataclass(slots=True)
+class Recycling:
+    """Progress of a recycle that takes several turns: made for the call, handed to each of its runs."""
+
+    freed: int = 0
+    has_begun: bool = False
+
+
+def recycle(
+    core: Core,
+    call: Call,
+    sequence_id: int,
+    computed_tokens: int,
+    pages: tuple[GroupCells, ...],
+    recycling: Recycling | None = None,
+    dead_blocks: tuple[int, ...] = (),
+) -> Recycled | Wait:
+    """Free dead window blocks of the sequence below ``computed_tokens``, and the ``pages`` named. ``dead_blocks``: of
+    each windowed group, the number of blocks that are dead at its engine's word, where that is not 0.
+
+    Of many window blocks some go in each turn; ``recycling`` is what one turn tells the next, without it all go in one.
+    ``sequence_id`` 0 with no such sequence is an error only when ``computed_tokens`` is set; pages alone may be stock.
+    Raises NotOwned (nothing is freed then), InvalidRequest (a page that is still in a full group's table), NotFound.
+    """
+    lease, model = call.lease, call.model
+    progress = recycling or Recycling()
+    sequence = lease.sequences.get(sequence_id)
+    if progress.has_begun and (sequence is None or sequence.state not in RECYCLES):
+        return Recycled(progress.freed, ())  # another call came between the turns
+    dead_of = dict(zip(call.replica.place.window_groups, dead_blocks, strict=False))
+    is_due = bool(computed_tokens or any(dead_blocks))
+    if sequence is None and (is_due or not pages):
+        sequence = call.known_sequence(sequence_id)
+    named = [] if progress.has_begun else _owned(call, sequence, pages)
+    if sequence is not None and is_due:
+        if sequence.state not in RECYCLES:
+            raise refusal_of(sequence)
+        _check_computed(model, sequence, computed_tokens, dead_blocks)
+    _free_named(call, sequence, named)
+    progress.freed += sum(len(stock) + len(own) for _, stock, own in named)
+    progress.has_begun = True
+    if sequence is not None and is_due:
+        left = most_positions(core) if recycling is not None else sys.maxsize
+        for group in call.replica.place.window_groups:
+            cursor = sequence.cursors[group]
+            dead = dead_of.get(group) or _dead_blocks(model, group, computed_tokens)
+            until = min(dead, cursor + max(left, 0))
+            progress.freed += sequence.recycle(group, until)
+            left -= max(0, until - cursor)
+            if until < dead:
+                return LAST_TURNS
+    return Recycled(progress.freed, tuple(sequence.cursors.values()) if sequence is not None else ())
+
+
+def _free_named(call: Call, sequence: OpenSequence | None, named: list[tuple[int, set[int], set[int]]]) -> None:
+    """Free pages of the stock, and a sequence's own ones, of each group."""
+    place = call.replica.place
+    for group, stock, own in named:
+        call.lease.stock[group] -= stock
+        place.pools[group].move_all(stock, PageState.FREE)
+        if sequence is not None:
+            sequence.own[group] -= own
+            if own and group in place.window_groups:
+                cells = column(sequence.tables[group])
+                cells[np.isin(cells, list(own))] = NO_PAGE
+        place.pools[group].move_all(own, PageState.FREE)
+
+
+def _due(call: Call, sequence: OpenSequence, tokens: int) -> int:
+    """Positions of all windows that are to be given back."""
+    dead = [(group, _dead_blocks(call.model, group, tokens)) for group in call.replica.place.window_groups]
+    return sum(max(0, last - sequence.cursors[group]) for group, last in dead)
+
+
+def most_positions(core: Core) -> int:
+    """Positions of a window that are given back in a turn."""
+    return max(1, core.turns.pages // WINDOW_COST)
+
+
+def recycle_many(
+    core: Core,
+    call: Call,
+    recycles: tuple[Seq[int], Seq[int]],
+    entries: range,
+    told: list[int],
+    held: Container[int] = (),
+) -> None:
+    """``recycle`` without pages for ``entries`` of sequences and their computed tokens, in order. ``told`` gets the
+    pages of each; it is short where an entry is refused, or takes more turns than one, or its sequence is among
+    ``held``."""
+    for entry in entries:
+        number, tokens = recycles[0][entry], recycles[1][entry]
+        sequence = call.lease.sequences.get(number)
+        if number in held or (sequence is not None and tokens and _due(call, sequence, tokens) > most_positions(core)):
+            return
+        try:
+            recycled = recycle(core, call, number, tokens, ())
+        except CacheError:
+            return
+        assert isinstance(recycled, Recycled), "without turns it is done at once"
+        told.append(recycled.pages)
+
+
+def _owned(
+    call: Call, sequence: OpenSequence | None, pages: tuple[GroupCells, ...]
+) -> list[tuple[int, set[int], set[int]]]:
+    """Named pages by group: those in the lease's stock, by the first group of their pool, and the sequence's own."""
+    out: dict[int, tuple[int, set[int], set[int]]] = {}
+    leads, count = call.model.layout.pool_leads, 0
+    for group, _, group_pages, _ in pages:
+        if not 0 <= group < len(call.lease.stock):
+            raise InvalidRequest(f"there is no group {group}")
+        lead = leads[group]
+        of_stock = call.lease.stock[lead].intersection(group_pages)
+        rest = set(group_pages) - of_stock
+        if rest:
+            _check_own(sequence, group, rest, is_windowed=group in call.replica.place.window_groups)
+        out.setdefault(lead, (lead, set(), set()))[1].update(of_stock)
+        out.setdefault(group, (group, set(), set()))[2].update(rest)
+        count += len(group_pages)
+    if sum(len(stock) + len(own) for _, stock, own in out.values()) != count:
+        raise InvalidRequest("a page is named twice in one recycle; name each once")
+    return list(out.values())
+
+
+def _check_own(sequence: OpenSequence | None, group: int, pages: set[int], *, is_windowed: bool) -> None:
+    if sequence is None or sequence.pages_ahead or not pages <= sequence.own[group]:
+        own = set() if sequence is None or sequence.pages_ahead else sequence.own[group]
+        page = min(pages - own)
+        raise NotOwned(f"page {page} of group {group} is neither in the lease's stock nor a sequence's own")
+    in_table = among(column(array("i", pages)), column(sequence.tables[group]))
+    if sequence.swap_ticket or (in_table.any() and not is_windowed):
+        page = min(pages) if sequence.swap_ticket else list(pages)[int(in_table.argmax())]
+        raise InvalidRequest(f"page {page} of group {group} is still in the block table; release the sequence instead")
+
+
+def _check_computed(model: Model, sequence: OpenSequence, computed_tokens: int, dead_blocks: tuple[int, ...]) -> None:
+    if dead_blocks and (len(dead_blocks) != len(model.layout.window_groups) or max(dead_blocks) > sequence.blocks):
+        raise InvalidRequest(
+            f"dead_blocks needs a number up to {sequence.blocks} for each of {len(model.layout.window_groups)} groups "
+            f"with a window or states, got {list(dead_blocks)[:8]}"
+        )
+    if computed_tokens > sequence.blocks * model.layout.block_tokens:
+        raise InvalidRequest(
+            f"computed_tokens {computed_tokens} is beyond the {sequence.blocks} blocks of sequence {sequence.id}"
+        )
+
+
+def _dead_blocks(model: Model, group: int, computed_tokens: int) -> int:
+    """Number of blocks of a sequence that no query from ``computed_tokens`` on looks back to, but for sinks. 0 of
+    scratch: how long that is used, the engine says."""
+    layout = model.layout
+    if layout.groups[group].is_scratch:
+        return 0
+    return max(0, computed_tokens - layout.window_of(group) + 1) // layout.block_tokens
+
+
+def release_many(
+    core: Core, call: Call, releases: Releases, entries: range, told: list[int], held: Container[int] = ()
+) -> None:
+    """``release`` for ``entries``, in order. ``told`` gets the pages of each; it is short where there is no such
+    sequence, it is among ``held``, or it takes more turns than one."""
+    for entry in entries:
+        number, tokens = releases.sequences[entry], releases.output_tokens
+        if number not in call.lease.sequences or number in held:
+            return
+        freed = release(core, call, number, Ended(tokens[entry]) if tokens else None)
+        if isinstance(freed, Wait):
+            return
+        told.append(freed)
+
+
+def ended(call: Call, tokens: int | None, ago: float, clock: float | None) -> Ended:
+    """Report of an engine on a request that ended ``ago`` seconds ago, or at ``clock`` where it gives the time."""
+    now = call.model.blocks.clock
+    return Ended(tokens, now.seconds - ago if clock is None or not now.is_told else clock)
+
+
+def release(core: Core, call: Call, sequence_id: int, end: Ended | None = None) -> int | Wait:
+    """End a sequence; returns how many device pages came back. Raises NotFound (also the second time). ``end``: how its
+    request did, for the eviction policy.
+
+    One that takes more turns than one is gone for other calls from the first on; a call that is given up half-way can
+    be sent again.
+    """
+    sequence = call.lease.sequences.get(sequence_id)
+    if sequence is None:
+        raise no_sequence(sequence_id)
+    if end is not None:
+        sequence.tell_end(end)
+    if sequence.is_open:
+        note_end(core, call.model, sequence.anchor)
+        if sequence.window_rows and sequence.anchor != NO_ROW and sequence.retention != RequestHint.ONCE:
+            ends = [(group, sequence.windows.last_rows(group, sequence.anchor)) for group in sequence.window_rows]
+            back_up_copies(core, call.model, call.replica, [(group, row) for group, rows in ends for row in rows])
+    if not sequence.end_part(core.turns.pages):
+        return TURN
+    del call.lease.sequences[sequence_id]
+    look_ahead(core, call.model, call.replica)
+    return sequence.freed

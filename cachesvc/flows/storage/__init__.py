@@ -1,1 +1,0 @@
-"""Storage, and pages lent to other nodes."""

@@ -1,1 +1,0 @@
-"""Copies between tiers, and the room for them."""

@@ -1,1 +1,0 @@
-"""Plans of an eviction, and how its victims leave."""

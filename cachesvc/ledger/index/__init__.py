@@ -1,1 +1,0 @@
-"""Blocks by key: their copies in each tier, and what keeps them there."""

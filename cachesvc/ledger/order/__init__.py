@@ -1,1 +1,0 @@
-"""Order in which blocks may be evicted."""

@@ -1,1 +1,0 @@
-"""Pages of a pool and arrays beside them: states, reservations, changes, counts."""

@@ -1,1 +1,0 @@
-"""Copies: their queue, their slices, the thread that runs them."""

@@ -1,1 +1,0 @@
-"""Device memory of a GPU."""

@@ -1,1 +1,0 @@
-"""Device memory in shared memory of the host."""

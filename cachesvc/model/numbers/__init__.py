@@ -1,1 +1,0 @@
-"""Arithmetic without a subject of its own."""

@@ -1,1 +1,0 @@
-"""Text that people type: addresses, sizes, command lines."""

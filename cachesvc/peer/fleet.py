@@ -1,0 +1,482 @@
+"""Questions of a borrower to another daemon, apart from the bytes themselves.
+
+Keeps the digests of peers: each is asked again once it has told something, or after a pause where it fails.
+
+A peer that answers at once has the next question at the next look, whatever it told: while engines seal, something has
+always changed there, and questions one after another would take up the peer's loop.
+
+Health of another daemon: what it answers, and what it sends, each with a pause of its own after a failure.
+
+A failure counts once: those of calls that began before the pause that it set was over have the same cause.
+
+Peers that a request names: asked only where the operator permits their networks, and forgotten when others come.
+
+Where there are too many, the process whose requests name most loses one: others keep theirs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from cachesvc.model.errors import CacheError, InvalidRequest, PermissionDenied, Unavailable
+from cachesvc.model.numbers import BACKGROUND, Party
+from cachesvc.model.text import Address, parse_address
+from cachesvc.peer.digest import DigestNews, PeerDigest
+from cachesvc.storage.seam import Part, Scope
+from cachesvc.telemetry import events
+
+
+class HandshakeFailed(Unavailable):
+    """The two nodes do not trust each other's certificates."""
+
+
+class PeerAbsent(Unavailable):
+    """No daemon takes calls there: they fail at once, and no request waits for it."""
+
+
+class PeerRefused(Unavailable):
+    """The peer has answered, and refuses the call. ``is_full``: it has reached a limit, and may serve it later."""
+
+    is_full = False
+
+
+class PeerPaused(Unavailable):
+    """The peer was not asked: it failed a moment ago. ``seconds``: after which it will be."""
+
+    seconds = 0.0
+
+
+class Loan(NamedTuple):
+    """Loan of another daemon. ``lent``: for each key and part (parts of a key together) whether it is there. ``host``,
+    ``port``: where its bytes are. ``epoch``: of the daemon's life. ``seconds``: without a heartbeat. ``streams``: that
+    may read it."""
+
+    lease: int
+    epoch: int
+    secret: bytes
+    host: str
+    port: int
+    seconds: float
+    lent: tuple[bool, ...]
+    streams: int = 1
+
+
+class Borrowed(NamedTuple):
+    """Answer of another daemon, of the life ``epoch``. ``loan``: None where nothing is there; ``computing``: blocks
+    behind what is lent that an engine computes there; ``is_given_up``: it had begun to compute the first, and its
+    request has ended."""
+
+    loan: Loan | None = None
+    epoch: int = 0
+    computing: int = 0
+    is_given_up: bool = False
+
+
+Answered = Callable[[Borrowed | CacheError], None]
+"""Called once with the answer to a question, or with what it failed by, from any thread."""
+Done = Callable[[CacheError | None], None]
+"""Called once when a call has ended, with what it failed by or None, from any thread."""
+
+
+class PeerControl(Protocol):
+    """One other daemon. Calls return at once and end by their deadlines; they raise a CacheError where nothing is
+    asked."""
+
+    @property
+    def address(self) -> str:
+        """Address of the peer, HOST:PORT."""
+
+    def borrow_later(
+        self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
+    ) -> None:
+        """Have what is there of packed ``keys`` kept, once the first block is there, or ``patience`` seconds later.
+        ``seconds``: for the answer."""
+
+    def beat_later(self, loans: Sequence[Loan], seconds: float, done: Done) -> None:
+        """Keep loans, the newest last, with a heartbeat; without any it finds out whether the peer answers."""
+
+    def give_back_later(self, loan: Loan, seconds: float, done: Done) -> None:
+        """Give back a loan."""
+
+    def news_later(
+        self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
+    ) -> None:
+        """Ask what the peer has, beyond a version that is known, and have it wait for a change."""
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+
+
+LOOK_UP_SECONDS = 10.0
+MOST_PEERS = 256
+"""Most peers, those with an address of their own included."""
+
+Resolve = Callable[[str, int], Sequence[str]]
+"""Addresses of a name at a port, without repetition. Raises OSError."""
+
+
+def resolve_name(name: str, port: int) -> list[str]:
+    """Addresses of a name, as the system resolves it. Raises OSError."""
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    hosts = dict.fromkeys(str(each[4][0]) for each in found)
+    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+
+
+class PeerNames:
+    """``names``: to look up. ``make``: gives the control of an address and the name that it was found by. ``own``: this
+    node's own addresses. ``told``: gets the peers that there are, whenever these have changed. ``most``: peers beside
+    those with an address of their own."""
+
+    def __init__(
+        self,
+        names: Sequence[Address],
+        make: Callable[[str, str], PeerControl],
+        own: Callable[[], Sequence[str]],
+        clock: Callable[[], float],
+        resolve: Resolve = resolve_name,
+        most: int = MOST_PEERS,
+    ) -> None:
+        self._names = tuple(names)
+        self._make = make
+        self._own = own
+        self._clock = clock
+        self._resolve = resolve
+        self._most = most
+        self._peers: dict[str, Peer] = {}
+        self._found: dict[Address, Sequence[str]] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="peer-names", daemon=True)
+        self.told: Callable[[Sequence[Peer]], None] | None = None
+
+    def start(self) -> None:
+        """Begin to look up."""
+        if self._names:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Look up nothing more. Does not wait for the system's answer. Idempotent."""
+        self._stopping.set()
+
+    def look_up(self) -> None:
+        """Look all names up once. A name that cannot be looked up stands for what it stood for."""
+        for name in self._names:
+            try:
+                self._found[name] = self._resolve(name.host, name.port)
+            except OSError as error:
+                events.warning("peer_name_unknown", peers=f"{name.host}:{name.port}", reason=str(error))
+        own = set(self._own())
+        wanted = {each: name.host for name, found in self._found.items() for each in found if each not in own}
+        kept = dict(list(wanted.items())[: self._most])
+        if kept.keys() == self._peers.keys():
+            return
+        gone = [peer for address, peer in self._peers.items() if address not in kept]
+        self._peers = {
+            address: self._peers.get(address) or Peer(self._make(address, host), self._clock)
+            for address, host in kept.items()
+        }
+        events.event("peers_changed", peers=len(self._peers), left_out=len(wanted) - len(kept))
+        if self.told is not None:
+            self.told(tuple(self._peers.values()))
+        for peer in gone:
+            peer.control.close()
+
+    def _run(self) -> None:
+        """Root of the thread."""
+        while True:
+            try:
+                self.look_up()
+            except Exception:  # noqa: BLE001 - the root of a thread: the next time may be better
+                events.failure("peer_names_broke")
+            if self._stopping.wait(LOOK_UP_SECONDS):
+                return
+
+
+PATIENCE_SECONDS = 20.0
+"""Time that a peer waits for a change of its own, seconds."""
+QUICK_SECONDS = 1.0
+"""Time within which an answer has come at once, seconds."""
+
+
+class NewsReader:
+    """``peers``: those that there are now. ``clock``: monotonic seconds. Any thread."""
+
+    def __init__(self, peers: Callable[[], Sequence[Peer]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._peers = peers
+        self._clock = clock
+        self._asked: set[int] = set()
+        self._is_open = True
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """Ask peers of which no answer is under way. Called periodically."""
+        for peer in self._peers():
+            with self._lock:
+                is_due = self._is_open and id(peer) not in self._asked
+                if is_due:
+                    self._asked.add(id(peer))
+            if is_due:
+                self._ask(peer)
+
+    def close(self) -> None:
+        """Ask nothing more. Idempotent."""
+        with self._lock:
+            self._is_open = False
+
+    def _ask(self, peer: Peer) -> None:
+        digest, told = peer.digest, partial(self._told, peer, self._clock())
+        try:
+            peer.control.news_later(digest.epoch, digest.version, PATIENCE_SECONDS, told)
+        except CacheError:
+            self._failed(peer)
+
+    def _told(self, peer: Peer, asked_at: float, news: DigestNews | CacheError) -> None:
+        if isinstance(news, CacheError) or not any(each is peer for each in self._peers()):
+            self._failed(peer)
+            return
+        peer.digest.learn(news)
+        peer.answered()
+        if self._is_open and self._clock() - asked_at >= QUICK_SECONDS:
+            self._ask(peer)
+        else:
+            self._done(peer)
+
+    def _failed(self, peer: Peer) -> None:
+        """Without its news, a peer may have anything."""
+        peer.digest.forget()
+        self._done(peer)
+
+    def _done(self, peer: Peer) -> None:
+        with self._lock:
+            self._asked.discard(id(peer))
+
+
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 30.0
+LONGEST_PROBE_PAUSE_SECONDS = 1.0
+"""Longest pause between two probes of a peer that does not answer, seconds: a probe holds up no request."""
+WARN_SECONDS = 300.0
+"""Between two warnings that certificates are not trusted."""
+ABSENT_SECONDS = 1.0
+"""Time for which an absent prefix is not asked for again, seconds."""
+MOST_ABSENT = 4096
+
+
+class BackOff:
+    """Pause after failures of one kind of call, twice as long each time. Not thread-safe. ``pause``: the length of the
+    last one, seconds; 0 from a success on."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.pause = 0.0
+        self._until = float("-inf")
+
+    @property
+    def left(self) -> float:
+        """Seconds until calls may begin; 0: they may begin now."""
+        return max(0.0, self._until - self._clock())
+
+    @property
+    def has_failed(self) -> bool:
+        """True from a failure on until a call succeeds."""
+        return self.pause > 0
+
+    def failed(self, began: float, longest: float = LONGEST_PAUSE_SECONDS) -> bool:
+        """Begin a pause of ``longest`` seconds at most after the failure of a call that began then. False, without
+        effect, for a call that began before the last pause was over."""
+        if began < self._until:
+            return False
+        self.pause = min(max(2 * self.pause, FIRST_PAUSE_SECONDS), longest)
+        self._until = self._clock() + self.pause
+        return True
+
+    def succeeded(self) -> None:
+        """End the pause. Calls that began before this one count neither for the peer nor against it."""
+        if self.pause:
+            self.pause, self._until = 0.0, self._clock()
+
+
+class Peer:
+    """One other daemon, as this one sees it. Any thread. ``counts``: answers and failures by kind.
+    ``distrust``: why the two do not trust each other's certificates; empty once the peer has answered since.
+    ``is_self``: it is this daemon. ``down_since``: when it stopped answering; None while it answers."""
+
+    def __init__(self, control: PeerControl, clock: Callable[[], float]) -> None:
+        self.control = control
+        self.counts: Counter[str] = Counter()
+        self.digest = PeerDigest()
+        self.epoch = 0
+        self.reason = ""
+        self.distrust = ""
+        self.is_self = False
+        self.down_since: float | None = None
+        self._warn_at = 0.0
+        self._clock = clock
+        self._answers = BackOff(clock)
+        self._bytes = BackOff(clock)
+        self._probe_at = 0.0
+        self._is_silent = False
+        self._absent: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def pause_left(self) -> float:
+        """Seconds for which the peer is not asked to lend; 0: it may be asked now."""
+        return max(self._answers.left, self._bytes.left)
+
+    @property
+    def is_usable(self) -> bool:
+        """False during a pause."""
+        return not self.pause_left
+
+    @property
+    def is_up(self) -> bool:
+        """True where any request may ask it: no call waited for it in vain since it answered last. One that did is
+        asked by probes, and for requests that name it."""
+        return not self.is_self and not self._is_silent and self.is_usable
+
+    @property
+    def answers(self) -> bool:
+        """False from a call without an answer on until it answers again."""
+        return not self._answers.has_failed
+
+    def lacks(self, key: bytes) -> bool:
+        """True where a recent question found nothing that begins with this block."""
+        with self._lock:
+            return self._absent.get(key, 0.0) > self._clock()
+
+    def answered(self, epoch: int = 0) -> None:
+        """Note an answer in time. Another ``epoch`` (0: unknown) is another life, which may have what the last one
+        lacked."""
+        with self._lock:
+            self._answers.succeeded()
+            self.distrust, self.down_since, self._is_silent = "", None, False
+            if epoch not in (0, self.epoch):
+                self.epoch = epoch
+                self._absent.clear()
+
+    def sent(self) -> None:
+        """Note that a stream has brought all that it was asked for, and all of it was right."""
+        with self._lock:
+            self._bytes.succeeded()
+
+    def had_nothing(self, key: bytes) -> None:
+        """Note that the peer lacks the blocks from this one on."""
+        with self._lock:
+            self.counts["absent"] += 1
+            self._absent[key] = self._clock() + ABSENT_SECONDS
+            self._absent.move_to_end(key)
+            while len(self._absent) > MOST_ABSENT:
+                self._absent.popitem(last=False)
+
+    def distrusts(self, reason: str) -> bool:
+        """Note that a certificate is not trusted, the peer's here or ours there. True where it is time to warn
+        again."""
+        with self._lock:
+            is_new, self.distrust = not self.distrust, reason
+            is_due = is_new or self._clock() >= self._warn_at
+            if is_due:
+                self._warn_at = self._clock() + WARN_SECONDS
+            return is_due
+
+    def did_not_answer(self, reason: str, began: float, *, is_absent: bool = False) -> bool:
+        """Note that a call that began then had no answer. True where it counts: see BackOff. ``is_absent``: it failed
+        at once, as to a daemon that is not started yet, which is asked again soon."""
+        with self._lock:
+            longest = LONGEST_PAUSE_SECONDS if self._is_silent or not is_absent else FIRST_PAUSE_SECONDS
+            counts = self._note(self._answers, reason, began, longest)
+            if counts:
+                self.down_since = self._clock() if self.down_since is None else self.down_since
+                self._is_silent |= not is_absent
+            return counts
+
+    def did_not_send(self, reason: str, began: float) -> bool:
+        """Note that a loan of then was not sent as it should be. True where it counts: see BackOff."""
+        with self._lock:
+            return self._note(self._bytes, reason, began, LONGEST_PAUSE_SECONDS)
+
+    def _note(self, back_off: BackOff, reason: str, began: float, longest: float) -> bool:
+        self.counts["failed"] += 1
+        self.reason = reason
+        return back_off.failed(began, longest)
+
+    def wants_probe(self) -> bool:
+        """True once it is time to try a silent peer, or one that was never tried; that is noted as done."""
+        with self._lock:
+            now = self._clock()
+            if (not self._is_silent and self._probe_at) or now < self._probe_at:
+                return False
+            self._probe_at = now + min(self._answers.pause or FIRST_PAUSE_SECONDS, LONGEST_PROBE_PAUSE_SECONDS)
+            return True
+
+
+MOST_GUESTS = 256
+MOST_NETWORKS = 64
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def parse_networks(what: str, text: str) -> tuple[Network, ...]:
+    """Parse networks by comma, such as ``10.0.0.0/8,fd00::/8``. Raises InvalidRequest."""
+    texts = [each.strip() for each in text.split(",") if each.strip()]
+    if len(texts) > MOST_NETWORKS:
+        raise InvalidRequest(f"{what}: {len(texts)} networks, and there are at most {MOST_NETWORKS}; name larger ones")
+    try:
+        return tuple(map(ipaddress.ip_network, texts))
+    except ValueError as error:
+        raise InvalidRequest(f"{what}: {error}; write networks as 10.0.0.0/8, by comma") from error
+
+
+class Guests:
+    """Peers within ``networks``, each with a control that ``make`` gives for its address. Any thread."""
+
+    def __init__(
+        self, networks: Sequence[Network], make: Callable[[str], PeerControl], clock: Callable[[], float]
+    ) -> None:
+        self._networks = tuple(networks)
+        self._make = make
+        self._clock = clock
+        self._peers: OrderedDict[str, tuple[Peer, Party]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def peer_at(self, address: str, party: Party = BACKGROUND) -> Peer:
+        """The peer at HOST:PORT, which ``party`` names now. Raises InvalidRequest, and PermissionDenied where it is in
+        none of the networks."""
+        host = parse_address("peer", address, least_port=1).host
+        if not self._permits(host):
+            raise PermissionDenied(
+                f"{address} is none of this node's peers, and {host} is not in a network of peer_allow; add one of them"
+            )
+        with self._lock:
+            known = self._peers.get(address)
+            peer = Peer(self._make(address), self._clock) if known is None else known[0]
+            self._peers[address] = peer, party
+            self._peers.move_to_end(address)
+            gone = self._take_one() if len(self._peers) > MOST_GUESTS else None
+        if gone is not None:
+            gone.control.close()
+        return peer
+
+    def _take_one(self) -> Peer:
+        """Under the lock: of the party with most guests the one that was named longest ago."""
+        [(most, _)] = Counter(party for _, party in self._peers.values()).most_common(1)
+        return self._peers.pop(next(at for at, (_, party) in self._peers.items() if party == most))[0]
+
+    def all(self) -> list[Peer]:
+        """Peers that were named lately."""
+        with self._lock:
+            return [peer for peer, _ in self._peers.values()]
+
+    def _permits(self, host: str) -> bool:
+        """True for an address in one of the networks. A name is none: it can mean another address the next time."""
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return any(address.version == each.version and address in each for each in self._networks)

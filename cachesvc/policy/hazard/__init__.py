@@ -1,1 +1,0 @@
-"""Eviction by learned hazards: how soon blocks of a class are used again, by their age."""

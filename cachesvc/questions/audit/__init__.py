@@ -1,1 +1,0 @@
-"""Recounts of all that is accounted for."""

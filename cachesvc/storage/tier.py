@@ -1,0 +1,808 @@
+"""The storage tier of a daemon: one engine, the breaker before it, the budget of writes, and news for the ledger.
+
+The ledger thread asks here and goes on; what takes time is done by two couriers and the engine's own threads. News
+comes back in batches, by ``post``, in the order in which it arose.
+
+A request to the engine until it is begun: it ends, even if its carrier fails.
+
+    WAITING ── claim ──▶ CLAIMED ── begun ──▶ BEGUN     the store reports each item, or that it is LATE
+       └── expire, fail ────┴── fail ───────▶ OVER      all of it was refused: no byte moves for it
+
+What was begun has a deadline of its own, after which its memory is in quarantine until the engine answers after all.
+
+Circuit breaker of a storage engine: decides whether it is used. It opens on errors and on latency, since what is
+frozen does not err, and closes when a canary came back: no engine's word is taken for its health.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+from cachesvc.memory.extents import yield_to_callers
+from cachesvc.model.errors import CacheError
+from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.text import one_line
+from cachesvc.model.words import NO_PAGE
+from cachesvc.storage.objects import ObjectStore, Verb
+from cachesvc.storage.seam import (
+    LAYOUT_ID_BYTES,
+    Chooser,
+    ModelFacts,
+    ObjectName,
+    Outcome,
+    Part,
+    Scope,
+    Shape,
+    Shapes,
+    StorageBackend,
+    Use,
+    key_at,
+    shapes_of,
+)
+from cachesvc.storage.spec import TierOptions, WriteWhen
+from cachesvc.telemetry import events
+
+LONGEST_SECONDS = 1.0
+"""Most seconds of unused rate that count: what is not written in one second is not written twice in the next."""
+
+
+ANY_BLOCK_BYTES = 1 << 40
+"""However large a block is, it may go when nothing else does."""
+
+
+class WriteBudget:
+    """A bucket of bytes, filled at ``rate`` a second, and a window of ``most_under_way``. One thread."""
+
+    def __init__(self, rate: int, most_under_way: int, now: float) -> None:
+        self._rate = rate
+        self._most = most_under_way
+        self._tokens = float(rate) * LONGEST_SECONDS
+        self._filled = now
+        self.under_way = 0
+
+    def room(self, now: float) -> int:
+        """Bytes that may be begun now."""
+        full = self._rate * LONGEST_SECONDS
+        self._tokens = min(full, self._tokens + self._rate * max(0.0, now - self._filled))
+        self._filled = now
+        if not self.under_way and self._tokens >= full:
+            return max(self._most, ANY_BLOCK_BYTES)
+        return max(0, min(int(self._tokens), self._most - self.under_way))
+
+    def lift(self) -> None:
+        """Drop the rate's limit, and keep the window's: the daemon ends, and no engine competes."""
+        self._rate = ANY_BLOCK_BYTES
+
+    def begin(self, size_bytes: int) -> None:
+        """Count bytes in flight."""
+        self._tokens -= size_bytes
+        self.under_way += size_bytes
+
+    def end(self, size_bytes: int) -> None:
+        """Their memory is free again."""
+        self.under_way -= size_bytes
+
+
+CLOSE_SECONDS = 1.0
+
+
+class Carrier(Protocol):
+    """Carries out calls, later and in their order."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
+        """Carry it out; ``fail`` where it raises."""
+
+    def close(self) -> None:
+        """Carry out nothing more. Idempotent."""
+
+
+class StorageTask(NamedTuple):
+    """Job: a call, and what is called where it raises."""
+
+    call: Callable[[], None]
+    fail: Callable[[], None]
+
+
+def run_task(task: StorageTask) -> None:
+    """Run a task, the root of what it raises: others follow it."""
+    for step in task:
+        try:
+            step()
+            return
+        except Exception:  # noqa: BLE001 - as the docstring says
+            events.failure("storage_call_broke")
+
+
+class Courier:
+    """One thread. Its callers bound what they give it."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: deque[StorageTask] = deque()
+        self._changed = threading.Condition()
+        self._is_open = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._is_open = True
+        self._thread.start()
+
+    def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
+        """Carry it out, behind what was given before."""
+        with self._changed:
+            self._calls.append(StorageTask(call, fail))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Drop what waits, and wait a while for what runs. Idempotent."""
+        with self._changed:
+            self._is_open = False
+            self._calls.clear()
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        """Root of the thread."""
+        yield_to_callers()
+        while True:
+            with self._changed:
+                while not self._calls and self._is_open:
+                    self._changed.wait()
+                if not self._is_open:
+                    return
+                task = self._calls.popleft()
+            run_task(task)
+
+
+UNDER_WAY_BYTES = 64 << 20
+"""Host blocks that are pinned for writing at a time."""
+TRY_ANYWAY = 64
+"""Number of look-ups of which one is fetched although loading is slower than computing: the store may have got
+faster."""
+BAD = {Outcome.OK: 0.0, Outcome.LENT: 0.0, Outcome.BUSY: 0.0, Outcome.MISPLACED: 0.0, Outcome.MISS: 0.25}
+"""Weight of an outcome against the engine; all others are 1. A miss of an expected object is bad, a little; to have no
+room is no fault, and neither is a reader's other parent of a block."""
+
+MOST_GONE = 1 << 16
+"""Blocks of which it is yet to be told that they have gone; more are passed over."""
+LOST_SECONDS = 1.0
+"""A canary that has said nothing so long after its deadline is lost."""
+
+View = Callable[[int, int, int, int], memoryview]
+"""``(model, group, host rank, page)``: a host page's bytes. Raises a CacheError for one that is gone."""
+Post = Callable[[Callable[[], None]], None]
+"""Has something called on the ledger thread."""
+
+
+class Tier:
+    """``name``: in the log, metrics and status; ``late``: objects that have not come back in time. ``tell`` gets the
+    news of each request; ``tell_lost``: called when the engine has lost all that it had.
+    ``clock``: monotonic seconds."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        options: TierOptions,
+        view: View,
+        post: Post,
+        clock: Callable[[], float],
+        carriers: Callable[[str], Carrier] = Courier,
+        name: str = "",
+    ) -> None:
+        self.store = store
+        self.name = name or store.backend.kind
+        self.late = 0
+        self.backend: StorageBackend = store.backend
+        self.options = options
+        self.wait_seconds = options.wait
+        self.keeps_all = options.write is WriteWhen.THROUGH
+        self.keeps_used = options.write is not WriteWhen.NEVER
+        self.breaker = Breaker()
+        self.budget = WriteBudget(options.write_rate, UNDER_WAY_BYTES, clock())
+        self.tell: Tell | None = None
+        self.tell_gone: TellGone | None = None
+        self.tell_lost: Callable[[], None] | None = None
+        self._view = view
+        self._post = post
+        self._clock = clock
+        self._getting, self._putting = carriers("storage-get"), carriers("storage-put")
+        self._canary = Canary(store)
+        self._canary_until = 0.0
+        self._requests: deque[StorageRequest] = deque()
+        self._shapes: dict[int, Shapes] = {}
+        self._passed_over = 0
+        self._presence = Presence(self.backend, self.breaker)
+        self._log = StateLog(self.name, self.breaker)
+        self._last_news = float("-inf")
+        self._news: deque[News] = deque()
+        self._gone: dict[tuple[Scope, bytes], None] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def problem(self) -> str:
+        """The engine's own word for what is wrong with it; empty where it has none."""
+        return self.backend.totals().problem
+
+    def start(self) -> None:
+        """Begin. Raises a CacheError that says what is missing."""
+        self.backend.watch(self._let_go)
+        self.store.start()
+        self._getting.start()
+        self._putting.start()
+
+    def close(self) -> None:
+        """Take nothing more. Idempotent."""
+        self._getting.close()
+        self._putting.close()
+        self.backend.close()
+
+    # -- on the ledger thread ------------------------------------------------------------------------------------
+
+    def shapes(self, model: ModelFacts) -> Shapes:
+        """Shapes of the model's objects."""
+        known = self._shapes.get(model.id)
+        if known is None:
+            known = self._shapes[model.id] = shapes_of(model)
+            self.backend.describe(known.scope, one_line(model.name))
+        return known
+
+    def forget(self, model_id: int) -> None:
+        """A model is gone: numbers are not used again."""
+        self._shapes.pop(model_id, None)
+
+    def expects(self, model: ModelFacts, keys: bytes) -> int | None:
+        """Number of leading packed ``keys`` worth fetching; None where the engine must be asked."""
+        if not self.breaker.is_closed:
+            return 0
+        shapes = self.shapes(model)
+        if not self._is_fast_enough(model, shapes):
+            return 0
+        return self.store.expects(shapes.scope, keys, shapes.parts)
+
+    def used(self, model: ModelFacts, uses: Sequence[Use], chooser: Chooser | None) -> None:
+        """Blocks were used in memory: their objects are as recently used, as far as the engine evicts by that."""
+        if self.backend.caps.follows_use:
+            scope = self.shapes(model).scope
+            self._getting.add(partial(self.backend.used, scope, uses, chooser), lambda: None)
+
+    def has(self, model: ModelFacts, key: bytes) -> bool:
+        """True where the engine believes to have all of a block, as far as it knows without asking."""
+        shapes = self.shapes(model)
+        return bool(self.store.expects(shapes.scope, key, shapes.parts))
+
+    def has_by_number(self, model_id: int, key: bytes) -> bool:
+        """Answer as ``has``, of a model that was asked about before."""
+        shapes = self._shapes.get(model_id)
+        return shapes is not None and bool(self.store.expects(shapes.scope, key, shapes.parts))
+
+    def _is_fast_enough(self, model: ModelFacts, shapes: Shapes) -> bool:
+        rate, seen = self.options.recompute, self.store.bandwidth(Verb.GET)
+        if not rate or not seen or shapes.block_bytes / seen <= model.layout.block_tokens / rate:
+            return True
+        self._passed_over += 1
+        return self._passed_over % TRY_ANYWAY == 0
+
+    def fetch(
+        self,
+        model: ModelFacts,
+        ticket: int,
+        keys: bytes,
+        pages: Sequence[Sequence[int]],
+        parent: bytes = b"",
+        some: Sequence[tuple[int, Shape]] | None = None,
+    ) -> list[int]:
+        """Bring blocks to host pages, the first of them below the block ``parent``; returns of each block how many
+        objects come. ``some``: objects to bring, by block; None: all that have pages."""
+        coming = Coming(model.id, self.shapes(model), ticket, keys, pages, parent, some)
+        request = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
+        self._getting.add(partial(self._fetch, request, coming), request.fail)
+        counts = Counter(block for block, _ in coming.wanted())
+        return [counts[block] for block in range(len(keys) // KEY_BYTES)]
+
+    def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int], parent: bytes = b"") -> int:
+        """Write a block below the block ``parent`` from its host pages; returns how many objects are on their way."""
+        shapes = self.shapes(model)
+        objects = [
+            shape for shape in (*shapes.full, *shapes.windows) if all(pages[group] != NO_PAGE for group in shape.groups)
+        ]
+        if objects:
+            self.budget.begin(shapes.block_bytes)
+            news = [News(model.id, 0, key, 0, shape.groups, None) for shape in objects]
+            request = self._ask(partial(self._refuse, news))
+            self._putting.add(partial(self._keep, request, news, shapes.scope, objects, pages, parent), request.fail)
+        return len(objects)
+
+    def _ask(self, refuse: Callable[[Outcome], None]) -> StorageRequest:
+        request = StorageRequest(self._clock() + self.options.deadline, refuse)
+        self._requests.append(request)
+        return request
+
+    def kept(self, model: ModelFacts) -> None:
+        """Note that all objects of a written block have ended."""
+        self.budget.end(self.shapes(model).block_bytes)
+
+    def room(self) -> int:
+        """Bytes that may be written now."""
+        return self.budget.room(self._clock()) if self.breaker.is_closed else 0
+
+    def lagged(self) -> None:
+        """Note that a call has waited for the longest time in vain. Where others got something meanwhile the engine is
+        slow, and not frozen."""
+        now = self._clock()
+        if now - self._last_news >= self.wait_seconds and not self.backend.caps.keeps_health:
+            self.breaker.open(f"nothing came within {self.wait_seconds} s", now)
+
+    def tick(self) -> None:
+        """Do periodic work: end waits, and send a canary where one is due."""
+        now = self._clock()
+        if self._presence.look(now) and self.tell_lost is not None:
+            self.tell_lost()
+        while self._requests and (self._requests[0].is_settled or self._requests[0].deadline <= now):
+            self._requests.popleft().expire()
+        self.late = self.store.expire()
+        if self.breaker.state is State.PROBING and now >= self._canary_until:
+            self.breaker.probed(now, is_good=False)
+        if self.breaker.wants_probe(now):
+            deadline = now + max(self.wait_seconds, 0.05)
+            self._canary_until = deadline + LOST_SECONDS
+            self._putting.add(partial(self._canary.fly, deadline, self._flown), partial(self._flown, False))
+        self._log.look(now, self.late, self.problem)
+
+    def _flown(self, is_good: bool) -> None:
+        is_in_time = self._clock() <= self._canary_until - LOST_SECONDS  # else BUSY may be of one that waited too long
+        self._post(lambda: self.breaker.probed(self._clock(), is_good=is_good and is_in_time))
+
+    # -- on couriers ---------------------------------------------------------------------------------------------
+
+    def _fetch(self, request: StorageRequest, coming: Coming) -> None:
+        shapes, keys = coming.shapes, coming.keys
+        if request.is_settled:
+            return
+        wanted = coming.wanted()
+        first = key_at(keys, wanted[0][0]) if wanted else b""
+        if self.store.expects(shapes.scope, first, shapes.parts) is not None:
+            self._get(request, coming)
+            return
+        names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
+
+        def found(there: Sequence[bool] | None) -> None:
+            if there is None:
+                request.fail()
+                return
+            missing = (
+                block
+                for (block, shape), is_there in zip(wanted, there, strict=True)
+                if not is_there and shape in shapes.full
+            )
+            self._getting.add(partial(self._get, request, coming, next(missing, None)), request.fail)
+
+        request.put_to_engine()
+        self.backend.exists(names, request.deadline, found)
+
+    def _get(self, request: StorageRequest, coming: Coming, end: int | None = None) -> None:
+        """Ask for the blocks before ``end``; the rest does not come."""
+        if not request.claim():
+            return
+        news, shapes = coming.news(), coming.shapes
+        wanted = [(block, shape) for block, shape in coming.wanted() if end is None or block < end]
+        names = [ObjectName(shapes.scope, key_at(coming.keys, block), shape.part) for block, shape in wanted]
+        try:
+            views = [
+                tuple(self._view(coming.model, group, rank, coming.pages[group][block]) for group, rank in shape.pieces)
+                for block, shape in wanted
+            ]
+        except CacheError:  # the host pool is closed: the daemon ends
+            request.begun()
+            self._refuse(news, Outcome.BUSY)
+            return
+        begin = self._prepare(Verb.GET, names, views, news, [coming.parent_of(block) for block, _ in wanted])
+        request.begun()
+        self._refuse(news[len(wanted) :], Outcome.BUSY)  # never promised: nothing against the engine
+        begin()
+
+    def _keep(
+        self,
+        request: StorageRequest,
+        news: list[News],
+        scope: Scope,
+        objects: list[Shape],
+        pages: Sequence[int],
+        parent: bytes,
+    ) -> None:
+        if not request.claim():
+            return
+        model = news[0].model
+        names = [ObjectName(scope, news[0].key, shape.part) for shape in objects]
+        try:
+            views = [tuple(self._view(model, group, rank, pages[group]) for group, rank in s.pieces) for s in objects]
+        except CacheError:  # as above
+            request.begun()
+            self._refuse(news, Outcome.BUSY)
+            return
+        begin = self._prepare(Verb.PUT, names, views, news, [parent] * len(names))
+        request.begun()
+        begin()
+
+    def _prepare(
+        self,
+        verb: Verb,
+        names: list[ObjectName],
+        views: list[tuple[memoryview, ...]],
+        news: list[News],
+        parents: list[bytes],
+    ) -> Callable[[], None]:
+        return self.store.prepare(
+            verb,
+            names,
+            views,
+            self._clock() + self.options.deadline,
+            lambda index, outcome: self._tell_later(news[index]._replace(outcome=outcome)),
+            lambda index: self._tell_later(news[index]),
+            parents,
+        )
+
+    # -- news ----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, news: Sequence[News], outcome: Outcome) -> None:
+        """Objects have ended, and were never begun."""
+        for each in news:
+            self._tell_later(each._replace(outcome=outcome))
+
+    def _tell_later(self, news: News) -> None:
+        """Queue news, from any thread."""
+        with self._lock:
+            self._news.append(news)
+            is_first = len(self._news) == 1
+        if is_first:
+            self._post(self._deliver)
+
+    def _deliver(self) -> None:
+        """Deliver news on the ledger thread."""
+        with self._lock:
+            news, self._news = self._news, deque()
+        now = self._clock()
+        for each in news:
+            if each.outcome is not Outcome.LATE:
+                self._last_news = now
+            if each.outcome is not None and not self.backend.caps.keeps_health:
+                verb = "get" if each.ticket else "put"
+                self.breaker.note(BAD.get(each.outcome, 1.0), f"{verb}: {each.outcome.value}", now)
+        if self.tell is not None:
+            for (model, ticket, key), some in groupby(news, key=lambda each: each[:3]):
+                self.tell(model, ticket, key, list(some))
+
+    def _let_go(self, names: Sequence[ObjectName]) -> None:
+        """Note evicted objects, from any thread: an object less is a block less."""
+        with self._lock:
+            is_first = not self._gone
+            room = MOST_GONE - len(self._gone)
+            self._gone |= dict.fromkeys((name.scope, name.key) for name in names[: max(0, room)])
+            is_due = is_first and bool(self._gone)
+        if is_due:
+            self._post(self._deliver_gone)
+
+    def _deliver_gone(self) -> None:
+        """Deliver evictions on the ledger thread."""
+        with self._lock:
+            gone, self._gone = self._gone, {}
+        models = {shapes.scope: model for model, shapes in self._shapes.items()}
+        for scope, some in groupby(gone, key=lambda each: each[0]):
+            if scope in models and self.tell_gone is not None:
+                self.tell_gone(models[scope], [key for _, key in some])
+
+    @property
+    def state(self) -> State:
+        """State of the breaker."""
+        return self.breaker.state
+
+
+TELL_SECONDS = 60.0
+"""Least time between two log lines that say that a tier was given up, or that its calls hang, seconds."""
+HANG_SECONDS = 2.0
+"""Time for which calls are late before they are said to hang, seconds."""
+
+
+class Presence:
+    """Follows one engine's ``totals``."""
+
+    def __init__(self, backend: StorageBackend, breaker: Breaker) -> None:
+        self._backend = backend
+        self._breaker = breaker
+        self._was_usable = True
+        self._losses = 0
+
+    def look(self, now: float) -> bool:
+        """Give up an engine that cannot work, and try it at once when it can again. True where all that it had is lost
+        since the last look."""
+        totals = self._backend.totals()
+        if not totals.is_usable:
+            self._breaker.open(totals.problem, now)
+        elif not self._was_usable:
+            self._breaker.hurry(now)
+        self._was_usable = totals.is_usable
+        is_lost, self._losses = totals.losses != self._losses, totals.losses
+        return is_lost
+
+
+class StateLog:
+    """Logs changes of a tier's state. What changes to and fro is a line a minute at most, and its end another."""
+
+    def __init__(self, tier: str, breaker: Breaker) -> None:
+        self._tier = tier
+        self._breaker = breaker
+        self._opened = 0
+        self._unused_since: float | None = None
+        self._late_since: float | None = None
+        self._hangs = False
+        self._tell_at = {"given up": float("-inf"), "hang": float("-inf")}
+
+    def look(self, now: float, late: int, problem: str) -> None:
+        """``late``: objects that have not come back in time; ``problem``: of the engine's ``totals``."""
+        breaker = self._breaker
+        if breaker.is_closed:
+            if self._unused_since is not None:
+                events.event("storage_used_again", tier=self._tier, seconds=round(now - self._unused_since, 1))
+                self._unused_since = None
+        elif self._unused_since is None and self._is_due("given up", now):
+            times, self._opened = breaker.opened - self._opened, breaker.opened
+            events.warning("storage_given_up", tier=self._tier, reason=problem or breaker.reason, times=times)
+            self._unused_since = now
+        if not late:
+            if self._hangs:
+                events.event("storage_calls_back", tier=self._tier)
+            self._late_since, self._hangs = None, False
+            return
+        self._late_since = now if self._late_since is None else self._late_since
+        if not self._hangs and now - self._late_since >= HANG_SECONDS and self._is_due("hang", now):
+            events.warning("storage_calls_hang", tier=self._tier, objects=late)
+            self._hangs = True
+
+    def _is_due(self, line: str, now: float) -> bool:
+        is_due = now >= self._tell_at[line]
+        if is_due:
+            self._tell_at[line] = now + TELL_SECONDS
+        return is_due
+
+
+class Stage(Enum):
+    """Progress of a request; see above."""
+
+    WAITING = "waiting"
+    CLAIMED = "claimed"
+    BEGUN = "begun"
+    OVER = "over"
+
+
+class StorageRequest:
+    """``refuse``: tells that all of its items ended by an outcome. ``deadline``: monotonic seconds. Any thread."""
+
+    def __init__(self, deadline: float, refuse: Callable[[Outcome], None]) -> None:
+        self.deadline = deadline
+        self.stage = Stage.WAITING
+        self._refuse = refuse
+        self._was_put = False
+        self._lock = threading.Lock()
+
+    @property
+    def is_settled(self) -> bool:
+        """True where the request needs no further care."""
+        return self.stage in (Stage.BEGUN, Stage.OVER)
+
+    def put_to_engine(self) -> None:
+        """Note that the engine was asked. A late answer counts against the engine."""
+        self._was_put = True
+
+    def claim(self) -> bool:
+        """Claim the request: the claimer begins it, or fails it. False where it is over."""
+        with self._lock:
+            is_mine = self.stage is Stage.WAITING
+            if is_mine:
+                self.stage = Stage.CLAIMED
+        return is_mine
+
+    def begun(self) -> None:
+        """Note that the store reports its items from now on."""
+        with self._lock:
+            assert self.stage is Stage.CLAIMED, "it was claimed before it begins"
+            self.stage = Stage.BEGUN
+
+    def expire(self) -> None:
+        """End a request whose time has passed. No-op once it was begun."""
+        self._end(Stage.WAITING)
+
+    def fail(self) -> None:
+        """Fail the request of a broken carrier. No-op where it was begun."""
+        self._was_put = True
+        self._end(Stage.WAITING, Stage.CLAIMED)
+
+    def _end(self, *stages: Stage) -> None:
+        with self._lock:
+            if self.stage not in stages:
+                return
+            self.stage = Stage.OVER
+        self._refuse(Outcome.FAILED if self._was_put else Outcome.BUSY)
+
+
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 30.0
+LAST_OUTCOMES = 32
+MOST_BAD = 8.0
+"""Weighed sum of the last outcomes above which the breaker opens."""
+
+
+class State(Enum):
+    """CLOSED: the engine is used. OPEN: it is not. PROBING: a canary is on its way."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class Breaker:
+    """Breaker of one engine, for one thread. ``reason``: why it opened last; ``opened``: how often it has."""
+
+    def __init__(self) -> None:
+        self.state = State.CLOSED
+        self.reason = ""
+        self.opened = 0
+        self._pause = FIRST_PAUSE_SECONDS
+        self._until = 0.0
+        self._last: deque[float] = deque(maxlen=LAST_OUTCOMES)
+
+    @property
+    def is_closed(self) -> bool:
+        """True while the engine is used."""
+        return self.state is State.CLOSED
+
+    def note(self, bad: float, reason: str, now: float) -> None:
+        """An outcome: 0 is good, 1 an error; what only does not help lies between. ``reason``: what it was."""
+        self._last.append(bad)
+        if bad and self.is_closed and sum(self._last) > MOST_BAD:
+            self.open(reason, now)
+
+    def open(self, reason: str, now: float) -> None:
+        """Use the engine no more, until a canary comes back."""
+        if self.is_closed:
+            self.state, self.reason, self._pause = State.OPEN, reason, FIRST_PAUSE_SECONDS
+            self.opened += 1
+            self._until = now + self._pause
+
+    def hurry(self, now: float) -> None:
+        """Send the next canary now: what kept the engine from working has passed."""
+        self._until, self._pause = now, FIRST_PAUSE_SECONDS
+
+    def wants_probe(self, now: float) -> bool:
+        """True once a canary is due; it is on its way then."""
+        if self.state is State.OPEN and now >= self._until:
+            self.state = State.PROBING
+            return True
+        return False
+
+    def probed(self, now: float, *, is_good: bool) -> None:
+        """The canary came back whole and in time, or it did not: then a longer pause."""
+        if self.state is not State.PROBING:
+            return
+        if is_good:
+            self.state = State.CLOSED
+            self._last.clear()
+            return
+        self.state = State.OPEN
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._until = now + self._pause
+
+
+SCOPE = Scope(bytes(32), b"canary".ljust(LAYOUT_ID_BYTES, b"\0"))
+CANARY_BYTES = 4096
+
+Flown = Callable[[bool], None]
+
+
+class Canary:
+    """Flies once at a time, in registered memory; what a late one has is left to the engine, and new is taken."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._page: memoryview | None = None
+
+    def fly(self, deadline: float, flown: Flown) -> None:
+        """Write a canary and read it back: ``flown`` is called once, on any thread, with whether it came back by
+        ``deadline`` (monotonic seconds)."""
+        page = self._take_page()
+        content = secrets.token_bytes(CANARY_BYTES)
+        page[:] = content
+        name = ObjectName(SCOPE, secrets.token_bytes(32), Part(0, 0, 1))
+
+        def put(_: int, outcome: Outcome) -> None:
+            if outcome is not Outcome.OK:  # an engine that is full, and says so at once, can still be read
+                self._end(page, outcome, flown, is_good=outcome is Outcome.BUSY)
+                return
+            page[:] = bytes(CANARY_BYTES)
+            self._store.get([name], [(page,)], deadline, got, self._drop)
+
+        def got(_: int, outcome: Outcome) -> None:
+            is_good = outcome is Outcome.OK and page == content
+            self._store.backend.remove([name])
+            self._end(page, outcome, flown, is_good=is_good)
+
+        self._store.put([name], [(page,)], deadline, put, lambda _: self._store.backend.remove([name]))
+
+    def _take_page(self) -> memoryview:
+        page, self._page = self._page, None
+        if page is None:
+            page = memoryview(mmap.mmap(-1, CANARY_BYTES))
+            self._store.backend.register(page)
+        return page
+
+    def _end(self, page: memoryview, outcome: Outcome, flown: Flown, *, is_good: bool) -> None:
+        if outcome is not Outcome.LATE:
+            self._page = page
+        flown(is_good)
+
+    @staticmethod
+    def _drop(_: int) -> None:
+        """A late one is back: its page is not used again."""
+
+
+class News(NamedTuple):
+    """News of an object: of a fetch (``ticket``), or of a block that was written (``key``)."""
+
+    model: int
+    ticket: int
+    key: bytes
+    block: int
+    groups: tuple[int, ...]
+    outcome: Outcome | None  # None: it was LATE, and is back
+    shape: Shape | None = None
+
+
+class Coming(NamedTuple):
+    """Blocks of a fetch: ``pages[g]`` has a host page for each of packed ``keys``, or NO_PAGE. ``parent``: the key of
+    the block above the first; empty for none. ``some``: objects that are asked for, by block; None: all."""
+
+    model: int
+    shapes: Shapes
+    ticket: int
+    keys: bytes
+    pages: Sequence[Sequence[int]]
+    parent: bytes
+    some: Sequence[tuple[int, Shape]] | None = None
+
+    def parent_of(self, block: int) -> bytes:
+        """The key of the block above one of them."""
+        return key_at(self.keys, block - 1) if block else self.parent
+
+    def wanted(self) -> list[tuple[int, Shape]]:
+        """Objects of the fetch, by block."""
+        if self.some is not None:
+            return list(self.some)
+        return [
+            (block, shape)
+            for block in range(len(self.keys) // KEY_BYTES)
+            for shape in (*self.shapes.full, *self.shapes.windows)
+            if all(self.pages[group][block] != NO_PAGE for group in shape.groups)
+        ]
+
+    def news(self) -> list[News]:
+        """News of each, without an outcome."""
+        wanted = self.wanted()
+        return [News(self.model, self.ticket, b"", block, shape.groups, None, shape) for block, shape in wanted]
+
+
+Tell = Callable[[int, int, bytes, list[News]], None]
+"""``(model, ticket, key, news)``: of one fetch or one written block. On the ledger thread."""
+
+
+TellGone = Callable[[int, list[bytes]], None]
+"""``(model, keys)``: of blocks that the engine has let go of. On the ledger thread."""

@@ -1,1 +1,0 @@
-"""The tier over an engine: what is asked of it, how far it is trusted, and what it may hold."""

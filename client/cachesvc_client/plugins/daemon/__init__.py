@@ -1,1 +1,0 @@
-"""A process's connection to its daemon: its lease, its slab, and how it comes back after a loss."""

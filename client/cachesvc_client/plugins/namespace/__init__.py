@@ -1,1 +1,0 @@
-"""Identity of engines that share: facts, and digests of checkpoints."""

@@ -1,1 +1,0 @@
-"""Pages of an engine's requests."""

@@ -1,1 +1,0 @@
-"""Transports of calls that block."""

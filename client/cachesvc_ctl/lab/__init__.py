@@ -1,1 +1,0 @@
-"""The replay lab: traces, replays through real pages, reports and pictures."""

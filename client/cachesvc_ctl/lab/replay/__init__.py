@@ -1,1 +1,0 @@
-"""Replays of a trace against real daemons."""

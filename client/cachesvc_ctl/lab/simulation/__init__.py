@@ -1,1 +1,0 @@
-"""Simulations of a trace, without a daemon."""

@@ -1,1 +1,0 @@
-"""Parts of an engine's cache that all of its ranks have."""

@@ -1,1 +1,0 @@
-"""The connection of a vLLM process to its daemon."""

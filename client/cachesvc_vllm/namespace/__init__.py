@@ -1,1 +1,0 @@
-"""Identities: which engines share, and which blocks."""

@@ -1,1 +1,0 @@
-"""Checks and memory of a worker that starts."""
