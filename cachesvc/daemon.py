@@ -228,7 +228,6 @@ class Calls(NamedTuple):
     lanes: Lanes
 
     def transports(self) -> Transports:
-        """Transports of calls."""
         return Transports(self.lanes.count, self.lanes.calls, self.edge.calls)
 
 

@@ -47,7 +47,6 @@ class Hardware:
 
     @property
     def backend(self) -> DeviceMemory:
-        """The memory."""
         return self.movers.memory
 
     @property

@@ -54,7 +54,6 @@ class Finding:
         return f"{self.state:<8} {self.subject:<14} {self.found}{remedy}"
 
     def as_json(self) -> dict[str, str]:
-        """The finding by its fields."""
         return asdict(self)
 
 

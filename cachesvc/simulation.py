@@ -163,7 +163,6 @@ class Simulation:
         return Hits(*(hits[tier] - before[tier] for tier in ("device", "host", "storage")))
 
     def _settle(self) -> None:
-        """End what is under way."""
         self._mover.land_all(self._core)
         while self._disk is not None and (self._disk.run() or self._mover.is_busy):
             self._mover.land_all(self._core)
@@ -299,7 +298,6 @@ class SimulatedDisk:
             self._catalogue.add_all(before._catalogue.entries())  # noqa: SLF001 - of the same class
 
     def connect(self, core: Core) -> None:
-        """Serve this ledger's flows."""
         self._core = core
         core.storage = self
         core.on_wanted = partial(begin_soon, core)
@@ -330,15 +328,12 @@ class SimulatedDisk:
     # -- the seam of the flows ---------------------------------------------------------------------------------------
 
     def expects(self, model: Model, keys: bytes) -> int:
-        """See ``flows.core.Storage``."""
         return self._catalogue.expects(SCOPE, keys, (PART,))
 
     def has(self, model: Model, key: bytes) -> bool:
-        """See ``flows.core.Storage``."""
         return bool(self._catalogue.expects(SCOPE, key, (PART,)))
 
     def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
-        """See ``flows.core.Storage``."""
         self._catalogue.use_blocks(
             SCOPE, [Use(each.key, each.queue) for each in uses], model.blocks.chooser, self._now_ms()
         )
@@ -347,7 +342,6 @@ class SimulatedDisk:
         """It never lags."""
 
     def room(self) -> int:
-        """Any number of bytes."""
         return ANY_BYTES
 
     def fetch(self, request: FetchRequest) -> list[int]:

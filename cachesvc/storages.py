@@ -119,7 +119,6 @@ class Storages:
         return self._answers
 
     def read(self, reading: Reading) -> None:
-        """Add its counts to the metrics."""
         read_storage(reading, self.tiers)
 
     def connect(self, node: Node, vault: Vault, host_pool: HostPool) -> None:
@@ -198,7 +197,6 @@ class Storages:
         return out
 
     async def close(self) -> None:
-        """Take nothing more. Idempotent."""
         await self.nodes.close()
         if self._ticking is not None:
             self._ticking.cancel()

@@ -76,8 +76,6 @@ class LinkFigures:
 
 
 class _Ground(NamedTuple):
-    """Memory on both sides, by address."""
-
     host: int
     device: int
     size_bytes: int
@@ -157,7 +155,6 @@ def _touch(view: npt.NDArray[np.uint8]) -> int:
 
 
 def _works(queues: tuple[CopyQueue, CopyQueue], ground: _Ground, widths: Sequence[int]) -> dict[str, Prepare]:
-    """Measurements by name."""
     loads, stores = queues
 
     def flat(queue: CopyQueue, size_bytes: int = MOVED_BYTES, first: int = 0) -> Prepare:
@@ -202,7 +199,6 @@ def _works(queues: tuple[CopyQueue, CopyQueue], ground: _Ground, widths: Sequenc
 
 
 def _figures(gpu: Gpu, loads: CopyQueue, least: Mapping[str, float], widths: Sequence[int]) -> LinkFigures:
-    """``least``: microseconds of each work."""
     rate = MOVED_BYTES / least["load"]
     rows = {width: _rows_of(width) for width in widths}
     tall_us = {width: least[f"tall {width}"] for width in widths}
@@ -234,7 +230,6 @@ def _single_widths(queue: CopyQueue) -> Sequence[int]:
 
 
 def _singles(queue: CopyQueue, ground: _Ground, width: int) -> Prepare:
-    """Many single rows of a width."""
 
     def prepare(repeat: int) -> Callable[[], None]:
         copies = _pitched(ground, width, 1, repeat)
@@ -251,7 +246,6 @@ def _singles(queue: CopyQueue, ground: _Ground, width: int) -> Prepare:
 
 
 def _rows_of(width: int) -> int:
-    """Rows of ``_pitched``."""
     return MOVED_BYTES // (TALL_ROWS * width) * TALL_ROWS
 
 

@@ -23,20 +23,14 @@ IPC_HANDLE_BYTES = 64
 
 
 class IpcHandle(ctypes.Structure):
-    """CUipcMemHandle: passed by value."""
-
     _fields_ = (("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES),)
 
 
 class Location(ctypes.Structure):
-    """CUmemLocation. ``kind`` 1: a device."""
-
     _fields_ = (("kind", c_int), ("index", c_int))
 
 
 class AccessRights(ctypes.Structure):
-    """CUmemAccessDesc. ``flags`` 3: read and write."""
-
     _fields_ = (("location", Location), ("flags", c_int))
 
 

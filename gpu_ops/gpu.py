@@ -84,7 +84,6 @@ class Gpu:
         return current(self._context)
 
     def free_bytes(self) -> int:
-        """Free device memory."""
         free, total = c_size_t(), c_size_t()
         with self.current() as cuda:
             cuda.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
@@ -126,24 +125,20 @@ class Gpu:
             cuda.call("cuMemHostRegister_v2", address, size_bytes, PORTABLE | DEVICE_MAPPED)
 
     def unregister_host(self, address: int) -> None:
-        """Unpin host memory."""
         with self.current() as cuda:
             cuda.call("cuMemHostUnregister", address)
 
     def device_address(self, host_address: int) -> int:
-        """Address at which the GPU sees pinned host memory."""
         with self.current() as cuda:
             return cuda.number("cuMemHostGetDevicePointer_v2", c_uint64, host_address, 0)
 
     def read(self, address: int, size_bytes: int) -> bytes:
-        """Bytes of device memory, waited for."""
         received: npt.NDArray[np.uint8] = np.empty(size_bytes, np.uint8)
         with self.current() as cuda:
             cuda.call("cuMemcpyDtoH_v2", received.ctypes.data, address, size_bytes)
         return received.tobytes()
 
     def queue(self) -> CopyQueue:
-        """A new stream for copies."""
         with self.current():
             return CopyQueue(self._context)
 
@@ -195,7 +190,6 @@ def driver_version() -> tuple[int, int]:
 
 @contextmanager
 def started(gpu: Gpu) -> Iterator[Gpu]:
-    """A GPU between ``start`` and ``close``."""
     gpu.start()
     try:
         yield gpu

@@ -41,7 +41,6 @@ class DeviceMemory:
 
 
 def rounded(size_bytes: int, unit: int = ALLOCATION_BYTES) -> int:
-    """The next multiple of ``unit``."""
     return -(-size_bytes // unit) * unit
 
 
@@ -66,7 +65,6 @@ def open_ipc(cuda: Driver, handle: bytes) -> int:
 
 
 def close_ipc(cuda: Driver, address: int) -> None:
-    """Unmap what ``open_ipc`` mapped."""
     cuda.call("cuIpcCloseMemHandle", address)
 
 
@@ -125,7 +123,6 @@ def map_fd_over(cuda: Driver, ordinal: int, fd: int, address: int, size_bytes: i
 
 
 def unmap(cuda: Driver, address: int, size_bytes: int) -> None:
-    """Undo a mapping of VMM memory."""
     cuda.call("cuMemUnmap", address, size_bytes)
     cuda.call("cuMemAddressFree", address, size_bytes)
 

@@ -109,7 +109,6 @@ class CopyQueue:
             return self._mark(cuda)
 
     def submit(self, copies: PitchedCopies, words: Sequence[tuple[int, int]]) -> Mark:
-        """``copy``, ``write_words`` and ``mark`` in one."""
         with current(self._context) as cuda:
             self._copy(cuda, copies)
             if words:
@@ -287,7 +286,6 @@ class Mark:
             cuda.call("cuEventSynchronize", self._event)
 
     def close(self) -> None:
-        """Give the event back. Idempotent."""
         if self._event:
             self._events.append(self._event)
             self._event = 0

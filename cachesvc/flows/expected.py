@@ -76,8 +76,6 @@ MOST_FAILURES = 2
 
 
 class ExpectationEnd(StrEnum):
-    """End of an expectation."""
-
     ARRIVED = "arrived"
     SILENT = "silent"  # no progress for as long as the caller is patient
     ABSENT = "absent"  # the peer has computed it and lacks it: evicted

@@ -356,7 +356,6 @@ def free_unwritten(core: Core, lease: Lease, *, at_once: bool = True) -> None:
 
 
 def unbind(core: Core, lease: Lease, token: bytes) -> None:
-    """Remove a process from the lease."""
     lease.processes.discard(token)
     process = core.ledger.processes.get(token)
     if process is not None:

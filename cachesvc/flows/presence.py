@@ -83,7 +83,6 @@ SECOND_USE = 2
 
 
 def note_hit(core: Core, model: Model, row: int) -> None:
-    """A hit ends at a row."""
     if core.storage is not None and row != NO_ROW:
         used, key = model.stored.used, model.blocks.index.key_of(row)
         if key in used or len(used) < MOST_USED:

@@ -24,7 +24,7 @@ from cachesvc.ledger.block_index import BlockIndex
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sealing import NewBlocks, seal_new
 from cachesvc.ledger.sequence_state import ACTIVE, PASSING
-from cachesvc.ledger.sequences import BlockTables, OpenSequence, Sealed
+from cachesvc.ledger.sequences import OpenSequence, Sealed
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import GroupCells, Published, Publishes, Wait, before_repeated
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, LedgerBroken, NotOwned
@@ -62,7 +62,6 @@ class Publishing:
     parts: list[Published] = field(default_factory=list)
 
     def answer(self) -> Published:
-        """Results of all blocks."""
         if len(self.parts) == 1:
             return self.parts[0]
         last = self.parts[-1]
@@ -358,7 +357,7 @@ def _hinted_stamp(core: Core, retention: RequestHint, blocks: int) -> int:
     return hinted(core.ledger.stamp(), retention, blocks)
 
 
-def _restamp(place: Place, sequences: Iterable[BlockTables], paths: Iterable[Rows[int]]) -> None:
+def _restamp(place: Place, sequences: Iterable[OpenSequence], paths: Iterable[Rows[int]]) -> None:
     """Blocks that were just sealed count as used when their engines expect them to be."""
     for each, path in zip(sequences, paths, strict=True):
         if each.retention:
@@ -436,7 +435,7 @@ def named_states(call: Call, sequence: OpenSequence, cells: Sequence[GroupCells]
     return NamedStates(found)
 
 
-def seal_states(core: Core, call: Call, tables: BlockTables, named: NamedStates) -> None:
+def seal_states(core: Core, call: Call, tables: OpenSequence, named: NamedStates) -> None:
     """Seal the states whose blocks are sealed by now. Those of blocks that the host has, or is getting, follow there;
     the others go with their blocks."""
     sealed: list[tuple[int, int]] = []

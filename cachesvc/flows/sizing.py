@@ -97,7 +97,6 @@ class Others:
 
 
 def survey(core: Core, newcomer: Newcomer) -> Others:
-    """Inputs of a plan."""
     models = (*core.ledger.models.values(), *core.ledger.coming.values())
     tenant = newcomer.budget.tenant if newcomer.budget.is_limited else None
     return Others(
@@ -308,7 +307,6 @@ class Budget:
 
     @property
     def is_limited(self) -> bool:
-        """False where nothing is bounded."""
         return bool(self.device_bytes or self.host_bytes or self.models or self.pages)
 
     def refusal(self, used: Memory, more: Memory) -> QuotaExceeded | None:
@@ -321,7 +319,6 @@ class Budget:
 
 
 def memory_of(models: Iterable[Model]) -> Memory:
-    """Memory of some models' pools."""
     each = list(models)
     return Memory(
         sum(map(pool_device_bytes, each)), sum(map(pool_host_bytes, each)), len(each), sum(map(pool_pages, each))
@@ -358,7 +355,6 @@ def expect_open(core: Core, model: Model) -> None:
 
 
 def has_opened(model: Model) -> None:
-    """A lease was opened."""
     model.expected = max(model.expected - 1, 0)
 
 

@@ -165,7 +165,6 @@ def waiting(core: Core) -> int:
 
 
 def _best(core: Core, model: Model) -> list[int]:
-    """Rows worth keeping, the best first."""
     assert core.storage is not None
     index = model.blocks.index
     rows = np.array(list(index.rows.values()), np.int64)

@@ -310,7 +310,6 @@ def _settle_swap(core: Core, replica: Replica, ticket: Ticket) -> None:
 
 
 def ticket_view(ticket: Ticket) -> TicketView:
-    """View of a ticket for callers."""
     return TicketView(
         ticket.id,
         ticket.state.value,

@@ -41,11 +41,9 @@ class FlyingRows:
         return iter(self._rows)
 
     def grow(self, more: int) -> None:
-        """Make room for further rows."""
         self._at.frombytes(bytes(4 * more))
 
     def column(self) -> Column:
-        """Column of all rows. See ``int32s.column``."""
         return column(self._rows)
 
     def add(self, row: int) -> None:
@@ -60,7 +58,6 @@ class FlyingRows:
         column(self._at)[rows] = np.arange(first, len(self._rows), dtype=np.int32)
 
     def remove(self, row: int) -> None:
-        """Remove a row that is there."""
         self.remove_all((row,))
 
     def remove_all(self, rows: Iterable[int]) -> None:
@@ -252,7 +249,6 @@ class BlockIndex(Paths):
         self.losses += 1
 
     def forget_place(self, place: Place) -> None:
-        """A lost place is empty."""
         self.lost.remove(place)
         self.told.remove(place)
 
@@ -455,7 +451,6 @@ class BlockIndex(Paths):
         return [(mine[first], first, end) for first, end in pairwise([*starts, len(rows)])]
 
     def belong_to(self, segment: int, rows: Sequence[int]) -> None:
-        """Set the segment of rows."""
         for row in rows:
             self.segments[row] = segment
 

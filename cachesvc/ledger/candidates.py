@@ -70,7 +70,6 @@ class SortedEntries:
 
     @property
     def first(self) -> int | None:
-        """The lowest entry."""
         return self._buckets[0][0] if self._buckets else None
 
     def entries_after(self, entry: int | None) -> list[int]:
@@ -83,7 +82,6 @@ class SortedEntries:
 
     @property
     def last(self) -> int | None:
-        """The highest entry."""
         return self._buckets[-1][-1] if self._buckets else None
 
     def beyond(self, entry: int) -> Iterator[int]:
@@ -211,7 +209,6 @@ class LeafOrder(SortedEntries):
         return self._filed
 
     def grow(self, rows: int) -> None:
-        """Make room for ``rows`` rows."""
         self._filed.extend(bytes(rows - len(self._filed)))
 
     def update(self, row: int) -> None:
@@ -292,7 +289,6 @@ class NoLeaves(LeafOrder):
         """None may go."""
 
     def remove(self, row: int) -> bool:  # noqa: ARG002 - as of any order
-        """None is one."""
         return False
 
     def remove_all(self, rows: Iterable[int]) -> None:
@@ -345,7 +341,6 @@ class Heads:
         self.segments = [NO_SEGMENT] * queues
 
     def grow(self, queues: int) -> None:
-        """Make room for ``queues`` queues."""
         more = Heads(queues - len(self.segments))
         self.ranks = np.concatenate([self.ranks, more.ranks])
         self.since = np.concatenate([self.since, more.since])
@@ -437,7 +432,6 @@ class QueuedLeaves(LeafOrder):
         self._candidate = array("i")  # by segment, one of its candidates: on a closed place there is no other
 
     def grow(self, rows: int) -> None:
-        """Make room for ``rows`` rows."""
         super().grow(rows)
         self._queue_of_row.frombytes(bytes(2 * (rows - len(self._queue_of_row))))
 
@@ -617,7 +611,6 @@ class CopyQueues(LeafOrder):
         self.queues: dict[int, SortedEntries] = {}
 
     def grow(self, rows: int) -> None:
-        """Make room for ``rows`` rows."""
         super().grow(rows)
         self._queue_of_row.frombytes(bytes(2 * (rows - len(self._queue_of_row))))
         self._filed_rank.frombytes(bytes(8 * (rows - len(self._filed_rank))))
@@ -742,12 +735,10 @@ class Clock:
 
     @property
     def is_told(self) -> bool:
-        """True while engines set the time."""
         return self._told is not None
 
     @property
     def seconds(self) -> float:
-        """Seconds since an arbitrary origin."""
         return self._moment.seconds + self._ahead if self._told is None else self._told
 
     def tell(self, seconds: float) -> bool:

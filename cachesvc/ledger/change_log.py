@@ -22,7 +22,6 @@ storage."""
 
 
 def place_name(number: int) -> str:
-    """Operators' name of a place."""
     if number == STORAGE:
         return "storage"
     return "host" if number == HOST_NUMBER else f"replica {number - 1}"
@@ -122,7 +121,6 @@ class Journal:
 
     @property
     def now(self) -> float:
-        """The time that changes happen at."""
         return self._moment.seconds
 
     def note(self, code: int, row: int) -> None:
@@ -159,7 +157,6 @@ class Journal:
         self._seconds[at] = self._moment.seconds
 
     def note_all(self, code: int, rows: Sequence[int]) -> None:
-        """``note`` for each of ``rows``."""
         index_keys, above, count = self._index_keys, self._index_parents, len(rows)
         keys = [index_keys[row] or b"" for row in rows]
         parents = [b""] * count

@@ -62,7 +62,6 @@ class TablePieces:
         self._kept.pop(row, None)
 
     def forget_all(self, rows: Sequence[int]) -> None:
-        """``forget`` for each of ``rows``."""
         kept = self._kept
         if not kept.keys().isdisjoint(rows):
             for row in rows:
@@ -193,7 +192,6 @@ class PartedDict(MutableMapping[bytes, Value]):
     def get(self, key: bytes, default: Value | Default) -> Value | Default: ...
 
     def get(self, key: bytes, default: Value | Default | None = None) -> Value | Default | None:
-        """Value of ``key``, or ``default``."""
         return self.parts[key[-1]].get(key, default)
 
 

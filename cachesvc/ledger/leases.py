@@ -115,7 +115,6 @@ class Lease:
         return pages
 
     def give_back(self, group: int, pool: PagePool, page: int) -> None:
-        """Free one page of the stock."""
         self.stock[group].remove(page)
         pool.move(page, PageState.FREE)
 

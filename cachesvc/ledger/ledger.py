@@ -35,14 +35,11 @@ class Shadow(Protocol):
 
 @dataclass(slots=True)
 class Compared:
-    """The sums of some shadows' counts."""
-
     asked: int = 0
     hits: int = 0
     shadow_hits: int = 0
 
     def add(self, shadow: Shadow) -> None:
-        """Add those of one more."""
         self.asked += shadow.asked
         self.hits += shadow.hits
         self.shadow_hits += shadow.shadow_hits
@@ -198,7 +195,6 @@ class Ledger:
         self._stamp = 0
 
     def stamp(self) -> int:
-        """The next access number."""
         self._stamp += 1
         return self._stamp
 
@@ -214,7 +210,6 @@ class Ledger:
 
     @property
     def last_stamp(self) -> int:
-        """The newest access number."""
         return self._stamp
 
     def model(self, model_id: int) -> Model:

@@ -92,17 +92,14 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Free pages, reserved ones too."""
         return self.counts[FREE]
 
     @property
     def unreserved(self) -> int:
-        """Pages that can be taken now."""
         return self.counts[FREE] - self.reserved
 
     @property
     def own_counts(self) -> list[int]:
-        """Pages of this group by state."""
         return self.counts
 
     def add(self, first: int, count: int) -> None:
@@ -445,11 +442,9 @@ class Reservation:
             self.held[group] = 0
 
     def shorten(self, until: float) -> None:
-        """End it at ``until`` at the latest."""
         self.until = min(self.until, until)
 
     def release(self) -> None:
-        """End the reservation. Idempotent."""
         self.give_back()
         self._line.pop(self, None)
 

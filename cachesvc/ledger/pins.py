@@ -49,7 +49,6 @@ class Pin:
             self._blocks.unpin(self.place, before)
 
     def let_go(self) -> None:
-        """Release the pin. Idempotent."""
         self.move(NO_ROW)
 
 
@@ -107,7 +106,6 @@ class WindowPins:
         return [*found, *(held[position] for position in sinks if position in held)]
 
     def let_go(self) -> None:
-        """Release all pins. Idempotent."""
         self.let_go_of(sum(map(len, self.rows.values())))
 
     def let_go_of(self, most: int) -> bool:
@@ -168,7 +166,6 @@ class PinnedPages:
         self._windows: Counter[tuple[int, int]] = Counter()
 
     def add(self, kept: KeptCopies) -> None:
-        """Count what one more pin keeps."""
         if kept.tip != NO_ROW:
             self._tips[kept.tip] += 1
             if self._tips[kept.tip] == 1:
@@ -217,7 +214,6 @@ class OperatorPin:
             yield from (each for each in held_by(pin, windows) if each[2] != NO_ROW)
 
     def let_go(self) -> None:
-        """Keep nothing any more. Idempotent."""
         for pin, windows in self._pins:
             windows.let_go()
             pin.let_go()
@@ -242,7 +238,6 @@ class OperatorPins:
             self.pages(blocks, each.place).add(each)
 
     def discount(self, kept: list[KeptCopies]) -> None:
-        """Count them no more."""
         for each in kept:
             self._pages[each.place.number].remove(each)
 

@@ -465,11 +465,9 @@ class BlockDemand:
         self.left = blocks
 
     def take(self, rows: Sequence[int]) -> None:
-        """Count blocks that go."""
         self.left -= len(rows)
 
     def copy(self) -> BlockDemand:
-        """Copy of the demand."""
         return BlockDemand(self.left)
 
     def go_back(self, before: BlockDemand) -> None:
@@ -490,19 +488,16 @@ class PoolDemand(BlockDemand):
         self._count()
 
     def take(self, rows: Sequence[int]) -> None:
-        """See ``BlockDemand``."""
         place = self._place
         self.short = [(pages - place.pages_in(groups, rows), groups) for pages, groups in self.short]
         self._count()
 
     def copy(self) -> PoolDemand:
-        """See ``BlockDemand``."""
         made = PoolDemand(self._place, ())
         made.go_back(self)
         return made
 
     def go_back(self, before: BlockDemand) -> None:
-        """See ``BlockDemand``."""
         assert isinstance(before, PoolDemand)
         self.short = before.short[:]
         self.left = before.left
@@ -534,7 +529,6 @@ class Front:
 
     @property
     def first(self) -> int | None:
-        """The lowest entry."""
         if self._exposed and (self._next is None or self._exposed[0] < self._next):
             return self._exposed[0]
         return self._next
@@ -549,7 +543,6 @@ class Front:
         return entry
 
     def push(self, entry: int) -> None:
-        """Add a further candidate."""
         heapq.heappush(self._exposed, entry)
 
 
@@ -567,7 +560,6 @@ class Walk:
         self._goes_by_use = ledger.rank(1, 0, 0) == ledger.rank(1, 1, 1)
 
     def next(self) -> int | None:
-        """The next candidate, or None."""
         row = self._next()
         return None if row is None or (self.spent_only and not self.place.is_spent(row)) else row
 
@@ -694,7 +686,6 @@ class QueueWalk(Walk):
         return entry & ROW_MASK
 
     def take(self, row: int) -> None:
-        """See ``Walk``."""
         self._segment, self._took_spent = self._leaves.segments[row], self._goes_first(row)
         super().take(row)
 
@@ -702,7 +693,6 @@ class QueueWalk(Walk):
         return self.spent_only or self.place.is_spent(row)
 
     def _family(self, row: int) -> tuple[Sequence[int], int, int]:
-        """Rows of the same segment."""
         segments = self._leaves.segments
         return segments, segments[row], segments[row]
 

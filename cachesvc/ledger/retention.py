@@ -81,7 +81,6 @@ class Retention:
 
     @property
     def now(self) -> float:
-        """Seconds by which positions age."""
         return self._clock.seconds
 
     def queues(self, place: Place, kin: Kin) -> CopyQueues:
@@ -111,7 +110,6 @@ class Retention:
         return CopyQueues(may_go, rank, class_of, serves, self.grow, rule.is_middle)
 
     def grow(self, rows: int) -> None:
-        """Make room for ``rows`` rows."""
         self.rule.grow(rows)
         if rows > len(self.below):
             self.below.frombytes(b"\xff" * (4 * (rows - len(self.below))))
@@ -140,7 +138,6 @@ class Retention:
         self._link(row)
 
     def left(self, row: int, key: bytes) -> None:
-        """The row of ``key`` leaves the index."""
         self.rule.left(row, key, self.now)
         self.below[row] = NO_ROW
 
@@ -297,11 +294,9 @@ class PromptPath:
         self._walked: Sequence[int] = ()
 
     def key(self, position: int) -> bytes:
-        """Key of a block."""
         return self._keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
 
     def row(self, position: int) -> int:
-        """Row of a resident block."""
         index = self._index
         row = index.rows.get(self.key(position), NO_ROW)
         if row != NO_ROW and index.depth[row] == position and index.is_above(row, self._tip):
@@ -310,7 +305,6 @@ class PromptPath:
         return self._walked[position]
 
     def segment(self, position: int) -> int:
-        """Segment of a resident block."""
         return self._index.segments[self.row(position)]
 
 

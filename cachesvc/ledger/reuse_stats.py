@@ -105,7 +105,6 @@ class Reuse:
         self.computed_all((key,))
 
     def computed_all(self, keys: Iterable[bytes]) -> None:
-        """``computed`` for each of ``keys``."""
         if not self._knows_some:
             return
         young, old, recomputed = self._young.parts, self._old.parts, self.recomputed
@@ -163,7 +162,6 @@ class RecentRequest:
 
     @property
     def blocks(self) -> int:
-        """Its length in blocks."""
         return len(self.block_ids) // ID_BYTES
 
 
@@ -186,5 +184,4 @@ class RecentRequests:
         return request
 
     def all(self) -> list[RecentRequest]:
-        """Copy of the requests, oldest first."""
         return list(self._kept)

@@ -1,4 +1,4 @@
-"""Sealing of new blocks of many sequences in one go: the fast path of ``BlockTables.seal``.
+"""Sealing of new blocks of many sequences in one go: the fast path of ``OpenSequence.seal``.
 
 A block whose key is new has no copy, no child and no user anywhere, and its parent is pinned by the sequence or new
 itself. So nothing that is filed anywhere moves, and the columns are written in plain loops.
@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from cachesvc.ledger.block_index import BlockIndex
-from cachesvc.ledger.sequences import BlockTables
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import NO_PAGE
@@ -21,7 +21,7 @@ class NewBlocks(NamedTuple):
     """The next computed blocks of some sequences, each once: the n-th has those of ``keys[bounds[n]:bounds[n + 1]]``,
     one at least; a range is of one each. The index has none of the keys, which are distinct."""
 
-    tables: Sequence[BlockTables]
+    tables: Sequence[OpenSequence]
     keys: list[bytes]
     bounds: Sequence[int]
 
@@ -120,8 +120,8 @@ def pin_below(place: Place, index: BlockIndex, moves: Iterable[tuple[int, int]],
     place.counts.pinned += blocks
 
 
-def grow_by(all_tables: Sequence[BlockTables], bounds: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
-    """``BlockTables.grow`` for each of some sequences: the n-th by the pages ``[bounds[n], bounds[n + 1])`` of each
+def grow_by(all_tables: Sequence[OpenSequence], bounds: Sequence[int], columns: Sequence[Sequence[int]]) -> None:
+    """``OpenSequence.grow`` for each of some sequences: the n-th by the pages ``[bounds[n], bounds[n + 1])`` of each
     group's column; a range is of one page each. Group by group: a loop over each sequence's groups costs more than what
     it does."""
     for group, column in enumerate(columns):
@@ -151,7 +151,7 @@ def grow_by(all_tables: Sequence[BlockTables], bounds: Sequence[int], columns: S
             computing[key] = computing.get(key, 0) + 1
 
 
-def _grow_in_part(all_tables: Sequence[BlockTables], bounds: Sequence[int], group: int, column: Sequence[int]) -> None:
+def _grow_in_part(all_tables: Sequence[OpenSequence], bounds: Sequence[int], group: int, column: Sequence[int]) -> None:
     """Grow the tables of a windowed group, in which some blocks have no page."""
     for tables, (first, last) in zip(all_tables, pairwise(bounds), strict=True):
         pages = column[first:last]

@@ -15,8 +15,6 @@ from cachesvc.model.errors import LedgerBroken
 
 
 class SequenceState(Enum):
-    """Decides which calls a sequence serves."""
-
     ACTIVE = "active"  # on the device: it may grow, publish and be swapped out
     LOADING = "loading"  # as active, but what is published has to wait for the loads of its hit
     LEAVING = "leaving"  # its pages are being copied to the host

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
@@ -228,7 +227,6 @@ class Prefetch(Hold):
             self.let_go()
 
     def let_go(self) -> None:
-        """See ``Hold``."""
         super().let_go()
         self.siblings.pop(self, None)
 
@@ -251,7 +249,6 @@ class Fresh(NamedTuple):
     positions: Mapping[int, Sequence[int]]
 
     def counts(self, groups: int) -> list[int]:
-        """Pages of each group."""
         counts = [self.blocks] * groups
         for group, positions in self.positions.items():
             counts[group] = len(positions)
@@ -263,19 +260,49 @@ def no_pages(blocks: int) -> array[int]:
     return array("i", (NO_PAGE,)) * blocks
 
 
-class BlockTables(Hold):
+Keep = Callable[[int, "array[int]"], None]
+"""Takes pages of a group that a process may still write."""
+
+
+WINDOW_COST = 8
+"""Cost of a released windowed copy in pages: it is a candidate from then on."""
+
+
+class SwappedPages(NamedTuple):
+    """Own pages of a group that are on the host: their positions in its table, and the host pages."""
+
+    positions: array[int]
+    host_pages: array[int]
+
+
+class OpenSequence(Hold):
     """``tables[g][i]`` is a page or NO_PAGE, int32. ``own[g]``: pages that this request alone may write, in its tables
     or spare (another sequence sealed their key first). ``cursors[g]``: first position behind the sinks that a windowed
     group still holds. ``declared``: the keys of positions from ``max(sealed, hit_blocks)`` up to here count as being
     computed by this request. ``request``: its handle in an eviction policy that follows requests.
     ``retention``: its engine's hint.
+
+    While it is AWAY or RETURNING, ``swapped`` has its own pages by group, and ``host_anchor`` keeps its shared
+    blocks. ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are kept for a call that waits, once
+    one has waited. ``recent``: its request among the model's last ones. ``parts``: loads that a call which
+    waits has begun, and the blocks of each.
     """
 
-    __slots__ = ("cursors", "declared", "keys", "own", "request", "retention", "tables")
+    __slots__ = (
+        *("cursors", "declared", "keys", "own", "request", "retention", "tables"),
+        *("freed", "id", "lease", "model", "recent", "replica"),
+        *("charged", "expectation", "parts", "room", "swap_ticket", "swapped"),
+    )
 
-    def __init__(self, ledger: BlockLedger, place: Place, keys: bytes) -> None:
+    def __init__(
+        self, number: int, lease: str, model: int, replica: int, ledger: BlockLedger, place: Place, keys: bytes
+    ) -> None:
         super().__init__(ledger, place)
         groups = len(place.pools)
+        self.id = number
+        self.lease = lease
+        self.model = model
+        self.replica = replica
         self.keys: bytes | bytearray = keys
         self.tables = [array("i") for _ in range(groups)]
         self.own: list[set[int]] = [set() for _ in range(groups)]
@@ -283,10 +310,17 @@ class BlockTables(Hold):
         self.declared = 0
         self.request: Request | None = None
         self.retention = 0
+        self.recent: RecentRequest | None = None
+        self.room: Reservation | None = None
+        self.swap_ticket = 0
+        self.parts: dict[int, int] = {}
+        self.swapped: list[SwappedPages] = []
+        self.freed = 0
+        self.charged: tuple[dict[Party, int], Party, int] | None = None
+        self.expectation: Expectation | None = None
 
     @property
     def blocks(self) -> int:
-        """Length of the block tables."""
         return len(self.tables[0])
 
     def key(self, position: int) -> bytes:
@@ -295,7 +329,6 @@ class BlockTables(Hold):
 
     @property
     def known_keys(self) -> int:
-        """Number of blocks with known keys."""
         return len(self.keys) // KEY_BYTES
 
     def own_pages(self) -> list[tuple[int, int]]:
@@ -559,51 +592,6 @@ class BlockTables(Hold):
         self.cursors[group] = max(self.cursors[group], dead)
         return len(freed)
 
-
-Keep = Callable[[int, "array[int]"], None]
-"""Takes pages of a group that a process may still write."""
-
-
-WINDOW_COST = 8
-"""Cost of a released windowed copy in pages: it is a candidate from then on."""
-
-
-class SwappedPages(NamedTuple):
-    """Own pages of a group that are on the host: their positions in its table, and the host pages."""
-
-    positions: array[int]
-    host_pages: array[int]
-
-
-class OpenSequence(BlockTables):
-    """While it is AWAY or RETURNING, ``swapped`` has its own pages by group, and ``host_anchor`` keeps its shared
-    blocks. ``swap_ticket``: of a swap under way, 0 for none. ``room``: pages that are kept for a call that waits, once
-    one has waited. ``recent``: its request among the model's last ones. ``parts``: loads that a call which
-    waits has begun, and the blocks of each.
-    """
-
-    __slots__ = (
-        *("freed", "id", "lease", "model", "recent", "replica"),
-        *("charged", "expectation", "parts", "room", "swap_ticket", "swapped"),
-    )
-
-    def __init__(
-        self, number: int, lease: str, model: int, replica: int, ledger: BlockLedger, place: Place, keys: bytes
-    ) -> None:
-        super().__init__(ledger, place, keys)
-        self.id = number
-        self.lease = lease
-        self.model = model
-        self.replica = replica
-        self.recent: RecentRequest | None = None
-        self.room: Reservation | None = None
-        self.swap_ticket = 0
-        self.parts: dict[int, int] = {}
-        self.swapped: list[SwappedPages] = []
-        self.freed = 0
-        self.charged: tuple[dict[Party, int], Party, int] | None = None
-        self.expectation: Expectation | None = None
-
     def wait_for(self, expectation: Expectation) -> None:
         """Note that what another node computes is wanted while the sequence is open."""
         self.expectation = expectation
@@ -632,7 +620,6 @@ class OpenSequence(BlockTables):
 
     @property
     def is_open(self) -> bool:
-        """True until it begins to end."""
         return self.state is not ENDED
 
     @property
@@ -646,7 +633,7 @@ class OpenSequence(BlockTables):
         return self.anchor != NO_ROW or any(self.own)
 
     @property
-    def awaited(self) -> Seq[int]:
+    def awaited(self) -> Sequence[int]:
         """Tickets that must end before its blocks can be published."""
         return (self.swap_ticket,) if self.swap_ticket else self.loads
 
@@ -673,12 +660,12 @@ class OpenSequence(BlockTables):
         ahead = [] if self.room is None else list(map(len, self.room.ahead))
         return ahead if any(ahead) else []
 
-    def missing(self, fresh: Seq[int]) -> list[int]:
+    def missing(self, fresh: Sequence[int]) -> list[int]:
         """Pages of each group that ``fresh[g]`` are more than those taken ahead."""
         ahead = self.pages_ahead
         return [max(0, count - had) for count, had in zip(fresh, ahead, strict=True)] if ahead else list(fresh)
 
-    def prepare(self, blocks: int, fresh: Seq[int], most: int) -> bool:
+    def prepare(self, blocks: int, fresh: Sequence[int], most: int) -> bool:
         """Take ``fresh[g]`` pages, and declare keys, of blocks with which it will have ``blocks``: some of them now,
         where they are more than ``most``. What a larger call before that was given up has left goes. True when
         ``fresh_pages`` is due. There are as many pages."""
@@ -687,7 +674,7 @@ class OpenSequence(BlockTables):
             return is_declared
         return self.reserve().take_ahead(fresh, most) and is_declared
 
-    def fresh_pages(self, counts: Seq[int]) -> list[array[int]]:
+    def fresh_pages(self, counts: Sequence[int]) -> list[array[int]]:
         """``counts[g]`` pages of each group, its own from now on: those first that were taken ahead."""
         ahead = [array("i") for _ in self.tables] if self.room is None else self.room.hand_over(counts)
         for pages, own, pool, count in zip(ahead, self.own, self.place.pools, counts, strict=True):

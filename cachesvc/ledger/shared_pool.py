@@ -83,14 +83,12 @@ class GroupPool(PagePool):
             self.mine[target] += 1
 
     def shift_all(self, pages: Sequence[int], source: PageState, target: PageState) -> None:
-        """See ``PagePool``."""
         self.require_own(pages, target)
         super().shift_all(pages, source, target)
         self.mine[source] -= len(pages)
         self.mine[target] += len(pages)
 
     def move_all(self, pages: Iterable[int], target: PageState) -> None:
-        """See ``PagePool``."""
         pages = pages if isinstance(pages, array) else sorted(pages)
         self.require_own(pages, target)
         before = self.counts[:]
@@ -101,7 +99,6 @@ class GroupPool(PagePool):
             self._owner_column[np.asarray(pages)] = NO_OWNER
 
     def owns(self, page: int, generation: int) -> bool:
-        """See ``PagePool``."""
         return super().owns(page, generation) and self.owners[page] == self.mark
 
     def problems(self) -> list[str]:
@@ -166,7 +163,6 @@ class Kin(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """See the class."""
         return self.window * len(self.groups) / self.full
 
 

@@ -36,7 +36,6 @@ MOST_LANDED = 4096
 
 
 def key_at(keys: bytes, position: int) -> bytes:
-    """One of packed keys."""
     return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
 
 
@@ -156,7 +155,6 @@ class Fetch:
         return [pages[:] for pages in self._pages]
 
     def held(self) -> Iterator[HeldPages]:
-        """The pages that it holds."""
         state = PageState.QUARANTINED if self.is_over else PageState.IN_FLIGHT
         for group, pages in enumerate(self._pages):
             if mine := [page for page in pages if page != NO_PAGE]:
@@ -301,7 +299,6 @@ class Expectation:
         self.chain = self.chain or hash(self.path)
 
     def forget(self, end: str) -> None:
-        """End it."""
         self.end, self.path = end, key_at(self.path, self.blocks - 1)
 
     @property
@@ -369,7 +366,6 @@ class Stored:
             self.written.popitem(last=False)
 
     def note_reuse(self, key: bytes) -> None:
-        """A block was used again, once."""
         self.reused[key] = None
         while len(self.reused) > self.most_written:
             self.reused.popitem(last=False)

@@ -190,7 +190,6 @@ class TicketBook:
         return ticket
 
     def is_running(self, ticket_id: int) -> bool:
-        """True until the ticket has ended."""
         return ticket_id in self.running
 
     def has_failed(self, ticket_id: int) -> bool:

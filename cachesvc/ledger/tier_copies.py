@@ -104,7 +104,6 @@ class Place(PlacePools):
         self.reservations: dict[Reservation, None] = {}
 
     def grow(self, rows: int) -> None:
-        """Make room for ``rows`` rows."""
         more = rows - len(self.pins)
         if more <= 0:
             return
@@ -147,7 +146,6 @@ class Place(PlacePools):
         return any(states[row] == FILLING for states in self.states)
 
     def pages_of(self, group: int, rows: array[int]) -> array[int]:
-        """The pages of some rows."""
         return array_of(column(self.pages[group])[column(rows)])
 
     def fillers(self, rows: array[int]) -> list[int]:
@@ -157,7 +155,6 @@ class Place(PlacePools):
         return found
 
     def states_of(self, group: int, rows: array[int]) -> npt.NDArray[np.uint8]:
-        """The states of some rows."""
         return np.frombuffer(self.states[group], np.uint8)[column(rows)]
 
     def are_ready(self, rows: Column) -> npt.NDArray[np.bool_]:

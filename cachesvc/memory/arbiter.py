@@ -215,7 +215,6 @@ class Arbiter:
         return [queued.job for queued in left]
 
     def queued(self, direction: Direction) -> int:
-        """Jobs of which something is left."""
         return self._lanes[direction].jobs
 
     def expedite(self, ticket: int) -> None:
@@ -414,11 +413,9 @@ class Rivals:
         return len(self._by_age)
 
     def __iter__(self) -> Iterator[Queued]:
-        """Iterate, oldest first."""
         return iter(list(self._by_age.values()))
 
     def add(self, queued: Queued) -> None:
-        """Add a job, at its age."""
         is_youngest = not self._by_age or next(reversed(self._by_age)) < queued.number
         self._by_age[queued.number] = queued
         if not is_youngest:
@@ -433,12 +430,10 @@ class Rivals:
             heapq.heapify(self._by_weight)
 
     def remove(self, queued: Queued) -> None:
-        """Remove a job that is done."""
         del self._by_age[queued.number]
 
     @property
     def oldest(self) -> Queued:
-        """The oldest of some jobs."""
         return next(iter(self._by_age.values()))
 
     @property

@@ -122,7 +122,6 @@ class CopyThread:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Stop, as of ``CopyStream``."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -348,28 +347,23 @@ class CopyThreads:
         self._watch = CopyWatch(self._every, clock)
 
     def start(self) -> None:
-        """Start the threads."""
         for stream in self._every:
             stream.start()
 
     def expedite(self, ticket: int) -> None:
-        """Implement ``Backend.expedite``."""
         for stream in self._every:
             stream.expedite(ticket)
 
     def pause_background(self, seconds: float) -> None:
-        """Implement ``Backend.pause_background``."""
         with self._lock:
             self._arbiter.pause_background(Direction.STORE, self._clock() + seconds)
 
     def limit(self, direction: Direction, bytes_per_second: int) -> None:
-        """Implement ``Backend.limit_copies``."""
         with self._lock:
             self._arbiter.limit(direction, bytes_per_second, self._clock())
             self._wake_all()
 
     def close(self) -> None:
-        """Close all streams, at once. Idempotent."""
         for stream in self._every:
             stream.stop()
         for stream in self._every:
@@ -391,7 +385,6 @@ def _nobody() -> None:
 
 
 def _wake(changes: Iterable[threading.Condition]) -> None:
-    """Wake threads; their lock is held."""
     for changed in changes:
         changed.notify_all()
 

@@ -97,7 +97,6 @@ class CudaBackend:
         self._running = False
 
     def devices(self) -> tuple[str, ...]:
-        """UUIDs of the GPUs."""
         return tuple(self._gpus)
 
     def capacity_bytes(self, device: str) -> int:
@@ -178,7 +177,6 @@ class CudaBackend:
         return slab
 
     def timeline(self, device: str) -> HostTimeline:
-        """The device's words."""
         return self._device(device).timeline
 
     def open_sheet(self, device: str, sheet: int, fd: int | None = None) -> None:
@@ -194,11 +192,9 @@ class CudaBackend:
             at.health.attempt(partial(at.timeline.close_sheet, sheet))
 
     def load_stream(self, device: str) -> CopyThread:
-        """The host -> device stream."""
         return self._device(device).copying.streams[Direction.LOAD]
 
     def store_stream(self, device: str) -> CopyThread:
-        """The device -> host stream."""
         return self._device(device).copying.streams[Direction.STORE]
 
     def peer_stream(self, device: str) -> CopyThread:
@@ -246,7 +242,6 @@ class CudaBackend:
         """No-op, as ``has_host`` says."""
 
     def lacking_hosts(self) -> dict[str, tuple[int, str]]:
-        """Empty, as ``has_host`` says."""
         return {}
 
     def require_answer(self, device: str) -> None:
@@ -428,7 +423,6 @@ class CudaSlab:
     """Device memory of one group on one rank."""
 
     def __init__(self, region: int, memory: GpuMemory, size_bytes: int, on_close: Callable[[CudaSlab], None]) -> None:
-        """``on_close`` gives the memory back."""
         self.region = region
         self.memory = memory
         self.size_bytes = size_bytes
@@ -482,7 +476,6 @@ class CudaSheet(MappedSheet):
         return self._base + WORD_BYTES * word
 
     def close(self) -> None:
-        """Unpin, and close the descriptor. Idempotent."""
         try:
             if self._is_pinned:
                 self._is_pinned = False
@@ -499,8 +492,6 @@ class _OnWay(NamedTuple):
 
 
 class CudaRunner:
-    """Queues slices on one stream."""
-
     depth = SLICES_ON_WAY
     only_queues = True
 
@@ -559,8 +550,6 @@ log = logging.getLogger(__name__)
 
 
 class GpuHealth:
-    """Health of one GPU. Thread-safe."""
-
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
         self._reason = ""

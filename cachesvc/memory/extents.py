@@ -42,7 +42,6 @@ class PagePlaces(NamedTuple):
     region: Int64s | int
 
     def part(self, which: Int64s | slice) -> PagePlaces:
-        """Selection of the pages."""
         if isinstance(self.offset, int) or isinstance(self.region, int):
             return PagePlaces(self.page[which], self.offset, self.region)
         return PagePlaces(self.page[which], self.offset[which], self.region[which])
@@ -68,7 +67,6 @@ class ExtentTable:
 
     @property
     def pages(self) -> int:
-        """Usable pages."""
         return int((self.ends - self.firsts).sum())
 
     def places(self, pages: Int64s, what: str, *, is_sorted: bool = False) -> PagePlaces:

@@ -56,7 +56,6 @@ class HostBudget:
 
     @property
     def bytes_per_second(self) -> int:
-        """Present budget; 0 is no limit."""
         return self._words[0]
 
     def set(self, bytes_per_second: int) -> None:

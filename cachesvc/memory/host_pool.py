@@ -153,12 +153,10 @@ class HostPool:
 
     @property
     def ready_chunks(self) -> int:
-        """Chunks that are populated and registered."""
         return sum(chunk.region is not None for chunk in self._chunks)
 
     @property
     def chunks(self) -> int:
-        """Chunks in all."""
         return len(self._chunks)
 
     @property
@@ -321,7 +319,6 @@ class HostPool:
         }
 
     def _fill(self) -> None:
-        """Root of a filling thread."""
         yield_to_callers()
         try:
             while (work := self._next_slice()) is not None:
@@ -455,7 +452,6 @@ class HostExtent:
 
     @property
     def run(self) -> Run:
-        """Page ids of the slab."""
         return Run(self.first_page, self.pages)
 
 
@@ -468,7 +464,6 @@ class HostSlab:
     def __init__(
         self, page_bytes: int, pieces: list[tuple[int, ByteRange]], devices: frozenset[str] = frozenset()
     ) -> None:
-        """``pieces``: (pages, bytes) in order."""
         self.page_bytes = page_bytes
         self.devices = devices
         self.extents: list[HostExtent] = []
@@ -483,11 +478,9 @@ class HostSlab:
         self.watchers: list[OnPages] = []
 
     def ready_runs(self) -> list[Run]:
-        """Page ids that are usable now."""
         return [extent.run for extent in self.extents if extent.is_ready]
 
     def refresh(self) -> None:
-        """Rebuild ``table`` after extents became ready."""
         self.table = ExtentTable(
             Extent(extent.first_page, extent.pages, extent.region, extent.place.offset)
             for extent in self.extents
@@ -503,15 +496,12 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes of one chunk."""
-
     chunk: int
     offset: int
     size_bytes: int
 
     @property
     def end(self) -> int:
-        """Offset of the first byte behind."""
         return self.offset + self.size_bytes
 
 
@@ -529,12 +519,10 @@ class FreeRanges:
         """By device, chunks that have come and that it cannot reach; a copy keeps those of its time."""
 
     def copy(self) -> Self:
-        """Independent copy of the free ranges."""
         return copy.copy(self)
 
     @property
     def free_bytes(self) -> int:
-        """Free bytes in all."""
         return int(self._sizes.sum())
 
     def room(self, page_bytes: int) -> int:
@@ -614,7 +602,6 @@ class UsedBytes:
         self._spans: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by chunk: sorted, apart
 
     def mark(self, place: ByteRange) -> None:
-        """Mark a range as used."""
         spans = self._spans[place.chunk]
         first = bisect_left(spans, (place.offset, 0))
         if first and spans[first - 1][1] >= place.offset:

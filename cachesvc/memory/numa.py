@@ -37,8 +37,6 @@ class NumaNode:
 
 
 class Placement(Enum):
-    """Result of ``bind``."""
-
     PLACED = "placed"
     ONE_NODE = "one node: nothing to choose"
     NO_NODE = "no node was asked for"
@@ -103,7 +101,6 @@ def bind(address: int, size_bytes: int, node: int | None, *, sysfs: Path = SYSFS
 
 
 def refusal(error_number: int) -> Placement:
-    """Meaning of an errno of ``mbind``."""
     if error_number == errno.EPERM:
         return Placement.NOT_PERMITTED
     return Placement.NOT_SUPPORTED if error_number == errno.ENOSYS else Placement.REFUSED

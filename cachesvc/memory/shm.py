@@ -114,7 +114,6 @@ class ShmBackend:
         self._running = False
 
     def devices(self) -> tuple[str, ...]:
-        """Names of the pretended devices."""
         return self._devices
 
     def capacity_bytes(self, device: str) -> int:
@@ -164,7 +163,6 @@ class ShmBackend:
         return self._map_slab(device, size_bytes, 0)
 
     def timeline(self, device: str) -> HostTimeline:
-        """The device's timeline."""
         self._check_running()
         self._check_device(device)
         return self._timelines[device]
@@ -180,13 +178,11 @@ class ShmBackend:
             timeline.close_sheet(sheet)
 
     def load_stream(self, device: str) -> CopyThread:
-        """The host -> device stream."""
         self._check_running()
         self._check_device(device)
         return self._copying[device].streams[Direction.LOAD]
 
     def store_stream(self, device: str) -> CopyThread:
-        """The device -> host stream."""
         self._check_running()
         self._check_device(device)
         return self._copying[device].streams[Direction.STORE]
@@ -198,7 +194,6 @@ class ShmBackend:
         return self._copying[device].peers
 
     def can_reach(self, source: str, target: str) -> bool:
-        """True: all devices share one memory."""
         self._check_device(source)
         self._check_device(target)
         return True
@@ -238,7 +233,6 @@ class ShmBackend:
         """No-op, as ``has_host`` says."""
 
     def lacking_hosts(self) -> dict[str, tuple[int, str]]:
-        """Empty, as ``has_host`` says."""
         return {}
 
     def require_answer(self, device: str) -> None:
@@ -362,7 +356,6 @@ class FaultyRunner:
         self._rng = random.Random(seed)
 
     def begin(self) -> None:
-        """Begin the wrapped runner."""
         self._runner.begin()
 
     def submit(self, piece: Slice) -> object:
@@ -377,5 +370,4 @@ class FaultyRunner:
         raise InjectedFault("a copy was made to fail half way (--fault-copies)")
 
     def wait(self, started: object) -> None:
-        """Wait for the wrapped runner."""
         self._runner.wait(started)

@@ -88,11 +88,9 @@ class MappedSheet:
         return address_of(self._view)
 
     def place(self, word: int) -> int:
-        """Address of a word for copies."""
         return self.address + WORD_BYTES * word
 
     def read(self, word: int) -> int:
-        """Present value of a word."""
         return int(self._array[word])
 
     def write(self, word: int, value: int) -> None:
@@ -156,14 +154,12 @@ class HostTimeline:
             before.close()
 
     def sheet(self, number: int) -> MappedSheet:
-        """Find an open sheet. Raises NotFound."""
         found = self._sheets.get(number)
         if found is None:
             raise NotFound("sheet", number)
         return found
 
     def sheets(self) -> dict[int, MappedSheet]:
-        """Open sheets by number."""
         return dict(self._sheets)
 
     def close_sheet(self, number: int) -> None:
@@ -174,12 +170,10 @@ class HostTimeline:
             sheet.close()
 
     def place(self, word: int) -> int:
-        """Address of a word for copies."""
         number, at = divmod(word, self.words)
         return self._sheets[number].place(at)
 
     def read(self, word: int) -> int:
-        """Present value of a word."""
         number, at = divmod(word, self.words)
         return self._sheets[number].read(at)
 
@@ -215,7 +209,6 @@ class Writers:
             self.held = -1
 
     def close(self) -> None:
-        """Close what is held here. Idempotent."""
         self.hand_over()
         if self.fd >= 0:
             os.close(self.fd)

@@ -122,8 +122,6 @@ class KeyReused(InvalidRequest):
 
 
 class NotFound(CacheError):
-    """The name is unknown."""
-
     code = ErrorCode.NOT_FOUND
     kind: str | None = None
     name: object = None
@@ -236,8 +234,6 @@ class PoolExhausted(CacheError):
 
 
 class LimitExceeded(CacheError):
-    """A configured limit is exceeded."""
-
     code = ErrorCode.LIMIT
     what: str | None = None
     got: int | None = None

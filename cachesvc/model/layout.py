@@ -125,7 +125,6 @@ class Layout:
 
     @cached_property
     def group_index(self) -> dict[str, int]:
-        """Position of each group by name."""
         return {group.name: index for index, group in enumerate(self.groups)}
 
     @cached_property

@@ -57,7 +57,6 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Observations in all."""
         return sum(self.counts)
 
 
@@ -127,7 +126,6 @@ class Rounds(Generic[Holder, Item]):
         return sum(map(len, self._rows.values()))
 
     def __iter__(self) -> Iterator[Item]:
-        """Every item that waits, by party."""
         for row in self._rows.values():
             yield from row
 

@@ -13,8 +13,6 @@ STAMP_BITS = 48
 
 
 class Tier(Enum):
-    """Tiers of memory, fastest first."""
-
     DEVICE = "device"
     HOST = "host"
     STORAGE = "storage"

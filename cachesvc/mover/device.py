@@ -103,7 +103,6 @@ class DeviceMover:
         self._goes_on.set()
 
     def listen(self, on_end: OnEnd) -> None:
-        """Report ended jobs from now on."""
         self._on_end = on_end
 
     @property
@@ -118,7 +117,6 @@ class DeviceMover:
         return 0 if life is None else life.pid
 
     def stop(self) -> None:
-        """Take no more jobs. Idempotent."""
         with self._lock:
             if not self._is_stopped and (life := self._now.life) is not None:
                 life.put(records.stop_record())
@@ -173,7 +171,6 @@ class DeviceMover:
         self._end(job, RankEnd(job.ticket, self.device, Unavailable(f"the mover of {self.device} {why}"), None))
 
     def expedite(self, direction: Direction, ticket: int) -> None:
-        """Make a ticket awaited."""
         self._put(records.expedite_record(direction, ticket))
 
     def pause_background(self, seconds: float) -> None:
@@ -186,7 +183,6 @@ class DeviceMover:
         self._put(records.limit_record(direction, bytes_per_second))
 
     def forget(self, pools: Sequence[Pool]) -> None:
-        """Forget pools that no job names any more."""
         with self._lock:
             if self._now.life is not None:
                 for record in self._now.teller.forget(pools):

@@ -75,7 +75,6 @@ class StampOfLife(NamedTuple):
         return self._replace(fd=None if self.fd is None else os.dup(self.fd))
 
     def close(self) -> None:
-        """Close the descriptor, once."""
         if self.fd is not None:
             os.close(self.fd)
 

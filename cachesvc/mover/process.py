@@ -42,19 +42,15 @@ Begin = Callable[[], tuple[socket.socket, MoverProcess | None]]
 
 
 class Child:
-    """A child of this process."""
-
     is_child = True
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     def kill(self) -> None:
-        """Kill the child."""
         self._process.kill()
 
     def has_ended(self, seconds: float | None) -> bool:
-        """Wait for its end."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -75,19 +71,16 @@ class FoundProcess:
         self._lock = threading.Lock()
 
     def kill(self) -> None:
-        """Kill the process."""
         with self._lock, contextlib.suppress(ProcessLookupError):
             if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def has_ended(self, seconds: float | None) -> bool:
-        """Wait for its end."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(None if seconds is None else seconds * 1e3))
 
     def close(self) -> None:
-        """Close the descriptor."""
         with self._lock:
             if self._pidfd >= 0:
                 os.close(self._pidfd)

@@ -115,11 +115,9 @@ class MoverProcesses:
 
     @property
     def memory(self) -> MoverProcesses:
-        """Memory of the devices: this object."""
         return self
 
     def devices(self) -> tuple[str, ...]:
-        """Names of the devices."""
         return tuple(self._at)
 
     def capacity_bytes(self, device: str) -> int:
@@ -169,7 +167,6 @@ class MoverProcesses:
         return slab
 
     def timeline(self, device: str) -> HostTimeline:
-        """The words of a device that works, or of one that worked last."""
         mover = self._mover(device)
         self._check_running()
         return mover.timeline
@@ -215,7 +212,6 @@ class MoverProcesses:
         self._on_host = on_host
 
     def lacking_hosts(self) -> dict[str, tuple[int, str]]:
-        """Devices that refuse chunks of host memory: how many, and why the last of them."""
         with self._lock:
             return {device: (len(why), next(reversed(why.values()))) for device, why in self._lacking.items() if why}
 
@@ -295,7 +291,6 @@ class MoverProcesses:
         return self._mover(device).life().facts
 
     def mover_pids(self) -> dict[str, int]:
-        """The process of each device's mover."""
         return {device: mover.pid for device, mover in self._at.items()}
 
     def hurry(self) -> None:
@@ -305,7 +300,6 @@ class MoverProcesses:
         at_once([life.hurry for life in lives])
 
     def close(self) -> None:
-        """End every mover in order. Idempotent."""
         with ThreadPoolExecutor(len(self._at)) as threads:
             list(threads.map(DeviceMover.close, self._at.values()))
         self._running = False
@@ -325,7 +319,6 @@ class MoverProcesses:
             mover.listen(on_end)
 
     def stop(self) -> None:
-        """Take no more jobs."""
         for mover in self._at.values():
             mover.stop()
 
@@ -334,7 +327,6 @@ class MoverProcesses:
         self._at[job.device].submit(job)
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
-        """Make a ticket awaited."""
         for device in devices:
             self._mover(device).expedite(direction, ticket)
 
@@ -347,7 +339,6 @@ class MoverProcesses:
         self._mover(device).pause_background(seconds)
 
     def forget(self, pools: Sequence[Pool]) -> None:
-        """Forget pools that no job names any more."""
         for mover in self._at.values():
             mover.forget(pools)
 

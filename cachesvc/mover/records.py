@@ -136,7 +136,6 @@ class Listener:
         self._pools: dict[int, dict[int, Pool]] = {}
 
     def geometry(self, numbers: Int64s) -> None:
-        """Take in a geometry."""
         number, pages, total_bytes = numbers[1:4].tolist()
         spans = tuple(
             PlaneSpan(Plane("", layer, "", (width,), "uint8"), offset, stride)
@@ -154,7 +153,6 @@ class Listener:
         self._pools[int(numbers[1])][int(numbers[2])] = Pool(self._geometries[int(numbers[1])], table)
 
     def forget(self, numbers: Int64s) -> None:
-        """Forget a geometry with its tables."""
         self._geometries.pop(int(numbers[1]), None)
         self._pools.pop(int(numbers[1]), None)
 
@@ -177,12 +175,10 @@ class Listener:
 
 
 def expedite_record(direction: Direction, ticket: int) -> list[Part]:
-    """Record that makes a ticket awaited."""
     return [_packed(EXPEDITE, _WAYS.index(direction), ticket)]
 
 
 def expedited(numbers: Int64s) -> tuple[Direction, int]:
-    """Contents of ``expedite_record``."""
     return _WAYS[int(numbers[1])], int(numbers[2])
 
 
@@ -192,22 +188,18 @@ def pause_record(seconds: float) -> list[Part]:
 
 
 def limit_record(direction: Direction, bytes_per_second: int) -> list[Part]:
-    """Record of another byte budget."""
     return [_packed(LIMIT, _WAYS.index(direction), bytes_per_second)]
 
 
 def limited(numbers: Int64s) -> tuple[Direction, int]:
-    """Contents of ``limit_record``."""
     return _WAYS[int(numbers[1])], int(numbers[2])
 
 
 def stop_record() -> list[Part]:
-    """Record that ends the jobs."""
     return [_packed(STOP)]
 
 
 def end_record(end: RankEnd) -> list[Part]:
-    """Record of a job's end."""
     began = -1 if end.began is None else round(end.began * 1e9)
     head = _packed(ENDED, end.ticket, began, end.error is not None)
     if end.error is None:
@@ -217,7 +209,6 @@ def end_record(end: RankEnd) -> list[Part]:
 
 
 def end_of(record: bytes, device: str) -> RankEnd:
-    """Contents of ``end_record``."""
     _, ticket, began, is_failed = _END.unpack_from(record)
     code, _, said = record[_END.size :].decode(errors="replace").partition(" ")
     error = error_again(code, said) if is_failed else None
@@ -230,7 +221,6 @@ def began_record(ticket: int, began: float) -> list[Part]:
 
 
 def began_of(numbers: Int64s) -> tuple[int, float]:
-    """Contents of ``began_record``."""
     return int(numbers[1]), float(numbers[2]) / 1e9
 
 
@@ -308,7 +298,6 @@ class Ring:
     """The shared memory of one ring. ``size_bytes``: of the circle, a power of two from 4096 on."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Map the ring; takes over ``fd``."""
         assert size_bytes >= HEAD_BYTES
         assert not size_bytes & (size_bytes - 1)
         self.fd = fd
@@ -421,8 +410,6 @@ class Writer:
 
 
 class Reader:
-    """Reads records, on one thread."""
-
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._at = ring.mark(READ)
@@ -445,7 +432,6 @@ class Reader:
         wake(self._ring.words, WRITTEN)
 
     def take(self) -> list[bytes]:
-        """Take all whole records, in order."""
         ring, found = self._ring, []
         written = ring.mark(WRITTEN)
         while self._at != written:
@@ -468,8 +454,6 @@ _PIECE_BYTES = 1 << 20
 
 
 class Message(NamedTuple):
-    """Message whose receiver owns its descriptors."""
-
     head: dict[str, Any]
     body: bytes = b""
     descriptors: tuple[int, ...] = ()
@@ -538,8 +522,6 @@ def _wait_at_most(connection: socket.socket, until: float | None) -> None:
 
 
 class Channel:
-    """Asking side of a connection. Thread-safe."""
-
     def __init__(self, connection: socket.socket, on_broken: Callable[[], None]) -> None:
         """``on_broken``: nothing more can be asked, and the other side is to end."""
         self._connection = connection

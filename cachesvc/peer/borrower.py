@@ -361,15 +361,12 @@ class PeerStorage:
         self.remove(names)
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - the seam's
-        """Purge nothing: peers own their objects."""
         return 0
 
     def status(self) -> StoreStatus:
-        """Report an empty store."""
         return StoreStatus()
 
     def totals(self) -> Totals:
-        """Report no objects."""
         return Totals(0, 0, 0, 0)
 
     def check_all(self, check: Check, step: Step = no_step) -> Checked:  # noqa: ARG002 - the seam's
@@ -403,7 +400,6 @@ class PeerStorage:
         ]
 
     def holds(self, name: ObjectName) -> bool:
-        """True for borrowed objects."""
         return self._loans.find(name) is not None
 
     def close(self) -> None:

@@ -109,7 +109,6 @@ class PeerDigest:
         return bool(self.bits) and not self.is_saturated
 
     def learn(self, news: DigestNews) -> None:
-        """Take in what the node told."""
         if news.bits:
             count = len(news.bits)
             if count & (count - 1) or not LEAST_BITS <= 8 * count <= MOST_BITS:

@@ -156,7 +156,6 @@ class PeerNames:
         self.told: Callable[[Sequence[Peer]], None] | None = None
 
     def start(self) -> None:
-        """Begin to look up."""
         if self._names:
             self._thread.start()
 
@@ -188,7 +187,6 @@ class PeerNames:
             peer.control.close()
 
     def _run(self) -> None:
-        """Root of the thread."""
         while True:
             try:
                 self.look_up()
@@ -225,7 +223,6 @@ class NewsReader:
                 self._ask(peer)
 
     def close(self) -> None:
-        """Ask nothing more. Idempotent."""
         with self._lock:
             self._is_open = False
 
@@ -332,7 +329,6 @@ class Peer:
 
     @property
     def is_usable(self) -> bool:
-        """False during a pause."""
         return not self.pause_left
 
     @property
@@ -469,7 +465,6 @@ class Guests:
         return self._peers.pop(next(at for at, (_, party) in self._peers.items() if party == most))[0]
 
     def all(self) -> list[Peer]:
-        """Peers that were named lately."""
         with self._lock:
             return [peer for peer, _ in self._peers.values()]
 

@@ -91,7 +91,6 @@ class Lender:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Cut all streams. Idempotent."""
         self._closing.set()
         listener, self._listener = self._listener, None
         if listener is not None:
@@ -108,7 +107,6 @@ class Lender:
                 stream.close()
 
     def _accept(self) -> None:
-        """Root of the thread."""
         listener = self._listener
         while listener is not None:
             try:
@@ -146,7 +144,6 @@ class Lender:
         threading.Thread(target=self._serve, args=(stream,), name="peer-send", daemon=True).start()
 
     def _serve(self, stream: socket.socket) -> None:
-        """Root of a stream's thread."""
         yield_to_callers()
         try:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -245,11 +242,9 @@ class HeldLoans:
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """Monotonic seconds."""
         return self._clock()
 
     def find(self, name: ObjectName) -> HeldLoan | None:
-        """The loan of an object."""
         return self._by_name.get(name)
 
     def hold(
@@ -436,7 +431,6 @@ class LoanDesk:
                 self._lock.notify_all()
 
     def give_back(self, lease: int) -> None:
-        """End a loan. Idempotent."""
         with self._lock:
             lent = self._lent.get(lease)
         if lent is not None:

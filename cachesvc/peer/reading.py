@@ -86,7 +86,6 @@ class Readers:
         self._changed = threading.Condition()
 
     def start(self) -> None:
-        """Take jobs from now on."""
         self._is_open = True
 
     def add(self, job: ReadJob) -> None:
@@ -123,7 +122,6 @@ class Readers:
             thread.start()
 
     def _work(self) -> None:
-        """Root of a thread."""
         yield_to_callers()
         while True:
             with self._changed:

@@ -109,7 +109,6 @@ def receive(stream: socket.socket, size_bytes: int, deadline: float) -> bytes:
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """Pack a request."""
     return COUNT.pack(len(numbers)) + struct.pack(f"<{len(numbers)}I", *numbers)
 
 

@@ -93,7 +93,6 @@ class History:
         self.classes.row(WHILE_RUNNING, Features(0, 0, 0), None, is_shared=False)  # queue 0: blocks without a segment
 
     def govern(self, *, decides: bool, weighs_cost: bool) -> None:
-        """Set how it chooses: by what it has learned, or (not ``decides``) the oldest; it goes on learning."""
         self.decides, self.weighs_cost = decides, weighs_cost
 
     @property
@@ -103,7 +102,6 @@ class History:
 
     @property
     def running(self) -> list[Parts]:
-        """Requests that have not ended."""
         return [each.parts for each in self._running.values()]
 
     @property
@@ -145,7 +143,6 @@ class History:
         return parts
 
     def grew(self, parts: Parts, new_from: int, blocks: int) -> None:
-        """The request has computed its first ``blocks`` blocks; those ``new_from`` on have just come to the index."""
         segments, shared = self.segments, parts.shared_blocks
         if new_from == blocks:
             return
@@ -155,8 +152,6 @@ class History:
             segments.grew(parts.own, max(new_from, shared), blocks)
 
     def taken(self, parts: Parts, owners: Ints, bottom: int) -> None:
-        """The request has taken over blocks of its path, the deepest before ``bottom``, of which ``owners`` were the
-        segments, deepest first."""
         self.segments.sweep(owners, bottom, parts)
 
     def takes(self, segment: int, other: int, position: int) -> bool:
@@ -208,22 +203,18 @@ class History:
             self._lessons.begin(self.requests, self.rates.refit(waiting))
 
     def lesson(self) -> Callable[[], bool] | None:
-        """Callable to be called until it returns True, while no call is served; None: nothing is new."""
         return self._lessons.take()
 
     def let_go(self, segment: int, blocks: int, now: float, *, is_host: bool) -> None:
-        """Blocks of the segment leave the host, or a device."""
         if segment != NO_SEGMENT:
             self.uses.let_go(now - self.segments.arrived[segment], blocks, is_host=is_host)
 
     def is_worth_saving(self, segment: int, share: float) -> bool:
-        """True where blocks like those of the segment are used from the host ``share`` times as often as the mean."""
         return segment == NO_SEGMENT or self.uses.is_worth(self.queue_of(segment), share)
 
     # -- what to choose ----------------------------------------------------------------------------------------
 
     def queue_of(self, segment: int) -> int:
-        """The queue in which candidates of the segment wait."""
         return self.segments.queue_after[segment] or self.segments.queue[segment]
 
     def since(self, segment: int) -> float:
@@ -232,7 +223,6 @@ class History:
         return segments.ended[segment] if segments.queue_after[segment] else segments.arrived[segment]
 
     def pick(self, heads: Heads, now: float) -> int:
-        """The queue whose head goes next; -1 where there is none."""
         ranks = heads.ranks[: self.rates.rows]
         oldest = int(ranks.argmin())
         if ranks[oldest] == NO_RANK:
@@ -255,7 +245,6 @@ class History:
         return choose_stored(self.rates, queues, ages, known_seconds)
 
     def worth(self, segment: int, now: float) -> Worth | None:
-        """Known worth of blocks of the segment; None for slot 0."""
         if segment == NO_SEGMENT:
             return None
         queue, age = self.queue_of(segment), max(0.0, now - self.since(segment))
@@ -352,7 +341,6 @@ class History:
                     self.uses.unused(rows, segments.last[slot] - segments.top[slot])
 
     def _forget(self, parts: Parts, now: float) -> None:
-        """Stop following a request."""
         segments = self.segments
         for slot in (parts.shared, parts.own):
             if slot == NO_SEGMENT:
@@ -419,7 +407,6 @@ def features(new_tokens: int, line_gap: float | None, hub_gap: float | None, kno
 
 
 def output_class(tokens: int) -> int:
-    """Class of a request's output."""
     return bisect_right(OUTPUT_TOKENS, tokens)
 
 
@@ -442,7 +429,6 @@ class Classes:
         return row
 
     def in_words(self, row: int) -> str:
-        """Meaning of a class."""
         seen, output, is_shared = self._names[row]
         return in_words(seen, output, is_shared=is_shared)
 
@@ -485,7 +471,6 @@ class Landmarks:
         self._keys.setdefault(segment, []).append(key)
 
     def forget(self, segment: int) -> None:
-        """Stop following the segment."""
         for key in self._keys.pop(segment, ()):
             if self.segment_of.get(key) == segment:
                 del self.segment_of[key]

@@ -32,7 +32,6 @@ def bin_of(age: float) -> int:
 
 
 def begin_of(number: int) -> float:
-    """Beginning of a bin, in seconds."""
     return _EDGES[number]
 
 

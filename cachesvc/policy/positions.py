@@ -84,7 +84,6 @@ class Positions:
         self._kinds.append(PositionKind.MIDDLE)
 
     def grow(self, rows: int) -> None:
-        """Make room for ``rows`` rows."""
         more = rows - len(self.classes)
         if more > 0:
             self.classes.frombytes(bytes(2 * more))
@@ -98,12 +97,10 @@ class Positions:
     # -- what happens ------------------------------------------------------------------------------------------
 
     def opened(self, row: int, depth: int, now: float) -> None:
-        """A row has its first copy. No-op for a position."""
         if not self.classes[row]:
             self._begin(row, PositionKind.MIDDLE, depth, now)
 
     def continued(self, row: int, depth: int, now: float, *, goes_on: bool) -> None:
-        """A request continues at a position; ``goes_on``: it has blocks behind it."""
         number = self.classes[row]
         self.rates.continued(number, now - self.since[row])
         kind = self._kinds[number]
@@ -112,7 +109,6 @@ class Positions:
         self._begin(row, kind, depth, now)
 
     def ended(self, row: int, depth: int, now: float) -> None:
-        """A request has ended, and this is its last position."""
         if not self.classes[row]:
             self._begin(row, PositionKind.END, depth, now)
         elif self._kinds[self.classes[row]] in (PositionKind.MIDDLE, PositionKind.PASSED):
@@ -135,7 +131,6 @@ class Positions:
             self.rates.left(number, now - since)
 
     def missed(self, key: bytes, now: float) -> bool:
-        """A request would continue at the position of ``key``, if that is one that has left; True where it is."""
         gone = self._gone.pop(key, None)
         if gone is None:
             return False
@@ -163,7 +158,6 @@ class Positions:
             self._lessons.begin(self.requests, self.rates.refit(self._waiting(now)))
 
     def lesson(self) -> Callable[[], bool] | None:
-        """Callable to be called until it returns True, while no call is served; None: nothing is new."""
         return self._lessons.take()
 
     def _waiting(self, now: float) -> Iterator[WaitingPositions]:
@@ -182,41 +176,32 @@ class Positions:
 
     @property
     def has_learned(self) -> bool:
-        """True once densities are known."""
         return self.rates.has_learned
 
     def is_middle(self, number: int) -> bool:
-        """True for the classes of positions where no request has ended or continued."""
         return self._kinds[number] is PositionKind.MIDDLE
 
     def is_end(self, number: int) -> bool:
-        """True for the classes of ends, whose copies go with their blocks."""
         return self._kinds[number] is PositionKind.END
 
     def density(self, number: int, age: float) -> float:
-        """Requests a second that are expected to continue at a position of a class and age."""
         return float(self.rates.density[number, bin_of(age)]) if number else 0.0
 
     def densities(self, number: int, newest: float, oldest: float) -> Iterator[tuple[float, float, float]]:
-        """Parts of the ages between two: from, to, and the ``density`` of positions of a class there."""
         density = self.rates.density[number]
         for at in range(bin_of(newest), bin_of(oldest) + 1):
             yield begin_of(at), begin_of(at + 1) if at + 1 < BINS else oldest + 1, float(density[at])
 
     def end_density(self, depth: int, age: float) -> float:
-        """``density`` of a request's end of that depth and age."""
         return self.density(self._class_of(PositionKind.END, depth), age)
 
     def copy_worth(self, density: float, saved: int, cost: float) -> float:
-        """See ``worth.py``."""
         return copy_worth(density, saved, cost)
 
     def branch_worth(self, requests: Sequence[tuple[float, int]], memory: float) -> float:
-        """See ``worth.py``."""
         return branch_worth(requests, memory)
 
     def fallback(self, saved: int, below: int, cost: float, capacity: int) -> float:
-        """See ``worth.py``."""
         return fallback(saved, below, cost, capacity)
 
 

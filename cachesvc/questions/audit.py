@@ -572,7 +572,6 @@ class PlacePages:
 
 
 def page_parts(ledger: Ledger, model: Model) -> list[Check]:
-    """A part for each place."""
     return [
         captured(
             f"model {model.id}: pages of {place.name}", partial(capture_pages, ledger, model, place), recount_pages
@@ -582,7 +581,6 @@ def page_parts(ledger: Ledger, model: Model) -> list[Check]:
 
 
 def capture_pages(ledger: Ledger, model: Model, place: Place) -> PlacePages:
-    """Columns that ``recount_pages`` compares."""
     seen = PlacePages(
         place.name,
         place_states(place),
@@ -661,7 +659,6 @@ def _device_holders(ledger: Ledger, model: Model, replica: int, seen: PlacePages
 
 
 def recount_pages(seen: PlacePages) -> list[str]:
-    """Inconsistencies."""
     out: list[str] = []
     for pool in seen.pools:
         for group in pool.groups:

@@ -37,8 +37,6 @@ ROWS_MORE = 4096
 
 
 class PoolRoom(NamedTuple):
-    """Size of one pool."""
-
     place: str
     group: str
     capacity: int
@@ -47,8 +45,6 @@ class PoolRoom(NamedTuple):
 
 
 class CopyColumn(NamedTuple):
-    """Copies in one group and place."""
-
     place: int
     group: int
     states: bytes
@@ -56,8 +52,6 @@ class CopyColumn(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Consecutive blocks of a dump."""
-
     keys: bytes
     parents: list[int]
     positions: list[int]
@@ -250,7 +244,6 @@ def live_rows(rows: int, columns: list[list[Bytes]]) -> Mask:
 
 
 def live_now(index: BlockIndex) -> Mask:
-    """``live_rows`` of this moment."""
     return live_rows(len(index.keys), [place_states(place) for place in index.places])
 
 
@@ -263,7 +256,6 @@ class TreeShape:
         self.live = live_now(index)
 
     def descendants(self) -> Ints:
-        """Blocks below each row."""
         below = np.zeros(len(self.parent), np.int64)
         rows = np.flatnonzero(self.live & (self.parent != NO_ROW))
         order = rows[np.argsort(-self.depth[rows], kind="stable")]
@@ -274,7 +266,6 @@ class TreeShape:
         return below
 
     def children_of(self) -> ChildLists:
-        """Children of any row, by look-up."""
         return ChildLists(self.parent, self.live)
 
 

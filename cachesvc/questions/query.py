@@ -35,8 +35,6 @@ MOST_NAMED = 4
 
 
 class CopyLine(NamedTuple):
-    """One copy of a block."""
-
     place: str
     group: str
     state: str
@@ -44,8 +42,6 @@ class CopyLine(NamedTuple):
 
 
 class BlockLine(NamedTuple):
-    """One block of the index."""
-
     key: bytes
     parent_key: bytes
     position: int
@@ -171,7 +167,6 @@ class Ranking:
         self._live = live_now(index)
 
     def first(self, count: int) -> list[int]:
-        """At most ``count`` rows."""
         rows = np.flatnonzero(self._live)
         if self._hits is not None:
             rows = rows[self._hits[rows] > 0]
@@ -325,7 +320,6 @@ class SequenceLine(NamedTuple):
 
 
 def models(view: View) -> Question[list[ModelLine]]:
-    """Every model."""
     leases = Counter((lease.model, lease.replica) for lease in view.leases())
     lines: list[ModelLine] = []
     for some in in_steps(list(view.models())):

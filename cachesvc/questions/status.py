@@ -55,8 +55,6 @@ class PoolLine(NamedTuple):
 
 
 class LeaseLine(NamedTuple):
-    """One engine and what it holds."""
-
     lease_id: str
     engine: str
     model_id: int
@@ -71,8 +69,6 @@ class LeaseLine(NamedTuple):
 
 
 class HitLine(NamedTuple):
-    """Blocks by where Match found them."""
-
     looked_up_blocks: int
     device_blocks: int
     host_blocks: int
@@ -80,13 +76,10 @@ class HitLine(NamedTuple):
 
     @property
     def missed_blocks(self) -> int:
-        """Blocks that engines had to compute."""
         return max(0, self.looked_up_blocks - self.device_blocks - self.host_blocks - self.storage_blocks)
 
 
 class TransferLine(NamedTuple):
-    """Transfers that run, and totals."""
-
     running_loads: int
     running_stores: int
     awaited: int
@@ -159,13 +152,11 @@ def pin_lines(view: View) -> list[PinLine]:
 
 
 def pin_line(model: Model, pin: OperatorPin, now: float) -> PinLine:
-    """One pin."""
     left = max(0.0, pin.until - now)
     return PinLine(model.id, model.shown, pin.key.hex(), pin.blocks, left, tuple(pin.places))
 
 
 def lease_lines(view: View) -> Question[list[LeaseLine]]:
-    """Every lease and what it holds."""
     out: list[LeaseLine] = []
     for lease in view.leases():
         private, pinned = sum(map(len, lease.stock)) + len(lease.quarantine), 0
@@ -193,7 +184,6 @@ def lease_lines(view: View) -> Question[list[LeaseLine]]:
 
 
 def pools(models: Collection[Model]) -> list[PoolLine]:
-    """Every pool of the models."""
     out: list[PoolLine] = []
     for model in models:
         for place in model.blocks.index.places:
@@ -231,7 +221,6 @@ def silent(lines: list[LeaseLine], silence_limit_seconds: float) -> list[LeaseLi
 
 
 def hits(models: Collection[Model]) -> HitLine:
-    """Hits since the models were registered."""
     found = {tier: sum(model.hit_blocks[tier] for model in models) for tier in ("device", "host", "storage")}
     looked_up = sum(model.reuse.requested for model in models)
     return HitLine(looked_up, found["device"], found["host"], found["storage"])

@@ -122,7 +122,6 @@ class View:
         return lease.id if is_whole else lease.id[:SHOWN_LETTERS]
 
     def process_ids(self, lease: Lease) -> tuple[int, ...]:
-        """The processes behind a lease."""
         processes = self._core.ledger.processes
         return tuple(sorted(processes[token].pid for token in lease.processes if token in processes))
 
@@ -134,7 +133,6 @@ class View:
     # -- transfers ---------------------------------------------------------------------------------------------
 
     def running(self) -> list[Ticket]:
-        """Transfers that have not ended."""
         return [ticket for ticket in self._core.ledger.tickets.running.values() if self._shows(ticket)]
 
     def tickets(self) -> Iterator[Ticket]:
@@ -152,7 +150,6 @@ class View:
 
     @property
     def is_draining(self) -> bool:
-        """True where nothing new is opened."""
         return self._core.ledger.draining
 
     @property

@@ -107,7 +107,6 @@ class Lane:
         self._is_closed = False
 
     def start(self) -> None:
-        """Listen, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
         self._listen()
@@ -414,13 +413,11 @@ class Lanes:
         self._lanes.pop(process, None)
 
     def close(self) -> None:
-        """End all lanes."""
         for process in tuple(self._lanes):
             self.end(process)
 
     @property
     def count(self) -> int:
-        """Lanes that are open."""
         return sum(map(len, self._lanes.values()))
 
     @property
@@ -449,7 +446,6 @@ class Lanes:
 
 
 def rows_of(cache: CacheService) -> dict[int, Row]:
-    """Calls by their numbers in frames."""
     return {
         METHODS["Step"]: Row(cache.step, cache_pb2.StepRequest, is_step=True),
         METHODS["Match"]: Row(cache.match, cache_pb2.MatchRequest),

@@ -143,7 +143,6 @@ class Call:
         return late
 
     def tell_late(self, late: list[int]) -> None:
-        """Outside of the lock."""
         for index in late:
             self._each(index, Outcome.LATE)
 
@@ -224,7 +223,6 @@ class ObjectStore:
         return self.backend.check_all(partial(check_content, self._digest, self.heads.slot_bytes), step)
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        """Ask the engine's ``expects``."""
         return self.backend.expects(scope, keys, parts)
 
     def expire(self) -> int:
@@ -245,7 +243,6 @@ class ObjectStore:
         return moved / seconds if seconds > 0 else 0.0
 
     def out(self) -> int:
-        """Items whose memory is not back."""
         with self._lock:
             return sum(call.out for call in self._calls)
 
@@ -373,7 +370,6 @@ def require_digest() -> Digest:
 
 
 def identity(name: ObjectName, parent: bytes, payload_bytes: int) -> bytes:
-    """All but the checksums."""
     group, rank, ranks = name.part
     scope = name.scope
     return _FIELDS.pack(MAGIC, group, rank, ranks, 0, scope.namespace, scope.layout, name.key, parent, payload_bytes)

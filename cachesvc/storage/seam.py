@@ -49,7 +49,6 @@ Rank = Callable[[int, int, int], int]
 
 
 def oldest_first(used: int, uses: int, depth: int) -> int:  # noqa: ARG001 - as of any rank
-    """Rank by the last use."""
     return used
 
 
@@ -87,7 +86,6 @@ class Scope(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The part in a name's text."""
         return f"{self.namespace.hex()}/{self.layout.hex()}"
 
 
@@ -120,7 +118,6 @@ class Item(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all pages."""
         return sum(map(len, self.pages))
 
 
@@ -200,8 +197,6 @@ format, else WRONG."""
 
 @dataclass(slots=True)
 class Checked:
-    """Findings of reading every object."""
-
     objects: int = 0
     size_bytes: int = 0
     wrong: int = 0
@@ -293,7 +288,6 @@ class StorageBackend(Protocol):
 
 
 def key_at(keys: bytes, at: int) -> bytes:
-    """Key ``at`` of packed ones."""
     return keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
 
 
@@ -340,12 +334,10 @@ class Shapes(NamedTuple):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Parts that a block must have."""
         return tuple(shape.part for shape in self.full)
 
 
 def shapes_of(model: ModelFacts) -> Shapes:
-    """Shapes of a model's objects."""
     layout = model.layout
     full, windows = _alone(layout, layout.full_groups), _alone(layout, layout.window_groups)
     if len(full) > 1 and max(map(layout.page_bytes, layout.full_groups)) < SMALL_PAGE_BYTES:

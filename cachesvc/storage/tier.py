@@ -69,7 +69,6 @@ class WriteBudget:
         self.under_way = 0
 
     def room(self, now: float) -> int:
-        """Bytes that may be begun now."""
         full = self._rate * LONGEST_SECONDS
         self._tokens = min(full, self._tokens + self._rate * max(0.0, now - self._filled))
         self._filled = now
@@ -82,12 +81,10 @@ class WriteBudget:
         self._rate = ANY_BLOCK_BYTES
 
     def begin(self, size_bytes: int) -> None:
-        """Count bytes in flight."""
         self._tokens -= size_bytes
         self.under_way += size_bytes
 
     def end(self, size_bytes: int) -> None:
-        """Their memory is free again."""
         self.under_way -= size_bytes
 
 
@@ -134,7 +131,6 @@ class Courier:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._is_open = True
         self._thread.start()
 
@@ -154,7 +150,6 @@ class Courier:
             self._thread.join(CLOSE_SECONDS)
 
     def _work(self) -> None:
-        """Root of the thread."""
         yield_to_callers()
         while True:
             with self._changed:
@@ -243,7 +238,6 @@ class Tier:
         self._putting.start()
 
     def close(self) -> None:
-        """Take nothing more. Idempotent."""
         self._getting.close()
         self._putting.close()
         self.backend.close()
@@ -251,7 +245,6 @@ class Tier:
     # -- on the ledger thread ------------------------------------------------------------------------------------
 
     def shapes(self, model: ModelFacts) -> Shapes:
-        """Shapes of the model's objects."""
         known = self._shapes.get(model.id)
         if known is None:
             known = self._shapes[model.id] = shapes_of(model)
@@ -334,7 +327,6 @@ class Tier:
         self.budget.end(self.shapes(model).block_bytes)
 
     def room(self) -> int:
-        """Bytes that may be written now."""
         return self.budget.room(self._clock()) if self.breaker.is_closed else 0
 
     def lagged(self) -> None:
@@ -461,7 +453,6 @@ class Tier:
             self._tell_later(each._replace(outcome=outcome))
 
     def _tell_later(self, news: News) -> None:
-        """Queue news, from any thread."""
         with self._lock:
             self._news.append(news)
             is_first = len(self._news) == 1
@@ -469,7 +460,6 @@ class Tier:
             self._post(self._deliver)
 
     def _deliver(self) -> None:
-        """Deliver news on the ledger thread."""
         with self._lock:
             news, self._news = self._news, deque()
         now = self._clock()
@@ -494,7 +484,6 @@ class Tier:
             self._post(self._deliver_gone)
 
     def _deliver_gone(self) -> None:
-        """Deliver evictions on the ledger thread."""
         with self._lock:
             gone, self._gone = self._gone, {}
         models = {shapes.scope: model for model, shapes in self._shapes.items()}
@@ -504,7 +493,6 @@ class Tier:
 
     @property
     def state(self) -> State:
-        """State of the breaker."""
         return self.breaker.state
 
 
@@ -515,8 +503,6 @@ HANG_SECONDS = 2.0
 
 
 class Presence:
-    """Follows one engine's ``totals``."""
-
     def __init__(self, backend: StorageBackend, breaker: Breaker) -> None:
         self._backend = backend
         self._breaker = breaker
@@ -577,8 +563,6 @@ class StateLog:
 
 
 class Stage(Enum):
-    """Progress of a request; see above."""
-
     WAITING = "waiting"
     CLAIMED = "claimed"
     BEGUN = "begun"
@@ -663,7 +647,6 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """True while the engine is used."""
         return self.state is State.CLOSED
 
     def note(self, bad: float, reason: str, now: float) -> None:
@@ -784,7 +767,6 @@ class Coming(NamedTuple):
         return key_at(self.keys, block - 1) if block else self.parent
 
     def wanted(self) -> list[tuple[int, Shape]]:
-        """Objects of the fetch, by block."""
         if self.some is not None:
             return list(self.some)
         return [
@@ -795,7 +777,6 @@ class Coming(NamedTuple):
         ]
 
     def news(self) -> list[News]:
-        """News of each, without an outcome."""
         wanted = self.wanted()
         return [News(self.model, self.ticket, b"", block, shape.groups, None, shape) for block, shape in wanted]
 

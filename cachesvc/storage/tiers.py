@@ -92,12 +92,10 @@ class Tiers:
             tier.start()
 
     def close(self) -> None:
-        """Take nothing more. Idempotent."""
         for tier in self.all:
             tier.close()
 
     def register(self, chunk: memoryview) -> None:
-        """Pages may lie in this memory."""
         for tier in self.all:
             tier.backend.register(chunk)
 
@@ -169,7 +167,6 @@ class Tiers:
         self.all[number].fetch(route.model, whole.ticket, whole.keys, whole.pages, whole.parent, some)
 
     def lagged(self) -> None:
-        """Note that a call has waited for the longest time in vain."""
         for number in {at for route in self._routes.values() for at, out in route.out.items() if out}:
             self.all[number].lagged()
 

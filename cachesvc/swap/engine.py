@@ -98,7 +98,6 @@ class SwapEngine:
 
     @property
     def in_flight(self) -> int:
-        """Tickets that have not ended."""
         return len(self._flights)
 
     def hangs(self, model_id: int) -> bool:
@@ -268,7 +267,6 @@ class SwapEngine:
         return b"".join(self._movers.memory.read(*row) for row in pool.rows_of(page))
 
     def _step_of(self, transfer: Transfer) -> int | None:
-        """The ``layers_per_step`` of its plan."""
         if not transfer.layered:
             return 0
         return ALL_BUT_FIRST if transfer.short_suffix and self.layers_per_step is None else self.layers_per_step
@@ -325,7 +323,6 @@ class TransferEnds:
         self._told: list[Callable[[int, Exception | None], None]] = []
 
     def connect(self, told: Callable[[int, Exception | None], None]) -> None:
-        """Add a listener."""
         self._told.append(told)
 
     def tell(self, ticket: int, error: Exception | None) -> None:

@@ -103,8 +103,6 @@ class Movers(Protocol):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """Job that has not ended."""
-
     job: RankJob
     urgency: Urgency
     began: float | None = None
@@ -132,7 +130,6 @@ class InProcessMovers:
 
     @property
     def memory(self) -> Backend:
-        """Backend that it drives."""
         return self._backend
 
     def plan_by(self, costs: LinkCosts) -> None:
@@ -145,7 +142,6 @@ class InProcessMovers:
         self._on_end = on_end
 
     def timeline(self, device: str) -> Timeline:
-        """The words of a device."""
         return self._timelines[device]
 
     def submit(self, job: RankJob) -> None:
@@ -170,7 +166,6 @@ class InProcessMovers:
             self._end(mine, failure)
 
     def expedite(self, devices: Sequence[str], direction: Direction, ticket: int) -> None:
-        """Make a ticket awaited."""
         del direction
         for device in devices:
             if (mine := self._under_way.get((device, ticket))) is not None:
@@ -261,7 +256,6 @@ class SlotPool:
 
     @property
     def free(self) -> int:
-        """Slots that can be acquired now."""
         return len(self._waiting) - self._resting
 
     def acquire(self, layers: int) -> TimelineSlot:

@@ -74,7 +74,6 @@ class GroupMove:
         return self.device.geometry.page_bytes
 
     def pieces(self, layers: tuple[int, ...], costs: LinkCosts) -> tuple[tuple[Piece, Piece], ...]:
-        """See ``pieces_of``."""
         return pieces_of(Same(self.device.geometry), Same(self.host.geometry), layers, costs.max_pitch_bytes)
 
 

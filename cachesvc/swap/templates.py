@@ -30,8 +30,6 @@ EVERY = slice(None)
 
 
 class Strategy(IntEnum):
-    """Ways to copy a run."""
-
     BY_PLANES = 0
     BY_BLOCKS = 1
     SINGLES = 2
@@ -166,7 +164,6 @@ class Runs:
 
     @property
     def pages(self) -> int:
-        """Pairs."""
         return len(self.device.page)
 
     def part(self, first: int, stop: int) -> Runs:

@@ -90,7 +90,6 @@ class _Holding:
     serving: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def slabs(self) -> Iterable[tuple[str, Slab]]:
-        """Every device slab, with its device."""
         for replica, ranks in self.replicas.items():
             for device, rank in zip(self.devices[replica], ranks, strict=True):
                 for slab in unique(rank):
@@ -159,7 +158,6 @@ class Vault:
     # -- where the ledger is -----------------------------------------------------------------------------------
 
     def devices(self) -> tuple[str, ...]:
-        """UUIDs of the daemon's devices."""
         return self._backend.devices()
 
     def device_free_bytes(self, device: str) -> int:
@@ -258,7 +256,6 @@ class Vault:
                 self._pool.serve(slab, frozenset(readers))
 
     def has_replica(self, model: int, replica: int) -> bool:
-        """False where a device lost its memory since the replica was begun."""
         with self._lock:
             return replica in self._models[model].replicas
 
@@ -298,7 +295,6 @@ class Vault:
     def open_replica(
         self, model: int, replica: int, layout: Layout, devices: tuple[str, ...], pages: tuple[int, ...]
     ) -> None:
-        """Make the device slabs of a replica, zeroed. Raises PoolExhausted, Unavailable, with nothing made."""
         with self._lock:
             losses = [self._losses[device] for device in devices]
             holding = self._models[model]

@@ -33,7 +33,6 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """The name as Prometheus has it."""
         return PREFIX + self.name + ("_total" if self.kind is MetricKind.COUNTER else "")
 
 

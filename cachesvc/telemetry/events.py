@@ -130,7 +130,6 @@ admit = LineLimits().admit
 
 
 def event(name: str, **fields: object) -> None:
-    """Log an event for operators."""
     _log.info(name, extra={"fields": fields})
 
 

@@ -102,11 +102,9 @@ class _Push:
         self._thread = threading.Thread(target=self._serve, name="otlp-metrics", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
         self._closing.set()
         self._exporter.shutdown(CLOSE_SECONDS * 1000)
         self._thread.join(CLOSE_SECONDS)

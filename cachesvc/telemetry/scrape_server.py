@@ -95,7 +95,6 @@ class ScrapeServer:
             raise Unavailable(f"cannot serve metrics on {self._address}: {error}; choose another address") from error
 
     def close(self) -> None:
-        """Stop serving. Idempotent."""
         if self._end is not None:
             self._end()
             self._end = None
@@ -328,7 +327,6 @@ class _Collector:
 
 
 def families(reading: Reading) -> Iterator[Family]:
-    """A reading as prometheus-client's families."""
     for name, series in reading.series.items():
         yield _family(CATALOGUE[name], series)
 

@@ -48,7 +48,6 @@ class Span:
 
     @property
     def inner(self) -> Any:
-        """OpenTelemetry's own."""
         return self._span
 
     def event(self, name: str, **attributes: str | int | float) -> None:

@@ -41,7 +41,6 @@ class StepColumns(NamedTuple):
     releases: Releases
 
     def sequences(self, column: Column) -> Sequence[int]:
-        """Sequences of a column's entries."""
         if column == GROW:
             return self.growth.sequences
         if column == PUBLISH:

@@ -33,7 +33,6 @@ TICKET_STATES = {
 
 
 def pack_pages(pages: Iterable[int]) -> bytes:
-    """Page ids as little-endian int32."""
     return (pages if isinstance(pages, array) else array("i", pages)).tobytes()
 
 
@@ -43,7 +42,6 @@ def unpack_pages(raw: bytes) -> array[int]:
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """Generations or positions as little-endian uint32."""
     return array("I", numbers).tobytes() if numbers else b""
 
 
@@ -61,7 +59,6 @@ def _unpack(code: str, raw: bytes) -> array[int]:
 
 
 def layout_to_proto(layout: Layout) -> common_pb2.Layout:
-    """A layout as a message."""
     groups = [
         common_pb2.PlaneGroup(
             name=group.name,
@@ -102,7 +99,6 @@ def layout_from_proto(message: common_pb2.Layout) -> Layout:
 
 
 def cells_to_proto(tables: Sequence[GroupCells]) -> list[common_pb2.GroupPages]:
-    """Table cells as messages."""
     return [
         common_pb2.GroupPages(
             group=cells.group,
@@ -137,12 +133,10 @@ def positions_from_proto(messages: Iterable[common_pb2.GroupPositions]) -> dict[
 
 
 def positions_to_proto(positions: Mapping[int, Sequence[int]]) -> list[common_pb2.GroupPositions]:
-    """Positions by group as messages."""
     return [common_pb2.GroupPositions(group=group, positions=pack_numbers(mine)) for group, mine in positions.items()]
 
 
 def ticket_to_proto(ticket: TicketView) -> common_pb2.Ticket:
-    """A ticket as a message."""
     message = common_pb2.Ticket(
         id=ticket.id,
         state=TICKET_STATES[ticket.state],
@@ -161,7 +155,6 @@ def ticket_to_proto(ticket: TicketView) -> common_pb2.Ticket:
 
 
 def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:
-    """Places of a slab's planes."""
     return [
         engine_pb2.PlanePlacement(
             name=span.plane.name,
@@ -175,7 +168,6 @@ def placements_to_proto(geometry: Geometry) -> list[engine_pb2.PlanePlacement]:
 
 
 def expected_from_proto(message: cache_pb2.Expected) -> Expected:
-    """Expectation of a Match."""
     patience = message.patience_ms / 1000 if message.patience_ms else Expected("").patience
     return Expected(message.peer, message.blocks, patience, message.is_computed, not message.no_wait, message.is_over)
 
@@ -197,7 +189,6 @@ def expected_to_proto(expected: Expected) -> cache_pb2.Expected:
 
 
 def matched_to_proto(answer: Matched) -> cache_pb2.MatchResponse:
-    """Answer of Match."""
     message = cache_pb2.MatchResponse(
         device_blocks=answer.device_blocks,
         host_blocks=answer.host_blocks,
@@ -212,7 +203,6 @@ def matched_to_proto(answer: Matched) -> cache_pb2.MatchResponse:
 
 
 def allocated_to_proto(answer: Allocated) -> cache_pb2.AllocateResponse:
-    """Answer of Allocate."""
     return cache_pb2.AllocateResponse(
         tables=cells_to_proto(answer.tables),
         tickets=[ticket_to_proto(ticket) for ticket in answer.tickets],
@@ -221,7 +211,6 @@ def allocated_to_proto(answer: Allocated) -> cache_pb2.AllocateResponse:
 
 
 def published_to_proto(answer: Published) -> cache_pb2.PublishResponse:
-    """Answer of Publish."""
     return cache_pb2.PublishResponse(
         sealed_blocks=answer.sealed_blocks,
         duplicate_positions=pack_numbers(answer.duplicate_positions),
@@ -233,19 +222,16 @@ def published_to_proto(answer: Published) -> cache_pb2.PublishResponse:
 
 
 def swapped_to_proto(answer: Swapped) -> cache_pb2.SwapResponse:
-    """Answer of Swap."""
     return cache_pb2.SwapResponse(
         tickets=[ticket_to_proto(ticket) for ticket in answer.tickets], tables=cells_to_proto(answer.tables)
     )
 
 
 def recycled_to_proto(answer: Recycled) -> cache_pb2.RecycleResponse:
-    """Answer of Recycle."""
     return cache_pb2.RecycleResponse(recycled_pages=answer.pages, cursors=answer.cursors)
 
 
 def prefetched_to_proto(answer: Prefetched) -> cache_pb2.PrefetchResponse:
-    """Answer of Prefetch."""
     return cache_pb2.PrefetchResponse(
         device_blocks=answer.device_blocks, tickets=[ticket_to_proto(ticket) for ticket in answer.tickets]
     )

@@ -60,7 +60,6 @@ class Frame(NamedTuple):
 
 
 def encode(method: int, flags: int, deadline: int, tag: int, body: bytes, traceparent: str = "") -> bytes:
-    """A frame as bytes."""
     if traceparent:
         body, flags = traceparent.encode("ascii") + body, flags | TRACED
     return HEADER.pack(len(body), method, flags, deadline, tag) + body
@@ -84,7 +83,6 @@ class FrameReader:
 
     @property
     def size_bytes(self) -> int:
-        """The memory that it has."""
         return len(self._bytes)
 
     def welcome(self) -> None:

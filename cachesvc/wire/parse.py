@@ -201,8 +201,6 @@ def _none(kind: Any) -> InvalidRequest:
 
 
 class Where(Enum):
-    """Layer that enforces a limit."""
-
     EDGE = "edge"
     FLOW = "flow"
     CUT = "cut"

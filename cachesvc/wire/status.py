@@ -71,7 +71,6 @@ def refusal(error: CacheError) -> OperationError:
 
 
 def facts_of(facts: Iterable[ErrorFact]) -> dict[str, int | str]:
-    """Return facts by name."""
     return {fact.name: fact.text if fact.WhichOneof("value") == "text" else fact.number for fact in facts}
 
 

@@ -333,7 +333,6 @@ class Reattacher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching. Idempotent."""
         self._closed.set()
         self._wanted.set()
         if threading.current_thread() is not self._thread and self._thread.is_alive():

@@ -128,8 +128,6 @@ class Sequence(SequenceView):
 
 
 class PendingStep:
-    """A step that was sent."""
-
     def __init__(self, calls: AsyncPendingStep) -> None:
         self._calls = calls
 
@@ -184,7 +182,6 @@ class StepStream:
         self._calls.resize(stock_pages, due_blocks)
 
     def batch(self) -> StepBatch[Sequence]:
-        """An empty batch."""
         return StepBatch(self._lease.record, lambda record: Sequence(AsyncSequence(record, self._lease)))
 
     def grow_all(self, sequences: Seq[Recorded], blocks: int | Seq[int] = 1) -> None:

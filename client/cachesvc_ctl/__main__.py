@@ -6,7 +6,6 @@ import os
 
 
 def main() -> None:
-    """Run the command that was typed."""
     # Before gRPC is imported: what its core writes to standard error is for its developers; we word what went wrong.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from cachesvc_ctl.main import main as run

@@ -52,7 +52,6 @@ class Evict(Question[admin_pb2.EvictResponse]):
         super().add_flags(parser)
 
     def ask(self, admin: Admin) -> admin_pb2.EvictResponse:
-        """The sum over the models."""
         said = self.arguments
         models = list_models(admin).models if said.all else [require_model(admin, said.model)]
         evicted = 0
@@ -62,7 +61,6 @@ class Evict(Question[admin_pb2.EvictResponse]):
         return admin_pb2.EvictResponse(evicted=evicted)
 
     def show(self, answer: admin_pb2.EvictResponse) -> str:
-        """Number of evicted blocks."""
         return f"evicted {answer.evicted:,} blocks" if answer.evicted else "evicted none"
 
 
@@ -88,7 +86,6 @@ class Weights(Question[Message]):
         return admin.SetWeightsVersion(request, timeout=DEADLINE_SECONDS)
 
     def show(self, answer: Message) -> str:
-        """The version, and the one before."""
         if isinstance(answer, admin_pb2.ModelStatus):
             return answer.weights_version or "no version of weights was announced"
         assert isinstance(answer, admin_pb2.SetWeightsVersionResponse)
@@ -96,8 +93,6 @@ class Weights(Question[Message]):
 
 
 class Pin(Question[inspect_pb2.PinResponse]):
-    """Pin."""
-
     name = "pin"
     about = "keep a prefix from eviction for a time"
     epilog = (
@@ -119,47 +114,36 @@ class Pin(Question[inspect_pb2.PinResponse]):
         return admin.Pin(request, timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.PinResponse) -> str:
-        """The pin as ``status`` lists it."""
         return pins_table([answer.pin])
 
 
 class Unpin(Question[inspect_pb2.UnpinResponse]):
-    """Unpin."""
-
     name = "unpin"
     about = "end a pin before its time"
     epilog = "The blocks stay until they are evicted. status lists the pins."
     flags = (flag("key", type=hex_digits, metavar="KEY", help="of the pin, or how it begins"), model_flag())
 
     def ask(self, admin: Admin) -> inspect_pb2.UnpinResponse:
-        """End it."""
         model = require_model(admin, self.arguments.model)
         request = inspect_pb2.UnpinRequest(model_id=model.model_id, key_hex=self.arguments.key)
         return admin.Unpin(request, timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.UnpinResponse) -> str:
-        """The blocks that it kept."""
         return f"unpinned {answer.pin.blocks:,} blocks of {answer.pin.model}"
 
 
 class Drain(Question[admin_pb2.DrainResponse]):
-    """Drain."""
-
     name = "drain"
     about = "open nothing new from now on; only a restart ends it"
 
     def ask(self, admin: Admin) -> admin_pb2.DrainResponse:
-        """Have the daemon drain. Idempotent."""
         return admin.Drain(admin_pb2.DrainRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.DrainResponse) -> str:
-        """Leases that are still live."""
         return f"draining; {answer.live_leases} leases are still live"
 
 
 class Reload(Question[inspect_pb2.ReloadResponse]):
-    """Reload."""
-
     name = "reload"
     about = "read the configuration file again: all of it or nothing"
     epilog = "cachesvcd --help marks the settings that change live; for others it is refused, by name."
@@ -169,7 +153,6 @@ class Reload(Question[inspect_pb2.ReloadResponse]):
         return admin.Reload(inspect_pb2.ReloadRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.ReloadResponse) -> str:
-        """Show one setting a line."""
         rows = [
             (change.name, describe_setting(change.name, change.before), describe_setting(change.name, change.after))
             for change in answer.changes
@@ -184,8 +167,6 @@ UNREAD = 3
 
 
 class Verify(Question[admin_pb2.VerifyResponse]):
-    """Verify."""
-
     name = "verify"
     about = "check that all pages and counts are consistent"
     epilog = (

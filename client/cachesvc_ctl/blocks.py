@@ -25,8 +25,6 @@ ORDERS = {"recent": admin_pb2.BLOCK_ORDER_RECENT, "hits": admin_pb2.BLOCK_ORDER_
 
 
 class Blocks(Question[admin_pb2.ListBlocksResponse]):
-    """ListBlocks."""
-
     name = "blocks"
     about = "resident blocks, most recently used or most often hit first"
     flags = (
@@ -70,7 +68,6 @@ class Blocks(Question[admin_pb2.ListBlocksResponse]):
 
 
 def describe_copy(copy: admin_pb2.BlockCopy) -> str:
-    """Place of a copy."""
     state = "" if copy.state == "READY" else f" {copy.state}"
     return f"{copy.place}/{copy.group} {copy.page}{state}"
 
@@ -107,7 +104,6 @@ class Tree(Question[admin_pb2.GetTreeResponse]):
         return admin_pb2.GetTreeResponse(nodes=nodes, truncated=truncated)
 
     def show(self, answer: admin_pb2.GetTreeResponse) -> str:
-        """Show one node a line, indented."""
         nodes = answer.nodes[: self.arguments.limit]
         lines = [tree_line(n.depth, n.key_hex, n.position, n.tiers, n.children, n.descendants) for n in nodes]
         is_deep = any(n.depth + 1 >= self.arguments.depth and n.children for n in nodes)
@@ -117,7 +113,6 @@ class Tree(Question[admin_pb2.GetTreeResponse]):
 
 
 def tree_line(depth: int, key_hex: str, position: int, places: str, children: int, below: int) -> str:
-    """A node of a tree."""
     return f"{'  ' * depth}{key_hex[:16]}  block {position}, {places}, {children} children, {below:,} below"
 
 
@@ -134,8 +129,6 @@ def _prefix(text: str) -> str:
 
 
 class Why(Question[admin_pb2.ExplainResponse]):
-    """Explain."""
-
     name = "why"
     about = "where a block is, who pins it, and why it came or went"
     epilog = "Keys are shown by blocks and tree."
@@ -171,7 +164,6 @@ class Why(Question[admin_pb2.ExplainResponse]):
 
 
 def describe(answer: admin_pb2.ExplainResponse, digits: str) -> str:
-    """The answer for people."""
     reach = (
         f"changes are known for the last {answer.forgotten_before_seconds:.0f} s"
         if answer.forgotten_before_seconds
@@ -230,8 +222,6 @@ def _story(story: admin_pb2.BlockStory) -> str:
 
 
 class Leases(Question[admin_pb2.ListLeasesResponse]):
-    """ListLeases."""
-
     name = "leases"
     about = "which engine holds what"
 
@@ -240,7 +230,6 @@ class Leases(Question[admin_pb2.ListLeasesResponse]):
         return admin.ListLeases(admin_pb2.ListLeasesRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.ListLeasesResponse) -> str:
-        """Show one lease a line."""
         rows = [
             (
                 le.lease_id[:12],
@@ -264,8 +253,6 @@ class Leases(Question[admin_pb2.ListLeasesResponse]):
 
 
 class Tenants(Question[inspect_pb2.ListTenantsResponse]):
-    """ListTenants."""
-
     name = "tenants"
     about = "what each tenant holds and may hold"
 
@@ -284,18 +271,14 @@ class Tenants(Question[inspect_pb2.ListTenantsResponse]):
 
 
 class Sequences(Question[admin_pb2.ListSequencesResponse]):
-    """ListSequences."""
-
     name = "sequences"
     about = "open sequences"
     flags = (LIMIT,)
 
     def ask(self, admin: Admin) -> admin_pb2.ListSequencesResponse:
-        """The first ``--limit`` of them."""
         return admin.ListSequences(admin_pb2.ListSequencesRequest(limit=self.arguments.limit), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.ListSequencesResponse) -> str:
-        """Show one sequence a line."""
         rows = [
             (
                 s.lease_id[:12],
@@ -313,8 +296,6 @@ class Sequences(Question[admin_pb2.ListSequencesResponse]):
 
 
 class Tickets(Question[admin_pb2.ListTicketsResponse]):
-    """ListTickets."""
-
     name = "tickets"
     about = "transfers, the newest first"
     flags = (LIMIT,)
@@ -324,7 +305,6 @@ class Tickets(Question[admin_pb2.ListTicketsResponse]):
         return admin.ListTickets(admin_pb2.ListTicketsRequest(limit=self.arguments.limit), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: admin_pb2.ListTicketsResponse) -> str:
-        """Show one ticket a line."""
         rows = [
             (t.id, t.direction, ticket_state(t), t.blocks, describe_bytes(t.size_bytes), t.reason or "-")
             for t in answer.tickets

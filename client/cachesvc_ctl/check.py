@@ -38,7 +38,6 @@ class Check(Command):
     )
 
     def run(self) -> int:
-        """Return the daemon's own verdict."""
         said = self.arguments
         if said.socket is None and said.config is None:  # as for every other command
             said.socket = os.environ.get("CACHESVC_SOCKET")
@@ -75,8 +74,6 @@ class Memory:
 
 
 class Held(NamedTuple):
-    """Content of a pool."""
-
     tokens: int
     kv_bytes: int
     requests: int
@@ -214,7 +211,6 @@ def efficiency(figures: LinkFigures, width: int, planes: int = PLANES) -> float:
 
 
 def describe_link(name: str, uuid: str, release: str, figures: LinkFigures) -> str:
-    """The figures for people."""
     how = "one call for many copies" if figures.is_batched else "one call a copy (a driver older than CUDA 12.8)"
     rows = [
         (f"{width >> 10} KiB", f"{efficiency(figures, width):.2f}", "narrow" if is_narrow(figures, width) else "")

@@ -25,8 +25,6 @@ class UnknownSymbol(Exception):
 
 
 class Describe(DaemonCommand):
-    """Server reflection."""
-
     name = "describe"
     about = "services and messages as the running daemon describes them"
     flags = (

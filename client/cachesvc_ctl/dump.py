@@ -104,8 +104,6 @@ VIEWS = {"summary": _summary, "tree": _tree, "blocks": _blocks, "next": _next}
 
 
 class Dump(DaemonCommand):
-    """Dump the index to a file."""
-
     name = "dump"
     about = "write a model's index or last requests to a file"
     flags = (
@@ -138,8 +136,6 @@ class Dump(DaemonCommand):
 
 
 class Load(Command):
-    """Views of a dump."""
-
     name = "load"
     about = "study a dumped index; no daemon is needed"
     flags = (

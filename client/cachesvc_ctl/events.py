@@ -49,7 +49,6 @@ class Events(DaemonCommand):
     )
 
     def run(self) -> int:
-        """Run until interrupted."""
         return follow(self.arguments)
 
 

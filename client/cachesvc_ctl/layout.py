@@ -203,7 +203,6 @@ def plane_rows(layout: Layout) -> list[PlaneRow]:
 
 
 def group_rows(layout: Layout) -> list[GroupRow]:
-    """Groups in the layout's order."""
     return [
         GroupRow(
             group.name,
@@ -293,7 +292,6 @@ def as_json(
 def describe(
     model_type: str, layout: Layout, padding: Sequence[int], memory_bytes: int | None, tokens: int | None
 ) -> str:
-    """The layout for people."""
     rows = group_rows(layout)
     ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
     fingerprint = layout.fingerprint.hex()[:12]

@@ -83,8 +83,6 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 class _Columns(argparse.HelpFormatter):
-    """Formatter with one line a command."""
-
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=16)
         self._action_max_length = 14

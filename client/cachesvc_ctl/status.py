@@ -15,8 +15,6 @@ SIZE_ENDINGS = ("_pool", "_chunk", "_limit", "_bytes")
 
 
 class Status(Question[admin_pb2.GetStatusResponse]):
-    """GetStatus."""
-
     name = "status"
     about = "what needs attention, pools, hits, transfers"
     flags = (
@@ -25,7 +23,6 @@ class Status(Question[admin_pb2.GetStatusResponse]):
     )
 
     def ask(self, admin: Admin) -> admin_pb2.GetStatusResponse:
-        """Brief, unless more is shown."""
         brief = not (self.arguments.counters or self.arguments.config or self.arguments.json)
         return admin.GetStatus(admin_pb2.GetStatusRequest(brief=brief), timeout=DEADLINE_SECONDS)
 
@@ -74,7 +71,6 @@ def _pools(answer: admin_pb2.GetStatusResponse) -> str:
 
 
 def pins_table(pins: Iterable[inspect_pb2.PinStatus]) -> str:
-    """Pins of operators, one a line."""
     rows = [(p.key_hex[:16], p.model, p.blocks, f"{p.seconds_left:,.0f} s", ", ".join(p.places)) for p in pins]
     return table(("pinned", "model", "blocks", "ends in", "kept on"), rows)
 
@@ -141,8 +137,6 @@ LONG_SECONDS = 3600.0
 
 
 class Storage(Question[Message]):
-    """GetStorage, CheckStorage or PurgeStorage."""
-
     name = "storage"
     about = "what each storage tier keeps, its hits and errors"
     epilog = (
@@ -156,7 +150,6 @@ class Storage(Question[Message]):
     )
 
     def ask(self, admin: Admin) -> Message:
-        """Make one of three calls."""
         said = self.arguments
         if said.verify:
             return admin.CheckStorage(storage_pb2.CheckStorageRequest(), timeout=LONG_SECONDS)
@@ -166,7 +159,6 @@ class Storage(Question[Message]):
         return admin.GetStorage(storage_pb2.GetStorageRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: Message) -> str:
-        """The answer for people."""
         if isinstance(answer, storage_pb2.CheckStorageResponse):
             return _checked(answer)
         if isinstance(answer, storage_pb2.PurgeStorageResponse):
@@ -175,7 +167,6 @@ class Storage(Question[Message]):
         return "\n".join(_status(answer)) if answer.tiers else "no storage is configured; see cachesvcd --storage"
 
     def code(self, answer: Message) -> int:
-        """1 where something is wrong."""
         return int(isinstance(answer, storage_pb2.CheckStorageResponse) and bool(answer.wrong + answer.unreadable))
 
 
@@ -262,8 +253,6 @@ class UnknownModel(Exception):
 
 
 class Models(Question[admin_pb2.ListModelsResponse]):
-    """ListModels."""
-
     name = "models"
     about = "models, layouts and replicas"
 
@@ -272,7 +261,6 @@ class Models(Question[admin_pb2.ListModelsResponse]):
         return list_models(admin)
 
     def show(self, answer: admin_pb2.ListModelsResponse) -> str:
-        """Show one model a line."""
         rows = [
             (
                 m.model_id,

@@ -193,7 +193,6 @@ def hot_rows(look: Look) -> list[tuple[object, ...]]:
 
 
 def ticket_rows(look: Look) -> list[tuple[object, ...]]:
-    """The newest transfers."""
     return [
         (
             ticket.id,
@@ -263,7 +262,6 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
         self.query_one("#leases", DataTable).add_columns("engine", "lease", "silent", "open", "own", "pin")
         self._hot_columns()
         self.set_interval(self._every, self.look)
@@ -299,7 +297,6 @@ class TopApp(App[None]):
         self._show()
 
     def action_sort(self) -> None:
-        """Sort leases by the next column."""
         self._sort = (self._sort + 1) % len(SORTS)
         self._show()
 
@@ -310,7 +307,6 @@ class TopApp(App[None]):
         self._show()
 
     def action_pause(self) -> None:
-        """Keep what is shown."""
         self._is_paused = not self._is_paused
         self._show()
 

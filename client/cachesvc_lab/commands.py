@@ -42,7 +42,6 @@ SLAB_SLACK_BYTES = 1 << 20
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Names with commas between, for argparse."""
     return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
@@ -58,7 +57,6 @@ def _block_bytes(text: str) -> int:
 
 
 def _hybrid_model(text: str) -> HybridModel:
-    """Parse a hybrid model, for argparse."""
     try:
         return hybrid_model(text)
     except HybridRejected as error:
@@ -66,7 +64,6 @@ def _hybrid_model(text: str) -> HybridModel:
 
 
 def _tell(done: int, runs: int) -> None:
-    """Print progress to a terminal."""
     if sys.stderr.isatty():
         print(f"{done} of {runs} runs", end="\n" if done == runs else "\r", file=sys.stderr, flush=True)
 
@@ -129,8 +126,6 @@ class Replay(Command):
 
 
 class Simulate(Command):
-    """Simulate, without a daemon."""
-
     name = "simulate"
     about = "hit ratios of policies and pool sizes on a trace"
     epilog = (
@@ -219,8 +214,6 @@ class Simulate(Command):
 
 
 class Synth(Command):
-    """Synthesise a trace, without a daemon."""
-
     name = "synth"
     about = "write a synthetic trace: chats over shared system prompts"
     epilog = "The same numbers give the same bytes. Example: cachesvc synth t.jsonl && cachesvc replay t.jsonl"

@@ -98,8 +98,6 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)(%?)", re.ASCII)
 
 
 class Unit(Enum):
-    """Units of a size."""
-
     BLOCKS = "blocks"
     PERCENT = "percent"
     BYTES = "bytes"
@@ -122,7 +120,6 @@ class PoolSize:
 
 
 def pool_size(text: str) -> PoolSize:
-    """Parse one size, for argparse."""
     match = _NUMBER.fullmatch(text)
     if match is not None:
         return PoolSize(float(match[1]), Unit.PERCENT if match[2] else Unit.BLOCKS)
@@ -135,7 +132,6 @@ def pool_size(text: str) -> PoolSize:
 
 
 def pool_sizes(text: str) -> tuple[PoolSize, ...]:
-    """Sizes with commas between, for argparse."""
     return tuple(dict.fromkeys(map(pool_size, text.split(","))))
 
 
@@ -162,7 +158,6 @@ class _Cache:
         self._taken = 0
 
     def serve(self, path: Sequence[int], *, keeps_every: bool) -> int:
-        """Use a prompt; returns its hit."""
         known = next((at for at, block in enumerate(path) if block not in self._used), len(path))
         branch = known - known % self._between
         hit = branch

@@ -60,7 +60,6 @@ class StoredIndex:
         return len(self.parent)
 
     def key(self, block: int) -> str:
-        """Key of a block in hexadecimal."""
         return self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES].hex()
 
     def add(self, line: dict[str, Any]) -> None:

@@ -74,8 +74,6 @@ class ReplayPlan:
 
 @dataclass
 class Tally:
-    """Counts so far; guarded by ``lock``."""
-
     lock: threading.Lock = field(default_factory=threading.Lock)
     requests: int = 0
     blocks: int = 0
@@ -91,7 +89,6 @@ class Tally:
     samples: dict[int, Sample] = field(default_factory=dict)
 
     def add(self, outcome: dict[str, object], blocks: int, second: int) -> None:
-        """Count one request's outcome."""
         names = ("device", "host", "storage", "computed")
         device, host, storage, computed = (int(str(outcome[name])) for name in names)
         with self.lock:
@@ -137,7 +134,6 @@ class EngineSlot(threading.Thread):
         self._life = 0
 
     def run(self) -> None:
-        """Serve until the queue is empty."""
         try:
             while (request := self._run.next()) is not None:
                 self._serve(request)
@@ -274,7 +270,6 @@ class ReplayRun:
             return None
 
     def second(self) -> int:
-        """Whole seconds since the replay began."""
         return int(time.monotonic() - self._began)
 
     def run(self) -> ReplayReport:
@@ -603,7 +598,6 @@ def connect(settings: EngineSettings, limit_seconds: float = PATIENCE_SECONDS) -
 
 
 def main() -> None:
-    """Serve until standard input ends."""
     settings = EngineSettings(**json.loads(sys.argv[1]))
     with connect(settings) as client:
         registration = settings.register(client)
@@ -620,7 +614,6 @@ def main() -> None:
 
 
 def say(message: dict[str, object]) -> None:
-    """Write one line to standard output."""
     sys.stdout.write(json.dumps(message, separators=(",", ":")) + "\n")
     sys.stdout.flush()
 
@@ -679,7 +672,6 @@ class Restarter(threading.Thread):
         self._kill_engines = kill_engines
 
     def run(self) -> None:
-        """Restart until the replay is over."""
         try:
             while not self._over.wait(self._seconds):
                 self._lives.restart(self._admin, self._kill_engines)

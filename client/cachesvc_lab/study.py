@@ -42,7 +42,6 @@ class NodeList(NamedTuple):
 
 
 def descendants(index: StoredIndex) -> npt.NDArray[np.int64]:
-    """Blocks below each block."""
     below = [0] * len(index)
     for block in range(len(index) - 1, -1, -1):  # children come after their parents
         parent = index.parent[block]
@@ -93,12 +92,10 @@ def _largest_last(blocks: list[int], below: npt.NDArray[np.int64]) -> list[int]:
 
 
 def hottest(index: StoredIndex, limit: int) -> list[int]:
-    """Blocks at which most accesses ended."""
     return heapq.nlargest(limit, range(len(index)), key=lambda block: (index.hits[block], index.stamp[block]))
 
 
 def newest(index: StoredIndex, limit: int) -> list[int]:
-    """Blocks that were accessed last."""
     return heapq.nlargest(limit, range(len(index)), key=lambda block: (index.stamp[block], index.position[block]))
 
 
@@ -110,7 +107,6 @@ def tiers(index: StoredIndex, block: int) -> str:
 
 
 def tier_shares(index: StoredIndex) -> Counter[str]:
-    """Blocks by where they lie."""
     return Counter(tiers(index, block) for block in range(len(index)))
 
 

@@ -320,7 +320,6 @@ class Prompts:
         return len(self.seconds)
 
     def blocks(self, prompt: int) -> npt.NDArray[np.int64]:
-        """The blocks of one prompt."""
         return self.path[self.starts[prompt] : self.starts[prompt + 1]]
 
     def keys(self, prompt: int) -> bytes:

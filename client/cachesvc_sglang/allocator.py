@@ -35,7 +35,6 @@ class PageAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self.free_pages = None
 
     def available_size(self) -> int:
-        """Tokens that can be had now."""
         return int(super().available_size() if self.cache is None else self.cache.available_tokens())
 
     def get_all_free_pages(self) -> Any:
@@ -98,22 +97,18 @@ class PageAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             super().free(free_index)
 
     def free_segment(self, free_index: Any, *, start_pos: int) -> None:
-        """No-op, as ``free``."""
         if self.cache is None:
             super().free_segment(free_index, start_pos=start_pos)
 
     def free_page_ids(self, page_ids: Any) -> None:
-        """No-op, as ``free``."""
         if self.cache is None:
             super().free_page_ids(page_ids)
 
     def free_group_begin(self) -> None:
-        """No-op, as ``free``."""
         if self.cache is None:
             super().free_group_begin()
 
     def free_group_end(self) -> None:
-        """No-op, as ``free``."""
         if self.cache is None:
             super().free_group_end()
 

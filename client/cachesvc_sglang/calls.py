@@ -16,8 +16,6 @@ LEASE = "lease"
 
 
 class Called(StrEnum):
-    """Names of calls."""
-
     START = auto()
     ITERATION = auto()
     MOVE = auto()

@@ -74,14 +74,12 @@ class EngineCache(BasePrefixCache):  # type: ignore[misc]
         """A change of the weights has ended; the last one where it ``is_whole``."""
 
     def dec_lock_ref(self, node: Any, params: Any = None) -> Any:
-        """No-op: pins end with the request."""
         return DecLockRefResult()
 
     def free_kv_row(self, kv: Any, ranges: Any) -> None:
         """No-op: ``on_release`` gives back all pages of a request."""
 
     def evict(self, params: Any) -> Any:
-        """No-op: the daemon evicts."""
         return EvictResult()
 
     def protected_size(self) -> int:
@@ -93,11 +91,9 @@ class EngineCache(BasePrefixCache):  # type: ignore[misc]
         return int(self.total_size() - self.available_tokens() - own)
 
     def available_tokens(self) -> int:
-        """Tokens that can be had."""
         raise NotImplementedError
 
     def total_size(self) -> int:
-        """Tokens of the pool."""
         return int(self._pool_blocks * self.page_size)
 
     def pretty_print(self) -> None:
@@ -199,7 +195,6 @@ class CacheMetrics:
             self._collector.observe_load_back_duration(seconds)
 
     def end_step(self, waits: int, *, is_shared: bool) -> None:
-        """Count waits since the last step."""
         labels = self._collector.labels
         self._waits.labels(**labels).inc(waits)
         self._shares.labels(**labels).set(int(is_shared))

@@ -111,7 +111,6 @@ class FollowingCache(EngineCache):
         return self._reserved_tokens
 
     def ask_room(self) -> None:
-        """Take the first rank's numbers."""
         self._follow((Called.ROOM,))
 
     def reserve_prompt(self, new_tokens: int, *, fits: bool) -> bool:
@@ -149,7 +148,6 @@ class FollowingCache(EngineCache):
             self._forget(handle.rid, ends=True)
 
     def reset(self) -> None:
-        """Forget all requests."""
         for rid in [*self._keys]:
             self._forget(rid, ends=True)
 
@@ -161,7 +159,6 @@ class FollowingCache(EngineCache):
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """Report loads that have ended."""
         self._loads.report()
         self.is_to_move = bool(self._follow((Called.ITERATION,)))
 
@@ -195,7 +192,6 @@ class FollowingCache(EngineCache):
         return self._take(self._leader.hear(call))
 
     def _take(self, record: Record) -> Any:
-        """Take in a record: its answer."""
         self._free_tokens, self._reserved_tokens = record.free_tokens, record.reserved_tokens
         for rid, (first, new) in record.pages.items():
             pages = self._followed[rid].pages
@@ -232,12 +228,10 @@ class RankLoads:
             self._known[request_id] = load
 
     def report(self) -> None:
-        """Report the loads that have ended."""
         for load in self._known.values():
             self._report(load, 0.0)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request's load."""
         load = self._known.pop(request_id, None)
         if load is not None:
             self._reported.discard(load.number)
@@ -276,7 +270,6 @@ class RankLoads:
 
     @property
     def consumer_index(self) -> int:
-        """Negative while no step waits."""
         return 0 if self._launched else -1
 
     def wait_until(self, layer: int) -> None:

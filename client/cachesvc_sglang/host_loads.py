@@ -132,7 +132,6 @@ class HostLoads:
         self._early.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request's loads."""
         self._end(request_id)
         for known in (self._came, self._early):
             known.pop(request_id, None)
@@ -181,7 +180,6 @@ class HostLoads:
 
     @property
     def consumer_index(self) -> int:
-        """Negative while no step waits."""
         return 0 if self._launched else -1
 
     def wait_until(self, layer: int) -> None:

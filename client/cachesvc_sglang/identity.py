@@ -157,6 +157,5 @@ def _processor() -> str:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """SGLang's variables that may choose kernels."""
     names = sorted(name for name in variables if name.startswith(("SGLANG_", "SGL_")))
     return {name: variables[name] for name in names if name not in HARMLESS_VARIABLES}

@@ -112,7 +112,6 @@ class LeadingCache(PageCache):
             self._tell((Called.LAUNCHED,), self._has_void_step)
 
     def release_host_resources(self) -> None:
-        """End the lease. Idempotent."""
         super().release_host_resources()
         self._followers.close()
 

@@ -72,7 +72,6 @@ class FollowerLinks:
 
     @property
     def count(self) -> int:
-        """Number of followers."""
         return len(self._links)
 
     def tell(self, record: Record) -> None:
@@ -85,7 +84,6 @@ class FollowerLinks:
                 raise RankLost(f"rank {rank} of this engine has ended ({error})") from error
 
     def expect(self, number: int) -> None:
-        """Followers report how this load ends."""
         self._loads.setdefault(number, [])
 
     def forget(self, number: int) -> None:
@@ -115,7 +113,6 @@ class FollowerLinks:
         return values
 
     def close(self) -> None:
-        """Close the links. Idempotent."""
         for link in self._links:
             link.close()
 
@@ -159,7 +156,6 @@ class LeaderLink:
         self._send(Word(about, value))
 
     def close(self) -> None:
-        """Close the link. Idempotent."""
         self._link.close()
 
     def _send(self, message: object) -> None:

@@ -123,7 +123,6 @@ def _shapes(pool: Any) -> dict[str, tuple[int, int]]:
 
 
 def _rows(node: Node, layer: int, name: str) -> Any:
-    """A plane, token by token."""
     plane = node.pool.to_torch(layer, name)
     return plane.view(-1, *plane.shape[2:])
 
@@ -148,7 +147,6 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """True for the rank that decides."""
         return self.rank == 0
 
     def all(self, act: Callable[[], T]) -> list[T]:

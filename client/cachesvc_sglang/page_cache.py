@@ -172,7 +172,6 @@ class PageCache(EngineCache):
         return tables
 
     def checkpoint(self, req: Any, *, up_to: int, **_: Any) -> None:
-        """Seal what the request has computed."""
         pages, blocks = req.last_node, up_to // self.page_size
         if not isinstance(pages, RequestPages):
             return
@@ -227,7 +226,6 @@ class PageCache(EngineCache):
             self._book.change_keys(self._weights.salt)
 
     def release_host_resources(self) -> None:
-        """End the lease. Idempotent."""
         self._book.close()
         self.node.close()
 

@@ -25,7 +25,6 @@ def allocate(original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
 
 
 def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Begin an iteration."""
     received = original(scheduler, *args, **kwargs)
     cache = scheduler.tree_cache
     if isinstance(cache, EngineCache):
@@ -91,7 +90,6 @@ def add_request_to_queue(original: Callable[..., Any], scheduler: Any, request: 
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Begin a step."""
     cache = scheduler.tree_cache
     if not isinstance(cache, EngineCache):
         return original(scheduler, batch, *args, **kwargs)

@@ -173,7 +173,6 @@ class LoadedAdapters:
         digest_loads()
 
     def begin_step(self, asked: tuple[LoraRequest, ...], epoch: int) -> None:
-        """A step asks for these adapters."""
         self._asked, self._epoch = asked, epoch
 
     def report(self) -> AdapterReport | None:

@@ -68,12 +68,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.memory_context()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """KV memory was allocated."""
         assert self._worker is not None
         self._worker.check_memory(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Comes first in each step."""
         assert self._worker is not None
         if isinstance(kv_connector_metadata, StepTransfers):
             self._worker.begin_step(kv_connector_metadata.next_lease)
@@ -98,7 +96,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """KV is in place."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that have ended."""
         assert self._worker is not None
         return self._worker.take_results()
 
@@ -159,7 +156,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.bind(self._kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """Note a new request."""
         if self._scheduler is not None:
             self._scheduler.expect(request)
 
@@ -168,7 +164,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return (0, False) if self._scheduler is None else self._scheduler.host_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has its pages."""
         if self._scheduler is not None:
             self._scheduler.note_load(request, num_external_tokens)
 
@@ -187,7 +182,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.note_ends(ended or (), failed or (), connector_output.invalid_block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Message for the workers."""
         if self._scheduler is None:
             return StepTransfers()
         is_empty = not scheduler_output.total_num_scheduled_tokens
@@ -224,7 +218,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return ()
 
     def reset_cache(self) -> bool:
-        """``reset_prefix_cache`` has done it."""
         return True
 
     # -- both --------------------------------------------------------------------------------------------------------
@@ -236,7 +229,6 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats | None:
-        """Statistics that another process has sent."""
         return CacheStats() if data is None else CacheStats(data)
 
     @classmethod

@@ -98,7 +98,6 @@ class Announcer:
         self._thread = threading.Thread(target=self._run, name="cachesvc-vllm-events", daemon=True)
 
     def start(self) -> None:
-        """Begin to publish."""
         self._thread.start()
 
     def note(self, request: Request, hashes: Sequence[bytes], salt: bytes) -> None:
@@ -132,7 +131,6 @@ class Announcer:
         self._bridge.restart()
 
     def close(self) -> None:
-        """Stop publishing. Idempotent."""
         self._is_closed = True
         self._bridge.close()
         if self._thread.is_alive():
@@ -165,7 +163,6 @@ class Announcer:
         self._publisher.publish(KVEventBatch(ts=time.time(), events=[as_vllm(event) for event in events]))
 
     def _run(self) -> None:
-        """Root of the announcing thread."""
         try:
             self._bridge.run()
         except Exception:

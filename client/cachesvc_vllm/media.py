@@ -109,7 +109,6 @@ class Media:
         return salt in (adapter_salt, self._mixed(adapter_salt) if request.mm_features else adapter_salt)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self._reading.pop(request_id, None)
 
     def reset(self) -> None:
@@ -117,7 +116,6 @@ class Media:
         self._own = secrets.token_bytes(KEY_BYTES)
 
     def close(self) -> None:
-        """Have the thread end. Idempotent."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _mixed(self, salt: bytes) -> bytes:

@@ -48,7 +48,6 @@ class CacheStats(KVConnectorStats):  # type: ignore[misc]
     data: dict[str, Any] = field(default_factory=_nothing)
 
     def reset(self) -> None:
-        """Begin anew."""
         self.data = _nothing()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -113,7 +112,6 @@ class Stopwatch:
             self._runs = runs
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
         seconds, self._total_s = self._total_s, 0.0
         return seconds
 
@@ -201,7 +199,6 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._again = again
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an engine tells."""
         told, labels = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
         self._tiers.labels(*labels, "device").inc(told["device_tokens"])
         self._tiers.labels(*labels, "host").inc(told["host_tokens"])

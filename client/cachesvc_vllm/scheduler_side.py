@@ -362,7 +362,6 @@ class SchedulerSide:
         return self._book.untold.has_late_pages
 
     def take_stats(self) -> CacheStats:
-        """Statistics since the last call."""
         taken, self._stats = self._stats, CacheStats()
         taken.data[WAITS], taken.data[IDLE_WAITS] = self._book.outbox.take_waits()
         taken.data[SHARES] = int(self._weights.is_shared and not self._book.is_adrift)
@@ -594,8 +593,6 @@ MOST_STEPS = 2
 
 
 class FirstToken:
-    """Used from one thread."""
-
     def __init__(self) -> None:
         self._is_awaited = False
         self._steps = 0
@@ -622,8 +619,6 @@ MOST_GATHERED = 4
 
 
 class Pace:
-    """Used from one thread."""
-
     def __init__(self) -> None:
         self._gathered = 0
 

@@ -219,7 +219,6 @@ class Loading:
         return request is not None and self._void.get(request.request_id) is request
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self.waiting.discard(request_id)
         for known in (self._since_s, self._early, self._void):
             known.pop(request_id, None)

@@ -84,7 +84,6 @@ class Wishes:
         return wish
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self._kept.pop(request_id, None)
         self._media.forget(request_id)
 
@@ -143,7 +142,6 @@ class Wishes:
         return request.num_tokens // self._block_tokens if is_whole else 0
 
     def close(self) -> None:
-        """Digest no more media. Idempotent."""
         self._media.close()
 
 

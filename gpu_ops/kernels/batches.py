@@ -215,7 +215,6 @@ def expand_tables(tables: Sequence[Array], group_of_head: Sequence[int], out: Ar
 
 
 def _grid_of(rows_out: Operand) -> tuple[int]:
-    """A warp for each row."""
     return (blocks_for(rows_out.shape[0], ROW_THREADS // WARP),)
 
 

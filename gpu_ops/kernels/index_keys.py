@@ -38,7 +38,6 @@ class IndexPlanes:
     block_tokens: int
 
     def arguments(self) -> tuple[Operand | int, ...]:
-        """Kernel arguments."""
         return (
             *(self.codes, self.codes.strides[0], self.scales.address + self.scales_offset, self.scales.strides[0]),
             *(self.pages, self.block_tokens),

@@ -70,7 +70,6 @@ def whole_source(source: str) -> str:
 
 
 def blocks_for(work: int, each: int) -> int:
-    """Blocks of threads that cover ``work``."""
     return -(-work // each)
 
 

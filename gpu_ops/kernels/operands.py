@@ -51,7 +51,6 @@ class Half(Enum):
 
     @property
     def kind(self) -> Kind:
-        """The operands that hold it."""
         return Kind[self.name]
 
 
@@ -68,7 +67,6 @@ class Operand:
 
     @property
     def count(self) -> int:
-        """Elements."""
         return prod(self.shape)
 
     def dense(self, axis: int = 0) -> Operand:
@@ -127,7 +125,6 @@ def same_device(*operands: Operand) -> int:
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise ValueError unless ``holds``."""
     if not holds:
         raise ValueError(message)
 

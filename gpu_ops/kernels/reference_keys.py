@@ -56,7 +56,6 @@ def write_packed_keys(pool: Codes, slots: Slots, latent: HalfBits, rope: HalfBit
 
 
 def read_packed_keys(pool: Codes, slots: Slots, latent_values: int, half: Half) -> tuple[HalfBits, HalfBits]:
-    """Latents and ropes of slots."""
     there = _is_there(slots, pool.shape[0] * pool.shape[2])
     page, place = np.divmod(np.where(there, slots, 0), pool.shape[2])
     latent, rope = unpack_rows(pool[page, 0, place], latent_values, half)
@@ -94,7 +93,6 @@ def write_index_keys(
 
 
 def read_index_keys(codes: Codes, scales: Floats, slots: Slots, half: Half) -> HalfBits:
-    """Keys of slots."""
     there = _is_there(slots, codes.shape[0] * codes.shape[1])
     page, place = np.divmod(np.where(there, slots, 0), codes.shape[1])
     return scaled(codes[page, place], scales[page, place][:, None], half) * there[:, None]

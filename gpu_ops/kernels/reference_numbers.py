@@ -21,7 +21,6 @@ MAX_E4M3 = np.float32(448)
 
 
 def widen(bits: HalfBits, half: Half) -> Floats:
-    """Sixteen-bit floats as fp32: exact."""
     if half is Half.FP16:
         return bits.view(np.float16).astype(np.float32)
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -75,13 +74,11 @@ def largest_finite(tiles: Floats) -> Floats:
 
 
 def divided(values: Floats, scales: Floats) -> Floats:
-    """values / scales in fp32."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         quotient: Floats = np.divide(values, scales, dtype=np.float32)
     return quotient
 
 
 def scaled(codes: Codes, scales: Floats, half: Half) -> HalfBits:
-    """Codes times scales in fp32, rounded."""
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         return narrow(np.multiply(decode_e4m3(codes), scales, dtype=np.float32), half)

@@ -39,8 +39,6 @@ MOST_STREAMS = 4096
 
 
 class CallKind(Enum):
-    """Kind of a call for admission."""
-
     LIFE = "life"
     WORK = "work"
     WAITS = "waits"
@@ -60,7 +58,6 @@ class Counts:
         self._held: dict[CallerKey, int] = {}
 
     def held(self, key: CallerKey) -> int:
-        """Number of places of one caller."""
         return self._held.get(key, 0)
 
     def share(self, key: CallerKey, limit: int) -> int:
@@ -128,7 +125,6 @@ class Slot:
             self._places = self._waiting
 
     def leave(self) -> None:
-        """End a call."""
         assert self._places is not None, "a place is given back once"
         self._places.count(self._holder, -1)
         self._places = None
@@ -223,7 +219,6 @@ def local_options(ways: Ways) -> list[Option]:
 
 
 def tcp_options(ways: Ways) -> list[Option]:
-    """Options of the server on TCP."""
     return [*_options(ways.tcp, TCP_STREAMS), ("grpc.max_receive_message_length", TCP_MESSAGE_BYTES)]
 
 

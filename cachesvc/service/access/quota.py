@@ -119,7 +119,6 @@ class Meter:
         self.use(quota)
 
     def use(self, quota: Quota) -> None:
-        """Set the quota to count against."""
         self.quota = quota
         self.calls = Bucket(quota.calls_per_second) if quota.calls_per_second else None
         self.operations = Bucket(quota.operations_per_second) if quota.operations_per_second else None
@@ -179,7 +178,6 @@ class Quotas:
         return meter
 
     def budget(self, tenant: str) -> Budget:
-        """Budget of its pools."""
         quota = self._of(tenant)
         return Budget(tenant, quota.device_bytes, quota.host_bytes, quota.models, quota.pages)
 
@@ -292,7 +290,6 @@ class SharedQuotas(Quotas):
         return quota
 
     def budget(self, tenant: str) -> Budget:
-        """Budget of its pools."""
         found = super().budget(tenant)
         if found.models or not self._is_shared(tenant):
             return found

@@ -123,7 +123,6 @@ class Keyring:
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
-        """Stop watching the file."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -217,11 +216,9 @@ class Keyring:
             )
 
     def quota_of(self, tenant: str) -> Quota:
-        """A tenant's quota."""
         return self._keys.quotas.get(tenant, self._keys.default_quota)
 
     def tenants(self) -> set[str]:
-        """Every tenant that the file names."""
         return self._keys.tenants()
 
     def working_tenants(self) -> set[str]:

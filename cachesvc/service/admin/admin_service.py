@@ -179,7 +179,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def _ask(
         self, context: Context, request: Any, question: Callable[[View], Answer], convert: Callable[[Answer], Reply]
     ) -> Reply:
-        """Answer a question in one go."""
 
         async def call() -> Reply:
             return convert(question(self._inspection.view()))

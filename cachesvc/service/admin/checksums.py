@@ -74,7 +74,6 @@ class Checksums:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Stop the task."""
         if self._task is not None:
             self._node.core.on_sealed.remove(self._on_sealed)
             self._task.cancel()
@@ -134,7 +133,6 @@ class Checksums:
             known.remove(same_group[0])
 
     def _sums(self, pages: list[tuple[SealedPage, int]]) -> list[Sums]:
-        """Compute checksums off the loop."""
         out: list[Sums] = []
         for page, ranks in pages:
             sums: list[int | None] = []

@@ -39,14 +39,12 @@ from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
 
 
 def blocks_to_proto(listed: Listed[BlockLine]) -> Iterator[admin_pb2.ListBlocksResponse]:
-    """The answer of ListBlocks, in parts."""
     yield admin_pb2.ListBlocksResponse(truncated=listed.truncated)
     for some in in_steps(listed.lines):
         yield admin_pb2.ListBlocksResponse(blocks=map(_block, some))
 
 
 def tree_to_proto(listed: Listed[TreeLine]) -> Iterator[admin_pb2.GetTreeResponse]:
-    """The answer of GetTree, in parts."""
     yield admin_pb2.GetTreeResponse(truncated=listed.truncated)
     for some in in_steps(listed.lines):
         nodes = [admin_pb2.TreeNode(key_hex=line.key.hex(), **line._asdict()) for line in some]
@@ -54,14 +52,12 @@ def tree_to_proto(listed: Listed[TreeLine]) -> Iterator[admin_pb2.GetTreeRespons
 
 
 def explanation_to_proto(found: Explanation) -> Iterator[admin_pb2.ExplainResponse]:
-    """The answer of Explain, in parts."""
     yield admin_pb2.ExplainResponse(truncated=found.truncated, forgotten_before_seconds=found.forgotten_before_seconds)
     for block in found.blocks:
         yield admin_pb2.ExplainResponse(stories=[_explained(block)])
 
 
 def head_to_proto(taken: Dump, version: str, eviction: str) -> inspect_pb2.DumpIndexResponse:
-    """The first message of a dump."""
     columns = taken.columns
     return inspect_pb2.DumpIndexResponse(
         head=inspect_pb2.IndexHead(
@@ -155,7 +151,6 @@ def _event(event: EventLine) -> inspect_pb2.BlockEvent:
 
 
 def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetStatusResponse:
-    """Overview message for the caller ``who``."""
     serving, faults = facts.health.serving(), facts.health.faults()
     return admin_pb2.GetStatusResponse(
         version=facts.version,
@@ -194,12 +189,10 @@ def status_to_proto(found: Status, facts: Facts, who: Caller) -> admin_pb2.GetSt
 
 
 def pin_to_proto(line: PinLine) -> inspect_pb2.PinStatus:
-    """One pin of an operator."""
     return inspect_pb2.PinStatus(**line._asdict())
 
 
 def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
-    """One pool."""
     return admin_pb2.PoolStatus(
         model_id=line.model,
         place=line.place,
@@ -218,19 +211,16 @@ def pool_to_proto(line: PoolLine) -> admin_pb2.PoolStatus:
 
 
 def models_to_proto(lines: Iterable[ModelLine]) -> Iterator[admin_pb2.ListModelsResponse]:
-    """The answer of ListModels, in parts."""
     for line in lines:
         yield admin_pb2.ListModelsResponse(models=[_model(line)])
 
 
 def leases_to_proto(lines: Sequence[LeaseLine]) -> Iterator[admin_pb2.ListLeasesResponse]:
-    """The answer of ListLeases, in parts."""
     for some in in_steps(lines):
         yield admin_pb2.ListLeasesResponse(leases=map(_lease, some))
 
 
 def sequences_to_proto(listed: Listed[SequenceLine]) -> Iterator[admin_pb2.ListSequencesResponse]:
-    """The answer of ListSequences, in parts."""
     yield admin_pb2.ListSequencesResponse(truncated=listed.truncated)
     for some in in_steps(listed.lines):
         sequences = [admin_pb2.SequenceStatus(**line._asdict()) for line in some]
@@ -238,13 +228,11 @@ def sequences_to_proto(listed: Listed[SequenceLine]) -> Iterator[admin_pb2.ListS
 
 
 def tickets_to_proto(lines: Sequence[TicketView]) -> Iterator[admin_pb2.ListTicketsResponse]:
-    """The answer of ListTickets, in parts."""
     for some in in_steps(lines):
         yield admin_pb2.ListTicketsResponse(tickets=map(ticket_to_proto, some))
 
 
 def tenants_to_proto(lines: Iterable[TenantLine]) -> inspect_pb2.ListTenantsResponse:
-    """The answer of ListTenants."""
     return inspect_pb2.ListTenantsResponse(tenants=[inspect_pb2.TenantStatus(**line._asdict()) for line in lines])
 
 

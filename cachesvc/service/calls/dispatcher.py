@@ -131,7 +131,6 @@ class ServiceCall(Operation[Q, R]):
     handle: Callable[[Ask, Q], R | asyncio.Future[Any]]
 
     def carry(self, ask: Ask, message: Q) -> R | asyncio.Future[Any]:
-        """Have it handled."""
         return self.handle(ask, message)
 
 

@@ -55,7 +55,6 @@ class LendingDesk:
 
     @property
     def epoch(self) -> int:
-        """Epoch of this daemon's life."""
         return self._node.epoch
 
     async def borrow(
@@ -119,15 +118,12 @@ class LendingDesk:
                 sealed.set_result(None)
 
     def give_back(self, lease: int) -> None:
-        """End a loan. Idempotent."""
         self.desk.give_back(lease)
 
     def tick(self) -> None:
-        """End lapsed leases. Called periodically."""
         self.desk.expire()
 
     def close(self) -> None:
-        """End all leases."""
         self.desk.end_all()
 
     def _find(self, scope: Scope) -> tuple[Model, Shapes] | None:
@@ -208,13 +204,11 @@ class PeerLenders:
         node.core.lenders = self
 
     def is_here(self, peer: str) -> bool:
-        """See ``flows.core.Lenders``."""
         return peer in self._own()
 
     def ask(
         self, model: Model, party: Party, keys: bytes, peer: str, seconds: float, told: Callable[[Promise], None]
     ) -> str:
-        """See ``flows.core.Lenders``."""
         shapes = shapes_of(model)
         parts = [shape.part for shape in (*shapes.full, *shapes.windows)]
 
@@ -232,7 +226,6 @@ class PeerLenders:
         return ""
 
     def drop(self, model: Model, keys: Sequence[bytes]) -> None:
-        """See ``flows.core.Lenders``."""
         shapes = shapes_of(model)
         self._peers.drop([ObjectName(shapes.scope, key, shapes.full[0].part) for key in keys])
 

@@ -37,8 +37,6 @@ class _Waiting(NamedTuple):
 
 
 class Registrar:
-    """The node's registrations."""
-
     def __init__(self, node: Node) -> None:
         self._node = node
         self._busy: set[str] = set()

@@ -45,7 +45,6 @@ class Telemetry:
 
     @property
     def is_on(self) -> bool:
-        """True where anything is exported."""
         return bool(self._metrics_listen) or self._otlp is not None
 
     def start_tracing(self) -> None:
@@ -110,15 +109,12 @@ class StorageFlows:
         core.on_wanted = partial(begin_soon, core)
 
     def fetch(self, request: FetchRequest) -> list[int]:
-        """See ``flows.core.Storage``."""
         return self.tiers.fetch(request.model, request.ticket, request.keys, request.pages, request.parent)
 
     def keep(self, request: KeepRequest) -> int:
-        """See ``flows.core.Storage``."""
         return self.tiers.keep(request.model, request.key, request.pages, request.parent)
 
     def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
-        """See ``flows.core.Storage``."""
         self.tiers.used(model, [Use(each.key, each.queue) for each in uses], model.blocks.chooser)
         if not self.tiers.are_several:
             return

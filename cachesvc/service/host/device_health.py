@@ -43,7 +43,6 @@ class DeviceHealth:
         probe_seconds: float = PROBE_SECONDS,
         heals: bool = False,
     ) -> None:
-        """``heals``: devices come back by themselves."""
         self._heals = heals
         self._backend = backend
         self._view = node.view()
@@ -55,11 +54,9 @@ class DeviceHealth:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin on the running loop."""
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     async def close(self) -> None:
-        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -78,7 +75,6 @@ class DeviceHealth:
         return self._backend.lacking_hosts()
 
     def serving(self) -> Serving:
-        """Current answers."""
         faults = self.faults()
         if not faults:
             return Serving(ready=not self._view.is_draining, live=True)
@@ -191,7 +187,6 @@ class DeviceLine:
         return {"device": known.pop("uuid"), "device_name": known.pop("name")} | known
 
     def shown(self) -> dict[str, object]:
-        """Fields by the names of DeviceStatus."""
         known: dict[str, object] = {
             "uuid": self.uuid,
             "name": self.name,
@@ -246,7 +241,6 @@ class Facts:
 
     @property
     def uptime_seconds(self) -> float:
-        """Seconds since the daemon started."""
         return time.monotonic() - self.started
 
     @property

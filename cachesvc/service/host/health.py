@@ -28,8 +28,6 @@ would keep probes out, and so have the daemon killed; held calls end with their 
 
 
 class Serving(NamedTuple):
-    """Answers of health checks."""
-
     ready: bool
     live: bool
 
@@ -106,7 +104,6 @@ class HealthListener:
         return int(port)
 
     async def close(self) -> None:
-        """Take no further probes. Idempotent."""
         if self._server is not None:
             await self._server.stop(0)
             self._server = None

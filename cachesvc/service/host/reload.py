@@ -40,8 +40,6 @@ class BoundedDrain(Protocol):
 
 
 class Change(NamedTuple):
-    """One setting, as text."""
-
     name: str
     before: str
     after: str

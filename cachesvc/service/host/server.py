@@ -36,8 +36,6 @@ from cachesvc.service.host.tls import Certificates
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """One servicer for each service."""
-
     engine: engine_pb2_grpc.EngineServiceServicer
     lease: lease_pb2_grpc.LeaseServiceServicer
     cache: cache_pb2_grpc.CacheServiceServicer
@@ -165,7 +163,6 @@ _STANDARD = ("grpc.health.v1.Health", "grpc.channelz.v1.Channelz")
 
 
 def service_names() -> tuple[str, ...]:
-    """Full names of our own services."""
     modules = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)
     return tuple(service.full_name for m in modules for service in m.DESCRIPTOR.services_by_name.values())
 

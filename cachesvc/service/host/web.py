@@ -79,8 +79,6 @@ class WebPage:
         )
 
         class QuietServer(uvicorn.Server):
-            """Signals are the daemon's."""
-
             @contextmanager
             def capture_signals(self) -> Generator[None, None, None]:
                 yield
@@ -105,7 +103,6 @@ class WebPage:
         return listening
 
     async def close(self) -> None:
-        """Stop."""
         await self._samples.close()
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
@@ -225,12 +222,10 @@ class Samples:
         self._number = 0
 
     def start(self) -> None:
-        """Begin on the running loop."""
         self._take(0.0)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -73,7 +73,6 @@ class Line:
 
     @property
     def is_empty(self) -> bool:
-        """True where no turn waits."""
         return not self._turns
 
     def add(self, party: CallerKey | Party, turn: Turn) -> None:
@@ -121,12 +120,10 @@ class Sleeper:
             self._line.take(self.party, self.wake)
 
     def yield_turn(self) -> None:
-        """Wait for the next turn alone."""
         self._is_due = True
         self._line.add(self.party, self.wake)
 
     def wake(self) -> None:
-        """Wake it up at once. Idempotent."""
         if not self.future.done():
             self.future.set_result(None)
 
@@ -204,7 +201,6 @@ class LongCall:
 
     @property
     def party(self) -> CallerKey:
-        """Process that it is of."""
         return self.sleeper.party
 
     async def turn(self) -> None:
@@ -253,11 +249,9 @@ class _Queue:
 
     @property
     def head(self) -> LongCall:
-        """The call that has turns."""
         return next(iter(self.calls))
 
     def count_turn(self, call: LongCall) -> None:
-        """Count a turn that was taken."""
         self._taken += 1
         if call.turns > 1:
             call.turns -= 1
@@ -297,7 +291,6 @@ class TimeSlices:
         self._watch = watch
 
     def take(self, work: Callable[[], Result]) -> Result:
-        """Do a piece in one go."""
         began = self._watch.begin()
         try:
             return work()
@@ -421,14 +414,12 @@ class Longest:
         self._until = time.perf_counter() + WINDOW_SECONDS
 
     def note(self, what: str, seconds: float, now: float) -> None:
-        """Note a time. ``now``: ``time.perf_counter``."""
         if now >= self._until:
             self._turn_over(now)
         if seconds > self._longest.get(what, 0.0):
             self._longest[what] = seconds
 
     def get(self) -> dict[str, float]:
-        """Seconds by name."""
         now = time.perf_counter()
         if now >= self._until:
             self._turn_over(now)
@@ -462,7 +453,6 @@ class LoopWatch:
         self._round_began = 0.0
 
     def start(self, loop: Loop) -> None:
-        """Watch the rounds of a loop."""
         self._loop = loop
 
     def begin(self) -> float:
@@ -494,11 +484,9 @@ class LoopWatch:
         return self._flows.get()
 
     def longest_round(self) -> float:
-        """Seconds of the longest round."""
         return self._rounds.get().get(ROUND, 0.0)
 
     def line(self) -> LoopLine:
-        """The longest times, for status."""
         flows = self.longest()
         flow = max(flows, key=flows.__getitem__, default="")
         return LoopLine(self.longest_round() * 1e3, self.long_rounds, flow, flows.get(flow, 0.0) * 1e3)

@@ -106,7 +106,6 @@ class Node:
         return self._vault
 
     def start(self, vault: Vault) -> None:
-        """Begin on the running loop."""
         self._vault = vault
         self._loop = asyncio.get_running_loop()
         self.loop_watch.start(self._loop)
@@ -120,14 +119,12 @@ class Node:
                 sleeper.wake()
 
     async def close(self) -> None:
-        """Stop sweeping, and end all waits."""
         self.stop_waiting()
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
 
     def view(self, sight: Sight = EVERYTHING) -> View:
-        """View of the ledger within ``sight``."""
         return View(self.core, sight, self.now)
 
     def _time(self) -> float:
@@ -161,7 +158,6 @@ class Node:
     # -- on the loop -------------------------------------------------------------------------------------------
 
     def run(self, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
-        """Run one flow to its end."""
         self.core.ledger.moment.seconds = self.now()
         try:
             return flow(*args, **kwargs)
@@ -184,7 +180,6 @@ class Node:
             self._changed()
 
     def run_call(self, call: Call, flow: Flow[Answer]) -> Answer | Wait:
-        """``run_of`` for a call's flow."""
         return self.run_of(call.model.id, flow, self.core, call)
 
     def distrust(self, model: int, why: str) -> None:
@@ -264,7 +259,6 @@ class Node:
         return not self._line.is_empty
 
     def running(self, tickets: Iterable[int]) -> list[int]:
-        """Tickets that have not ended."""
         return [ticket for ticket in tickets if self.core.ledger.tickets.is_running(ticket)]
 
     def knows(self, token: bytes) -> bool:
@@ -451,7 +445,6 @@ class Sweeper:
         self._loop_watch = loop_watch
 
     async def sweep(self) -> None:
-        """Sweep until it is cancelled."""
         rest = pause = min(1.0, self._lease_seconds / 4)
         while True:
             asleep = self._now()
@@ -531,7 +524,6 @@ class Collector:
         gc.disable()
 
     def close(self) -> None:
-        """Restore the collector."""
         gc.enable()
         gc.unfreeze()
 
@@ -556,7 +548,6 @@ class Collector:
         return True
 
     def _pass_over(self, generation: int) -> float:
-        """Run a collection; returns its seconds."""
         began = self._clock()
         gc.collect(generation)
         return self._clock() - began

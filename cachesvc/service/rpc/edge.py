@@ -89,7 +89,6 @@ class Edge:
         return self.dispatcher.serve(caller(), operation, request, process=process, seconds=seconds, parent=parent)
 
     def parent(self, context: Context) -> Parent:
-        """Parent of the call's span."""
         return None if self._tracer is None else self._tracer.parent_of(context.invocation_metadata())
 
     def _process(self, context: Context) -> CallerKey:

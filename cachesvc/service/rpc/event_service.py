@@ -64,7 +64,6 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         self._hear()
 
     def close(self) -> None:
-        """End every stream: the daemon stops."""
         self._is_started = False
         self._hear()
         for subscriber in self._subscribers:
@@ -202,7 +201,6 @@ async def _say_goodbye(context: Context, error: CacheError) -> None:
 
 
 def to_message(epoch: int, model: int, changes: Changes) -> event_pb2.SubscribeResponse:
-    """Message of one answer."""
     return event_pb2.SubscribeResponse(
         epoch=epoch,
         model_id=model,

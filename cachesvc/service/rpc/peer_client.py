@@ -79,13 +79,11 @@ class GrpcControl:
 
     @property
     def address(self) -> str:
-        """Address of the peer, HOST:PORT."""
         return self._address
 
     def borrow_later(
         self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
     ) -> None:
-        """See PeerControl."""
         request, objects = _request(scope, keys, parts, patience), len(keys) // KEY_BYTES * len(parts)
         try:
             asked = self.stub().Borrow.future(request, timeout=seconds, metadata=self._metadata())
@@ -104,7 +102,6 @@ class GrpcControl:
     def news_later(
         self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
     ) -> None:
-        """See PeerControl."""
         request = peer_pb2.NewsRequest(epoch=epoch, version=version, patience_ms=round(patience * 1000))
         try:
             asked = self._beside().stub().News.future(request, timeout=2 * patience, metadata=self._metadata())
@@ -122,7 +119,6 @@ class GrpcControl:
         asked.add_done_callback(done)
 
     def _beside(self) -> GrpcControl:
-        """The connection for news and probes."""
         with self._lock:
             self._require_open()
             self._news = self._news or self._open_news()
@@ -145,14 +141,12 @@ class GrpcControl:
         return Borrowed(loan, answer.epoch, answer.computing_blocks)
 
     def beat_later(self, loans: Sequence[Loan], seconds: float, done: Done) -> None:
-        """See PeerControl."""
         epoch = loans[-1].epoch if loans else 0
         leases = [loan.lease for loan in loans if loan.epoch == epoch]  # others ended with an older life of the peer
         stub = self.stub() if leases else self._beside().stub()
         self._end_later(stub.Beat, peer_pb2.BeatRequest(lease_ids=leases, epoch=epoch), seconds, done)
 
     def give_back_later(self, loan: Loan, seconds: float, done: Done) -> None:
-        """See PeerControl."""
         request = peer_pb2.ReturnRequest(lease_id=loan.lease, epoch=loan.epoch)
         self._end_later(self.stub().Return, request, seconds, done)
 
@@ -173,7 +167,6 @@ class GrpcControl:
         asked.add_done_callback(ended)
 
     def close(self) -> None:
-        """See PeerControl."""
         with self._lock:
             self._is_closed = True
             channels, news = (self._channel, self._before), self._news

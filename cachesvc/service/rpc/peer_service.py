@@ -191,7 +191,6 @@ class PeerServer:
         self._server = server
 
     async def close(self) -> None:
-        """Close the listener. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(0)

@@ -221,7 +221,6 @@ class StepRun:
         return False
 
     def _read(self, ref: EntryRef) -> tuple[str, Any]:
-        """Name and message of an operation."""
         if ref.column and self._columns is not None:
             return OPERATION_NAMES[ref.column], self._columns.columns.operation(ref.column, ref.entry)
         message = self._operations[ref.entry]
@@ -467,7 +466,6 @@ class ColumnRun:
         return last - first if starts is None else max(starts[last] - starts[first], last - first)
 
     def end(self) -> None:
-        """End: every entry has its answer."""
         pack_answer(self.numbers, self.answer)
 
     def _cut(self, column: Column, first: int, left: int) -> int:

@@ -59,7 +59,6 @@ class FoundObjects:
         self._packed = [np.zeros(0, self.FIELDS)]
 
     def add(self, entries: Sequence[Entry]) -> None:
-        """Add some."""
         packed = np.zeros(len(entries), self.FIELDS)
         for at, (name, size_bytes, used, _) in enumerate(entries):
             number = self._scopes.setdefault(name.scope, len(self._scopes))
@@ -119,7 +118,6 @@ class Catalogue:
 
     @property
     def labels(self) -> dict[Scope, str]:
-        """Labels of scopes."""
         return dict(self._labels)
 
     @property
@@ -235,7 +233,6 @@ class Catalogue:
             self._busy[key_of(self._number(name.scope), name.key)] += 1
 
     def let_go(self, name: ObjectName) -> None:
-        """End a ``hold``."""
         with self._lock:
             key = key_of(self._number(name.scope), name.key)
             self._busy[key] -= 1
@@ -269,7 +266,6 @@ class Catalogue:
         return victims
 
     def entries(self) -> list[Entry]:
-        """All objects, the longest unused first."""
         with self._lock:
             found = [entry for row in self._tree.rows.values() for entry in self._entries(row)]
         return sorted(found, key=lambda entry: entry.used)
@@ -283,7 +279,6 @@ class Catalogue:
             return [entry.name for row in mine for entry in self._entries(row)]
 
     def clear(self) -> list[ObjectName]:
-        """Forget all objects; returns their names."""
         names = self.names()
         with self._lock:
             self._tree = BlockTree()
@@ -298,7 +293,6 @@ class Catalogue:
         self._labels[scope] = label
 
     def status(self, now: int) -> StoreStatus:
-        """Counts and ages by scope."""
         with self._lock:
             out = StoreStatus(self._objects, self.size_bytes)
             for scope, kept in self._kept.items():
@@ -338,7 +332,6 @@ class Catalogue:
         self._leaves.file(row)
 
     def _take(self, row: int) -> list[Entry]:
-        """All objects of a leaf leave."""
         entries = list(self._entries(row))
         for part, _ in self._tree.objects(row):
             self._drop_part(row, part)
@@ -425,7 +418,6 @@ class BlockTree:
         return self.parts[row] == part or part in self.more.get(row, ())
 
     def key(self, row: int) -> bytes:
-        """Key of a row's block."""
         return self.keys[row][SCOPE_BYTES:]
 
     def is_linked(self, row: int) -> bool:
@@ -459,7 +451,6 @@ class BlockTree:
         self.used[row] = max(used, self.used[row])
 
     def drop(self, row: int, part: int) -> int:
-        """Forget an object; returns its bytes."""
         more = self.more.get(row, {})
         if part in more:
             size_bytes = more.pop(part)
@@ -485,7 +476,6 @@ class BlockTree:
             self.children[above] += 1
 
     def touch(self, row: int, now: int) -> None:
-        """Note a use."""
         self.used[row] = max(now, self.used[row])
         self.uses[row] = min(self.uses[row] + 1, MOST_USES)
         self.unsaved.add(row)
@@ -567,7 +557,6 @@ class BlockTree:
 
 
 def key_of(scope: int, key: bytes) -> bytes:
-    """A block's key in ``rows``."""
     return scope.to_bytes(SCOPE_BYTES, "big") + key
 
 

@@ -223,8 +223,6 @@ ROOM_AGAIN = 2
 
 
 class Condition(Enum):
-    """See above."""
-
     WRITABLE = "writable"
     READABLE = "readable"
     GONE = "gone"
@@ -249,7 +247,6 @@ class Disk:
 
     @property
     def takes_writes(self) -> bool:
-        """True where a write may succeed."""
         return self.condition is Condition.WRITABLE and self._clock() >= self._refused_until
 
     @property
@@ -289,7 +286,6 @@ class Disk:
         return True
 
     def took(self) -> None:
-        """A write has succeeded."""
         if self._refused:
             self._refused = ""
             events.event("storage_disk_takes_writes", folder=str(self._folder.root))

@@ -92,12 +92,10 @@ class FileStorage:
         """No-op: any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
-        """Kept beside the objects."""
         self._catalogue.describe(scope, label)
         self._writers.add([Job(lambda _: self._describe(scope, label), _nothing, float("inf"))])
 
     def watch(self, gone: Gone) -> None:
-        """Report evicted objects to ``gone``."""
         self._space.gone = gone
 
     def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
@@ -109,7 +107,6 @@ class FileStorage:
         return self._catalogue.expects(scope, keys, parts) if self._keeper.counted.is_set() else None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
-        """Asks the filesystem."""
         asked = list(names)
         paths = [object_path(self._folder.objects, name) for name in asked]
         nothing = [False] * len(asked)
@@ -125,7 +122,6 @@ class FileStorage:
         )
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """Write in the order of ``items``."""
         self._writers.add(
             [
                 Job(partial(self._write, index, item, each), partial(each, index, Outcome.BUSY), deadline)
@@ -140,7 +136,6 @@ class FileStorage:
             self._space.forget(name)
 
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
-        """Remove at once, as ``remove``."""
         for name in names if self._is_open else ():
             try:
                 with open(object_path(self._folder.objects, name), "rb", buffering=0) as file:
@@ -206,7 +201,6 @@ class FileStorage:
         return check(name, content) if is_whole else Outcome.WRONG
 
     def status(self) -> StoreStatus:
-        """Status by the catalogue."""
         status = self._catalogue.status(self._age.now_ms())
         status.capacity_bytes = self._options.capacity
         status.evicted_objects = self._space.evicted_objects
@@ -217,7 +211,6 @@ class FileStorage:
         return status
 
     def totals(self) -> Totals:
-        """Totals by the catalogue."""
         known, space, disk = self._catalogue, self._space, self._disk
         return Totals(
             len(known),
@@ -271,7 +264,6 @@ class FileStorage:
         self._folder.keep_label(scope, label)
 
     def _read(self, index: int, item: Item, each: Each, mover: Mover) -> None:
-        """Root of an item: answers once."""
         self._catalogue.begin_read(item.name)
         try:
             outcome = self._read_file(item, mover)
@@ -326,7 +318,6 @@ class FileStorage:
         return is_there
 
     def _write(self, index: int, item: Item, each: Each, mover: Mover) -> None:
-        """Root of an item: answers once."""
         room: Room | None = None
         outcome = Outcome.FAILED if self._disk.condition is Condition.GONE else Outcome.BUSY
         size_bytes = padded(len(item.head)) + padded(item.payload_bytes)
@@ -444,7 +435,6 @@ class Lane:
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(threads)]
 
     def start(self) -> None:
-        """Begin."""
         self._is_open = True
         for thread in self._threads:
             thread.start()
@@ -472,7 +462,6 @@ class Lane:
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
-        """Root of a thread."""
         yield_to_callers()
         mover = Mover()
         while True:

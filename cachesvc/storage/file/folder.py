@@ -172,7 +172,6 @@ class Folder:
                         yield each.path, allocated_bytes(each.stat(follow_symlinks=False)), is_dead
 
     def labels(self) -> dict[Scope, str]:
-        """Labels of scopes."""
         found: dict[Scope, str] = {}
         for folder in _folders(self.objects):
             scope = scope_of(folder.name)

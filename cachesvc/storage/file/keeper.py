@@ -80,7 +80,6 @@ class Keeper:
             self._thread.join(CLOSE_SECONDS)
 
     def _work(self) -> None:
-        """Root of the thread."""
         yield_to_callers()
         while not self._stopping.is_set():
             began = time.monotonic()

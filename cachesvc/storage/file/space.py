@@ -122,7 +122,6 @@ class Space:
             self.stuck.remove(path, size_bytes)
 
     def forget(self, name: ObjectName) -> None:
-        """Remove an object, known or not."""
         path = object_path(self._objects, name)
         with self._lock:
             size_bytes = size_of(path) if self._catalogue.drop(name) or os.path.lexists(path) else 0
@@ -360,7 +359,6 @@ _OBJECT = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.([0-9]{{1,5}})\.([0-9]{{1
 
 
 def scope_folder(scope: Scope) -> str:
-    """Name of a scope's folder."""
     return f"{scope.namespace.hex()}-{scope.layout.hex()}"
 
 
@@ -371,7 +369,6 @@ def scope_of(folder: str) -> Scope | None:
 
 
 def object_path(objects: Path, name: ObjectName) -> str:
-    """Path of an object."""
     key, (group, rank, ranks) = name.key.hex(), name.part
     return f"{objects}/{scope_folder(name.scope)}/{key[:FAN_DIGITS]}/{key}.{group}.{rank}of{ranks}"
 

@@ -56,8 +56,6 @@ saying whether bytes of it may still come."""
 
 
 class MooncakeStorage:
-    """Storage engine over a Mooncake Store."""
-
     kind = "mooncake"
 
     def __init__(
@@ -110,7 +108,6 @@ class MooncakeStorage:
         """No-op: the store evicts by its own rules."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
-        """The master has to be asked."""
         return None
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
@@ -169,7 +166,6 @@ class MooncakeStorage:
         return self._account.status()
 
     def totals(self) -> Totals:
-        """Totals of the objects in ``status``."""
         return self._account.totals()
 
     def check_all(self, check: Check, step: Step = no_step) -> Checked:
@@ -329,7 +325,6 @@ class MooncakeStorage:
             self._settle(task, code, is_there=is_there)
 
     def _settle(self, task: Task, code: int, *, is_there: bool) -> None:
-        """Handle an answered put."""
         again = time.monotonic() + self._options.discard + DISCARD_MARGIN_SECONDS
         if code == native.OK and is_there:
             self._account.add(task.item.name, HEADER_BYTES + task.item.payload_bytes)
@@ -392,7 +387,6 @@ class Account:
         self._lock = threading.Lock()
 
     def describe(self, scope: Scope, label: str) -> None:
-        """Set the label of a scope."""
         with self._lock:
             self._of(scope).label = label
 
@@ -430,7 +424,6 @@ class Account:
             return Totals(len(self._sizes), sum(kept.size_bytes for kept in self._kept.values()), 0, 0)
 
     def names(self) -> list[ObjectName]:
-        """Names of all counted objects."""
         with self._lock:
             return list(self._sizes)
 
@@ -473,7 +466,6 @@ class Questions:
             return not self._waiting and not self._is_busy
 
     def start(self) -> None:
-        """Begin."""
         self._is_open = True
         self._thread.start()
 
@@ -501,7 +493,6 @@ class Questions:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        """Root of the thread."""
         yield_to_callers()
         while True:
             with self._changed:

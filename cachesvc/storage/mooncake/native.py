@@ -146,7 +146,6 @@ def connect(module: Any, options: MooncakeOptions) -> Library:
 
 
 def replication(module: Any, replicas: int) -> object:
-    """Replication settings of objects."""
     config: object = module.ReplicateConfig()
     config.replica_num = replicas  # type: ignore[attr-defined]
     return config
@@ -212,7 +211,6 @@ class Lane:
         self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(threads)]
 
     def start(self) -> None:
-        """Begin."""
         self._is_open = True
         for thread in self._threads:
             thread.start()
@@ -253,7 +251,6 @@ class Lane:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        """Root of a thread."""
         yield_to_callers()
         carry = self._make()
         while (batch := self._next()) is not None:
@@ -324,7 +321,6 @@ class MooncakeOptions:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the master."""
         return parse_address("storage", self.master)
 
 

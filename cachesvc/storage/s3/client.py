@@ -354,7 +354,6 @@ class S3Options:
 
     @property
     def is_plain(self) -> bool:
-        """True where requests are not encrypted."""
         return urlsplit(self.endpoint).scheme == "http"
 
 

@@ -140,7 +140,6 @@ class S3Storage:
         self._readers.add(jobs)
 
     def put(self, items: Sequence[Item], deadline: float, each: Each) -> None:
-        """Write in the order of ``items``."""
         self._writers.add(
             [
                 Job(lambda _, index=index, item=item: each(index, self._write(item, deadline)),  # type: ignore[misc]
@@ -186,7 +185,6 @@ class S3Storage:
         return status
 
     def totals(self) -> Totals:
-        """Totals of the objects in ``status``."""
         return Totals(
             len(self._known),
             self._known.size_bytes,
@@ -212,7 +210,6 @@ class S3Storage:
         return found
 
     def close(self) -> None:
-        """Requests under way are left behind."""
         self._stopping.set()
         self._list_due.set()
         with self._left:
@@ -461,7 +458,6 @@ _LABEL = re.compile(rf"{LABELS}/{_SCOPE}")
 
 
 def label_path(scope: Scope) -> str:
-    """Path of a scope's label."""
     return f"{LABELS}/{scope.text}"
 
 
@@ -477,7 +473,6 @@ def object_of(path: str) -> ObjectName | None:
 
 
 def scope_of_label(path: str) -> Scope | None:
-    """The scope whose label lies there."""
     found = _LABEL.fullmatch(path)
     return None if found is None else Scope(bytes.fromhex(found[1]), bytes.fromhex(found[2]))
 
@@ -519,7 +514,6 @@ class Gather:
         self._lock = threading.Lock()
 
     def add(self, outcome: Outcome) -> None:
-        """Note that a part has ended."""
         with self._lock:
             self._left -= 1
             if self._outcome is Outcome.OK:
@@ -550,7 +544,6 @@ class Search:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Ask for the first name."""
         if not self._high:
             self._found(0)
             return
@@ -609,18 +602,14 @@ class Fact(NamedTuple):
 
     @classmethod
     def of(cls, packed: int) -> Fact:
-        """Facts of a number."""
         return cls(packed >> 80, packed >> 32 & (1 << 48) - 1, packed & ROUND_MASK)
 
     @property
     def packed(self) -> int:
-        """Their number."""
         return self.size_bytes << 80 | max(0, self.seconds) << 32 | self.round
 
 
 class KnownObjects:
-    """Any thread. ``clock``: monotonic seconds."""
-
     def __init__(self, absent_seconds: float, clock: Callable[[], float]) -> None:
         self._facts: dict[bytes, int] = {}
         self._absent: OrderedDict[bytes, float] = OrderedDict()
@@ -649,7 +638,6 @@ class KnownObjects:
         return is_new
 
     def unlabelled(self) -> list[Scope]:
-        """Scopes without a label."""
         with self._lock:
             return [scope for scope in self._scopes if scope not in self._labels]
 

@@ -77,8 +77,6 @@ FIELDS = {
 
 
 class Form(Enum):
-    """Encodings of an event."""
-
     MAP = "map"
     ARRAY = "array"
 
@@ -172,13 +170,11 @@ class KvEventBridge:
                     self._send(self._mapper.forget())
 
     def restart(self) -> None:
-        """Subscribe anew, as ``connect`` says now."""
         with self._lock:
             if self._subscriber is not None:
                 self._subscriber.close()
 
     def close(self) -> None:
-        """End ``run``. Idempotent."""
         self._closing.set()
         self.restart()
 
@@ -252,7 +248,6 @@ class KnownBlock(NamedTuple):
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens as numbers."""
         return np.frombuffer(self.tokens, "<u4").tolist()  # type: ignore[no-any-return]
 
 
@@ -328,7 +323,6 @@ class KnownTokens:
         self._tell()
 
     def take(self) -> Learned:
-        """News since the last call."""
         with self._lock:
             self._is_told = False
             self._take_in()

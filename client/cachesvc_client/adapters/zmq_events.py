@@ -102,7 +102,6 @@ class ZmqPublisher:
         self._wake.send(b"")
 
     def close(self) -> None:
-        """Send what waits, then unbind. Idempotent."""
         if self._context is None or self._context.closed:
             return
         self._batches.put(_STOP)

@@ -252,15 +252,12 @@ class Opening(Coroutine[Any, Any, H], Generic[H]):
         self._handle: H | None = None
 
     def send(self, value: Any) -> Any:
-        """Send into the wrapped coroutine."""
         return self._made.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Throw into the wrapped coroutine."""
         return self._made.throw(*error)
 
     def close(self) -> None:
-        """Close the wrapped coroutine."""
         self._made.close()
 
     def __await__(self) -> Generator[Any, Any, H]:
@@ -329,7 +326,6 @@ class Keeping:
         self._heard_s = 0.0
 
     def start(self) -> None:
-        """Begin to beat."""
         self._running = self._connection.port.spawn(self._run(), f"kvcache-keeper-{self._record.id}")
 
     def nudge(self) -> None:
@@ -339,7 +335,6 @@ class Keeping:
             line.wake()
 
     async def close(self) -> None:
-        """Stop beating. Idempotent."""
         self._is_ended = True
         self.nudge()
         if self._running is not None:

@@ -40,7 +40,6 @@ class AsyncPort:
         self._channel = self._make_channel(socket_path, self._options)
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """Attempt a call once."""
         assert self._channel is not None
         call = self._channel.unary_unary(
             method.path,
@@ -59,7 +58,6 @@ class AsyncPort:
         return answer
 
     def open_line(self, method: Method[Q, R], metadata: Metadata) -> Line:
-        """Open a stream."""
         assert self._channel is not None
         call = self._channel.stream_stream(
             method.path,
@@ -73,11 +71,9 @@ class AsyncPort:
     lanes = None
 
     def open_steps(self, metadata: Metadata) -> StepLine:
-        """Open a stream of steps."""
         return self.open_line(STEP, metadata)
 
     async def wait_end(self, timeout_s: float | None) -> bool:
-        """Wait until ``end_calls``."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
@@ -97,7 +93,6 @@ class AsyncPort:
             raise
 
     def spawn(self, work: Work, name: str) -> Running:
-        """Begin a task."""
         return _RunningTask(asyncio.create_task(work, name=name))
 
     def send_later(self, work: Work) -> None:
@@ -109,22 +104,18 @@ class AsyncPort:
             work.close()
 
     async def settle(self) -> None:
-        """Wait for all that was to be sent later."""
         while self._later:
             await asyncio.wait(self._later)
 
     def end_calls(self) -> None:
-        """Cancel what is under way."""
         self.tell(self._end_calls)
 
     def tell(self, callback: Callable[[], None]) -> None:
-        """Call back on the loop."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
             self._loop.call_soon_threadsafe(callback)
 
     async def close(self) -> None:
-        """Close the channel."""
         self._end_calls()
         if self._channel is not None:
             await self._channel.close()
@@ -152,7 +143,6 @@ class AsyncLine:
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
 
     def put(self, request: Any) -> None:
-        """Send a request after those before it."""
         self._requests.put_nowait(request)
 
     @property
@@ -169,11 +159,9 @@ class AsyncLine:
             return None
 
     def wake(self) -> None:
-        """End a wait in ``get``."""
         self._answers.put_nowait(NUDGE)
 
     async def close(self) -> None:
-        """End the stream."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -208,8 +196,6 @@ class AsyncLine:
 
 
 class _RunningTask:
-    """A task of the loop."""
-
     def __init__(self, task: asyncio.Task[None]) -> None:
         self._task = task
 

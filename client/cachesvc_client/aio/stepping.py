@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 
 class AsyncPendingStep:
-    """A step that was sent."""
-
     def __init__(
         self,
         step: SentStep,
@@ -84,7 +82,6 @@ class AsyncStepStream:
         return self._book.room[1]
 
     def batch(self) -> StepBatch[AsyncSequence]:
-        """An empty batch."""
         return StepBatch(self._calls.record, lambda record: AsyncSequence(record, self._calls))
 
     def resize(self, stock_pages: int | Seq[int], due_blocks: int = 0) -> None:

@@ -168,7 +168,6 @@ def _numbers(value: object, hint: Any) -> Iterator[int]:
 
 
 def _described(hint: Any) -> str:
-    """Annotation in words."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(_described(each) for each in inner)
@@ -214,7 +213,6 @@ class Retention(Enum):
 
     @property
     def number(self) -> cache_pb2.Retention.ValueType:
-        """Its value in a message."""
         return _NUMBERS[self]
 
 

@@ -290,7 +290,6 @@ class Maker:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True in any other process."""
         return bool(_this.pid != self._pid)
 
     def check(self) -> None:

@@ -146,11 +146,9 @@ class BlockHasher:
 
     @property
     def blocks(self) -> int:
-        """Full blocks hashed so far."""
         return len(self.keys) // KEY_BYTES
 
     def key(self, block: int) -> bytes:
-        """Key of one full block."""
         return bytes(self.keys[block * KEY_BYTES : (block + 1) * KEY_BYTES])
 
     def extend(self, tokens: Sequence[int] | npt.NDArray[np.integer]) -> int:
@@ -165,7 +163,6 @@ class BlockHasher:
 
     @property
     def tail_tokens(self) -> int:
-        """Tokens behind the last full block."""
         return len(self._tail)
 
     def tail_key(self) -> bytes:

@@ -48,8 +48,6 @@ class ConfigKeyMissing(ConfigRejected):
 
 
 class ConfigValueRejected(ConfigRejected):
-    """A key has an impossible value."""
-
     def __init__(self, model_type: str, key: str, value: object, wanted: str) -> None:
         super().__init__(f"config of {model_type}: {key} is {shortened(value)}, but must be {wanted}")
         self.model_type = model_type
@@ -66,7 +64,6 @@ class ConfigKeys:
         self._outer = outer or {}
 
     def inner(self, key: str) -> ConfigKeys:
-        """A configuration inside this one."""
         value = self._config.get(key)
         if value is None:
             raise ConfigKeyMissing(self.model_type, key)
@@ -125,7 +122,6 @@ class ConfigKeys:
         return default
 
     def rejected(self, key: str, value: object, wanted: str) -> ConfigValueRejected:
-        """The refusal of a value."""
         return ConfigValueRejected(self.model_type, key, value, wanted)
 
 
@@ -300,8 +296,6 @@ class HeadWindows:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """Choices of the caller."""
-
     block_tokens: int
     tensor_parallel: int
     kv_dtype: str
@@ -380,7 +374,6 @@ def _plain(keys: ConfigKeys, wish: _Wish) -> _Read:
 
 
 def _ernie(keys: ConfigKeys, wish: _Wish) -> _Read:
-    """ERNIE 4.5, dense and MoE."""
     return _gqa_layers(keys, wish, keys.number("num_key_value_heads"), _head_dim(keys), ())
 
 

@@ -42,38 +42,30 @@ CANNOT_MAP = {
 
 
 class CudaDevice:
-    """``cachesvc_client.memory.device.Device`` on real hardware."""
-
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
 
     @property
     def ordinal(self) -> int:
-        """Number of the GPU in this process."""
         return self._gpu.facts.ordinal
 
     def start(self) -> None:
-        """Join the primary context."""
         with failures(f"{self._gpu.uuid} could not be joined"):
             self._gpu.start()
 
     def close(self) -> None:
-        """Leave it. Idempotent."""
         with failures(f"{self._gpu.uuid} could not be left"):
             self._gpu.close()
 
     def open_ipc(self, handle: bytes) -> int:
-        """Map memory by its handle."""
         with self._mapping(), self._gpu.current() as cuda:
             return open_ipc(cuda, handle)
 
     def close_ipc(self, address: int) -> None:
-        """Unmap it."""
         with failures("memory could not be unmapped"), self._gpu.current() as cuda:
             close_ipc(cuda, address)
 
     def map_fd(self, descriptor: int, size_bytes: int) -> int:
-        """Map memory by its descriptor."""
         with self._mapping(), self._gpu.current() as cuda:
             return map_fd(cuda, self.ordinal, descriptor, size_bytes)
 
@@ -83,7 +75,6 @@ class CudaDevice:
             map_fd_over(cuda, self.ordinal, descriptor, address, size_bytes)
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """Unmap it."""
         with failures("memory could not be unmapped"), self._gpu.current() as cuda:
             unmap(cuda, address, size_bytes)
 
@@ -103,7 +94,6 @@ class CudaDevice:
             return cupy.ndarray(placed.shape, placed.dtype, memptr=start, strides=placed.strides)
 
     def wait_word(self, stream: int, address: int, target: int) -> None:
-        """Have a stream wait."""
         try:
             self._gpu.wait_word(stream, address, target)
         except CudaError as error:
@@ -114,7 +104,6 @@ class CudaDevice:
             raise GpuFailed(f"{self._gpu.uuid} took no wait: {error}", error.code) from error
 
     def pin(self, address: int, size_bytes: int) -> int:
-        """Let streams reach host memory."""
         with failures("the timeline could not be pinned"):
             self._gpu.register_host(address, size_bytes)
             try:
@@ -124,7 +113,6 @@ class CudaDevice:
                 raise
 
     def unpin(self, address: int) -> None:
-        """Undo it."""
         with failures("the timeline could not be unpinned"):
             self._gpu.unregister_host(address)
 
@@ -178,8 +166,6 @@ class ArrayOwner:
 
 
 class DeviceMapping(ABC):
-    """One mapping on a started device."""
-
     def __init__(self, handle: common_pb2.MemoryHandle, device: Device) -> None:
         self._handle = handle
         self._device = device
@@ -189,40 +175,32 @@ class DeviceMapping(ABC):
 
     @property
     def size_bytes(self) -> int:
-        """Usable bytes."""
         return self._handle.size_bytes
 
     @property
     def address(self) -> int:
-        """First byte. Raises AlreadyClosed."""
         if self._owner is None:
             raise AlreadyClosed("this memory is not mapped any more; attach again")
         return self._address
 
     def start(self) -> None:
-        """Map it. Raises NotSupported, GpuFailed, DaemonFault; and what fetching a descriptor raises."""
         self._address = self._map(self._handle)
         self._owner = ArrayOwner()
 
     def plane(self, view: PlaneView) -> DevicePlane:
-        """A plane of it. Raises AlreadyClosed."""
         return DevicePlane(self.address, self.size_bytes, view, self._device.ordinal, self._owner)
 
     @property
     def can_map_over(self) -> bool:
-        """True where ``map_over`` can be."""
         return False
 
     def map_over(self, address: int) -> None:
-        """See ``Memory``."""
         raise NotSupported(
             f"memory of kind {self._handle.kind!r} cannot be mapped at {address:#x}, in the place of other memory: run "
             "the daemon with --device-memory vmm"
         )
 
     def close(self) -> bool:
-        """Unmap; True when it is unmapped now, False while planes or arrays of it are held: call it again then. Raises
-        GpuFailed."""
         if self._owner is not None:
             self._left, self._owner = weakref.ref(self._owner), None
         if self._left is not None and self._left() is not None:
@@ -234,7 +212,6 @@ class DeviceMapping(ABC):
 
     @property
     def held(self) -> int:
-        """Number of its planes and arrays that exist."""
         owner = None if self._left is None else self._left()
         return 0 if owner is None else sys.getrefcount(owner) - OWN_REFERENCES
 
@@ -273,11 +250,9 @@ class FdMemory(DeviceMapping):
 
     @property
     def can_map_over(self) -> bool:
-        """True where ``map_over`` can be."""
         return True
 
     def map_over(self, address: int) -> None:
-        """See ``Memory``."""
         descriptor = self._fetch_fd(self._handle.token)
         try:
             self._device.map_fd_over(descriptor, address, self.size_bytes)

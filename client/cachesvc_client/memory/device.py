@@ -31,7 +31,6 @@ class DevicePlane:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """NumPy's type of the elements."""
         return np.dtype(self.placed.dtype)
 
     def view(self, dtype: type[np.generic]) -> DevicePlane:

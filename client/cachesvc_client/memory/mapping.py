@@ -73,7 +73,6 @@ class MappedMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Usable bytes."""
         return self._handle.size_bytes
 
     def start(self) -> None:
@@ -102,16 +101,13 @@ class MappedMemory:
 
     @property
     def address(self) -> int:
-        """First byte. Raises AlreadyClosed."""
         return int(self.bytes.ctypes.data)
 
     @property
     def can_map_over(self) -> bool:
-        """Always."""
         return True
 
     def map_over(self, address: int) -> None:
-        """See ``Memory``."""
         map_over(address, self.address, self.size_bytes)
 
     def plane(self, view: PlaneView) -> npt.NDArray[Any]:
@@ -127,7 +123,6 @@ class MappedMemory:
 
     @property
     def held(self) -> int:
-        """Number of its arrays that exist."""
         array = None if self._left is None else self._left()
         return 0 if array is None else sys.getrefcount(array) - OWN_REFERENCES
 

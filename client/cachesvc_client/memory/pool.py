@@ -160,7 +160,6 @@ class AttachedPool:
 
     @property
     def timeline(self) -> Words:
-        """The timeline's words: for reading only."""
         self._require_open()
         assert self._words is not None
         return self._words
@@ -405,8 +404,6 @@ PlaneKey = tuple[int, str]
 
 
 class PlanesByKey(dict[PlaneKey, Any]):
-    """Arrays by layer and name."""
-
     def __missing__(self, key: object) -> Any:
         layers = sorted({layer for layer, _ in self})
         names = sorted({name for _, name in self})
@@ -440,7 +437,6 @@ class PoolPlanes:
             raise InvalidRequest(f"there is no group {group!r}; the layout has {', '.join(self._mapped)}")
 
     def put(self, spec: Plane, mapped: Any) -> None:
-        """Add a plane."""
         self._mapped[spec.group][spec.layer, spec.name] = mapped
 
     def of_group(self, group: str) -> PlanesByKey:
@@ -479,7 +475,6 @@ class PoolPlanes:
         return self.of_group(spec.group)[spec.layer, spec.name]
 
     def clear(self) -> None:
-        """Hold no plane any more."""
         self._mapped.clear()
         self._arrays.clear()
 
@@ -530,7 +525,6 @@ class Writers:
         return is_over
 
     def close(self) -> None:
-        """Idempotent."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)

@@ -67,7 +67,6 @@ class Progress:
         self._done_bytes = 0
 
     def add(self, size_bytes: int) -> None:
-        """Add hashed bytes."""
         self._done_bytes += size_bytes
         now_s = self._clock()
         if now_s - self._told_s >= QUIET_S:

@@ -59,14 +59,12 @@ class Grants:
         self._aimed = (0, 0)
 
     def adopt(self, lease: Lease) -> None:
-        """Go on under another lease."""
         self.demand.rest()
         self.outbox = Outbox(lease.step(self.demand.base), self.outbox.waits, self.outbox.runs)
         self._lease, self._aimed = lease, (0, 0)
 
     @property
     def stream(self) -> StepStream:
-        """The step stream of the lease."""
         return self.outbox.stream
 
     @property
@@ -366,7 +364,6 @@ class StockDemand:
         return min(running, self.most)
 
     def take(self, blocks: int) -> None:
-        """Note blocks that an allocation took."""
         self._taken += blocks
 
     def rest(self) -> None:

@@ -86,7 +86,6 @@ class Keeper:
         self._thread.start()
 
     def end(self) -> None:
-        """End the process. Idempotent."""
         with self._changing:
             self._ended.set()
             if self._process is not None:

@@ -64,7 +64,6 @@ class Matches:
 
     @property
     def are_under_way(self) -> bool:
-        """True until the answer was taken."""
         return bool(self._sent)
 
     @property
@@ -325,7 +324,6 @@ class Sealing:
     states: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def add(self, newer: Sealing) -> None:
-        """Take what is known since."""
         self.blocks, self.keys = newer.blocks, newer.keys
         for group, states in newer.states.items():
             self.states.setdefault(group, {}).update(states)
@@ -374,14 +372,12 @@ class Reports:
         other.clear()
 
     def seal(self, request: RequestPages, sealing: Sealing) -> None:
-        """Add what is computed."""
         if (older := self.sealing.get(request)) is None:
             self.sealing[request] = sealing
         else:
             older.add(sealing)
 
     def clear(self) -> None:
-        """Forget it all."""
         self.sealing.clear()
         self.dead.clear()
         self.ended.clear()
@@ -405,7 +401,6 @@ class Untold:
         return bool(self._late.ended or self._fresh.ended)
 
     def seal(self, request: RequestPages, sealing: Sealing, *, is_prompt: bool = False) -> None:
-        """Note what is computed."""
         newest = self._newest
         newest.seal(request, sealing)
         newest.has_prompts |= is_prompt
@@ -452,6 +447,5 @@ class Untold:
             part.has_prompts = False
 
     def clear(self) -> None:
-        """Forget it all."""
         for part in (self.ready, self._late, self._fresh):
             part.clear()

@@ -178,7 +178,6 @@ class Node:
 
     @property
     def socket_path(self) -> str:
-        """Path of the daemon's socket."""
         return self._client.socket_path
 
     @property
@@ -270,7 +269,6 @@ class Node:
         return self.lease.id
 
     def close(self) -> None:
-        """End the lease and disconnect. Idempotent."""
         self._is_closed = True
         self._wake.set()
         if self._thread.is_alive():
@@ -354,7 +352,6 @@ class Node:
             log.exception("reattach_failed")
 
     def _is_wanting(self) -> bool:
-        """True while there is no lease."""
         return not self._is_closed and (self._back or self.lease).is_lost
 
     def _come_back(self) -> bool:

@@ -114,7 +114,6 @@ class Outbox:
             self._look()
 
     def wait_if_idle(self, is_done: Callable[[], bool]) -> None:
-        """Wait, unless requests run."""
         if not (is_done() or self.runs()):
             self.wait(is_done)
 
@@ -198,7 +197,6 @@ class Vouching:
         return True
 
     def begin_step(self, *, computes: bool) -> None:
-        """Note a scheduled step."""
         self._has_looked = False
         self._under_way.append(self._lease() if computes else None)
 

@@ -95,7 +95,6 @@ class PageBook:
 
     @property
     def outbox(self) -> Outbox:
-        """The way of its steps."""
         return self._grants.outbox
 
     def expect(self, request_id: str, wish: Wish) -> None:
@@ -325,11 +324,9 @@ class PageBook:
 
     @property
     def _running(self) -> int:
-        """Number of requests that were admitted."""
         return len(self._requests) - len(self._matches.ahead)
 
     def begin_step(self) -> None:
-        """An iteration is scheduled."""
         self.untold.begin_step()
         self.outbox.begin_step()
         self._matches.step += 1
@@ -502,8 +499,6 @@ class Asking:
 
 
 class PrivatePages:
-    """Used from one thread."""
-
     def __init__(self) -> None:
         self._pages: list[int] = []
 
@@ -511,7 +506,6 @@ class PrivatePages:
         return len(self._pages)
 
     def take_stock(self, stock: Stock | None) -> None:
-        """The stock is this engine's."""
         for cells in stock.drain() if stock is not None else ():
             self._pages += cells.pages
 

@@ -104,7 +104,6 @@ class RequestPages:
 
     @property
     def salt(self) -> bytes:
-        """Salt of its keys."""
         return b"" if self.wish is None else self.wish.salt
 
     @property
@@ -131,7 +130,6 @@ class RequestPages:
         wish: Wish | None = None,
         step: int = 0,
     ) -> RequestPages:
-        """A request without pages."""
         return cls(
             request_id,
             begun_s,
@@ -146,7 +144,6 @@ class RequestPages:
 
     @property
     def rows(self) -> int:
-        """Number of blocks of its tables."""
         return len(self.pages) // self.lead_parts.count
 
     @property
@@ -260,7 +257,6 @@ class RequestPages:
 
     @property
     def tickets(self) -> tuple[TicketView, ...]:
-        """Loads of its blocks."""
         assert self.sequence is not None
         beside = self.tail.sequence if self.tail is not None and self.has_lent_tail else None
         return self.sequence.tickets + (() if beside is None else beside.tickets)
@@ -345,7 +341,6 @@ class RequestPages:
         return self.lead_parts.count + sum(each.parts.count for each in self.others if not each.is_state)
 
     def take_cells(self) -> None:
-        """Add the pages that came since."""
         assert self.sequence is not None
         if self.tail is not None and self.lacks_tail:
             self.tail.take_cells()
@@ -489,7 +484,6 @@ class EngineGroups:
 
     @property
     def lead_parts(self) -> Parts:
-        """Groups of the leading one."""
         return self.parts[self.lead]
 
     @property
@@ -535,7 +529,6 @@ class GroupTable:
 
     @property
     def state_group(self) -> int:
-        """The layout's group of these states."""
         return self.parts.groups[0]
 
     @property
@@ -570,7 +563,6 @@ class GroupTable:
         self._note_unused(first, loaded_blocks)
 
     def add(self, pages: Iterable[int]) -> None:
-        """Add cells with own pages."""
         first = len(self.pages)
         self.pages += pages
         self._note_unused(first, first)

@@ -37,7 +37,6 @@ class Entries(ABC):
         self.places: list[int] = []
 
     def add(self, owner: SequenceRecord, place: int) -> None:
-        """Add an entry of a sequence; its numbers are added beside."""
         self.owners.append(owner)
         self.places.append(place)
 
@@ -60,13 +59,10 @@ class Entries(ABC):
     def take(
         self, numbers: Sequence[int], odd: Mapping[int, cache_pb2.OperationResult], results: dict[int, Any]
     ) -> None:
-        """Take in the answers to all entries: their numbers, and by entry what is more than a number. ``results``: by
-        place."""
         for at, (number, place) in enumerate(zip(numbers, self.places, strict=True)):
             results[place] = self._judge(at, odd[at]) if at in odd else self.plain(at, number)
 
     def fail_all(self, error: CacheClientError) -> None:
-        """Fail all entries: no answer comes."""
         for at in range(len(self.owners)):
             self.fail(at, error)
 
@@ -111,7 +107,6 @@ class GrowEntries(Entries):
             self.generations[group].extend(generations)
 
     def join(self, later: GrowEntries) -> None:
-        """Add the entries of other growth."""
         self.extend(later.owners, later.counts, later.uptos, later._run(0, sum(later.counts)))
 
     def merged(self, leaving: Collection[SequenceRecord] = ()) -> GrowEntries:
@@ -131,7 +126,6 @@ class GrowEntries(Entries):
         return kept
 
     def write(self, message: cache_pb2.StepColumns) -> None:
-        """Write the column."""
         message.grow_sequences = self._ids()
         message.grow_counts = _counts(self.counts)
         for group, (pages, generations) in enumerate(zip(self.pages, self.generations, strict=True)):
@@ -150,7 +144,6 @@ class GrowEntries(Entries):
         return self.owners[at].grown(number, self.uptos[at])
 
     def parsed(self, at: int, answer: cache_pb2.ExtendResponse) -> int:
-        """Compare as ``plain``."""
         return self.plain(at, answer.blocks)
 
     def fail(self, at: int, error: CacheClientError) -> None:
@@ -298,7 +291,6 @@ class PublishEntries(Entries):
         self.sends_keys: bool | None = None
 
     def write(self, message: cache_pb2.StepColumns) -> None:
-        """Write the column."""
         message.publish_sequences = self._ids()
         message.publish_first = array("I", self.firsts).tobytes()
         message.publish_counts = _counts([upto - first for first, upto in zip(self.firsts, self.uptos, strict=True)])
@@ -320,15 +312,12 @@ class PublishEntries(Entries):
             results[place] = shared
 
     def plain(self, at: int, number: int) -> Published:
-        """Note what is sealed."""
         return self.owners[at].published(self.uptos[at], Published(number, (), (), (), pending=False))
 
     def parsed(self, at: int, answer: cache_pb2.PublishResponse) -> Published:
-        """Note what is sealed, and duplicates."""
         return self.owners[at].published(self.uptos[at], parse_publish(answer))
 
     def fail(self, at: int, error: CacheClientError) -> None:
-        """Undo a publish."""
         self.owners[at].refuse_publish(error)
 
 
@@ -342,16 +331,13 @@ class RecycleEntries(Entries):
         self.tokens: list[int] = []
 
     def write(self, message: cache_pb2.StepColumns) -> None:
-        """Write the column."""
         message.recycle_sequences = self._ids()
         message.recycle_tokens = array("Q", self.tokens).tobytes()
 
     def plain(self, _: int, number: int) -> Recycled:
-        """Pages that were given back."""
         return Recycled(number, ())
 
     def parsed(self, _: int, answer: cache_pb2.RecycleResponse) -> Recycled:
-        """Pages that were given back."""
         return parse_recycle(answer)
 
     def fail(self, at: int, error: CacheClientError) -> None:
@@ -359,12 +345,9 @@ class RecycleEntries(Entries):
 
 
 class ReleaseEntries(Entries):
-    """Sequences end."""
-
     column = RELEASE
 
     def write(self, message: cache_pb2.StepColumns) -> None:
-        """Write the column."""
         message.release_sequences = self._ids()
         tokens = [owner.output_tokens for owner in self.owners]
         if any(told is not None for told in tokens):
@@ -372,11 +355,9 @@ class ReleaseEntries(Entries):
             message.release_output_tokens = array("I", told).tobytes()
 
     def plain(self, at: int, number: int) -> int:
-        """Pages that came back."""
         return self.owners[at].released(number)
 
     def parsed(self, at: int, answer: cache_pb2.ReleaseResponse) -> int:
-        """Pages that came back."""
         return self.plain(at, answer.freed_pages)
 
     def fail(self, at: int, error: CacheClientError) -> None:

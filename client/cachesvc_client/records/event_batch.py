@@ -56,7 +56,6 @@ class Run(NamedTuple):
 
     @property
     def spot(self) -> CopyLocation:
-        """Earlier name of ``location``."""
         warn_renamed("Run.spot", "Run.location")
         return self.location
 
@@ -80,7 +79,6 @@ def with_location(locations: frozenset[CopyLocation], location: CopyLocation) ->
 
 @lru_cache(1024)
 def without_location(locations: frozenset[CopyLocation], location: CopyLocation) -> frozenset[CopyLocation]:
-    """``locations`` less ``location``."""
     return locations - {location}
 
 
@@ -125,7 +123,6 @@ class BlockMirror:
 
     @property
     def spots(self) -> dict[bytes, frozenset[CopyLocation]]:
-        """Earlier name of ``locations``."""
         warn_renamed("BlockMirror.spots", "BlockMirror.locations")
         return self.locations
 

@@ -206,7 +206,6 @@ class LeaseRecord:
         return None
 
     def next_request_id(self) -> int:
-        """A request_id above all before it."""
         return next(self._request_ids)  # in one step, of whichever thread
 
     def address(self, operation: Operation[Any]) -> None:
@@ -296,7 +295,6 @@ class LeaseRecord:
             return self.orphans.pop() if self.orphans else None
 
     def prefetch(self, keys: PackedKeys) -> Operation[Prefetched]:
-        """Load a prefix towards the device."""
         self.check()
         return Operation(PREFETCH, build_prefetch(as_bytes(keys)), parse_prefetch, no_action)
 

@@ -138,11 +138,9 @@ class BlockTable:
         self.cells[list(positions)] = pages
 
     def clear(self, first_block: int, end_block: int) -> None:
-        """Forget the pages of ``[first_block, end_block)``."""
         self.cells[first_block : min(end_block, self.blocks)] = NO_PAGE
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Forget some pages, wherever they are."""
         mine = self.cells[: self.blocks]
         mine[np.isin(mine, pages)] = NO_PAGE
 
@@ -251,7 +249,6 @@ class SequenceRecord:
 
     @property
     def blocks(self) -> int:
-        """Length of the block tables."""
         return self.tables[0].blocks
 
     def open(
@@ -380,7 +377,6 @@ class SequenceRecord:
         self.give_backs.add_spares((group, page) for page in pages)
 
     def give_back(self, due: Due) -> Operation[Recycled]:
-        """Give back what is due."""
 
         def apply(response: cache_pb2.RecycleResponse) -> Recycled:
             answer = parse_recycle(response)
@@ -416,7 +412,6 @@ class SequenceRecord:
         return self._operation(SWAP, build_swap(self.id, SWAP_OUT), apply)
 
     def swap_in(self, *, short_suffix: bool = False) -> Operation[Swapped]:
-        """Bring the sequence back."""
         self.require_usable()
 
         def apply(response: cache_pb2.SwapResponse) -> Swapped:
@@ -431,7 +426,6 @@ class SequenceRecord:
         return self._operation(SWAP, build_swap(self.id, SWAP_IN, short_suffix=short_suffix), apply)
 
     def release(self) -> Operation[int]:
-        """End the sequence."""
         self.maker.check()
         if self.is_released:
             raise AlreadyClosed(f"sequence {self.id} was released before")
@@ -439,7 +433,6 @@ class SequenceRecord:
         return self._operation(RELEASE, request, lambda each: self.released(each.freed_pages), self.refuse_release)
 
     def released(self, freed_pages: int) -> int:
-        """The daemon has ended it."""
         self._end()
         self.freed_pages = freed_pages
         return freed_pages
@@ -605,7 +598,6 @@ class Launches:
         return self.completed < self.newest
 
     def begin(self) -> int:
-        """The next launch's number."""
         with self._lock:
             self.newest += 1
             return self.newest

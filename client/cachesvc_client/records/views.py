@@ -109,7 +109,6 @@ class SequenceView:
 
     @property
     def id(self) -> int:
-        """The sequence_id, unique within the lease."""
         return self.record.id
 
     @property
@@ -150,7 +149,6 @@ class SequenceView:
 
     @property
     def blocks(self) -> int:
-        """Length of the block tables."""
         return self.record.blocks
 
     @property
@@ -177,7 +175,6 @@ class SequenceView:
 
     @property
     def is_swapped_out(self) -> bool:
-        """True from ``swap_out`` to ``swap_in``."""
         return self.record.is_swapped_out
 
     @property

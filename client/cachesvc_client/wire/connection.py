@@ -69,7 +69,6 @@ class Attachments:
         return not left
 
     def has(self, lease_id: str, rank: int) -> bool:
-        """True while one is mapped."""
         with self._lock:
             return (lease_id, rank) in self._counts
 
@@ -182,7 +181,6 @@ class Connection:
 
     @property
     def has_lane(self) -> bool:
-        """True while calls go by a lane."""
         return self._lanes is not None and self._lanes.has_lane
 
     @property

@@ -101,7 +101,6 @@ class Proof:
 
     @property
     def has_token(self) -> bool:
-        """True where calls show a token."""
         return has_token(self.metadata)
 
     def is_in(self, used: Metadata) -> bool:
@@ -196,25 +195,21 @@ class _WithMetadata(
     def intercept_unary_unary(
         self, continuation: Continuation[Q, A], client_call_details: CallDetails, request: Q
     ) -> A:
-        """Add the token."""
         return continuation(self._proven(client_call_details), request)
 
     def intercept_unary_stream(
         self, continuation: Continuation[Q, A], client_call_details: CallDetails, request: Q
     ) -> A:
-        """Add the token."""
         return continuation(self._proven(client_call_details), request)
 
     def intercept_stream_unary(
         self, continuation: Continuation[Q, A], client_call_details: CallDetails, request_iterator: Q
     ) -> A:
-        """Add the token."""
         return continuation(self._proven(client_call_details), request_iterator)
 
     def intercept_stream_stream(
         self, continuation: Continuation[Q, A], client_call_details: CallDetails, request_iterator: Q
     ) -> A:
-        """Add the token."""
         return continuation(self._proven(client_call_details), request_iterator)
 
     def _proven(self, details: CallDetails) -> _Details:

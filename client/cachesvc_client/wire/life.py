@@ -98,7 +98,6 @@ class LifeConnection:
 
     @property
     def path(self) -> str:
-        """Path of the life socket."""
         return self._path + LIFE_SUFFIX
 
     def is_replaced(self) -> bool:

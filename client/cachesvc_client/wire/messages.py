@@ -187,7 +187,6 @@ def parse_publish(response: cache_pb2.PublishResponse) -> Published:
 def build_swap(
     sequence_id: int, direction: cache_pb2.SwapDirection.ValueType, *, short_suffix: bool = False
 ) -> cache_pb2.SwapRequest:
-    """``direction``: SWAP_OUT or SWAP_IN."""
     return cache_pb2.SwapRequest(sequence_id=sequence_id, direction=direction, short_suffix=short_suffix)
 
 
@@ -234,7 +233,6 @@ def build_wait_tickets(lease_id: str, tickets: Sequence[int], wait_ms: int) -> c
 
 
 def parse_tickets(tickets: Iterable[common_pb2.Ticket]) -> tuple[TicketView, ...]:
-    """Transfers as callers see them."""
     return tuple(parse_ticket(ticket) for ticket in tickets)
 
 

@@ -160,7 +160,6 @@ class Method(Generic[Q, R]):
 
     @property
     def path(self) -> str:
-        """Method path of gRPC."""
         return f"/kvcache.v1.{self.service}/{self.name}"
 
 

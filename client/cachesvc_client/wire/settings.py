@@ -114,7 +114,6 @@ class ChannelOptions:
     longest_reconnect_ms: int = 1000
 
     def as_grpc(self) -> list[tuple[str, int]]:
-        """The settings under gRPC's names."""
         options = [
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.max_receive_message_length", self.max_message_bytes),

@@ -98,11 +98,9 @@ class BlockingPort:
         self._lane: BlockingLane | None = None
 
     def connect(self, socket_path: str) -> None:
-        """Make the channel."""
         self._channel = self._make_channel(socket_path, self._options)
 
     async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """Attempt a call once."""
         lane, number = self._lane, number_of(method)
         if lane is not None and number and lane.has_room:
             return lane.call(number, method, request, timeout_s, metadata)
@@ -113,7 +111,6 @@ class BlockingPort:
         return answer
 
     def open_line(self, method: Method[Q, R], metadata: Metadata) -> Line:
-        """Open a stream."""
         assert self._channel is not None
         call = self._channel.stream_stream(
             method.path,
@@ -127,12 +124,10 @@ class BlockingPort:
 
     @property
     def lanes(self) -> Lanes:
-        """The port itself."""
         return self
 
     @property
     def has_lane(self) -> bool:
-        """True while calls go by a lane."""
         return self._lane is not None and not self._lane.why_broken
 
     async def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
@@ -150,31 +145,25 @@ class BlockingPort:
             lane.end("the connection was closed")
 
     def open_steps(self, metadata: Metadata) -> StepLine:
-        """Open a stream of steps."""
         lane = self._lane
         return self.open_line(STEP, metadata) if lane is None or lane.why_broken else LaneSteps(lane, metadata)
 
     async def wait_end(self, timeout_s: float | None) -> bool:
-        """Wait until ``end_calls``."""
         return self._ended.wait(timeout_s)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """The caller's own thread may block."""
         return work()
 
     def spawn(self, work: Work, name: str) -> Running:
-        """Begin a thread."""
         return _RunningThread(work, name)
 
     def send_later(self, work: Work) -> None:
-        """Send at once."""
         drive(work)
 
     async def settle(self) -> None:
         """No-op: nothing was deferred."""
 
     def end_calls(self) -> None:
-        """Close the channel."""
         self._ended.set()
         if self._lane is not None:
             self._lane.end("the connection was closed")
@@ -182,11 +171,9 @@ class BlockingPort:
             self._channel.close()
 
     def tell(self, callback: Callable[[], None]) -> None:
-        """Call back in this thread."""
         callback()
 
     async def close(self) -> None:
-        """Close the channel, and the lane."""
         self.end_calls()
         if self._lane is not None:
             self._lane.close()
@@ -221,7 +208,6 @@ class BlockingLine:
         self._reader.start()
 
     def put(self, request: Any) -> None:
-        """Send a request after those before it."""
         self._requests.put(request)
 
     @property
@@ -237,11 +223,9 @@ class BlockingLine:
             return None
 
     def wake(self) -> None:
-        """End a wait in ``get``."""
         self._answers.put(NUDGE)
 
     async def close(self) -> None:
-        """End the stream."""
         self._requests.put(None)
         self._call.cancel()
         self._reader.join()
@@ -272,7 +256,6 @@ class LaneSteps:
         self._sent = SentSteps(metadata)
 
     def put(self, request: cache_pb2.StepRequest) -> None:
-        """Send a step after those before it."""
         try:
             self._lane.send_step(request, self._inbox, self._sent)
         except grpc.RpcError as failure:  # the waiter for the answer gets the error
@@ -296,13 +279,10 @@ class LaneSteps:
         return self._sent.read(self._inbox.came.popleft())
 
     async def close(self) -> None:
-        """End the stream."""
         self._lane.leave(self._inbox)
 
 
 class _RunningThread:
-    """A thread that drives a coroutine."""
-
     def __init__(self, work: Work, name: str) -> None:
         self._thread = threading.Thread(target=drive, args=(work,), name=name, daemon=True)
         self._thread.start()
@@ -499,8 +479,6 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class BlockingLane(LaneEnd):
-    """Safe to use from several threads."""
-
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end)
         self._sending = threading.Lock()
@@ -521,7 +499,6 @@ class BlockingLane(LaneEnd):
         check_welcome(inbox.came.popleft())
 
     def call(self, number: int, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
-        """Attempt a call once. Raises grpc.RpcError."""
         inbox, deadline_s = Inbox(), time.monotonic() + timeout_s
         tag = self._enter(inbox)
         try:

@@ -62,14 +62,12 @@ class Command(ABC):
 
     @classmethod
     def add_to(cls, commands: Any) -> None:
-        """Add it to the parser's commands."""
         parser = commands.add_parser(cls.name, help=cls.about, description=cls.about, epilog=cls.epilog)
         cls.add_flags(parser)
         parser.set_defaults(command=cls)
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """Add its flags to its own parser."""
         for each in cls.flags:
             each.add_to(parser)
 
@@ -115,7 +113,6 @@ def listed(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A time, for argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -261,7 +258,6 @@ def left_out(*flags: str) -> str:
 
 
 def as_json(message: Message) -> str:
-    """The message, two spaces a level."""
     return json.dumps(plain(message), indent=2)
 
 
@@ -353,7 +349,6 @@ class Question(DaemonCommand, Generic[R]):
         """The answer for people."""
 
     def data(self, answer: R) -> R:
-        """The answer for scripts."""
         return answer
 
     def more(self, *flags: str) -> str:
@@ -366,7 +361,6 @@ class Question(DaemonCommand, Generic[R]):
         return 0
 
     def run(self) -> int:
-        """Ask and print."""
         with self.target.open() as channel:
             answer = self.ask(Admin(channel))
         print(as_json(self.data(answer)) if self.arguments.json else for_terminal(self.show(answer)))

@@ -42,7 +42,6 @@ class DaemonProcess:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The running process."""
         assert self._process is not None
         return self._process
 

@@ -41,7 +41,6 @@ def empty_figure(size_inches: tuple[float, float], purpose: str) -> Figure:
 
 
 def shortened(name: str, letters: int) -> str:
-    """Shorten a name to what fits."""
     return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
