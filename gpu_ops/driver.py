@@ -1,12 +1,6 @@
 """The CUDA driver API by ctypes: the few functions that are needed here. No toolkit, no headers, no CuPy.
 
 ctypes lets go of the GIL for every call, so a call that submits a thousand copies blocks no other thread.
-
-Errors of a GPU.
-
-CudaMissing              no driver, or one that is too old
-CudaError                a call of the driver failed: which, and its code
-    CudaOutOfMemory      the memory left does not suffice (a MemoryError too)
 """
 
 from __future__ import annotations
@@ -218,6 +212,12 @@ def current(context: int) -> Iterator[Driver]:
     finally:
         cuda.call("cuCtxPopCurrent_v2", ctypes.byref(c_void_p()))
 
+
+# Errors of a GPU.
+#
+# CudaMissing              no driver, or one that is too old
+# CudaError                a call of the driver failed: which, and its code
+#     CudaOutOfMemory      the memory left does not suffice (a MemoryError too)
 
 OUT_OF_MEMORY = 2
 

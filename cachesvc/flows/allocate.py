@@ -1,11 +1,4 @@
-"""Allocate: grow a sequence's tables; what lies on the host starts to load, the rest is fresh and private.
-
-Swap: take a sequence off the device (preemption) and bring it back, own pages and shared prefix alike.
-
-Out: sealed blocks get host copies where they have none, own pages are copied to host pages of the sequence; when all
-has arrived the device pages are free and the pin moves to the host. In is the way back. A failed swap leaves the
-sequence where it was.
-"""
+"""Allocate: grow a sequence's tables; what lies on the host starts to load, the rest is fresh and private."""
 
 from __future__ import annotations
 
@@ -113,6 +106,13 @@ def _fresh(call: Call, first: int, blocks: int, positions: Positions) -> Fresh:
             )
         found[group] = rising
     return Fresh(first, blocks - first, found)
+
+
+# Swap: take a sequence off the device (preemption) and bring it back, own pages and shared prefix alike.
+#
+# Out: sealed blocks get host copies where they have none, own pages are copied to host pages of the sequence; when all
+# has arrived the device pages are free and the pin moves to the host. In is the way back. A failed swap leaves the
+# sequence where it was.
 
 
 def swap_out(core: Core, call: Call, sequence_id: int) -> Swapped | Wait:

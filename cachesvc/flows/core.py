@@ -1,12 +1,4 @@
-"""Common state of all flows: the ledger, the rules, the limits, and the seams to movers and memory.
-
-Work budgets per event-loop slice, so that no caller waits for another's long flow.
-
-A call's flow that has more to do than a turn answers ``TURN`` and is run again, with a new ``Call``, once others had
-theirs. What it has done until then is a legal state of the ledger for all other calls, and its next run finds it;
-pages that it has made free are kept for it by a reservation. What no call waits for (a transfer that landed, a lease
-that is lost) goes on as a background task.
-"""
+"""Common state of all flows: the ledger, the rules, the limits, and the seams to movers and memory."""
 
 from __future__ import annotations
 
@@ -34,6 +26,13 @@ from cachesvc.model.numbers import BACKGROUND, Party, Rounds
 from cachesvc.model.transfer import Direction, TimelineSlot, Transfer
 from cachesvc.model.words import READY, Tier
 from cachesvc.policy.eviction import Eviction, WriteRule
+
+# Work budgets per event-loop slice, so that no caller waits for another's long flow.
+#
+# A call's flow that has more to do than a turn answers ``TURN`` and is run again, with a new ``Call``, once others had
+# theirs. What it has done until then is a legal state of the ledger for all other calls, and its next run finds it;
+# pages that it has made free are kept for it by a reservation. What no call waits for (a transfer that landed, a lease
+# that is lost) goes on as a background task.
 
 TURN = Wait(())
 LAST_TURNS = Wait((), goes_on=True)

@@ -3,17 +3,6 @@
 A lease is one process's, and ends with any process that has mapped its pools. Or it is an instance's, whose processes
 open it by the name that they share, whichever comes first: it lives while one of these does, and what a process held
 that leaves ends with it (``teardown.py``).
-
-Incremental teardown of a lease, or of one process of a shared lease.
-
-Pages that a process may still write go to quarantine, and are free once none can.
-
-Handles the loss of device memory when its mover process dies: replicas there are lost, and nothing else.
-
-From the moment of the loss no flow sees a lost replica or its copies: they are none of ``Model.replicas`` and
-``BlockIndex.places``. Its leases end, so that engines learn of it with their next call; an engine that registers again
-gets a new replica, with a number of its own. The journal reports the end of each of its copies, in turns. Copies on
-the host and on other replicas stay.
 """
 
 from __future__ import annotations
@@ -312,6 +301,10 @@ def _bind(lease: Lease, process: Process) -> None:
     process.leases.add(lease.id)
 
 
+# Incremental teardown of a lease, or of one process of a shared lease.
+#
+# Pages that a process may still write go to quarantine, and are free once none can.
+
 MOST_QUARANTINED = 0.5
 """Pages in quarantine of a lease that lives on, as a part of its replica's largest pool."""
 
@@ -479,6 +472,14 @@ def _free_some(core: Core, lease: Lease) -> bool:
 
 def _pools(lease: Lease, model: Model) -> Sequence[PagePool]:
     return model.any_replica(lease.replica).place.pools
+
+
+# Handles the loss of device memory when its mover process dies: replicas there are lost, and nothing else.
+#
+# From the moment of the loss no flow sees a lost replica or its copies: they are none of ``Model.replicas`` and
+# ``BlockIndex.places``. Its leases end, so that engines learn of it with their next call; an engine that registers
+# again gets a new replica, with a number of its own. The journal reports the end of each of its copies, in turns.
+# Copies on the host and on other replicas stay.
 
 
 def _forget(core: Core, lease: Lease) -> None:

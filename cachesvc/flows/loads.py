@@ -7,11 +7,6 @@ meanwhile, as many as take that link as long:
     path    A B C D E F G H
     peer    ──────────────      rate r
     host                  ──    rate 1: one in r + 1
-
-Windows and states that prompts need after their blocks were copied to the host: they follow these there.
-
-A state may be published after its block. And room is made on the host for those copies of a block alone that a prompt
-is known to need; a later hit, or a sequence that ends, makes others needed.
 """
 
 from __future__ import annotations
@@ -238,6 +233,12 @@ def _moving(rows: array[int], missing: Iterable[array[int]]) -> array[int]:
         return parts[0][:]
     moving = np.concatenate([column(part) for part in parts])
     return array_of(column(rows)[among(column(rows), moving)])
+
+
+# Windows and states that prompts need after their blocks were copied to the host: they follow these there.
+#
+# A state may be published after its block. And room is made on the host for those copies of a block alone that a prompt
+# is known to need; a later hit, or a sequence that ends, makes others needed.
 
 
 @dataclass(slots=True, eq=False)

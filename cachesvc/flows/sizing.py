@@ -1,10 +1,4 @@
-"""Plans pool sizes and idle-model evictions. No side effects.
-
-Idle models: evict as few as possible for a new model that needs their memory, the longest idle first.
-
-An engine registers before it opens its lease. Until each that has registered has opened one, or ``Limits.open_seconds``
-have passed, the model is not idle: engines that start together would evict each other's pools in turns.
-"""
+"""Plans pool sizes and idle-model evictions. No side effects."""
 
 from __future__ import annotations
 
@@ -343,6 +337,12 @@ def pool_pages(model: Model) -> int:
     on_devices = sum(layout.device_page_total(each.device_pages) for each in every)
     return on_devices + layout.host_page_total(model.host_pages)
 
+
+# Idle models: evict as few as possible for a new model that needs their memory, the longest idle first.
+#
+# An engine registers before it opens its lease. Until each that has registered has opened one, or
+# ``Limits.open_seconds`` have passed, the model is not idle: engines that start together would evict each other's pools
+# in turns.
 
 MOST_EXPECTED = 64
 """Engines of a model that have registered and not opened a lease yet; more are not counted."""

@@ -3,19 +3,6 @@
 Whether the mover can take a transfer is asked before a flow changes anything, so a refusal at submission is the end of
 the mover or a bug. Such a ticket fails at once, and its flow answers with a failed ticket: none is ever told as running
 that does not run.
-
-Host pages of blocks that are on their way through the host: freed once a device, or storage, has them.
-
-Such blocks came from storage in pieces, because the host cannot hold their prefix whole, or from a device to be
-written. Their copies on the host would keep out others.
-
-Room made ahead: a few device pages are kept free, so that a short load and a request's first blocks find theirs.
-
-As many as a load takes, by the last ones, so that a long prompt's pages are free when its load is asked for.
-Only what would go next anyway goes, in its order, and only while the host has it whole: nothing is saved, nothing is
-lost, and where the next one would be lost nothing goes. It costs a load for a request that returns to one of the last
-blocks before eviction. It runs as a background task, a short turn at a time, and no call waits
-for it.
 """
 
 from __future__ import annotations
@@ -321,6 +308,12 @@ def ticket_view(ticket: Ticket) -> TicketView:
     )
 
 
+# Host pages of blocks that are on their way through the host: freed once a device, or storage, has them.
+#
+# Such blocks came from storage in pieces, because the host cannot hold their prefix whole, or from a device to be
+# written. Their copies on the host would keep out others.
+
+
 def unstage(model: Model, key: bytes) -> int:
     """Free the host page of a landed block that a device has, and of those above it that had to wait for it; returns
     how many were freed. One whose host copy is the last one stays for good; one that is in use is tried again."""
@@ -359,6 +352,13 @@ def _unstage_some(core: Core, model: Model, keys: Iterator[bytes]) -> bool:
             return False
     return True
 
+
+# Room made ahead: a few device pages are kept free, so that a short load and a request's first blocks find theirs.
+#
+# As many as a load takes, by the last ones, so that a long prompt's pages are free when its load is asked for. Only
+# what would go next anyway goes, in its order, and only while the host has it whole: nothing is saved, nothing is lost,
+# and where the next one would be lost nothing goes. It costs a load for a request that returns to one of the last
+# blocks before eviction. It runs as a background task, a short turn at a time, and no call waits for it.
 
 FEWEST_PAGES = 8
 """Fewer are worth nothing: a small pool has none."""

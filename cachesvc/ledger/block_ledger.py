@@ -3,12 +3,6 @@
 Invariants, held between any two calls (``questions/audit/verify.py`` checks them):
 what a replica has on its device is prefix-closed; so is the union of all places; nothing pinned, in flight, or with a
 child on the same place leaves that place; whatever may leave is filed as a candidate, under its rank, and nothing else.
-
-Contents of a place whose memory is gone: forgotten in slices, and hidden from all flows from the moment of the loss.
-
-The place is none of ``BlockIndex.places`` any more, so nothing copies from it, counts it or trusts it. Followers of the
-journal still know of its copies, and get an event for each that goes. A row leaves the index with its last copy, unless
-others hang below it: then it stays bare, so that what the host has below it is a hit again once it is recomputed.
 """
 
 from __future__ import annotations
@@ -545,6 +539,13 @@ class BlockLedger(Lookup):
         if place.states[place.lead][row] == ABSENT:
             self._after_leaving(place, row)
 
+
+# Contents of a place whose memory is gone: forgotten in slices, and hidden from all flows from the moment of the loss.
+#
+# The place is none of ``BlockIndex.places`` any more, so nothing copies from it, counts it or trusts it. Followers of
+# the journal still know of its copies, and get an event for each that goes. A row leaves the index with its last copy,
+# unless others hang below it: then it stays bare, so that what the host has below it is a hit again once it is
+# recomputed.
 
 LOOKED_AT = 4096
 """Rows that are looked at in one go, some 10 us."""

@@ -7,24 +7,6 @@ reads on in order and changes nothing.
 Invariant, held between any two calls of the ledger: a row is filed when, and only when, it may go, under the rank that
 its columns give now. So a change of a column that ranks are made of takes the row out first (``BlockIndex``), and a
 change of whether a row may go calls ``update`` or ``remove`` afterwards (``BlockLedger``).
-
-Candidates for eviction in queues, where a policy tells blocks apart by the requests that used them last.
-
-In each queue the oldest comes first. Which queue's head goes next is for the ``EvictionPolicy`` to say; the ledger does
-not know why, and without such a policy nothing of this runs. It keeps the segment of each row, the queue in which a row
-waits, and the heads in columns, so that one choice is a few operations on arrays of as many numbers as there are
-queues.
-
-Idle copies of windows and recurrent states in queues, where a policy compares them with blocks of the same pool.
-
-In each queue the oldest position comes first. A queue has the positions of one class of the policy, by the distance to
-the copies above, in octaves. The distance is looked up when a copy comes to the head of its queue, and not before: when
-copies above are dropped it only grows, so that the queue tells the least that a copy is worth.
-
-Converts access sequence numbers to ages in seconds.
-
-The service marks the time now and then; between two marks the time is not known better than that. The ledger decides
-nothing by it: operators see it.
 """
 
 from __future__ import annotations
@@ -301,6 +283,13 @@ class NoLeaves(LeafOrder):
 NO_LEAVES = NoLeaves()
 
 
+# Candidates for eviction in queues, where a policy tells blocks apart by the requests that used them last.
+#
+# In each queue the oldest comes first. Which queue's head goes next is for the ``EvictionPolicy`` to say; the ledger
+# does not know why, and without such a policy nothing of this runs. It keeps the segment of each row, the queue in
+# which a row waits, and the heads in columns, so that one choice is a few operations on arrays of as many numbers as
+# there are queues.
+
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 NO_SEGMENT = 0
@@ -521,6 +510,12 @@ class QueuedLeaves(LeafOrder):
         heads.depths[number] = self._depth[row]
 
 
+# Idle copies of windows and recurrent states in queues, where a policy compares them with blocks of the same pool.
+#
+# In each queue the oldest position comes first. A queue has the positions of one class of the policy, by the distance
+# to the copies above, in octaves. The distance is looked up when a copy comes to the head of its queue, and not before:
+# when copies above are dropped it only grows, so that the queue tells the least that a copy is worth.
+
 NO_QUEUE = 0
 """Queue of the class that no position has."""
 OCTAVES = 16
@@ -684,6 +679,11 @@ def least_distance(queue: int) -> int:
     """Least distance of copies in a queue."""
     return 1 << queue % OCTAVES
 
+
+# Converts access sequence numbers to ages in seconds.
+#
+# The service marks the time now and then; between two marks the time is not known better than that. The ledger decides
+# nothing by it: operators see it.
 
 MARKS_KEPT = 4096
 """Marks a second apart cover the last hour to the second; older ones are thinned out, so that days fit too."""

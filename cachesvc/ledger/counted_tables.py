@@ -7,18 +7,6 @@ A piece is made when it is first asked for, and it is right for as long as its l
 the page of a block in a group without a window changes only where the copy comes or goes, and what a device has is
 prefix-closed, so that of all rows of a piece the last one goes first. So a place forgets a piece when its last row
 goes, and nothing else can make it wrong. Windowed copies come and go by themselves: they are in no piece.
-
-Number of blocks of a place that its pins protect, each counted once; always up to date.
-
-The tree is cut into chains (``BlockIndex.head``). Of a chain that is kept at all only one thing counts: how deep.
-
-    chain A    0──1──2──3──4──5      pins on A3 and B6: B is kept down to 6, and A down to 4, where B hangs
-                           └─B5──B6
-
-A mapping of keys in many small parts, so that no single insertion moves all that is known.
-
-Resizing a dict rehashes every entry at once: with a million keys that is some 60 ms now and then, in the middle of a
-call. In parts it is a quarter of a millisecond.
 """
 
 from __future__ import annotations
@@ -104,6 +92,14 @@ class TablePieces:
         return piece
 
 
+# Number of blocks of a place that its pins protect, each counted once; always up to date.
+#
+# The tree is cut into chains (``BlockIndex.head``). Of a chain that is kept at all only one thing counts: how deep.
+#
+#     chain A    0──1──2──3──4──5      pins on A3 and B6: B is kept down to 6, and A down to 4, where B hangs
+#                            └─B5──B6
+
+
 class Protected:
     """``blocks``: pinned rows and all that is above them. ``tips[head]``: the depth down to which a chain is kept.
 
@@ -154,6 +150,11 @@ class Protected:
             self.blocks -= depth - self._depth[head] + 1
             row = self._parent[head]
 
+
+# A mapping of keys in many small parts, so that no single insertion moves all that is known.
+#
+# Resizing a dict rehashes every entry at once: with a million keys that is some 60 ms now and then, in the middle of a
+# call. In parts it is a quarter of a millisecond.
 
 Value = TypeVar("Value")
 Default = TypeVar("Default")

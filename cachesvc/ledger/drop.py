@@ -3,11 +3,6 @@ last ones, or none of whose copies is.
 
 What a run has in common is done once: its pages come back together, its age comes from one stamp, and of all its blocks
 only the one above it can become a candidate. Everything else goes block by block, by ``BlockLedger.drop_copy``.
-
-Choice of idle copies of windows and recurrent states that go by themselves, by what they are worth beside blocks.
-
-The copies of a position that are worth less than the prompt with the oldest end are cheap: they go first. The end of a
-prompt is never cheap: without its copies its blocks are of no use, so they go together, in the order of the blocks.
 """
 
 from __future__ import annotations
@@ -157,6 +152,11 @@ def _count(ledger: BlockLedger, place: Place, run: Sequence[int], *, passes_use:
 
 WORK, WORK_A_PAGE = 8192, 128
 """Rows that a search for cheap copies may climb, in all and for each page; others are left to the next search."""
+# Choice of idle copies of windows and recurrent states that go by themselves, by what they are worth beside blocks.
+#
+# The copies of a position that are worth less than the prompt with the oldest end are cheap: they go first. The end of
+# a prompt is never cheap: without its copies its blocks are of no use, so they go together, in the order of the blocks.
+
 LOOK_WORK = 16
 """Work of a look at one copy, in rows, beside those that are climbed for it."""
 LEAVES_LOOKED = 64

@@ -5,17 +5,6 @@ one by one cost no more than runs. Where runs were last seen is kept as a hint, 
 
 A page is in exactly one state at any moment; ``counts`` adds up to the pages that were added. Some of the free pages
 may be reserved (``reservations.py``): they are free, but not granted before the reservation gives them back.
-
-Free pages that are kept for a call that waits for more, so that no other call takes them before it runs again.
-
-A call that must wait reserves what is free of what it wants, and when a transfer that it started has freed pages it
-reserves those, up to what it wants. So a reservation never holds a page that is not free, two calls that wait can never
-hold each other up for good (each waits for transfers, and is refused or goes on once they have ended), and a later call
-pays with evictions of its own. It ends with its call, its sequence or its lease, and by a deadline.
-
-Where many pages are wanted they are taken ahead, some in each turn of the call, once all are there: they are the
-sequence's own, in no table yet. If its call is given up meanwhile, its next one begins with them, and
-gives back those that it does not want.
 """
 
 from __future__ import annotations
@@ -368,6 +357,18 @@ def _longest(free: npt.NDArray[np.bool_], count: int) -> Column:
     starts, lengths = starts[chosen], lengths[chosen]
     offsets = np.repeat(starts - np.append(0, np.cumsum(lengths)[:-1]), lengths)
     return (offsets + np.arange(len(offsets)))[:count].astype(np.int32)
+
+
+# Free pages that are kept for a call that waits for more, so that no other call takes them before it runs again.
+#
+# A call that must wait reserves what is free of what it wants, and when a transfer that it started has freed pages it
+# reserves those, up to what it wants. So a reservation never holds a page that is not free, two calls that wait can
+# never hold each other up for good (each waits for transfers, and is refused or goes on once they have ended), and a
+# later call pays with evictions of its own. It ends with its call, its sequence or its lease, and by a deadline.
+#
+# Where many pages are wanted they are taken ahead, some in each turn of the call, once all are there: they are the
+# sequence's own, in no table yet. If its call is given up meanwhile, its next one begins with them, and gives back
+# those that it does not want.
 
 
 class Reservation:

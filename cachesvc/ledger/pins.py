@@ -1,12 +1,6 @@
 """A Pin keeps a block and its ancestors resident until it is moved or released.
 
 Flows pin in no other way, so a leaked pin means an owner that was not ended.
-
-Pins of operators: prefixes that stay resident until a time, within a quota of each pool.
-
-A pin holds copies that are there when it is made, and by nothing but the pins that sequences use. It belongs to no
-lease. It ends with its time, with an operator's call, with the memory of a place that it holds something on, or where a
-replica's only sequence needs its pages.
 """
 
 from __future__ import annotations
@@ -144,6 +138,13 @@ def kept(blocks: BlockLedger, place: Place, keep: Keep) -> Iterator[None]:
     finally:
         windows.let_go()
         pin.let_go()
+
+
+# Pins of operators: prefixes that stay resident until a time, within a quota of each pool.
+#
+# A pin holds copies that are there when it is made, and by nothing but the pins that sequences use. It belongs to no
+# lease. It ends with its time, with an operator's call, with the memory of a place that it holds something on, or where
+# a replica's only sequence needs its pages.
 
 
 class KeptCopies(NamedTuple):

@@ -3,13 +3,6 @@ positions, and the distances between copies by which it values them.
 
 A position is a row at whose end a request can continue. For a window it takes the copies of the window's blocks, for a
 state that of the row alone.
-
-Blocks of a prefix that windowed groups need, and the longest prefix of which they have them.
-
-A prefix of n blocks needs, in a windowed group, its last window and the sinks, and nothing between them; of states it
-needs that at its end, a window of one block. So a search looks at the last positions first, and only where something is
-missing at more of them before, many at a time, and those of all groups together: one may have them where another has
-none. No position is looked at twice for one group, but for the windows that lie across two looks.
 """
 
 from __future__ import annotations
@@ -346,6 +339,14 @@ class Request:
 
 FEW_POSITIONS, MANY_POSITIONS = 64, 4096
 """Ends of a prefix that are looked at first, and at most at a time."""
+
+
+# Blocks of a prefix that windowed groups need, and the longest prefix of which they have them.
+#
+# A prefix of n blocks needs, in a windowed group, its last window and the sinks, and nothing between them; of states it
+# needs that at its end, a window of one block. So a search looks at the last positions first, and only where something
+# is missing at more of them before, many at a time, and those of all groups together: one may have them where another
+# has none. No position is looked at twice for one group, but for the windows that lie across two looks.
 
 
 def hit_window_blocks(layout: Layout, group: int) -> int:

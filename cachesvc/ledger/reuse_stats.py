@@ -4,10 +4,6 @@ Keys of blocks that were dropped are remembered in two generations: full, the yo
 one is forgotten. Children are dropped before their parents, so they are forgotten before them too, and what is known,
 here and in the index together, stays prefix-closed: the ceiling is found by bisection like a hit. A key that was
 forgotten counts as new, so the ceiling is a lower bound where more was dropped than is remembered.
-
-The prompts of a model's last requests: input of simulations of another policy, or of bigger pools.
-
-Of each block a part of its key is kept that distinguishes it from all others. Nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -142,6 +138,10 @@ class Reuse:
 _KNOWN = {(tier, cause): (tier, cause) for tier in ("device", "host", "storage") for cause in Miss}
 """Shared tuples, so that a remembered key costs a slot of a dict and no more."""
 
+
+# The prompts of a model's last requests: input of simulations of another policy, or of bigger pools.
+#
+# Of each block a part of its key is kept that distinguishes it from all others. Nothing is decided by it.
 
 ID_BYTES = 8
 """Bytes kept of a key: among a million blocks two are taken for one once in thirty million times."""

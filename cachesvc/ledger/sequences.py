@@ -1,15 +1,6 @@
 """One request of an engine: its block tables, on the device or swapped out, and its place in line for more pages.
 
 Flows tell a sequence what happens to it and take nothing from it by hand; ``end`` gives back whatever is left.
-
-A prefix that is kept resident: pinned in place, tracked while it is loaded to the device, released once.
-
-A hold owns two pins and its window pins. ``[0, sealed)`` are shared blocks down to ``anchor``, which is pinned on the
-device; ``[sealed, hit_blocks)`` are being loaded, or are to be, down to ``host_anchor``, which is pinned on the host
-until they have come. Where either end is NO_ROW nothing is pinned there.
-
-Of a hit that is to be loaded in part, the last window may lie partly on the host, and partly on the device behind what
-is in place. Until its loads begin, these copies are pinned by themselves, wherever they are.
 """
 
 from __future__ import annotations
@@ -34,6 +25,15 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import Party, array_of, column, count_held
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+
+# A prefix that is kept resident: pinned in place, tracked while it is loaded to the device, released once.
+#
+# A hold owns two pins and its window pins. ``[0, sealed)`` are shared blocks down to ``anchor``, which is pinned on the
+# device; ``[sealed, hit_blocks)`` are being loaded, or are to be, down to ``host_anchor``, which is pinned on the host
+# until they have come. Where either end is NO_ROW nothing is pinned there.
+#
+# Of a hit that is to be loaded in part, the last window may lie partly on the host, and partly on the device behind
+# what is in place. Until its loads begin, these copies are pinned by themselves, wherever they are.
 
 
 class Hold:

@@ -19,11 +19,6 @@ waits, stand behind seconds of others' long ones, and behind backups without a w
    keep to this device's part of it. Without a budget, and without such jobs, they are not held back.
 
 Pure: no thread and no clock. ``now`` comes in, and the owner holds a lock around every call.
-
-Cuts copy jobs into slices, lazily: short pieces of work between which the arbiter can choose again.
-
-A step is cut between its copies; only a copy that is larger than a slice is cut itself, by rows, and a row that is
-larger than a slice by width. The pieces in order are the very bytes of the step in order.
 """
 
 from __future__ import annotations
@@ -284,6 +279,11 @@ class Arbiter:
         elif rivals.lightest is not queued:
             lane.credit[queued.urgency] -= 2 * piece.size_bytes
 
+
+# Cuts copy jobs into slices, lazily: short pieces of work between which the arbiter can choose again.
+#
+# A step is cut between its copies; only a copy that is larger than a slice is cut itself, by rows, and a row that is
+# larger than a slice by width. The pieces in order are the very bytes of the step in order.
 
 _REACH_LIMIT = 1 << 61
 """Offset beyond all memory. A copy that reaches further is not cut, because its arithmetic may overflow: the runner's

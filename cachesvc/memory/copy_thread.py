@@ -1,9 +1,4 @@
-"""A device's copy streams, each a thread that starts the slices which the arbiter gives it, and sees them land.
-
-Watchdog for copies: a hung GPU reports no error, so waits need a time limit.
-
-Only time in which this process runs and looks is counted: one that was stopped for an hour has waited a moment.
-"""
+"""A device's copy streams, each a thread that starts the slices which the arbiter gives it, and sees them land."""
 
 from __future__ import annotations
 
@@ -388,6 +383,10 @@ def _wake(changes: Iterable[threading.Condition]) -> None:
     for changed in changes:
         changed.notify_all()
 
+
+# Watchdog for copies: a hung GPU reports no error, so waits need a time limit.
+#
+# Only time in which this process runs and looks is counted: one that was stopped for an hour has waited a moment.
 
 PATIENCE_S = 30.0
 """Time limit of a slice, seconds. It takes a millisecond; a driver that is busy with pinning may hold it for

@@ -2,13 +2,6 @@
 
 No kernel is ever launched here: kernels of two processes share a GPU by turns, so each would stop the engines. (Fresh
 slabs are zeroed by the driver's memset, when a model is registered.)
-
-Health of a GPU for this process. After a fault on the device every call of CUDA fails, in this process and for good:
-the log says so once, and nothing is tried again. One that hangs is not even called to give something back: the call
-would not return.
-
-Seam between the CUDA backend and a GPU. ``gpu_ops`` fills it on real hardware; it comes in through the composition
-root.
 """
 
 from __future__ import annotations
@@ -546,6 +539,10 @@ class CudaRunner:
             self._health.check()
 
 
+# Health of a GPU for this process. After a fault on the device every call of CUDA fails, in this process and for good:
+# the log says so once, and nothing is tried again. One that hangs is not even called to give something back: the call
+# would not return.
+
 log = logging.getLogger(__name__)
 
 
@@ -638,6 +635,9 @@ class Regions:
                 return False
         return True
 
+
+# Seam between the CUDA backend and a GPU. ``gpu_ops`` fills it on real hardware; it comes in through the composition
+# root.
 
 PitchedCopies = npt.NDArray[np.int64]
 """``[copies, 6]``: source and destination address, width in bytes, height in rows, source and destination pitch."""

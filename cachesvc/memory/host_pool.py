@@ -7,10 +7,6 @@
 
 A page is usable once its chunk is registered and, after an earlier slab, its bytes are zeroed:
 ``ready_pages``.
-
-First-fit over the free bytes of the host pool's chunks, and which bytes were ever used. The pool's lock guards both.
-
-A copy of the free ranges is cheap: a planner takes from one and throws it away.
 """
 
 from __future__ import annotations
@@ -487,6 +483,10 @@ class HostSlab:
             if extent.is_ready and extent.region is not None
         )
 
+
+# First-fit over the free bytes of the host pool's chunks, and which bytes were ever used. The pool's lock guards both.
+#
+# A copy of the free ranges is cheap: a planner takes from one and throws it away.
 
 ALIGN_BYTES = 4096
 

@@ -1,13 +1,5 @@
 """Runs a batch of pitched copies on mapped memory, after checking every one against the borders of its
 regions.
-
-Check of the way from one device's memory into another one's, before a load uses it.
-
-A driver's word that one GPU reaches another is about models and topology. Behind a translating IOMMU, or without a
-bridge, it says yes, and copies bring wrong bytes or do not end. So each device has a stamp, random bytes in memory
-beside its pool; another device pulls them by the stream of its peer loads, and compares them on the host.
-
-A pull that came late leaves the bytes of its own stamp, so it can make a later check fail, but never pass.
 """
 
 from __future__ import annotations
@@ -79,6 +71,14 @@ def run_copies(copies: CopyBatch, regions: Mapping[int, memoryview]) -> None:
             views((height, width), uint8, regions[src], src_at, (src_pitch, 1)),
         )
 
+
+# Check of the way from one device's memory into another one's, before a load uses it.
+#
+# A driver's word that one GPU reaches another is about models and topology. Behind a translating IOMMU, or without a
+# bridge, it says yes, and copies bring wrong bytes or do not end. So each device has a stamp, random bytes in memory
+# beside its pool; another device pulls them by the stream of its peer loads, and compares them on the host.
+#
+# A pull that came late leaves the bytes of its own stamp, so it can make a later check fail, but never pass.
 
 STAMP_BYTES = 2 << 20
 """A whole page of a GPU: each of its small pages and every channel of its memory takes part."""

@@ -2,11 +2,6 @@
 
 It is the default where there is no GPU, and goes through the same planner, timeline and client as CUDA. Other
 processes map a slab by its descriptor, which travels over the life socket under the handle's token.
-
-Fault injection for copies, for tests of the recovery: enabled by the flag ``--fault-copies`` alone.
-
-A fault is either a slice of which nothing was copied, or one that broke half way: then its target holds some new bytes
-and some old ones, as after a fault of a real copy engine. Its word is not set, and its job fails.
 """
 
 from __future__ import annotations
@@ -337,6 +332,11 @@ class ShmBackend:
         if not self._running:
             raise Unavailable("the shm backend is not running: start it first, and nothing works after close")
 
+
+# Fault injection for copies, for tests of the recovery: enabled by the flag ``--fault-copies`` alone.
+#
+# A fault is either a slice of which nothing was copied, or one that broke half way: then its target holds some new
+# bytes and some old ones, as after a fault of a real copy engine. Its word is not set, and its job fails.
 
 _HEIGHT = COPY_FIELDS.index("height")
 

@@ -2,16 +2,6 @@
 
 An engine gets the sheet of its model alone: words that other models' engines wait for lie in files that it has no
 descriptor of. Processors wait by futex or look; streams wait too, where the file is pinned.
-
-A pipe without writes, by which engines learn that no copy comes into their pools any more.
-
-One end goes to the engines of a model. Movers that copy into the model's slabs on a device hold the other one, and
-close it once their copies have landed; where a mover dies, the kernel closes it.
-
-Counted holds on regions: memory is not freed before its readers have finished.
-
-Copies need none: the ledger closes no pool that a ticket touches. Readers beside it (checksums, verification) look a
-page up on one thread while another one may be closing the page's slab.
 """
 
 from __future__ import annotations
@@ -29,6 +19,11 @@ from cachesvc.model.futex import WORD_BYTES, store_and_wake, wake, words_of
 
 TIMELINE_WORDS = 8192
 """Words of a sheet."""
+# A pipe without writes, by which engines learn that no copy comes into their pools any more.
+#
+# One end goes to the engines of a model. Movers that copy into the model's slabs on a device hold the other one, and
+# close it once their copies have landed; where a mover dies, the kernel closes it.
+
 TOKEN_BYTES = 16
 
 
@@ -213,6 +208,12 @@ class Writers:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+# Counted holds on regions: memory is not freed before its readers have finished.
+#
+# Copies need none: the ledger closes no pool that a ticket touches. Readers beside it (checksums, verification) look a
+# page up on one thread while another one may be closing the page's slab.
 
 
 class Holds:

@@ -4,21 +4,6 @@ A pool is sent once: its geometry (rows of layer, offset, width, stride) and its
 region, offset), each under a number. A job is then ``JOB_FIELDS``, six numbers for each group that it moves (two pools
 and two counts), and the plain page ids: some microseconds and 16 bytes a block. All numbers have 64 bits; few are
 packed and unpacked without NumPy, each of whose functions takes a processor that has just woken 10 us and more.
-
-Records from one process to another through shared memory, in order, with a futex in place of a socket.
-
-    word 0    position of the writer    (in units of 8 bytes, cyclic over 32 bits)
-    word 16   position of the reader    (in a cache line of its own)
-    page 1 .. the bytes, as a circle
-
-A record is cut into frames: 8 bytes (length, and whether more of the record follows), then the bytes, filled up to 8.
-The side that moves a word wakes its waiter; a wake without a waiter costs a microsecond. One process writes and one
-reads. Each side trusts memory that the other can write: both ends are the daemon's own.
-
-Connection for rare questions of the daemon to a mover: one at a time, an answer, descriptors beside them.
-
-A message is 8 bytes (length of its head, length of its body), the head as JSON, the raw body. Both sides are this
-package at one version, which the first answer tells; a mover of another one is refused.
 """
 
 from __future__ import annotations
@@ -283,6 +268,16 @@ class Settings:
         return CopyRules(self.slice_bytes, self.load_limit, self.store_limit)
 
 
+# Records from one process to another through shared memory, in order, with a futex in place of a socket.
+#
+#     word 0    position of the writer    (in units of 8 bytes, cyclic over 32 bits)
+#     word 16   position of the reader    (in a cache line of its own)
+#     page 1 .. the bytes, as a circle
+#
+# A record is cut into frames: 8 bytes (length, and whether more of the record follows), then the bytes, filled up to 8.
+# The side that moves a word wakes its waiter; a wake without a waiter costs a microsecond. One process writes and one
+# reads. Each side trusts memory that the other can write: both ends are the daemon's own.
+
 HEAD_BYTES = 4096
 UNIT = 8
 WRITTEN, READ = 0, 16
@@ -443,6 +438,11 @@ class Reader:
                 self._parts.clear()
         return found
 
+
+# Connection for rare questions of the daemon to a mover: one at a time, an answer, descriptors beside them.
+#
+# A message is 8 bytes (length of its head, length of its body), the head as JSON, the raw body. Both sides are this
+# package at one version, which the first answer tells; a mover of another one is refused.
 
 log = logging.getLogger(__name__)
 

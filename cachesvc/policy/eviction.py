@@ -5,24 +5,6 @@ which candidates will be used again, and when (``hazard/history.py``); ``hazard_
 
 ``stamp`` numbers the last access of a block or of anything that was below it (``STAMP_BITS`` bits at most), ``hits``
 counts accesses that ended at it, ``depth`` is its position in the prompt.
-
-LRU shadow beside another policy: the hits that LRU would have had, from a sample of keys alone.
-
-A prompt's blocks are used together, the root last, so a block that is there has all above it: each block of a sample
-tells by itself whether it would have been a hit. Keys are hashes, so those that end in some bytes are such a sample,
-and a cache of as small a part of the blocks behaves like the whole.
-
-Hints of engines on how a request's blocks will be used, as access numbers: the order of eviction reads these alone.
-
-A block that will not return counts as never used: it goes before all others, on every tier. One that is expected back
-counts as used later, by as many accesses as its pool has blocks. So a hint moves blocks within the order of their own
-model and tenant, whose pools these are. The same hint on all blocks changes nothing, and a false one keeps a block for
-at most one more turn of its pool.
-
-Rules for copying sealed blocks to the host tier.
-
-write_through: when sealed. write_through_selective: at the ``threshold``-th reuse (a match that passes through the
-block), counts of dropped blocks being remembered. write_back: only when the last device copy is evicted.
 """
 
 from __future__ import annotations
@@ -106,6 +88,12 @@ def eviction_policy(name: str) -> Eviction:
     return policy
 
 
+# LRU shadow beside another policy: the hits that LRU would have had, from a sample of keys alone.
+#
+# A prompt's blocks are used together, the root last, so a block that is there has all above it: each block of a sample
+# tells by itself whether it would have been a hit. Keys are hashes, so those that end in some bytes are such a sample,
+# and a cache of as small a part of the blocks behaves like the whole.
+
 SAMPLED_KEYS = 4096
 """Keys that are kept at most, some 0.6 MiB, where the cache has at most 256 times as many blocks."""
 PARTS = 256
@@ -145,6 +133,14 @@ class ShadowLru:
             known.popitem(last=False)
 
 
+# Hints of engines on how a request's blocks will be used, as access numbers: the order of eviction reads these alone.
+#
+# A block that will not return counts as never used: it goes before all others, on every tier. One that is expected back
+# counts as used later, by as many accesses as its pool has blocks. So a hint moves blocks within the order of their own
+# model and tenant, whose pools these are. The same hint on all blocks changes nothing, and a false one keeps a block
+# for at most one more turn of its pool.
+
+
 class RequestHint(IntEnum):
     """Expected use of a request's blocks. The values are those of the wire."""
 
@@ -166,6 +162,12 @@ def hinted(stamp: int, retention: RequestHint, pool_blocks: int) -> int:
     if retention is RequestHint.ONCE:
         return 0
     return stamp + pool_blocks if retention is RequestHint.KEEP else stamp
+
+
+# Rules for copying sealed blocks to the host tier.
+#
+# write_through: when sealed. write_through_selective: at the ``threshold``-th reuse (a match that passes through the
+# block), counts of dropped blocks being remembered. write_back: only when the last device copy is evicted.
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,24 +7,6 @@ by what it showed at its end. When a landmark of a segment is touched again, or 
 second, unless the oldest of all is worth hardly more, or is older than anything that is remembered.
 
 Time comes in as an argument. What is kept is bounded: by the last ``REMEMBERED`` requests, and by what is resident.
-
-Lines of requests that go on with one another, as conversations do, and where prompts part: by block keys, bounded.
-
-``ends``: of each request the last full block, as the end of a line that the next request may go on with. ``children``:
-how many known children a block has, kept where that is not 1. ``hubs``: how often the known beginning of new lines is
-used, as the smoothed logarithm of the seconds between uses.
-
-Segments: blocks that each request was the last to touch, in two parts, kept in columns by slot.
-
-A part is the run of blocks ``[top, bottom)`` of a path that is resident. It only shrinks: from the top as later
-requests take blocks over, from the bottom as they leave the cache. Its landmarks are its first and its last block; they
-count until they are touched again. Slot 0 belongs to no request.
-
-Classes of blocks that are worth a copy on the host: a share of them is used again after the device has dropped them
-and before the host would.
-
-Lives of blocks end by a use, or by being too old for the host. How old what leaves a device, or the host, is at that
-time is followed as it changes.
 """
 
 from __future__ import annotations
@@ -476,6 +458,12 @@ class Landmarks:
                 del self.segment_of[key]
 
 
+# Lines of requests that go on with one another, as conversations do, and where prompts part: by block keys, bounded.
+#
+# ``ends``: of each request the last full block, as the end of a line that the next request may go on with.
+# ``children``: how many known children a block has, kept where that is not 1. ``hubs``: how often the known beginning
+# of new lines is used, as the smoothed logarithm of the seconds between uses.
+
 Value = TypeVar("Value")
 LOOK_BACK_BLOCKS = 64
 PARTING = 3
@@ -573,6 +561,12 @@ class Lines:
         if self._children.get(key) == 0:
             self._children.put(key, 1)
 
+
+# Segments: blocks that each request was the last to touch, in two parts, kept in columns by slot.
+#
+# A part is the run of blocks ``[top, bottom)`` of a path that is resident. It only shrinks: from the top as later
+# requests take blocks over, from the bottom as they leave the cache. Its landmarks are its first and its last block;
+# they count until they are touched again. Slot 0 belongs to no request.
 
 NO_SEGMENT = 0
 FIRST_OPEN, LAST_OPEN, IS_RUNNING, IS_REMEMBERED, IS_SHARED = 1, 2, 4, 8, 16
@@ -677,6 +671,12 @@ class Segments:
         ages: Floats = np.concatenate([now - arrived, now - ended[has_ended]])
         return Open(rows, ages, np.concatenate([weights, weights[has_ended]]))
 
+
+# Classes of blocks that are worth a copy on the host: a share of them is used again after the device has dropped them
+# and before the host would.
+#
+# Lives of blocks end by a use, or by being too old for the host. How old what leaves a device, or the host, is at that
+# time is followed as it changes.
 
 PRIOR_BLOCKS = 200
 """Blocks of the mean with which each class begins."""

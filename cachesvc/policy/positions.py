@@ -6,20 +6,6 @@ a block in its middle. Each kind learns a rate by age from the positions that ar
 kept; kinds are split by depth, in octaves.
 
 Time comes in as an argument. All of it is columns by row, and a refit is done in steps.
-
-Learned rates at which requests continue at positions, by class and age.
-
-Ages are in bins of half octaves. For each class and bin it is known how many positions have reached the bin, and at how
-many of them a request has continued in it. The share of the two is drawn towards the class's own over all bins, that
-towards its kind's, and that towards all. So a bin that no position has reached yet counts as any other: what is
-unknown is taken to become rarer with age, by as much as bins become wider.
-
-Positions that leave the index, or wait still, have reached the bins below their age, and half of the one that they are
-in. A refit is done in steps.
-
-Worth of copies and of blocks per block of memory: requests a second times the blocks that they need not compute.
-
-All sizes are in blocks of the full groups: a state that takes as much memory as three blocks costs 3.
 """
 
 from __future__ import annotations
@@ -205,6 +191,16 @@ class Positions:
         return fallback(saved, below, cost, capacity)
 
 
+# Learned rates at which requests continue at positions, by class and age.
+#
+# Ages are in bins of half octaves. For each class and bin it is known how many positions have reached the bin, and at
+# how many of them a request has continued in it. The share of the two is drawn towards the class's own over all bins,
+# that towards its kind's, and that towards all. So a bin that no position has reached yet counts as any other: what is
+# unknown is taken to become rarer with age, by as much as bins become wider.
+#
+# Positions that leave the index, or wait still, have reached the bins below their age, and half of the one that they
+# are in. A refit is done in steps.
+
 LEAST_SHARE = 1e-6
 """Least share of positions of a bin, so that rates stay numbers."""
 
@@ -292,6 +288,11 @@ def _shares(continued: Floats, ended: Floats, kinds: Ints) -> Floats:
 def _drawn(events: Floats, reached: Floats, towards: Floats | float) -> Floats:
     drawn: Floats = (events + PRIOR_LIVES * towards) / (reached + PRIOR_LIVES)
     return drawn
+
+
+# Worth of copies and of blocks per block of memory: requests a second times the blocks that they need not compute.
+#
+# All sizes are in blocks of the full groups: a state that takes as much memory as three blocks costs 3.
 
 
 def copy_worth(density: float, saved: int, cost: float) -> float:

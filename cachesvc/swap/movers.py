@@ -10,15 +10,6 @@ Rules on either side of it:
   ``failed_word``, where it failed.
 * A device's arbiter alone chooses the next job: a job is planned during its copy, part by part.
 * Pools are compared by identity: the geometry of a pool and its table are never changed, only replaced.
-
-Allocator of a model's timeline words: one pair (progress, failure) for each ticket, the same on every rank.
-
-A pair that was used goes to the end of the line, and half of all pairs always wait there, so a waiter that comes late
-to an old ticket still finds its final words. A word only ever moves forward: the next ticket begins where the last one
-ended, so a cyclic comparison stays right on either side of a reuse.
-
-Number of pages of a layout that fit into what is left: pure, so that a registration is planned before anything
-changes.
 """
 
 from __future__ import annotations
@@ -244,6 +235,13 @@ class InProcessMovers:
         self._on_end(RankEnd(job.ticket, job.device, error, mine.began))
 
 
+# Allocator of a model's timeline words: one pair (progress, failure) for each ticket, the same on every rank.
+#
+# A pair that was used goes to the end of the line, and half of all pairs always wait there, so a waiter that comes late
+# to an old ticket still finds its final words. A word only ever moves forward: the next ticket begins where the last
+# one ended, so a cyclic comparison stays right on either side of a reuse.
+
+
 class SlotPool:
     """The ``words`` words of a sheet, numbered from ``first`` on, as pairs (first + 2 i, first + 2 i + 1)."""
 
@@ -279,6 +277,9 @@ class SlotPool:
         """Slot with the numbers of engines, which have this sheet alone."""
         return TimelineSlot(slot.word - self._first, slot.failed_word - self._first, slot.base, slot.layers)
 
+
+# Number of pages of a layout that fit into what is left: pure, so that a registration is planned before anything
+# changes.
 
 SHARE_PRECISION = 1024
 """Precision of a share of the host pool: at most one part in this number below what would fit, as every try takes from

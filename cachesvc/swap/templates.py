@@ -5,9 +5,6 @@
     singles         a copy of one row for each block and plane, where many of those go in one cheap call
 
 What is equal in all rows is written as one row; of each copy only the places are reckoned.
-
-Cuts the planes of a step into pieces that one pitched copy can take: equal width, constant pitch on
-both sides.
 """
 
 from __future__ import annotations
@@ -220,6 +217,8 @@ def _of(starts: Int64s, lengths: Int64s, device: PagePlaces, host: PagePlaces) -
 def _power(number: int) -> int:
     return 1 << number.bit_length() - 1
 
+
+# Cuts the planes of a step into pieces that one pitched copy can take: equal width, constant pitch on both sides.
 
 KEPT_CUTS = 1 << 14
 """Steps whose pieces are remembered: some 200 a group of 64 layers, over all step sizes."""

@@ -7,12 +7,6 @@ times. What is small is parsed at once, for that costs less than to look: a mess
 entry that its shortest list may have cannot break a limit. Such entries are stepped over, up to ``SKIPPED_BYTES``.
 
 The encoding: https://protobuf.dev/programming-guides/encoding/
-
-Length limits of every text, bytes and list of a request: one table, enforced by the edge.
-
-A field that is not here may not be in a request: ``tests/unit/wire/test_limits.py`` walks all protos. ``Where.EDGE`` is
-refused by ``check_fields`` before a handler looks at the message, ``Where.FLOW`` by the flow that reads it (because its
-limit is configured, or because reading it twice would cost), ``Where.CUT`` is shortened.
 """
 
 from __future__ import annotations
@@ -106,6 +100,13 @@ def _field_bytes(field: FieldDescriptor) -> int:
     else:
         each = _LONGEST_VARINT
     return count * (each + 2 * _LONGEST_VARINT)
+
+
+# Length limits of every text, bytes and list of a request: one table, enforced by the edge.
+#
+# A field that is not here may not be in a request: ``tests/unit/wire/test_limits.py`` walks all protos. ``Where.EDGE``
+# is refused by ``check_fields`` before a handler looks at the message, ``Where.FLOW`` by the flow that reads it
+# (because its limit is configured, or because reading it twice would cost), ``Where.CUT`` is shortened.
 
 
 @cache

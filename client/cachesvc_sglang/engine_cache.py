@@ -1,9 +1,4 @@
-"""SGLang's prefix cache as every rank of an engine has it: what asks the daemon nothing.
-
-Metrics of the cache beside SGLang's own: SGLang's counters of load backs, and what it has no counter for.
-
-Hits by tier are SGLang's ``cached_tokens_total``. Evictions are the daemon's, over all engines, and its metrics.
-"""
+"""SGLang's prefix cache as every rank of an engine has it: what asks the daemon nothing."""
 
 from __future__ import annotations
 
@@ -155,6 +150,10 @@ class EngineCache(BasePrefixCache):  # type: ignore[misc]
         if self._in_flight and self.node.pool.is_on_gpu:
             torch.cuda.synchronize()
 
+
+# Metrics of the cache beside SGLang's own: SGLang's counters of load backs, and what it has no counter for.
+#
+# Hits by tier are SGLang's ``cached_tokens_total``. Evictions are the daemon's, over all engines, and its metrics.
 
 POOL = "kv"
 """SGLang's name of the pool."""

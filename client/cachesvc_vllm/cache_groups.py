@@ -4,16 +4,6 @@ vLLM divides a model's layers into groups of equally many. A group has a block t
 their blocks from one pool. The daemon knows three kinds of them (``Retention``); everything else is refused by name.
 Pages of all groups are equally large, so blocks of one group may have more tokens than those of another. The daemon's
 have the least common multiple of all: vLLM's hits end there too.
-
-The daemon's layout that is vLLM's, to the byte: where vLLM places layers in its one buffer, a slab has its planes.
-
-Bytes are all that counts here: what a page means is vLLM's affair, and a part of the model's name (``naming``). vLLM's
-groups lie over each other from the buffer's first byte on, and a block is one group's at a time:
-
-    group 0    | layer 0 [ block 0 | block 1 | ... ] | layer 3 [ block 0 | block 1 | ... ] |
-    group 1    | layer 1 [ block 0 | block 1 | ... ] | layer 4 [ block 0 | block 1 | ... ] |
-
-So all groups share one pool of pages. A group with smaller blocks than others is several in the layout (``Parts``).
 """
 
 from __future__ import annotations
@@ -159,6 +149,16 @@ def _of_state(layer: Any) -> Iterable[str]:
             "--speculative-config or the connector"
         )
 
+
+# The daemon's layout that is vLLM's, to the byte: where vLLM places layers in its one buffer, a slab has its planes.
+#
+# Bytes are all that counts here: what a page means is vLLM's affair, and a part of the model's name (``naming``).
+# vLLM's groups lie over each other from the buffer's first byte on, and a block is one group's at a time:
+#
+#     group 0    | layer 0 [ block 0 | block 1 | ... ] | layer 3 [ block 0 | block 1 | ... ] |
+#     group 1    | layer 1 [ block 0 | block 1 | ... ] | layer 4 [ block 0 | block 1 | ... ] |
+#
+# So all groups share one pool of pages. A group with smaller blocks than others is several in the layout (``Parts``).
 
 GROUP = "full"
 """Name of the group of a model that has one."""

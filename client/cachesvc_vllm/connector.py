@@ -1,8 +1,4 @@
-"""``CachesvcConnector``: vLLM's interface for connectors, a line for each hook; what it does is on its two sides.
-
-Log lines of the connector in vLLM's form, with time and process: Python prints those of a logger without handlers
-bare.
-"""
+"""``CachesvcConnector``: vLLM's interface for connectors, a line for each hook; what it does is on its two sides."""
 
 from __future__ import annotations
 
@@ -249,6 +245,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
 
+
+# Log lines of the connector in vLLM's form, with time and process: Python prints those of a logger without handlers
+# bare.
 
 OURS = ("cachesvc_client", "cachesvc_vllm")
 

@@ -2,17 +2,6 @@
 
 So an option that a later release adds keeps engines apart until someone has looked at it. A value without fields is
 its type.
-
-Block keys of engines with a drafter: they cover the tokens behind a block that its drafter's KV depends on.
-
-EAGLE-like drafters compute their KV at a position from the target's hidden state there and from the next token. So the
-last position of a block is right for one continuation only. vLLM drops the last block of each hit for that reason, or,
-since 0.33 and without a connector, hashes the next tokens too. Here the connector does the latter:
-
-    key of block i = H(vLLM's hash of block i, the next L tokens)      L: tokens that the drafter reads ahead
-
-A block is sealed once these tokens are known and verified, and no block of a hit is dropped. Keys stay prefix-closed:
-the hash of block i + 1 covers the tokens that the key of block i looks ahead to, as long as L is at most a block.
 """
 
 from __future__ import annotations
@@ -220,6 +209,17 @@ def _shown(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
     return text if len(text) <= SHOWN_CHARACTERS and "{" not in text else digest_of(value)
 
+
+# Block keys of engines with a drafter: they cover the tokens behind a block that its drafter's KV depends on.
+#
+# EAGLE-like drafters compute their KV at a position from the target's hidden state there and from the next token. So
+# the last position of a block is right for one continuation only. vLLM drops the last block of each hit for that
+# reason, or, since 0.33 and without a connector, hashes the next tokens too. Here the connector does the latter:
+#
+#     key of block i = H(vLLM's hash of block i, the next L tokens)      L: tokens that the drafter reads ahead
+#
+# A block is sealed once these tokens are known and verified, and no block of a hit is dropped. Keys stay prefix-closed:
+# the hash of block i + 1 covers the tokens that the key of block i looks ahead to, as long as L is at most a block.
 
 PERSON = b"kv-lookahead"
 

@@ -6,11 +6,6 @@ digests the processed tensors of each item, which the engine has, and has vLLM c
 first scheduled. The name is in vLLM's hashes of the blocks with the item, and it is the one under which vLLM keeps what
 the encoder made of it. It contains what else that depends on: the version of the weights, and the adapter where towers
 have one. So neither outlives what it was made from.
-
-The name under which engines share: equal exactly where one engine may use what another one computed.
-
-It contains all that decides the bytes of a page, and the keys (``identity``). It leaves out what may differ without
-harm: pool sizes, batching, graphs, sampling, and the place of a checkpoint.
 """
 
 from __future__ import annotations
@@ -203,6 +198,12 @@ def _size_bytes(item: Any) -> int:
 def _is_named_as_content(feature: Feature) -> bool:
     name = feature.identifier if feature.mm_hash is None else feature.mm_hash
     return CONTENT_HASH.fullmatch(name) is not None
+
+
+# The name under which engines share: equal exactly where one engine may use what another one computed.
+#
+# It contains all that decides the bytes of a page, and the keys (``identity``). It leaves out what may differ without
+# harm: pool sizes, batching, graphs, sampling, and the place of a checkpoint.
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,4 @@
-"""The scheduler's side: match when vLLM looks for hits, reserve before it counts, seal what is computed.
-
-Reports put off until the first token of a lone request has come: its client waits for nothing else.
-
-Under asynchronous scheduling the next iteration is scheduled before the output of the last one is taken:
-
-    step 0   admits the request          no report
-    step 1                               no report
-    output of step 0: the first token    no report; it goes to the client
-    step 2                               reports what has gathered
-
-Pace of reports: those of decoding requests are sent together, once in four iterations.
-
-In most iterations of a decoding batch some requests fill a block and take the next one from the stock. A message costs
-more than its content, and the daemon may get this content later: a stock page is the engine's anyway, and the block of
-an answer is matched with the next turn. Matches, blocks of prompts, returned pages and a low stock are sent at once
-(``PageBook.is_urgent``).
-"""
+"""The scheduler's side: match when vLLM looks for hits, reserve before it counts, seal what is computed."""
 
 from __future__ import annotations
 
@@ -588,6 +571,15 @@ class Sealer:
         self._book.finish(pages, request.num_output_tokens)
 
 
+# Reports put off until the first token of a lone request has come: its client waits for nothing else.
+#
+# Under asynchronous scheduling the next iteration is scheduled before the output of the last one is taken:
+#
+#     step 0   admits the request          no report
+#     step 1                               no report
+#     output of step 0: the first token    no report; it goes to the client
+#     step 2                               reports what has gathered
+
 MOST_STEPS = 2
 """Iterations whose reports may be put off: other engines wait for what they free."""
 
@@ -613,6 +605,13 @@ class FirstToken:
         is_first, self._is_awaited = self._is_awaited, False
         return is_first
 
+
+# Pace of reports: those of decoding requests are sent together, once in four iterations.
+#
+# In most iterations of a decoding batch some requests fill a block and take the next one from the stock. A message
+# costs more than its content, and the daemon may get this content later: a stock page is the engine's anyway, and the
+# block of an answer is matched with the next turn. Matches, blocks of prompts, returned pages and a low stock are sent
+# at once (``PageBook.is_urgent``).
 
 MOST_GATHERED = 4
 """Iterations whose reports go together: 40 ms at 10 ms each."""

@@ -1,17 +1,4 @@
-"""Messages between the two sides of the connector, sent through vLLM.
-
-Loads from the host for an engine's requests, from vLLM's allocation to their end, and copies within the device.
-
-A request is scheduled once its load has ended, while others run. Where nothing else runs or waits, or the load is
-short, it is early: the request is scheduled at once, and the step waits for the load, layer by layer. Where that fails,
-vLLM drops what was computed, and the request is preempted: it begins anew with what is in place. With asynchronous
-scheduling a further step of it is under way by then, which is dropped too:
-
-    step 0    admits the request; its layers wait for the load
-    step 1    is launched, and reads what step 0 wrote
-    output 0  says which blocks did not come: no token of it, and what step 1 computes is stale (``drop_ahead``)
-    output 1  is dropped; the request has no step under way, and is preempted
-"""
+"""Messages between the two sides of the connector, sent through vLLM."""
 
 from __future__ import annotations
 
@@ -100,6 +87,18 @@ def has_lapsed(invalid_blocks: Collection[int]) -> bool:
     a MultiConnector, which reports blocks that it could not load, never names it."""
     return 0 in invalid_blocks
 
+
+# Loads from the host for an engine's requests, from vLLM's allocation to their end, and copies within the device.
+#
+# A request is scheduled once its load has ended, while others run. Where nothing else runs or waits, or the load is
+# short, it is early: the request is scheduled at once, and the step waits for the load, layer by layer. Where that
+# fails, vLLM drops what was computed, and the request is preempted: it begins anew with what is in place. With
+# asynchronous scheduling a further step of it is under way by then, which is dropped too:
+#
+#     step 0    admits the request; its layers wait for the load
+#     step 1    is launched, and reads what step 0 wrote
+#     output 0  says which blocks did not come: no token of it, and what step 1 computes is stale (``drop_ahead``)
+#     output 1  is dropped; the request has no step under way, and is preempted
 
 SHORT_LOAD_BYTES = 32 << 20
 """Most that the early loads of a step bring beside other requests, which wait for them: 0.7 ms at 47 GB/s, of a PCIe 5

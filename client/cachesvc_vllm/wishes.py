@@ -1,12 +1,4 @@
-"""Matches that requests ask for: their length, and the salt that stands for what else their KV depends on.
-
-Key of a prompt's last block where it is not full: a prefilling engine seals it, and a decoding one copies it.
-
-    key of the tail = H("kv-tail", key of the block before, tokens of a block, the tail's tokens, what else vLLM hashes)
-
-No full block has such a key, nor a tail of other tokens or another length. An adapter, an image or a salt is in it as
-in the keys of full blocks: by vLLM's extra keys, and by the salts that all keys of a request are mixed with.
-"""
+"""Matches that requests ask for: their length, and the salt that stands for what else their KV depends on."""
 
 from __future__ import annotations
 
@@ -144,6 +136,13 @@ class Wishes:
     def close(self) -> None:
         self._media.close()
 
+
+# Key of a prompt's last block where it is not full: a prefilling engine seals it, and a decoding one copies it.
+#
+#   key of the tail = H("kv-tail", key of the block before, tokens of a block, the tail's tokens, vLLM's other keys)
+#
+# No full block has such a key, nor a tail of other tokens or another length. An adapter, an image or a salt is in it as
+# in the keys of full blocks: by vLLM's extra keys, and by the salts that all keys of a request are mixed with.
 
 LEAST_TOKENS = 2
 """Tokens of a tail that is of use: the last token of a prompt is computed always."""

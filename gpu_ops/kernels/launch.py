@@ -1,10 +1,4 @@
-"""Launches kernels on a stream that the caller names. Needs CuPy; the first use of a kernel compiles it.
-
-Compiles kernels by NVRTC, which needs no GPU: so that a kernel that cannot be built fails where there is none.
-
-NVRTC comes from the wheels of the extra ``gpucheck``, or from an installed toolkit. What runs kernels (CuPy) compiles
-them by itself; this is for checking.
-"""
+"""Launches kernels on a stream that the caller names. Needs CuPy; the first use of a kernel compiles it."""
 
 from __future__ import annotations
 
@@ -95,6 +89,11 @@ class _Handle:
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
 
+
+# Compiles kernels by NVRTC, which needs no GPU: so that a kernel that cannot be built fails where there is none.
+#
+# NVRTC comes from the wheels of the extra ``gpucheck``, or from an installed toolkit. What runs kernels (CuPy) compiles
+# them by itself; this is for checking.
 
 KERNELS = Path(__file__).parent
 SUFFIX = ".cu"

@@ -3,19 +3,6 @@
 Routers look prompts up by hashes of their own over an event's tokens: a block without tokens, or whose parent they were
 not sent, is dropped or lands in the wrong place. So with ``tokens`` a block is announced once its tokens are known and
 its parent was announced, and at once when the last of the two becomes true.
-
-The form of KV events that the cache-aware routers of vLLM, Dynamo and llm-d read.
-
-    batch     [seconds since 1970, [event, ...], data-parallel rank]
-    event     {"type": "BlockStored", ...}, {"type": "BlockRemoved", ...}, {"type": "AllBlocksCleared"}
-
-That is what vLLM publishes as msgpack; before mid-2026 its events were arrays with the tag first, which
-``Form.ARRAY`` still writes. A hash is the last 8 bytes of a block's key as an unsigned number, as vLLM cuts its own.
-
-Tokens of blocks, kept by the process that hashes prompts, for routers that look prompts up by their tokens.
-
-The daemon knows keys and no tokens. ``learn`` is made for an engine's scheduler thread: it copies what it is given and
-returns; the thread that publishes events takes it in.
 """
 
 from __future__ import annotations
@@ -49,6 +36,14 @@ from cachesvc_client.records.event_batch import (
     with_location,
     without_location,
 )
+
+# The form of KV events that the cache-aware routers of vLLM, Dynamo and llm-d read.
+#
+#     batch     [seconds since 1970, [event, ...], data-parallel rank]
+#     event     {"type": "BlockStored", ...}, {"type": "BlockRemoved", ...}, {"type": "AllBlocksCleared"}
+#
+# That is what vLLM publishes as msgpack; before mid-2026 its events were arrays with the tag first, which
+# ``Form.ARRAY`` still writes. A hash is the last 8 bytes of a block's key as an unsigned number, as vLLM cuts its own.
 
 Event = dict[str, Any]
 MEDIA: Mapping[str, str] = {"device": "GPU", "host": "CPU", "storage": "DISK"}
@@ -226,6 +221,11 @@ def _nudge(inbox: Inbox) -> None:
     with suppress(queue.Full):
         inbox.put_nowait(WakeUp.TOKENS)
 
+
+# Tokens of blocks, kept by the process that hashes prompts, for routers that look prompts up by their tokens.
+#
+# The daemon knows keys and no tokens. ``learn`` is made for an engine's scheduler thread: it copies what it is given
+# and returns; the thread that publishes events takes it in.
 
 WAITING_PROMPTS = 1024
 """Prompts that wait to be taken in. ``learn`` takes them in by itself beyond that, so memory stays bounded."""

@@ -1,16 +1,4 @@
-"""Pages that the daemon grants an engine: ahead, into its stock, or for a request that asks for them.
-
-Reports of an iteration as operations of a step: blocks that are computed, cells that are given back, ended requests.
-
-In this order: a cell that is given back in the same report is sealed before.
-
-Size of an engine's stock: what its next iterations may take, so that the daemon grants it between them.
-
-No other engine can use what lies in a stock. So its target follows what waits, what runs and what recent iterations
-took; an engine that runs nothing goes back to its ``base``, and the rest flows back to the pool.
-
-    target = base .. most, of  running + max(recent iterations, first blocks of requests that wait)
-"""
+"""Pages that the daemon grants an engine: ahead, into its stock, or for a request that asks for them."""
 
 from __future__ import annotations
 
@@ -261,6 +249,10 @@ def _take_report(answer: Answer) -> None:
             refused("operation", "", result)
 
 
+# Reports of an iteration as operations of a step: blocks that are computed, cells that are given back, ended requests.
+#
+# In this order: a cell that is given back in the same report is sealed before.
+
 Pack = Callable[[Sequence[bytes], bytes], bytes]
 """The daemon's keys of hashes and a salt."""
 
@@ -325,6 +317,13 @@ def _release(batch: Any, request: RequestPages) -> None:
     except CacheClientError as error:
         refused("release", request.request_id, error)
 
+
+# Size of an engine's stock: what its next iterations may take, so that the daemon grants it between them.
+#
+# No other engine can use what lies in a stock. So its target follows what waits, what runs and what recent iterations
+# took; an engine that runs nothing goes back to its ``base``, and the rest flows back to the pool.
+#
+#     target = base .. most, of  running + max(recent iterations, first blocks of requests that wait)
 
 SHARE_DIVISOR = 32
 """Largest part of the pool that a stock may have: it holds what requests would return to, and other engines want it."""

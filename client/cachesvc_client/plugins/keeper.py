@@ -6,12 +6,6 @@ stopped engine, whose pages others wait for.
 
 A keeper that ends before its lease is replaced by another one. It finds its modules where the engine found them: not
 in the working directory, which ``python -m`` would search first.
-
-The version of an engine's weights, on which all engines of a model agree: keys are mixed with it.
-
-An engine starts with the weights of its checkpoint, or with the version of its settings. An operator announces a
-version (``cachesvc weights MODEL VERSION``), the engine loads it, and ``reset_prefix_cache`` has the engine adopt it.
-Engines of one version share, and no others.
 """
 
 from __future__ import annotations
@@ -58,6 +52,12 @@ main(sys.argv[1:])
 
 PAUSE_S = 1.0
 """Between the end of a keeper and the start of the next: one that cannot start costs an import of gRPC each time."""
+
+# The version of an engine's weights, on which all engines of a model agree: keys are mixed with it.
+#
+# An engine starts with the weights of its checkpoint, or with the version of its settings. An operator announces a
+# version (``cachesvc weights MODEL VERSION``), the engine loads it, and ``reset_prefix_cache`` has the engine adopt it.
+# Engines of one version share, and no others.
 
 log = logging.getLogger(__name__)
 

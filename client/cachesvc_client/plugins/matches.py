@@ -1,14 +1,4 @@
-"""Requests that have come, and their matches: of many that wait, all that may run next are matched in one message.
-
-Reports to the daemon that must wait: computed blocks, cells that are not read any more, and ended requests.
-
-A drafter's kernels may run on when a step's output has come, for sampled tokens are copied out before that. They
-write KV behind what the step has computed. With a drafter the daemon gets the report of an output's blocks after the
-next output, whose kernels ran behind them, or after that of a step that computes nothing, for which workers wait.
-
-    end_step   blocks of this output, requests that it ended     -> late
-    end_step   of the next                                       -> ready, sent by the next flush
-"""
+"""Requests that have come, and their matches: of many that wait, all that may run next are matched in one message."""
 
 from __future__ import annotations
 
@@ -312,6 +302,16 @@ def refused(what: str, request_id: str, error: CacheClientError) -> None:
 
 _news: dict[str, News] = {}
 """By what was asked for."""
+
+
+# Reports to the daemon that must wait: computed blocks, cells that are not read any more, and ended requests.
+#
+# A drafter's kernels may run on when a step's output has come, for sampled tokens are copied out before that. They
+# write KV behind what the step has computed. With a drafter the daemon gets the report of an output's blocks after the
+# next output, whose kernels ran behind them, or after that of a step that computes nothing, for which workers wait.
+#
+#     end_step   blocks of this output, requests that it ended     -> late
+#     end_step   of the next                                       -> ready, sent by the next flush
 
 
 @dataclass(slots=True)

@@ -1,10 +1,6 @@
 """A process's side of the daemon: connected, registered, with a lease, and brought back after a loss.
 
 An engine's scheduler and each of its workers has one, be they in one process or in several.
-
-Debugging: has anything changed a page after it was sealed? The daemon compares checksums, and the engine waits.
-
-A kernel that writes where it should not, or a warm-up that does, harms other engines; this finds the engine that did.
 """
 
 from __future__ import annotations
@@ -398,6 +394,10 @@ def _give_up(lease: Lease) -> None:
 def _salt(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=32).digest() if text else b""
 
+
+# Debugging: has anything changed a page after it was sealed? The daemon compares checksums, and the engine waits.
+#
+# A kernel that writes where it should not, or a warm-up that does, harms other engines; this finds the engine that did.
 
 DEADLINE_S = 600.0
 """Time limit of a check, seconds: it reads all sealed pages, at the daemon's ``--checksum-limit``."""

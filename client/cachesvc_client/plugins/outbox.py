@@ -2,17 +2,6 @@
 
 Waiting for an answer there stops every request that runs. So answers are looked for, and waited for in two cases alone:
 while the engine computes nothing, and where a running request would be preempted otherwise. ``Waits`` counts both.
-
-Fencing: discard a step's tokens unless the lease was held while their pages were read.
-
-An engine that was stopped for longer than its lease goes on where it was: in the middle of a step, whose hits the
-daemon let go meanwhile, and others may have written. So an iteration begins with a look at the lease, after which what
-is lost is not scheduled; and ends with one, when a step's output has come. By then all that the step read was read, on
-every rank and by every kernel: tokens wait for the last of them. The engine gives them out after that.
-
-    look  ->  schedule  ->  begin_step  ->  kernels  ->  end_step  ->  tokens
-
-Both cost a comparison while beats are answered in time (``Lease.is_sure``), and a round trip where they were late.
 """
 
 from __future__ import annotations
@@ -39,6 +28,17 @@ from cachesvc_client import (
 ANSWER_S = 1.0
 """An engine's scheduler waits no longer for an answer, once in an iteration: what it is about waits, and everything
 else goes on. A burst of requests does not wait so long for each."""
+
+# Fencing: discard a step's tokens unless the lease was held while their pages were read.
+#
+# An engine that was stopped for longer than its lease goes on where it was: in the middle of a step, whose hits the
+# daemon let go meanwhile, and others may have written. So an iteration begins with a look at the lease, after which
+# what is lost is not scheduled; and ends with one, when a step's output has come. By then all that the step read was
+# read, on every rank and by every kernel: tokens wait for the last of them. The engine gives them out after that.
+#
+#     look  ->  schedule  ->  begin_step  ->  kernels  ->  end_step  ->  tokens
+#
+# Both cost a comparison while beats are answered in time (``Lease.is_sure``), and a round trip where they were late.
 
 LOOK_S = 0.0001
 """No answer comes sooner, and each of an iteration's many requests would look: a look is a system call."""

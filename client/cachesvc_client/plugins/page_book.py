@@ -8,9 +8,6 @@ request would be preempted otherwise (``steps/outbox.py``):
     an iteration is made  growth, computed blocks and ended requests are reported; the answer fills the stock
 
 Pages are reserved before the engine counts what is free, so that taking them cannot fail. Knows no engine.
-
-Back-off of an engine: it gives back what it got for requests that wait. Engines on one pool know nothing of each
-other: two of which neither runs anything may each have what the other waits for.
 """
 
 from __future__ import annotations
@@ -552,6 +549,9 @@ def salted(hashes: Sequence[bytes], *salts: bytes) -> bytes:
         keys = (np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES) ^ np.frombuffer(each, np.uint8)).tobytes()
     return keys
 
+
+# Back-off of an engine: it gives back what it got for requests that wait. Engines on one pool know nothing of each
+# other: two of which neither runs anything may each have what the other waits for.
 
 Clock = Callable[[], float]
 TRIES_S = 0.05

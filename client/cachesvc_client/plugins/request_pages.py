@@ -10,16 +10,6 @@ its table names in that place. A worker copies the sealed page there before the 
 The tail's page is that of a sequence beside the request's, without keys, and goes back with it.
 A prompt that ends within a block may be a hit too (``Tail``). Then the sequence beside the request's has
 the sealed page, and the copy goes into the request's own one, which it fills and publishes like any other.
-
-Tables of a request's groups beside the leading one: pages by position, with holes.
-
-The leading group keeps whole sequences, and its table is as long as the request (``RequestPages``). The others have
-cells at the same positions: all of them (whole sequences too), those from a window's beginning on, or one at the end of
-each scheduled chunk (states). The engine takes a cell once, in order, and frees the first ones again; what lies below
-the first cell that it may still read goes back to the daemon.
-
-The daemon's blocks have the tokens in which each group has whole blocks. A group with smaller ones has several cells
-for each, which are groups of their own there (``Parts``).
 """
 
 from __future__ import annotations
@@ -457,6 +447,16 @@ class Wish:
             return self.hashes
         return [*self.hashes[: self.whole_blocks - 1], self.tail.key]
 
+
+# Tables of a request's groups beside the leading one: pages by position, with holes.
+#
+# The leading group keeps whole sequences, and its table is as long as the request (``RequestPages``). The others have
+# cells at the same positions: all of them (whole sequences too), those from a window's beginning on, or one at the end
+# of each scheduled chunk (states). The engine takes a cell once, in order, and frees the first ones again; what lies
+# below the first cell that it may still read goes back to the daemon.
+#
+# The daemon's blocks have the tokens in which each group has whole blocks. A group with smaller ones has several cells
+# for each, which are groups of their own there (``Parts``).
 
 Positions = Mapping[int, Sequence[int]]
 """By state group, where the engine takes a page next."""
