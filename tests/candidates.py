@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cachesvc.ledger.block_ledger import window_rank
 from cachesvc.ledger.candidates import CopyQueues, LeafOrder, QueuedLeaves
 from cachesvc.ledger.ledger import Model
-from cachesvc.ledger.retention import SPENT
+from cachesvc.ledger.retention import SPENT, window_rank
 from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.words import FILLING, READY
 from cachesvc.policy.hazard import History

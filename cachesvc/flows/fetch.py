@@ -15,9 +15,10 @@ from cachesvc.flows.pending_writes import came_to_host
 from cachesvc.flows.presence import note_stored, note_unstored
 from cachesvc.flows.replicas import Sharing
 from cachesvc.flows.transfers import land, may_submit, unstage, wait_for
-from cachesvc.ledger.block_ledger import BlockLedger, Hit, window_positions
+from cachesvc.ledger.block_ledger import BlockLedger, Hit
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pins import Keep, Pin, kept
+from cachesvc.ledger.retention import window_positions
 from cachesvc.ledger.sequences import Prefetch
 from cachesvc.ledger.storage_state import Fetch, fetched_pages
 from cachesvc.ledger.tier_copies import NO_ROW

@@ -22,9 +22,9 @@ import numpy as np
 from cachesvc.flows.core import Call, Core, Count, begin
 from cachesvc.flows.make_room import make_host_room
 from cachesvc.flows.transfers import expedite, load_pairs, may_submit, store_pairs, submit
-from cachesvc.ledger.block_ledger import window_positions
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pins import Keep, Pin
+from cachesvc.ledger.retention import window_positions
 from cachesvc.ledger.sequences import Hold, OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.ledger.tier_copies import NO_ROW, Place

@@ -15,10 +15,11 @@ from cachesvc.flows.core import TURN, Call, Core, Count
 from cachesvc.flows.loads import load_from, loads_of
 from cachesvc.flows.make_room import make_host_room, make_room
 from cachesvc.flows.transfers import expedite, may_submit, store_pairs, submit
-from cachesvc.ledger.block_ledger import Hit, window_positions
+from cachesvc.ledger.block_ledger import Hit
 from cachesvc.ledger.ledger import Model, Replica
 from cachesvc.ledger.pins import Keep, kept
 from cachesvc.ledger.planner import parts_of, start_backup
+from cachesvc.ledger.retention import window_positions
 from cachesvc.ledger.storage_state import Expectation, Fetch
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.ledger.tier_copies import NO_ROW, Place

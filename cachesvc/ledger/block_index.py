@@ -78,12 +78,64 @@ SHORT_RUNS, ROWS_LOOKED_AT = 32, 256
 """Ranges after which a long path counts as scattered, and rows of the index to look at for each row of a path."""
 
 
-class Paths:
-    """``parent``, ``depth`` and ``head`` by row, as in ``BlockIndex``."""
+HITS_MAX = (1 << 31) - 1
+ROWS_A_TURN = 512
+"""Rows that are taken over in a turn, 0.1 to 0.2 ms."""
+LEAST_ROWS, MOST_ROWS = 16, 1024
+"""Rows that are added at a time."""
 
-    parent: array[int]
-    depth: array[int]
-    head: array[int]
+
+class Taking(NamedTuple):
+    """A request takes over the blocks from the row ``tip`` up: its segments are ``parts``. ``told`` gets, for each
+    turn, their former segments, deepest first, and the number of blocks down to the deepest."""
+
+    told: Callable[[Parts, Ints, int], None]
+    tip: int
+    parts: Parts
+
+
+class BlockIndex:
+    """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow, as long as their
+    memory exists. ``lost``: places whose memory is gone, until they are empty (``lost.py``); ``losses``: how many ever
+    were. ``told``: all of these, as the journal knows them.
+
+    ``stamp``: a row's last access. ``reached``: that of the deepest block whose window or sinks it was part of.
+    ``segments``: of which segment of a request it is, where the eviction policy follows requests (``class_queues.py``).
+    ``head``: the tree is cut into chains, each from its head down: a row goes on with its parent's chain if no other
+    child does so already (``continued``), and begins one of its own otherwise. So a few chains and depths give a row's
+    ancestors. ``taking``: of the request that came last, what is not in its segments yet. ``flying``: rows with
+    ``flights``. ``orders``: of all candidates for eviction, on all places. ``bare``: 1 for rows that had lost their
+    last copy when others hung below them; ``childless``: those whose last child has left since.
+    """
+
+    def __init__(self) -> None:
+        self.rows: PartedDict[int] = PartedDict()
+        self.keys: list[bytes | None] = []
+        self.parent = array("i")
+        self.depth = array("I")
+        self.head = array("I")
+        self.continued = bytearray()
+        self.children = array("I")
+        self.stamp = array("Q")
+        self.reached = array("Q")
+        self.hits = array("I")
+        self.reuses = array("H")
+        self.flights = array("H")
+        self.segments = array("i")
+        self.flying = FlyingRows()
+        self.places: list[Place] = []
+        self.lost: list[Place] = []
+        self.told: list[Place] = []
+        self.losses = 0
+        self.bare = bytearray()
+        self.childless: list[int] = []
+        self.orders: list[LeafOrder] = []
+        self._spare_rows: list[int] = []
+        self.follows_requests = False
+        self.taking: Taking | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys) - len(self._spare_rows)
 
     def is_above(self, above: int, row: int) -> bool:
         """True where ``above`` is ``row`` or an ancestor of it; looks at each chain between them, not at each row."""
@@ -165,66 +217,6 @@ class Paths:
         out = np.empty(count, np.int32)
         out[depths[wanted] - (depth - count + 1)] = found[wanted]
         return out
-
-
-HITS_MAX = (1 << 31) - 1
-ROWS_A_TURN = 512
-"""Rows that are taken over in a turn, 0.1 to 0.2 ms."""
-LEAST_ROWS, MOST_ROWS = 16, 1024
-"""Rows that are added at a time."""
-
-
-class Taking(NamedTuple):
-    """A request takes over the blocks from the row ``tip`` up: its segments are ``parts``. ``told`` gets, for each
-    turn, their former segments, deepest first, and the number of blocks down to the deepest."""
-
-    told: Callable[[Parts, Ints, int], None]
-    tip: int
-    parts: Parts
-
-
-class BlockIndex(Paths):
-    """Keys to rows, the tree, and the per-place copies. ``places[0]`` is the host; replicas follow, as long as their
-    memory exists. ``lost``: places whose memory is gone, until they are empty (``lost.py``); ``losses``: how many ever
-    were. ``told``: all of these, as the journal knows them.
-
-    ``stamp``: a row's last access. ``reached``: that of the deepest block whose window or sinks it was part of.
-    ``segments``: of which segment of a request it is, where the eviction policy follows requests (``class_queues.py``).
-    ``head``: the tree is cut into chains, each from its head down: a row goes on with its parent's chain if no other
-    child does so already (``continued``), and begins one of its own otherwise. So a few chains and depths give a row's
-    ancestors. ``taking``: of the request that came last, what is not in its segments yet. ``flying``: rows with
-    ``flights``. ``orders``: of all candidates for eviction, on all places. ``bare``: 1 for rows that had lost their
-    last copy when others hung below them; ``childless``: those whose last child has left since.
-    """
-
-    def __init__(self) -> None:
-        self.rows: PartedDict[int] = PartedDict()
-        self.keys: list[bytes | None] = []
-        self.parent = array("i")
-        self.depth = array("I")
-        self.head = array("I")
-        self.continued = bytearray()
-        self.children = array("I")
-        self.stamp = array("Q")
-        self.reached = array("Q")
-        self.hits = array("I")
-        self.reuses = array("H")
-        self.flights = array("H")
-        self.segments = array("i")
-        self.flying = FlyingRows()
-        self.places: list[Place] = []
-        self.lost: list[Place] = []
-        self.told: list[Place] = []
-        self.losses = 0
-        self.bare = bytearray()
-        self.childless: list[int] = []
-        self.orders: list[LeafOrder] = []
-        self._spare_rows: list[int] = []
-        self.follows_requests = False
-        self.taking: Taking | None = None
-
-    def __len__(self) -> int:
-        return len(self.keys) - len(self._spare_rows)
 
     @property
     def spare_rows(self) -> list[int]:

@@ -32,16 +32,12 @@ from cachesvc.ledger.retention import (
     Prefix,
     RankRule,
     Retention,
-    WindowNeed,
     WindowSearch,
-    hit_window_blocks,
     kin_of,
     leaf_order,
     require_chained,
     window_needs,
     window_order,
-    window_positions,
-    window_rank,
 )
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.errors import KeyMisplaced, LedgerBroken
@@ -67,18 +63,65 @@ class Hit(NamedTuple):
         return self.blocks + sum(blocks for _, blocks in self.lost)
 
 
-class Lookup:
-    """The part of a ``BlockLedger`` that finds, and changes nothing. ``misplaced``: how often keys were asked for that
-    the index has below others than the caller says.
+MOST_GIVEN_UP = 4096
+GIVEN_UP_SECONDS = 10.0
+"""Time for which a block that a request has given up is remembered, seconds: as long as callers are patient."""
+
+
+class Filling(NamedTuple):
+    """Copies that have begun to come: of group g, ``rows[g]`` to the pages ``pages[g]``."""
+
+    rows: Sequence[array[int]]
+    pages: list[array[int]]
+
+
+class BlockLedger:
+    """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place.
+
+    ``computing``: keys that sequences have declared to be computing, with how many do. ``given_up``: the first block
+    that each of the sequences that ended lately was to compute and has not, with its time, the oldest first.
+    ``places_made``: the next one's number. ``misplaced``: how often keys were asked for that the index has below others
+    than the caller says.
 
     A hit's last block, in place and in all, has the key that was asked for there: what is published or fetched below it
     comes below the block that the caller's own chain names. The blocks between are not compared one by one.
     """
 
-    index: BlockIndex
-    host: Place
-    misplaced: int
-    _window_needs: tuple[WindowNeed, ...]
+    def __init__(
+        self,
+        layout: Layout,
+        host_pools: tuple[PagePool, ...],
+        rank: RankRule,
+        ages: Ages | None = None,
+        moment: Moment | None = None,
+        keep_events: int = KEEP_EVENTS,
+        chooser: EvictionPolicy | None = None,
+        new_positions: Callable[[], PositionRule] | None = None,
+    ) -> None:
+        self.layout = layout
+        self._window_needs = window_needs(layout)
+        self.ages = ages or Ages()
+        self.index = BlockIndex()
+        moment = moment or Moment()
+        self.clock = Clock(moment)
+        self.journal = Journal(self.index.keys, self.index.parent, moment, keep_events)
+        self.chooser = chooser
+        if chooser is not None:
+            self.index.follows_requests = True
+            chooser.on_moved = self._requeue
+        self.rank = rank
+        self.retention: Retention | None = None
+        if new_positions is not None and (kin_of(layout, layout.pools) or kin_of(layout, layout.host_pools)):
+            self.retention = Retention(self.index, new_positions(), self.clock)
+        self.dropped: list[Dropped] = []
+        self.evicted_blocks = 0
+        self.computing: dict[bytes, int] = {}
+        self.given_up: OrderedDict[bytes, float] = OrderedDict()
+        self._moment = moment
+        self.places_made = 0
+        self.misplaced = 0
+        self.past = PlaceCounts()  # what had left places before these were lost
+        self.host = self._add_place("host", host_pools, self.next_place())
 
     def find(self, keys: bytes, place: Place, limit: int = 0) -> Hit:
         """Longest hit of packed ``keys`` for ``place``, by bisection; at most ``limit`` blocks unless 0.
@@ -160,66 +203,6 @@ class Lookup:
         device = search.in_place(blocks)
         row = prefix.row(blocks - 1) if blocks else NO_ROW
         return Hit(device, prefix.row(device - 1) if device else NO_ROW, blocks, row, tuple(search.lost.items()))
-
-
-__all__ = ["Dropped", "Hit", "RankRule", "hit_window_blocks", "window_positions", "window_rank"]
-
-
-MOST_GIVEN_UP = 4096
-GIVEN_UP_SECONDS = 10.0
-"""Time for which a block that a request has given up is remembered, seconds: as long as callers are patient."""
-
-
-class Filling(NamedTuple):
-    """Copies that have begun to come: of group g, ``rows[g]`` to the pages ``pages[g]``."""
-
-    rows: Sequence[array[int]]
-    pages: list[array[int]]
-
-
-class BlockLedger(Lookup):
-    """One model's index and places. ``places[0]`` is the host; ``add_replica`` adds a device place.
-
-    ``computing``: keys that sequences have declared to be computing, with how many do. ``given_up``: the first block
-    that each of the sequences that ended lately was to compute and has not, with its time, the oldest first.
-    ``places_made``: the next one's number.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        host_pools: tuple[PagePool, ...],
-        rank: RankRule,
-        ages: Ages | None = None,
-        moment: Moment | None = None,
-        keep_events: int = KEEP_EVENTS,
-        chooser: EvictionPolicy | None = None,
-        new_positions: Callable[[], PositionRule] | None = None,
-    ) -> None:
-        self.layout = layout
-        self._window_needs = window_needs(layout)
-        self.ages = ages or Ages()
-        self.index = BlockIndex()
-        moment = moment or Moment()
-        self.clock = Clock(moment)
-        self.journal = Journal(self.index.keys, self.index.parent, moment, keep_events)
-        self.chooser = chooser
-        if chooser is not None:
-            self.index.follows_requests = True
-            chooser.on_moved = self._requeue
-        self.rank = rank
-        self.retention: Retention | None = None
-        if new_positions is not None and (kin_of(layout, layout.pools) or kin_of(layout, layout.host_pools)):
-            self.retention = Retention(self.index, new_positions(), self.clock)
-        self.dropped: list[Dropped] = []
-        self.evicted_blocks = 0
-        self.computing: dict[bytes, int] = {}
-        self.given_up: OrderedDict[bytes, float] = OrderedDict()
-        self._moment = moment
-        self.places_made = 0
-        self.misplaced = 0
-        self.past = PlaceCounts()  # what had left places before these were lost
-        self.host = self._add_place("host", host_pools, self.next_place())
 
     def give_up(self, key: bytes) -> None:
         """Note that a sequence ends before it has computed a block."""

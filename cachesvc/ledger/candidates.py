@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from cachesvc.ledger.change_log import Moment
-from cachesvc.model.answers import Ended, Parts, Worth
+from cachesvc.model.answers import Ended, Parts, Path, Worth
 from cachesvc.model.errors import LedgerBroken
 
 Rank = int
@@ -298,20 +298,6 @@ NO_RANK = (1 << 63) - 1
 BEFORE_ALL = -1
 """Rank of a head that goes before those of all other queues: ranks of such leaves take more than 64 bits."""
 LEAST_QUEUES = 8
-
-
-class Path(Protocol):
-    """The blocks of a request that comes: all, those known, those resident; by position their keys and segments."""
-
-    blocks: int
-    known: int
-    resident: int
-
-    def key(self, position: int) -> bytes:
-        """Key of a block."""
-
-    def segment(self, position: int) -> int:
-        """Segment of a resident block."""
 
 
 def head_rank(entry: int | None) -> int:

@@ -15,7 +15,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from cachesvc.ledger.block_ledger import BlockLedger, Dropped
+from cachesvc.ledger.block_ledger import BlockLedger
 from cachesvc.ledger.candidates import (
     OCTAVES,
     ROW_BITS,
@@ -27,7 +27,7 @@ from cachesvc.ledger.candidates import (
     least_distance,
     queue_number,
 )
-from cachesvc.ledger.change_log import Cause
+from cachesvc.ledger.change_log import Cause, Dropped
 from cachesvc.ledger.retention import TICKS, Retention
 from cachesvc.ledger.shared_pool import Kin
 from cachesvc.ledger.tier_copies import NO_ROW, Place

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cachesvc.ledger.block_ledger import BlockLedger, hit_window_blocks, window_positions
+from cachesvc.ledger.block_ledger import BlockLedger
 from cachesvc.ledger.counted_tables import Protected
-from cachesvc.ledger.retention import ROWS_LOOKED
+from cachesvc.ledger.retention import ROWS_LOOKED, hit_window_blocks, window_positions
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.words import READY
 

@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cachesvc.ledger.block_index import BlockIndex
-from cachesvc.ledger.block_ledger import BlockLedger, Filling, hit_window_blocks
+from cachesvc.ledger.block_ledger import BlockLedger, Filling
 from cachesvc.ledger.candidates import NO_SEGMENT, ROW_BITS, ROW_MASK, CopyQueues, QueuedLeaves
 from cachesvc.ledger.change_log import Cause
 from cachesvc.ledger.drop import cheap_copies, drop_all
-from cachesvc.ledger.retention import SPENT
+from cachesvc.ledger.retention import SPENT, hit_window_blocks
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.numbers import Column, among, array_of, column
 from cachesvc.model.words import ABSENT, READY, STAMP_BITS

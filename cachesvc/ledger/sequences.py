@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cachesvc.ledger.block_ledger import BlockLedger, Hit, hit_window_blocks, window_positions
+from cachesvc.ledger.block_ledger import BlockLedger, Hit
 from cachesvc.ledger.page_pool import Reservation
 from cachesvc.ledger.pins import Pin, WindowPins
-from cachesvc.ledger.retention import Prefix, Request
+from cachesvc.ledger.retention import Prefix, Request, hit_window_blocks, window_positions
 from cachesvc.ledger.reuse_stats import RecentRequest
 from cachesvc.ledger.sequence_state import ACTIVE, AWAY, ENDED, FAILED, LEAVING, LOADING, RETURNING, SequenceState, move
 from cachesvc.ledger.storage_state import Expectation

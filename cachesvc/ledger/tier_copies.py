@@ -31,7 +31,7 @@ from cachesvc.ledger.candidates import LeafOrder
 from cachesvc.ledger.change_log import HOST_NUMBER, NO_ROW, Cause, Journal, Kind, packed, with_cause
 from cachesvc.ledger.counted_tables import Protected, TablePieces
 from cachesvc.ledger.page_pool import AT_ONCE, PagePool, PlaceCounts, Reservation
-from cachesvc.ledger.shared_pool import PlacePools
+from cachesvc.ledger.shared_pool import Kin
 from cachesvc.model.errors import IllegalMove
 from cachesvc.model.layout import Layout
 from cachesvc.model.numbers import Column, array_of, column, distinct
@@ -51,8 +51,15 @@ MOVES: dict[tuple[int, int], tuple[PageState, PageState]] = {
 """Each move of a copy with that of its page; there are no others."""
 
 
-class Place(PlacePools):
-    """Arrays by row. ``pins`` counts sequences whose deepest shared block here is that row.
+class Place:
+    """``pools[g]``: of each group. ``shares``: the groups by pool, ``full_in`` how many of these have no window.
+
+    ``states[g]``: the state of each row's copy in a group. ``unsealed_groups``: those whose pages stay their sequence's
+    own when its blocks are sealed. ``kin``: the windowed groups whose copies a policy values.
+    ``spent_by``: those without whose copy a block is of no use. None on the host: what it has comes there by parts, and
+    a block whose state is on a device still, or on its way, is no worse than others.
+
+    Arrays by row. ``pins`` counts sequences whose deepest shared block here is that row.
 
     ``used[row]`` is 1 once the block was used since it came here: what the deepest block of a hit tells is passed to
     its parent when it goes, as its stamp is.
@@ -90,7 +97,16 @@ class Place(PlacePools):
         self._places = places
         self._known = told
         self._told = _told(self.number)
-        super().__init__(layout, pools, layout.host_pools if number == HOST_NUMBER else layout.pools)
+        self.pools = pools
+        self.shares = shares = layout.host_pools if number == HOST_NUMBER else layout.pools
+        self.full_in = tuple(sum(layout.groups[group].is_full for group in groups) for groups in shares)
+        self.has_shared_pools = len(shares) < len(pools)
+        self.full_groups = layout.full_groups
+        self.state_groups = layout.state_groups
+        self.unsealed_groups = layout.state_groups + layout.scratch_groups
+        self.states = [bytearray() for _ in layout.groups]
+        self.kin: tuple[Kin, ...] = ()
+        self.spent_by: tuple[Kin, ...] = ()
         self.window_groups = layout.window_groups
         self.lead = layout.full_groups[0]
         self.counts = PlaceCounts()
@@ -102,6 +118,53 @@ class Place(PlacePools):
         self.filling = array("q")
         self.draining: dict[int, int] = {}
         self.reservations: dict[Reservation, None] = {}
+
+    def is_spent(self, row: int) -> bool:
+        """True where a leaf goes before all others, because no prompt can go on behind it."""
+        return any(self.states[kin.lead][row] == ABSENT for kin in self.spent_by)
+
+    def share_names(self, layout: Layout) -> list[str]:
+        """The name of each group's pool where it shares that with other groups, else an empty one."""
+        names = [""] * len(self.pools)
+        for groups in self.shares:
+            name = layout.groups[groups[0]].pool
+            is_split = sum(layout.groups[each[0]].pool == name for each in self.shares) > 1
+            for group in groups if len(groups) > 1 else ():
+                names[group] = f"{name}-replicated" if is_split and layout.groups[group].replicated else name
+        return names
+
+    def short_of(self, wanted: Sequence[int]) -> list[int]:
+        """Pages that each of ``shares`` lacks for ``wanted[g]`` pages of group g; below 0 where it has more."""
+        pools = self.pools
+        return [sum([wanted[group] for group in groups]) - pools[groups[0]].unreserved for groups in self.shares]
+
+    def lacks(self, wanted: Sequence[int]) -> bool:
+        """True where ``wanted[g]`` pages of each group g cannot be taken now."""
+        if self.has_shared_pools:
+            return max(self.short_of(wanted)) > 0
+        return any(count > pool.unreserved for count, pool in zip(wanted, self.pools, strict=True))
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks of which the full groups' pages can be taken now."""
+        pools = self.pools
+        if self.has_shared_pools:
+            pairs = zip(self.shares, self.full_in, strict=True)
+            return min(pools[groups[0]].unreserved // full for groups, full in pairs if full)
+        return min(pools[group].unreserved for group in self.full_groups)
+
+    @property
+    def usable_blocks(self) -> int:
+        """Number of blocks of which the full groups' pages have arrived."""
+        pairs = zip(self.shares, self.full_in, strict=True)
+        return min(self.pools[groups[0]].usable // full for groups, full in pairs if full)
+
+    def pages_in(self, groups: Sequence[int], rows: Sequence[int]) -> int:
+        """Pages of some groups that copies of ``rows`` have here."""
+        if len(rows) < AT_ONCE:
+            return sum(self.states[group][row] != ABSENT for group in groups for row in rows)
+        some = np.asarray(rows)
+        return sum(int((np.frombuffer(self.states[group], np.uint8)[some] != ABSENT).sum()) for group in groups)
 
     def grow(self, rows: int) -> None:
         more = rows - len(self.pins)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules, Queued
 from cachesvc.memory.host_budget import Neighbours
@@ -412,17 +411,10 @@ class CopyTask:
         return self.waited_s > PATIENCE_S + self.piece.size_bytes / SLOWEST_BYTES_PER_S
 
 
-class Watched(Protocol):
-    """Copy thread with a time limit."""
-
-    name: str
-    task: CopyTask | None
-
-
 class CopyWatch:
     """Watchdog of one device's copy threads; used by one thread at a time."""
 
-    def __init__(self, streams: Sequence[Watched], clock: Callable[[], float]) -> None:
+    def __init__(self, streams: Sequence[CopyThread], clock: Callable[[], float]) -> None:
         self._streams = streams
         self._clock = clock
         self._seen_at = clock()

@@ -33,6 +33,20 @@ class TicketView(NamedTuple):
     size_bytes: int
 
 
+class Path(Protocol):
+    """The blocks of a request that comes: all, those known, those resident; by position their keys and segments."""
+
+    blocks: int
+    known: int
+    resident: int
+
+    def key(self, position: int) -> bytes:
+        """Key of a block."""
+
+    def segment(self, position: int) -> int:
+        """Segment of a resident block."""
+
+
 class Reserved(Protocol):
     """Pages that are kept for a call while it waits."""
 

@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from cachesvc.model.answers import LINEAR_TOKENS, Ended, Parts, Worth
+from cachesvc.model.answers import LINEAR_TOKENS, Ended, Parts, Path, Worth
 from cachesvc.policy.hazard_rates import BINS, LANDMARKS_A_STEP, TABLES, Floats, Ints, Lessons, Open, Rates, bin_of
 
 REMEMBERED = 8192
@@ -774,20 +774,6 @@ def choose_stored(rates: Rates, queues: Sequence[int], ages: Sequence[float], kn
     worth = [float(rates.density[queue, bin_of(age)]) for queue, age in zip(queues, ages, strict=True)]
     least = min(range(len(worth)), key=worth.__getitem__)
     return least if worth[least] <= margin * worth[oldest] and worth[least] < worth[oldest] else oldest
-
-
-class Path(Protocol):
-    """A request's blocks from the root on: ``known`` of them resident or remembered, ``resident`` in the cache."""
-
-    blocks: int
-    known: int
-    resident: int
-
-    def key(self, position: int) -> bytes:
-        """Key of a block."""
-
-    def segment(self, position: int) -> int:
-        """Segment of a resident block."""
 
 
 class Heads(Protocol):

@@ -9,9 +9,10 @@ from functools import cache, partial
 
 import pytest
 
-from cachesvc.ledger.block_ledger import BlockLedger, RankRule
+from cachesvc.ledger.block_ledger import BlockLedger
 from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.planner import Evictor, evictable_pages
+from cachesvc.ledger.retention import RankRule
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup

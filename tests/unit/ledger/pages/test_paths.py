@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cachesvc.ledger import block_index
-from cachesvc.ledger.block_index import BlockIndex, Paths
+from cachesvc.ledger.block_index import BlockIndex
 from cachesvc.ledger.change_log import NO_ROW
 
 LONG = 65_536
@@ -27,7 +27,7 @@ class ReadRows(array):  # type: ignore[type-arg]
 def test_a_long_path_whose_rows_lie_anywhere_is_read_in_a_few_looks() -> None:
     """Rows come back in the order of evictions; a Match of a prompt on the host read each row of its path."""
     order = np.random.default_rng(3).permutation(LONG).astype(np.int32)
-    index = Paths()
+    index = BlockIndex()
     index.parent, index.depth, index.head = ReadRows("i", bytes(4 * LONG)), array("I", bytes(4 * LONG)), array("I")
     np.frombuffer(index.parent, np.int32)[order] = [NO_ROW, *order[:-1]]
     np.frombuffer(index.depth, np.uint32)[order] = np.arange(LONG)

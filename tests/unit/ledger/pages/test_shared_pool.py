@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
+from cachesvc.ledger.change_log import Journal, Moment
 from cachesvc.ledger.page_pool import AT_ONCE, LEGAL_PAGE_MOVES, PagePool
-from cachesvc.ledger.shared_pool import NO_OWNER, GroupPool, PlacePools, change_group, group_pools
+from cachesvc.ledger.shared_pool import NO_OWNER, GroupPool, change_group, group_pools
+from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState
@@ -134,7 +136,7 @@ def test_blocks_are_counted_by_the_full_groups_of_each_pool() -> None:
     (alone,) = group_pools("alone", ["c"], 20)
     both[0].add(0, 9)
     alone.add(0, 20)
-    place = PlacePools(layout, (*both, alone), layout.pools)
+    place = Place("place", layout, (*both, alone), Journal([], array("i"), Moment()), 1, [], [])
     assert (place.free_blocks, place.usable_blocks) == (4, 4)
     assert place.short_of((3, 3, 30)) == [-3, 10]
     assert place.lacks((3, 3, 30))
