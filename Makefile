@@ -69,7 +69,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test frameworks-test mooncake-test routers-test vllm-setup vllm-test sglang-setup sglang-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
+.PHONY: help setup test examples-test frameworks-test mooncake-test routers-test vllm-setup vllm-test sglang-setup sglang-test gpu-test gpu-memcheck demo docs lint types proto proto-check proto-accept bench lock clean k8s-render k8s-validate
 
 help: ## List the goals
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,9 @@ setup: $(SETUP) ## Create .venv and install everything that the other goals need
 
 test: lint types proto-check $(MONITORS_SETUP) ## All checks, then the whole test suite
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+
+examples-test: $(SETUP) ## The examples' transformer and engines at every size; make test runs a part of these
+	CACHESVC_LONG=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests/unit/examples tests/e2e/examples $(PYTEST_ARGS)
 
 frameworks-test: $(SETUP) $(FRAMEWORKS_SETUP) ## What make test skips: tensors and the example engine with torch and Paddle (1.5 GiB)
 	PYTHONPATH=$(CURDIR)/$(FRAMEWORKS):$(PYTHONPATH) $(BIN)/python -m pytest -k "torch or paddle or framework or dtypes" \

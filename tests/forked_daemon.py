@@ -32,6 +32,11 @@ class ForkedDaemon(DaemonProcess):
         return cast("subprocess.Popen[bytes]", process)
 
 
+def daemon_forker() -> Forker:
+    """The process that forks daemons."""
+    return _forker()[0]
+
+
 @cache
 def _forker() -> tuple[Forker, Path]:
     """The process that forks, and the network that it is in."""

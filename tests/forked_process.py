@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 
 class ForkedProcess:
     """The part of ``Popen`` that a test uses, of a process that runs a module as ``python -m`` does, in a session of
-    its own. ``forker``: socket of the process that forks it. ``streams``: its standard streams."""
+    its own. ``forker``: socket of the process that forks it. ``streams``: its standard streams. ``folder``: where it
+    runs, our own unless named."""
 
     def __init__(
         self,
@@ -30,11 +31,13 @@ class ForkedProcess:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         streams: tuple[int, int, int],
+        folder: str = "",
     ) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(forker)
         socket.send_fds(connection, [b"3"], streams)
-        asked = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": str(Path.cwd())}
+        asked = {"module": module, "arguments": arguments, "environment": dict(environment)}
+        asked["folder"] = folder or str(Path.cwd())
         connection.sendall(json.dumps(asked).encode() + b"\n")
         self._connection = connection
         self._told = connection.makefile("r", encoding="utf-8")
@@ -50,8 +53,11 @@ class ForkedProcess:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end: its exit code. Raises TimeoutExpired after ``timeout`` seconds."""
         if self.returncode is None:
-            if timeout is not None and not select.select([self._connection], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            if timeout is not None:
+                poll = select.poll()  # select() takes no descriptor beyond 1023
+                poll.register(self._connection, select.POLLIN)
+                if not poll.poll(1000 * timeout):
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             self.returncode = int(self._told.readline())
             self._told.close()
             self._connection.close()

@@ -38,6 +38,8 @@ def run(asked: dict[str, Any], streams: list[int]) -> int:
     try:
         runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except Exception:  # noqa: BLE001 - the root of the process
         traceback.print_exc()

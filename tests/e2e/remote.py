@@ -6,6 +6,7 @@ Run as a module it is the process; ``RemoteEngine`` is the end that a test holds
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from cachesvc_client import CacheClient, CacheClientError, Registration
 from cachesvc_client.sequence import Sequence
 
 from tests.e2e.engine import LAYOUTS, WAIT_SECONDS, Engine
+from tests.forked_command import command_forker
+from tests.forked_process import PipedProcess
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,10 +39,8 @@ class RemoteEngine(AbstractContextManager["RemoteEngine"]):
     """
 
     def __init__(self, socket: str, **settings: Any) -> None:
-        command = [sys.executable, "-m", "tests.e2e.remote", json.dumps({"socket": socket, **settings})]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, bufsize=1
-        )
+        arguments = (json.dumps({"socket": socket, **settings}),)
+        self.process = PipedProcess(command_forker().socket, "tests.e2e.remote", arguments, os.environ)
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Have something done; its answer. Raises RemoteRefused."""
@@ -48,13 +49,11 @@ class RemoteEngine(AbstractContextManager["RemoteEngine"]):
 
     def tell(self, do: str, **arguments: Any) -> None:
         """Have something done; ``answer`` says what came of it."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:
         """The next answer. Raises RemoteRefused, EOFError when the process is gone."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.endswith("\n"):
             raise EOFError(f"the engine ended with code {self.process.wait()}")
@@ -70,8 +69,6 @@ class RemoteEngine(AbstractContextManager["RemoteEngine"]):
             self.process.wait()
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.stdin.close()

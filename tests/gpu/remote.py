@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from typing import Any
 
 from tests.e2e.engine import WAIT_SECONDS
-from tests.e2e.remote import ROOT, RemoteEngine, RemoteLoop, serve_lines
+from tests.e2e.remote import RemoteEngine, RemoteLoop, serve_lines
+from tests.forked_command import command_forker
+from tests.forked_process import PipedProcess
 from tests.gpu.engine import LAYOUTS, GpuEngine
 
 
@@ -16,10 +18,8 @@ class RemoteGpuEngine(RemoteEngine):
     """The test's end. Settings are those of ``GpuEngine``, but ``layout`` is a name of ``LAYOUTS``, ``salt`` a text."""
 
     def __init__(self, socket: str, **settings: Any) -> None:
-        command = [sys.executable, "-m", "tests.gpu.remote", json.dumps({"socket": socket, **settings})]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, bufsize=1
-        )
+        arguments = (json.dumps({"socket": socket, **settings}),)
+        self.process = PipedProcess(command_forker().socket, "tests.gpu.remote", arguments, os.environ)
 
 
 class GpuLoop(RemoteLoop):

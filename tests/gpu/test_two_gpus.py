@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,8 +25,9 @@ from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers
 from gpu_ops.gpu import Gpu, find_gpus, started
 from tests.e2e.engine import prompt
-from tests.e2e.remote import ROOT
 from tests.e2e.rig import running_node
+from tests.forked_command import command_forker
+from tests.forked_process import PipedProcess
 from tests.gpu.engine import CUDA
 from tests.gpu.remote import RemoteGpuEngine
 from tests.gpu.rig import Bytes, write_device
@@ -299,15 +298,8 @@ class EngineOnOneGpu(RemoteGpuEngine):
 
     def __init__(self, gpu: Gpu, socket: str, **settings: Any) -> None:
         line = json.dumps({"socket": socket, "devices": [gpu.uuid], **settings})
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.remote", line],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            bufsize=1,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid},
-        )
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}
+        self.process = PipedProcess(command_forker().socket, "tests.gpu.remote", (line,), environment)
 
 
 @pytest.mark.parametrize("memory", ["ipc", "vmm"])

@@ -36,6 +36,8 @@ def count_lines(text: str) -> int:
 
 
 def find_long_functions(source: str) -> Iterator[str]:
+    if count_lines(source) <= FUNCTION_LINES:
+        return
     for function in list_functions(source):
         lines = last_line(function) - function.lineno + 1
         if lines > FUNCTION_LINES:

@@ -59,5 +59,6 @@ def test_what_failed_in_ci_runs_again_under_the_same_variables() -> None:
         folder: set(VARIABLE.findall(before))
         for before, folder in re.findall(r"((?:\S+=\S+ +)*)\S+ -m pytest tests/(\w+).* --last-failed", CI)
     }
-    assert again == {"vllm": goals["vllm-test"], "sglang": goals["sglang-test"]}
+    assert again == {"unit": goals["examples-test"], "vllm": goals["vllm-test"], "sglang": goals["sglang-test"]}
+    assert goals["examples-test"] == {"CACHESVC_LONG"}
     assert goals["vllm-test"] == {"CACHESVC_ROUTERS", "CACHESVC_VLLM_PYTHON"}

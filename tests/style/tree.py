@@ -46,7 +46,11 @@ def read_texts(*suffixes: str) -> Iterator[tuple[str, str]]:
 
 
 def list_functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(source)):
+    """Functions and methods, also nested ones. Expressions hold none and are not walked."""
+    nodes: list[ast.AST] = [ast.parse(source)]
+    while nodes:
+        node = nodes.pop()
+        nodes += [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr)]
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 

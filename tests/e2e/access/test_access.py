@@ -6,7 +6,6 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc, event_pb2, event_pb2_grpc
 
 from tests.e2e.engine import PLAIN
 from tests.e2e.rig import FLAGS, short_folder, wait_until
+from tests.forked_command import run_forked
 from tests.forked_daemon import ForkedDaemon
 
 ENGINE, READER, OPERATOR, OLD, FRESH, SECOND, GUESS = (
@@ -77,7 +77,7 @@ def refusal(call: Callable[[], object]) -> Exception:
 
 
 def test_without_tokens_whoever_may_open_the_socket_does_everything() -> None:
-    with short_folder() as folder, DaemonProcess(FLAGS, folder=str(folder)) as daemon, operator(daemon.socket) as admin:
+    with short_folder() as folder, ForkedDaemon(FLAGS, folder=str(folder)) as daemon, operator(daemon.socket) as admin:
         status = admin.GetStatus(admin_pb2.GetStatusRequest())
         assert (status.caller, list(status.scopes), status.tokens) == (
             "everyone",
@@ -127,7 +127,7 @@ def test_each_scope_opens_its_own_calls_and_no_other() -> None:
 
 
 def test_a_new_file_counts_at_once_and_a_revoked_token_ends_open_streams() -> None:
-    with short_folder() as folder, guarded(folder) as daemon:
+    with short_folder() as folder, guarded(folder, PLAIN_FILE, "--lease-seconds", "1.5") as daemon:
         path = folder / "tokens.toml"
         with CacheClient(daemon.socket, token=ENGINE) as client:
             registration = client.register("m", PLAIN, device_pages=[4], host_pages=[0])
@@ -211,11 +211,11 @@ def test_only_groups_that_may_attach_are_greeted() -> None:
     with short_folder() as folder:
         flags = [*FLAGS, "--allow-gid", "54321"]
         with (
-            DaemonProcess(flags, folder=str(folder)) as daemon,
+            ForkedDaemon(flags, folder=str(folder)) as daemon,
             pytest.raises(Exception, match="greets like no daemon"),
         ):
             CacheClient(daemon.socket).connect()
-        with DaemonProcess([*FLAGS, "--allow-gid", str(os.getgid())], folder=str(folder)) as daemon:
+        with ForkedDaemon([*FLAGS, "--allow-gid", str(os.getgid())], folder=str(folder)) as daemon:
             CacheClient(daemon.socket).connect().close()
 
 
@@ -242,9 +242,12 @@ def test_a_tokens_file_that_others_may_write_is_refused() -> None:
     with short_folder() as folder:
         (folder / "tokens.toml").write_text(PLAIN_FILE, encoding="utf-8")
         (folder / "tokens.toml").chmod(0o666)
-        daemon = DaemonProcess([*FLAGS, "--tokens", str(folder / "tokens.toml")], folder=str(folder))
+        daemon = ForkedDaemon([*FLAGS, "--tokens", str(folder / "tokens.toml")], folder=str(folder))
         with pytest.raises(Exception, match="chmod go-w"):
             daemon.start()
+
+
+NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1"  # an RSA key takes up to a second
 
 
 class Authority:
@@ -252,14 +255,14 @@ class Authority:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._run("req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=root -keyout root.key -out root.pem")
+        self._run(f"req -x509 {NEW_KEY} -nodes -days 2 -subj /CN=root -keyout root.key -out root.pem")
 
     def sign(self, name: str, serial: int, alternative: str = "") -> tuple[str, str]:
         """Paths of a certificate for ``name`` (also for localhost, unless ``alternative`` names are given) and of its
         key."""
         names = alternative or f"DNS:localhost,DNS:{name}"
         (self.folder / "names").write_text(f"subjectAltName={names}", encoding="utf-8")
-        self._run(f"req -newkey rsa:2048 -nodes -subj /CN={name} -keyout {name}.key -out {name}.csr")
+        self._run(f"req {NEW_KEY} -nodes -subj /CN={name} -keyout {name}.key -out {name}.csr")
         self._run(
             f"x509 -req -in {name}.csr -CA root.pem -CAkey root.key -set_serial {serial} -days 2 -extfile names "
             f"-out {name}.pem"
@@ -328,7 +331,7 @@ def test_a_client_certificate_says_who_calls_and_a_new_certificate_is_served_wit
 def test_loopback_without_tls_may_only_read_and_tls_alone_is_refused() -> None:
     with short_folder() as folder:
         with (
-            DaemonProcess([*FLAGS, "--listen", "127.0.0.1:0"], folder=str(folder)) as daemon,
+            ForkedDaemon([*FLAGS, "--listen", "127.0.0.1:0"], folder=str(folder)) as daemon,
             operator(f"127.0.0.1:{port_of(daemon)}") as admin,
         ):
             assert ask_status(admin) == "loopback"
@@ -337,7 +340,7 @@ def test_loopback_without_tls_may_only_read_and_tls_alone_is_refused() -> None:
         tls = ["--listen", "localhost:0", "--tls-certificate", certificate, "--tls-key", key]
         for roots in ((), ("--tls-client-ca", str(folder / "root.pem"))):
             with pytest.raises(Exception, match="TLS says who calls, not who may"):
-                DaemonProcess([*FLAGS, *tls, *roots], folder=str(folder)).start()
+                ForkedDaemon([*FLAGS, *tls, *roots], folder=str(folder)).start()
         with guarded(folder, PLAIN_FILE, *tls) as daemon:
             address = f"localhost:{port_of(daemon)}"
             with operator(address, READER, root_ca=str(folder / "root.pem")) as admin:
@@ -348,9 +351,9 @@ def test_loopback_without_tls_may_only_read_and_tls_alone_is_refused() -> None:
 
 def test_wait_ends_at_once_where_the_daemon_refuses_its_caller_for_good() -> None:
     with short_folder() as folder, guarded(folder, PLAIN_FILE) as daemon:
-        line = [sys.executable, "-m", "cachesvc_ctl", "wait", "--timeout", "3600", "--socket", daemon.socket]
-        for environment in ({}, {"CACHESVC_TOKEN": "x" * 32}):
-            ended = subprocess.run(line, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+        line = ("wait", "--timeout", "3600", "--socket", daemon.socket)
+        for variables in ({}, {"CACHESVC_TOKEN": "x" * 32}):
+            ended = run_forked("cachesvc_ctl", *line, environment={**os.environ, **variables})
             assert ended.returncode == 2
             assert "token" in ended.stderr
             assert "is the daemon running" not in ended.stderr
@@ -373,8 +376,7 @@ def test_every_command_proves_who_asks(command: list[str], shown: str) -> None:
         (folder / "operator.token").write_text(OPERATOR, encoding="utf-8")
 
         def say(*flags: str, typed: str = "") -> str:
-            line = [sys.executable, "-m", "cachesvc_ctl.main", *command, *flags]
-            ended = subprocess.run(line, capture_output=True, text=True, check=False, cwd=folder, input=typed)
+            ended = run_forked("cachesvc_ctl", *command, *flags, folder=folder, typed=typed)
             assert "Traceback" not in ended.stderr
             return ended.stdout + ended.stderr
 

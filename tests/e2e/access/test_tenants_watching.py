@@ -18,13 +18,13 @@ from cachesvc_client import (
     open_remote,
 )
 from cachesvc_client.core.errors import error_of
-from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc, event_pb2, event_pb2_grpc, inspect_pb2
 
 from tests.e2e.access.test_access import entry, guarded, port_of, refusal, write_tokens
 from tests.e2e.access.test_tenants import TOKENS, TWO_TENANTS, channel_of, engine_of, two_tenants
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.rig import FLAGS, Node, short_folder, wait_until
+from tests.forked_daemon import ForkedDaemon
 
 
 def admin_of(channel: grpc.Channel) -> admin_pb2_grpc.AdminServiceStub:
@@ -111,7 +111,7 @@ def test_one_tenant_leaves_room_among_subscribers() -> None:
 def test_a_salt_stays_a_secret_of_its_engines_where_nobody_logs_in() -> None:
     with (
         short_folder() as folder,
-        DaemonProcess([*FLAGS, "--listen", "127.0.0.1:0"], folder=str(folder)) as daemon,
+        ForkedDaemon([*FLAGS, "--listen", "127.0.0.1:0"], folder=str(folder)) as daemon,
         Engine(daemon.socket, salt=b"secret of a", device_pages=16) as engine,
         open_remote(f"127.0.0.1:{port_of(daemon)}", Credentials("")) as loopback,
         open_remote(daemon.socket, Credentials("")) as socket,

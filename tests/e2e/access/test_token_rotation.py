@@ -17,7 +17,7 @@ from tests.e2e.engine import PLAIN
 from tests.e2e.rig import short_folder, wait_until
 
 OLD, NEW = "old-secret-of-enough-letters", "new-secret-of-enough-letters"
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 2.0
 OF_A = 'tenant = "team-a"'
 STANDING = entry(OPERATOR, "operator", '["admin"]')
 BEFORE = STANDING + entry(OLD, "engines of a", '["engine"]', OF_A)

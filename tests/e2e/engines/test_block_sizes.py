@@ -24,6 +24,7 @@ from kvcache.v1 import admin_pb2
 
 from tests.e2e.engine import WAIT_SECONDS, Engine
 from tests.e2e.rig import Node, running_node, wait_until
+from tests.long_cases import looped
 
 BLOCKS = 7
 CHUNKS = (2, 3, 5)
@@ -92,8 +93,8 @@ def compute(engine: Engine, sequence: SequenceView, keys: bytes, first: int, end
     engine.fill(sequence, keys, range(first, end))
 
 
-@pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
 @pytest.mark.parametrize("family", FAMILIES)
+@looped("block_tokens", [16, 32, 64, 128])
 def test_a_prompt_in_chunks_goes_to_the_host_and_is_gone_on_from(shared: Node, family: str, block_tokens: int) -> None:
     layout = FAMILIES[family](block_tokens)
     name = f"{family} {block_tokens}"

@@ -22,6 +22,7 @@ from cachesvc.wire.lane import METHODS, encode
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.rig import Node, running_node, wait_until
 from tests.e2e.scraping import scrape, total
+from tests.forked_command import run_forked
 
 DIES = """
 import os, signal, sys
@@ -97,12 +98,7 @@ def test_calls_go_by_the_lane_and_everybody_is_told_which_way() -> None:
         page = scrape(node)
         assert total(page, "lanes") == 1
         assert total(page, "transport_calls_total", transport="lane") == after[1]
-        status = subprocess.run(
-            [sys.executable, "-m", "cachesvc_ctl", "status", "--socket", node.socket],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        status = run_forked("cachesvc_ctl", "status", "--socket", node.socket)
         assert f"calls: {after[1]} by lanes (1 open now)" in status.stdout
         assert '"event": "lane_opened"' in node.log()
 

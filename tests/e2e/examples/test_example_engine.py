@@ -20,6 +20,7 @@ from examples.tiny_transformer.model import Tables, TinyTransformer, build_model
 from examples.tiny_transformer.tokens import Tokens
 from examples.workers import PoolWorker, RankWorkers
 from tests.e2e.rig import Node, running_node, wait_until
+from tests.long_cases import looped
 from tests.unit.examples.tiny_rig import make_prompt, with_blocks
 
 WINDOWED = ("gqa-fp8", "window", "sinks", "mla-window", "mla-swa", "head-wise")
@@ -38,6 +39,13 @@ class Served(NamedTuple):
 def shared() -> Iterator[Node]:
     """One daemon for all variants: each is a model of its own. What is sealed is copied to the host at once."""
     with running_node(("--write-policy", "write_through")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Node]:
+    """One daemon of two devices for all variants."""
+    with running_node(("--shm-devices", "2")) as running:
         yield running
 
 
@@ -95,7 +103,7 @@ def serve(lease: Lease, model: TinyTransformer, limits: BatchLimits = LIMITS) ->
 CHUNKS = {"large": LIMITS, "below every window": BatchLimits(requests=4, token_budget=11, chunk_tokens=5)}
 
 
-@pytest.mark.parametrize("chunks", CHUNKS)
+@looped("chunks", ["below every window"], CHUNKS)
 def test_a_batch_in_a_small_pool_answers_like_requests_one_by_one(
     shared: Node, model: TinyTransformer, chunks: str
 ) -> None:
@@ -142,8 +150,8 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(shared: Node) -> Non
                 assert CachedEngine(model, lease, pool).answer(prompt, NEW_TOKENS).device_tokens == length - 16
 
 
-@pytest.mark.parametrize("beyond", [0, 1, BLOCK_TOKENS - 1])
 @pytest.mark.parametrize("name", VARIANTS)
+@looped("beyond", [0, 1], [0, 1, BLOCK_TOKENS - 1])
 def test_a_second_turn_hits_the_blocks_of_prompt_and_answer_that_were_computed(
     shared: Node, name: str, beyond: int
 ) -> None:
@@ -172,8 +180,8 @@ def test_a_second_turn_hits_the_blocks_of_prompt_and_answer_that_were_computed(
             assert serve_one(turn, NEW_TOKENS) == (*alone(model, turn), computed_tokens)
 
 
-@pytest.mark.parametrize("block_tokens", [16, 32, 64, 128])
 @pytest.mark.parametrize("name", VARIANTS)
+@looped("block_tokens", [16, 64], [16, 32, 64, 128])
 def test_a_sequence_swapped_at_every_block_and_loaded_anew_goes_on_as_it_was(
     shared: Node, name: str, block_tokens: int
 ) -> None:
@@ -245,12 +253,11 @@ def take_to_host(node: Node, lease: Lease) -> None:
 
 
 @pytest.mark.parametrize("name", ["gqa", "window", "mtp", "dsa", "mla-swa"])
-def test_two_ranks_answer_like_one(name: str) -> None:
+def test_two_ranks_answer_like_one(pair: Node, name: str) -> None:
     """Each computes its heads over its own pool; a latent is on both, and once on the host."""
     model = build_model(with_blocks(name, 16, max_positions=256))
     with (
-        running_node(("--shm-devices", "2")) as node,
-        leased(node, model, "two ranks", pages=17, ranks=2, devices=("shm-0", "shm-1")) as lease,
+        leased(pair, model, f"two ranks {name}", pages=17, ranks=2, devices=("shm-0", "shm-1")) as lease,
         lease.attach(0) as first,
         lease.attach(1) as second,
         RankWorkers(model, (first, second)) as workers,
@@ -267,13 +274,12 @@ def test_two_ranks_answer_like_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_replica_goes_on_from_what_another_one_computed(name: str) -> None:
+def test_a_replica_goes_on_from_what_another_one_computed(pair: Node, name: str) -> None:
     model = build_model(with_blocks(name, 16, max_positions=256))
-    prompt = make_prompt(75)
+    prompt, before = make_prompt(75), pair.counters().get("peer_blocks", 0)
     with (
-        running_node(("--shm-devices", "2")) as node,
-        leased(node, model, "replicas", pages=20, devices=("shm-0",)) as first,
-        leased(node, model, "replicas", pages=20, devices=("shm-1",)) as second,
+        leased(pair, model, f"replicas {name}", pages=20, devices=("shm-0",)) as first,
+        leased(pair, model, f"replicas {name}", pages=20, devices=("shm-1",)) as second,
         first.attach() as first_pool,
         second.attach() as second_pool,
     ):
@@ -282,7 +288,7 @@ def test_a_replica_goes_on_from_what_another_one_computed(name: str) -> None:
         assert (cold.tokens, cold.device_tokens) == (expected, 0)
         warm = CachedEngine(model, second, second_pool).answer(prompt, NEW_TOKENS)
         assert (warm.tokens, warm.device_tokens, warm.went_alone) == (expected, 64, "")
-        assert node.counters()["peer_blocks"] == 4
+        assert pair.counters()["peer_blocks"] == before + 4
 
 
 @pytest.mark.parametrize("name", VARIANTS)

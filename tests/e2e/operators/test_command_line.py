@@ -18,15 +18,17 @@ from cachesvc import __version__
 from cachesvc.config import LIVE, SIZES, Config
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.remote import ROOT
-from tests.e2e.rig import BOUND_SECONDS, Node, running_node, wait_until
+from tests.e2e.rig import BOUND_SECONDS, FLAGS, Node, running_node, wait_until
+from tests.forked_command import run_forked
+from tests.forked_daemon import daemon_forker
+from tests.forked_process import ForkedProcess
 
 BAD_START = 2
 
 
 def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command to its end. It must end by itself."""
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=BOUND_SECONDS)
+    return run_forked(module, *arguments)
 
 
 def refuse_to_start(folder: Path, *arguments: str) -> str:
@@ -139,16 +141,19 @@ def test_a_folder_that_is_not_there_is_named(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["a b.sock", "k%41v.sock", "node%i.sock", "ünï.sock", "q?x.sock", "h#x.sock"])
 def test_a_socket_may_have_any_name(folder: Path, name: str) -> None:
     path = folder / name
-    with subprocess.Popen([sys.executable, "-m", "cachesvc", "--socket", str(path)], cwd=ROOT) as daemon:
-        try:
-            wait_until(path.is_socket, "the socket is there")
-            assert run("cachesvc_ctl", "wait", "--socket", str(path)).stdout == "ready\n"
-            assert run("cachesvc_ctl", "status", "--socket", f"unix:{path}").returncode == 0
-            with Engine(str(path)) as engine:
-                assert engine.serve(prompt(1, 2)).computed == 2
-            assert sorted(each.name for each in folder.iterdir() if each.is_socket()) == [name, f"{name}.life"]
-        finally:
-            daemon.terminate()
+    with Path(os.devnull).open("r+b") as null:
+        arguments, streams = ("--socket", str(path), *FLAGS), (null.fileno(),) * 3
+        daemon = ForkedProcess(daemon_forker().socket, "cachesvc", arguments, os.environ, streams)
+    try:
+        wait_until(path.is_socket, "the socket is there")
+        assert run("cachesvc_ctl", "wait", "--socket", str(path)).stdout == "ready\n"
+        assert run("cachesvc_ctl", "status", "--socket", f"unix:{path}").returncode == 0
+        with Engine(str(path)) as engine:
+            assert engine.serve(prompt(1, 2)).computed == 2
+        assert sorted(each.name for each in folder.iterdir() if each.is_socket()) == [name, f"{name}.life"]
+    finally:
+        daemon.terminate()
+        daemon.wait()
 
 
 def test_a_path_that_no_socket_can_have_is_refused_by_clients_in_words() -> None:
@@ -307,7 +312,7 @@ def test_a_signal_with_engines_at_work_waits_for_them(folder: Path) -> None:
 
 
 def replay(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return run("cachesvc_ctl.main", "replay", *arguments)
+    return run("cachesvc_ctl", "replay", *arguments)
 
 
 def test_a_broken_line_of_a_trace_is_named(folder: Path) -> None:

@@ -11,20 +11,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from tests.e2e.access.test_access import Authority, port_of
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.rig import BOUND_SECONDS, FLAGS, Node, running_node
+from tests.forked_command import run_forked
+from tests.forked_daemon import ForkedDaemon
 
 Ended = subprocess.CompletedProcess[str]
+AS_USERS_DO = ("env",)
 
 
 def cachesvc(*arguments: str, before: tuple[str, ...] = (), **variables: str) -> Ended:
     """The command line in a process of its own; ``variables`` are all of CACHESVC_* and GRPC_* that it sees.
 
-    ``before``: what runs it, in place of code between fork and exec, where gRPC's handlers may abort the child.
+    ``before``: what runs it, in place of code between fork and exec, where gRPC's handlers may abort the child. Without
+    it the process is forked from one with its imports.
     """
+    if not before:
+        return run_forked("cachesvc_ctl", *arguments, environment=environment(**variables))
     command = [*before, sys.executable, "-m", "cachesvc_ctl", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=BOUND_SECONDS, env=environment(**variables),
@@ -38,7 +43,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("line", [[], ["help"], ["--help"]], ids=" ".join)
 def test_help_is_not_an_error(line: list[str]) -> None:
-    ended = cachesvc(*line)
+    ended = cachesvc(*line, before=AS_USERS_DO)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("usage: cachesvc ")
     assert "    status " in ended.stdout
@@ -130,7 +135,7 @@ def test_wait_shows_what_it_has_and_any_scope_is_enough(folder: Path) -> None:
     digest = hashlib.sha256(token.encode()).hexdigest()
     (folder / "tokens.toml").write_text(f'[[token]]\nname = "x"\nsha256 = "{digest}"\nscopes = ["engine"]\n')
     (folder / "tokens.toml").chmod(0o600)
-    with DaemonProcess([*FLAGS, "--tokens", str(folder / "tokens.toml")], folder=str(folder)) as daemon:
+    with ForkedDaemon([*FLAGS, "--tokens", str(folder / "tokens.toml")], folder=str(folder)) as daemon:
         assert cachesvc("status", "--socket", daemon.socket, CACHESVC_TOKEN=token).returncode == 2
         ready = cachesvc("wait", "--socket", daemon.socket, CACHESVC_TOKEN=token)
         assert (ready.returncode, ready.stdout) == (0, "ready\n")
@@ -149,7 +154,7 @@ def test_mistakes_with_tls_are_told_as_such_and_the_log_stays_json(folder: Path)
 
     (folder / "tokens.toml").write_text('[[certificate]]\nname = "client"\n')
     tokens = ("--tokens", str(folder / "tokens.toml"))
-    with DaemonProcess([*FLAGS, "--listen", "localhost:0", *tls, *tokens], folder=str(folder)) as daemon:
+    with ForkedDaemon([*FLAGS, "--listen", "localhost:0", *tls, *tokens], folder=str(folder)) as daemon:
         port = port_of(daemon)
         for flags, hint in (
             ((), "it hung up: a TLS port wants --tls-ca, and where it asks for them --tls-certificate and --tls-key"),
@@ -171,7 +176,7 @@ def test_mistakes_with_tls_are_told_as_such_and_the_log_stays_json(folder: Path)
 
 def test_tls_to_a_port_without_it_is_told_as_such(folder: Path) -> None:
     Authority(folder)
-    with DaemonProcess([*FLAGS, "--listen", "localhost:0"], folder=str(folder)) as daemon:
+    with ForkedDaemon([*FLAGS, "--listen", "localhost:0"], folder=str(folder)) as daemon:
         told = cachesvc("leases", "--address", f"localhost:{port_of(daemon)}", "--tls-ca", str(folder / "root.pem"))
         assert (told.returncode, "does it speak TLS" in told.stderr) == (2, True), told.stderr
         assert_json_lines(daemon.log)

@@ -19,14 +19,14 @@ from kvcache.v1 import admin_pb2, inspect_pb2
 
 from tests.e2e.engine import PLAIN, WINDOWED, Engine, prompt
 from tests.e2e.rig import LOOK_SECONDS, Node, running_node, wait_until
+from tests.forked_command import run_forked
 
 WEB = ("--web-listen", "127.0.0.1:0")
 
 
 def ctl(*arguments: str) -> tuple[int, str]:
     """The command line in a process of its own: exit code and all that it printed."""
-    command = [sys.executable, "-m", "cachesvc_ctl.main", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_forked("cachesvc_ctl", *arguments)
     return ended.returncode, ended.stdout + ended.stderr
 
 

@@ -17,12 +17,13 @@ import grpc
 import pytest
 from cachesvc_client import EventSubscriber, NotFound, PermissionDenied
 from cachesvc_client.core.errors import error_of
-from cachesvc_ctl.core.daemon_process import DaemonFailed, DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonFailed
 
 from cachesvc.telemetry.catalogue import CATALOGUE
 from tests.e2e.engine import BLOCK_TOKENS, PLAIN, WINDOWED, Engine, prompt
 from tests.e2e.rig import FLAGS, Node, running_node, short_folder, wait_until
 from tests.e2e.scraping import LISTEN, address, page_text, ready_line, running_prometheus, scrape, total
+from tests.forked_daemon import ForkedDaemon
 from tests.style.test_telemetry import GRAFANA, panels, rules
 
 PAGE_BYTES = PLAIN.page_bytes(0)
@@ -188,7 +189,7 @@ def test_many_scrapers_and_a_load_do_not_disturb_each_other(scraped: Node) -> No
 
 def test_an_address_in_use_is_said(scraped: Node, folder: Path) -> None:
     with pytest.raises(DaemonFailed, match="cannot serve metrics on"):
-        DaemonProcess([*FLAGS, "--metrics-listen", address(scraped)], folder=str(folder)).start()
+        ForkedDaemon([*FLAGS, "--metrics-listen", address(scraped)], folder=str(folder)).start()
 
 
 @pytest.mark.parametrize(

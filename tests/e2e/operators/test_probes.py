@@ -15,7 +15,7 @@ from threading import Event
 
 import grpc
 import pytest
-from cachesvc_ctl.core.daemon_process import DaemonFailed, DaemonProcess
+from cachesvc_ctl.core.daemon_process import DaemonFailed
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
@@ -23,6 +23,7 @@ from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 from cachesvc.wire.status import LIFE_SUFFIX
 from tests.e2e.engine import Engine
 from tests.e2e.rig import FLAGS, running_node, wait_until
+from tests.forked_daemon import ForkedDaemon
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -150,7 +151,7 @@ def test_a_taken_port_for_probes_is_said_and_leaves_no_socket(folder: Path) -> N
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        daemon = DaemonProcess([*FLAGS, "--health-listen", f"0.0.0.0:{taken.getsockname()[1]}"], folder=str(folder))
+        daemon = ForkedDaemon([*FLAGS, "--health-listen", f"0.0.0.0:{taken.getsockname()[1]}"], folder=str(folder))
         with pytest.raises(DaemonFailed, match="another --health-listen"):
             daemon.start()
     assert not list(folder.glob("*.sock*"))
@@ -159,7 +160,7 @@ def test_a_taken_port_for_probes_is_said_and_leaves_no_socket(folder: Path) -> N
 @pytest.mark.parametrize(("address", "said"), [("9465", "is not HOST:PORT"), ("0.0.0.0:99999", "is not HOST:PORT")])
 def test_an_address_that_is_none_is_said(folder: Path, address: str, said: str) -> None:
     with pytest.raises(DaemonFailed, match=f"health_listen: .*{said}"):
-        DaemonProcess(["--health-listen", address], folder=str(folder)).start()
+        ForkedDaemon(["--health-listen", address], folder=str(folder)).start()
 
 
 def test_sockets_belong_to_the_daemon_alone_or_to_a_group_too(folder: Path) -> None:
@@ -172,7 +173,7 @@ def test_sockets_belong_to_the_daemon_alone_or_to_a_group_too(folder: Path) -> N
 
 def test_a_group_that_is_none_is_said(folder: Path) -> None:
     with pytest.raises(DaemonFailed, match="there is no group 'no-such-group' here"):
-        DaemonProcess([*FLAGS, "--socket-group", "no-such-group"], folder=str(folder)).start()
+        ForkedDaemon([*FLAGS, "--socket-group", "no-such-group"], folder=str(folder)).start()
     assert not list(folder.glob("*.sock*"))
 
 

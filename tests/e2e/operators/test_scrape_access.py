@@ -19,6 +19,7 @@ from tests.e2e.access.test_access import ENGINE, GUESS, OPERATOR, PLAIN_FILE, RE
 from tests.e2e.engine import PLAIN
 from tests.e2e.rig import FLAGS, short_folder, wait_until
 from tests.e2e.scraping import LISTEN
+from tests.forked_daemon import ForkedDaemon
 
 SCRAPER = "scraper-secret-of-enough-letters"
 FILE = PLAIN_FILE + entry(SCRAPER, "prometheus", '["metrics"]')
@@ -67,7 +68,7 @@ def test_with_tokens_the_page_is_for_a_token_of_its_own() -> None:
 def test_a_page_of_elsewhere_reads_nothing_through_a_browser_here() -> None:
     with short_folder() as folder, guarded(folder, FILE, *LISTEN) as daemon:
         assert page(daemon)[0] == 401
-    with short_folder() as folder, DaemonProcess([*FLAGS, *LISTEN], folder=str(folder)) as daemon:
+    with short_folder() as folder, ForkedDaemon([*FLAGS, *LISTEN], folder=str(folder)) as daemon:
         asked = urllib.request.Request(f"http://127.0.0.1:{metrics_port(daemon)}/metrics")
         asked.add_header("Host", "evil.example")
         with pytest.raises(urllib.error.HTTPError, match="421"):

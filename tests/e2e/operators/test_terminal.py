@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from cachesvc_client import CacheClient
 from cachesvc_client.layouts.families import opaque
 
 from tests.e2e.rig import Node
+from tests.forked_command import run_forked
 
 EVIL = "m\x1b]0;owned\x07\x1b[2J\x1b[1;1Hok: nothing needs attention\r\nfake\t\u202erow"
 COMMANDS = (
@@ -28,15 +26,9 @@ def test_no_command_prints_what_a_terminal_would_act_on(node: Node, fails: bool)
             sequence.publish(1)
             for command in COMMANDS:
                 wrong = ["--model", EVIL + "!"] if fails and command[0] in ("blocks", "tree", "sequences") else []
-                line = [sys.executable, "-m", "cachesvc_ctl", *command, *wrong, "--socket", node.socket]
-                ended = subprocess.run(line, capture_output=True, text=True, check=False)
+                ended = run_forked("cachesvc_ctl", *command, *wrong, "--socket", node.socket)
                 said = ended.stdout + ended.stderr
                 assert "Traceback" not in said, (command, said)
                 assert [each for each in said if not each.isprintable() and each != "\n"] == [], command
-            models = subprocess.run(
-                [sys.executable, "-m", "cachesvc_ctl", "models", "--socket", node.socket],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
+            models = run_forked("cachesvc_ctl", "models", "--socket", node.socket)
             assert len(models.stdout.splitlines()) == 2

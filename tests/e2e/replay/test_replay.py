@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from cachesvc_lab.traces import (
 )
 
 from tests.e2e.remote import ROOT
+from tests.forked_command import run_forked
 from tests.long_cases import long
 from tests.oracle import CacheCounts, distinct_blocks, infinite_hits, lru_hits, pool_capacity
 
@@ -37,10 +36,8 @@ KEYS = {
 def replay(folder: Path, trace: Path, *arguments: str) -> dict[str, Any]:
     """The report of one replay with a daemon of its own."""
     out = folder / "report.json"
-    command = [sys.executable, "-m", "cachesvc_ctl.main", "replay", str(trace), "--json", str(out)]
-    ended = subprocess.run(
-        [*command, "--block-bytes", str(BLOCK_BYTES), *arguments], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    more = ("--json", str(out), "--block-bytes", str(BLOCK_BYTES))
+    ended = run_forked("cachesvc_ctl", "replay", str(trace), *more, *arguments)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     report = json.loads(out.read_text(encoding="utf-8"))
     assert isinstance(report, dict)
@@ -154,8 +151,7 @@ def test_two_nodes_hit_what_the_other_one_has(tmp_path: Path) -> None:
 def test_what_two_nodes_cannot_do_is_said(tmp_path: Path) -> None:
     path = tmp_path / "synthetic.jsonl"
     write_synthetic_trace(path, SyntheticTraceSpec(requests=10, seed=6))
-    command = [sys.executable, "-m", "cachesvc_ctl", "replay", str(path), "--nodes", "2"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = run_forked("cachesvc_ctl", "replay", str(path), "--nodes", "2")
     assert done.returncode != 0
     assert "--host-blocks" in done.stderr
 

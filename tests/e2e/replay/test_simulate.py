@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cachesvc_lab.traces import SyntheticTraceSpec, read_trace, write_synthetic_trace
 
 from tests.e2e.engine import Engine, prompt
-from tests.e2e.remote import ROOT
 from tests.e2e.replay.test_replay import LIMIT, REAL, TRACES
 from tests.e2e.rig import running_node
+from tests.forked_command import run_forked
 from tests.oracle import distinct_blocks, lru_hits, pool_capacity
 
 KEYS = {"policy", "write_policy", "device_blocks", "host_blocks", "requests", "blocks", "hits", "seconds"}
 
 
 def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cachesvc_ctl.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    return run_forked("cachesvc_ctl", *arguments)
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +12,8 @@ import pytest
 from tests.contracts.s3_rig import Proxy, Server, as_it_is, dead, half, options_of, shared_server
 from tests.contracts.test_s3_troubles import DENIED, NO_BUCKET, WELL, FakeStore, fake_store
 from tests.e2e.engine import Engine, prompt
-from tests.e2e.remote import ROOT
 from tests.e2e.rig import Node, running_node, wait_until
+from tests.forked_command import run_forked
 
 BLOCKS = 8
 PROMPTS = 5
@@ -52,8 +50,7 @@ def stored(node: Node, blocks: int) -> bool:
 
 
 def cachesvc(node: Node, *words: str, ask: str = "storage") -> str:
-    command = [sys.executable, "-m", "cachesvc_ctl.main", ask, "--socket", node.socket, *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
+    return run_forked("cachesvc_ctl", ask, "--socket", node.socket, *words).stdout
 
 
 def test_after_a_kill_and_on_another_node_every_stored_block_is_a_hit(prefix: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,8 +17,8 @@ from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from tests.e2e.engine import Engine, prompt
 from tests.e2e.hybrid import HYBRID, STATE, serve_hybrid
-from tests.e2e.remote import ROOT
 from tests.e2e.rig import FLAGS, Node, running_node, wait_until
+from tests.forked_command import run_forked
 
 BLOCKS = 8
 PROMPTS = 6
@@ -100,8 +99,7 @@ def test_what_is_damaged_is_computed_again_and_never_served(tmp_path: Path) -> N
 
 def cachesvc(node: Node, *words: str, ask: str = "storage") -> tuple[int, str]:
     """The command line: its exit code and what it said."""
-    command = [sys.executable, "-m", "cachesvc_ctl.main", ask, "--socket", node.socket, *words]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    ended = run_forked("cachesvc_ctl", ask, "--socket", node.socket, *words)
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -249,8 +247,7 @@ def test_a_frozen_disk_costs_one_bounded_wait_and_nothing_after_it(tmp_path: Pat
             assert (served.computed, served.bad) == (BLOCKS, [])
         for seed in range(PROMPTS):
             assert engine.serve(prompt(seed, BLOCKS)).device == BLOCKS
-        command = [sys.executable, "-m", "cachesvc_ctl.main", "storage", "--socket", daemon.socket]
-        said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+        said = run_forked("cachesvc_ctl", "storage", "--socket", daemon.socket).stdout
         assert "engine     NOT used" in said
         assert "nothing came within 0.2 s" in said
         assert time.monotonic() - began < PATIENCE_SECONDS, "no call waited for the disk without end"

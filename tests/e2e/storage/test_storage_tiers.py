@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +13,8 @@ import pytest
 
 from tests.contracts.s3_rig import Proxy, options_of, shared_server
 from tests.e2e.engine import Engine, prompt
-from tests.e2e.remote import ROOT
 from tests.e2e.rig import Node, running_node, wait_until
+from tests.forked_command import run_forked
 
 BLOCKS = 8
 PROMPTS = 4
@@ -48,8 +46,7 @@ def tiered(
 
 
 def tiers(node: Node) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "cachesvc_ctl.main", "storage", "--socket", node.socket, "--json"]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    said = run_forked("cachesvc_ctl", "storage", "--socket", node.socket, "--json").stdout
     found: list[dict[str, Any]] = json.loads(said)["tiers"]
     return found
 

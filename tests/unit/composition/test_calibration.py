@@ -27,6 +27,7 @@ from gpu_ops.calibration import (
 )
 from gpu_ops.gpu import Gpu, GpuFacts
 from gpu_ops.streams import PitchedCopies
+from tests.long_cases import looped
 
 FACTS = GpuFacts("GPU-0", 0, "none", "0000:00:00.0", 1 << 30, (9, 0), 1 << 31)
 
@@ -191,7 +192,7 @@ class TimedQueue(CountingQueue):
 BYTES_PER_US, COPY_US, ROW_US, STEP_US = 54_000.0, 2.5, 0.03, 6.0
 
 
-@pytest.mark.parametrize("busy_ms", range(0, 400, 25))
+@looped("busy_ms", range(0, 400, 25))
 def test_what_keeps_the_machine_busy_for_a_while_is_in_no_figure(busy_ms: int) -> None:
     """For 50 ms: all repeats of one measurement would take less, were they made one after another."""
     gpu = TimedGpu(busy_ms / 1e3, busy_ms / 1e3 + 0.05)

@@ -9,6 +9,7 @@ import pytest
 
 from cachesvc.ledger.tickets import Ticket, TicketBook, TicketState
 from cachesvc.model.transfer import DONE, Direction, Failed, Outcome, Urgency
+from tests.long_cases import looped
 from tests.work import steps_of
 
 LOAD, STORE = Direction
@@ -87,7 +88,7 @@ def test_what_is_opened_below_a_failing_ticket_fails_too() -> None:
     assert all(book.get(number).state is TicketState.FAILED for number in (1, 2, 3))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@looped("seed", range(60))
 def test_any_forest_ends_as_the_rules_say(seed: int) -> None:
     """A good ticket ends after those above it, a failed one after those below; all end; nothing above is failed."""
     rng = random.Random(seed)

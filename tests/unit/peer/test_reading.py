@@ -16,6 +16,7 @@ from cachesvc.peer.reading import LoanStream
 from cachesvc.storage.objects import HEADER_BYTES
 from cachesvc.storage.seam import Item
 from tests.contracts.storage_rig import name_of
+from tests.long_cases import looped
 
 PAGES = (bytes([7]) * 600, bytes([9]) * 400)
 OBJECTS = 12
@@ -82,7 +83,7 @@ def test_all_objects_of_a_stream_come() -> None:
 
 
 @pytest.mark.parametrize("beyond", [0, 1, wire.ANSWER.size, wire.ANSWER.size + 1, OBJECT_BYTES - 1])
-@pytest.mark.parametrize("whole", range(OBJECTS))
+@looped("whole", range(OBJECTS))
 def test_those_that_are_whole_count_wherever_the_stream_ends(whole: int, beyond: int) -> None:
     with ExitStack() as stack:
         played = Played(stack)
@@ -92,7 +93,7 @@ def test_those_that_are_whole_count_wherever_the_stream_ends(whole: int, beyond:
         assert isinstance(played.error, wire.StreamEnded)
 
 
-@pytest.mark.parametrize("wrong", range(OBJECTS))
+@looped("wrong", range(OBJECTS))
 def test_what_lies_behind_a_wrong_answer_counts_for_nothing(wrong: int) -> None:
     with ExitStack() as stack:
         played = Played(stack)

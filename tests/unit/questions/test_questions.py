@@ -281,8 +281,9 @@ async def test_a_model_that_breaks_while_it_is_verified_stays_out_of_service(tar
 def test_leases_are_walked_some_sequences_at_a_time_and_may_end_meanwhile() -> None:
     rig = rig_of(one_group(), device=(4,))
     first, second = rig.lease("a"), rig.lease("b")
-    for number in range(3 * SEQUENCES_A_STEP):
-        rig.run(match, first, number + 1, b"", 0)
+    with rig.unaudited():
+        for number in range(3 * SEQUENCES_A_STEP):
+            rig.run(match, first, number + 1, b"", 0)
     rig.run(allocate, first, 1, 3)
     rig.run(match, second, 1, b"", 0)
     question = lease_lines(View(rig.core, EVERYTHING, lambda: 0.0))

@@ -11,6 +11,7 @@ from cachesvc.policy.eviction import EVICTION_POLICIES
 from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.seam import ObjectName, Part, Rank, Use, oldest_first
 from tests.contracts.storage_rig import OTHER, SCOPE, name_of
+from tests.long_cases import looped
 
 EVERYTHING = 0
 
@@ -57,7 +58,7 @@ def test_a_shared_beginning_goes_last_and_inherits_the_last_use_below_it() -> No
     assert names == [name_of("x"), name_of("z"), *other[::-1], name_of("y"), *head[::-1]]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@looped("seed", range(10), range(30))
 def test_headers_that_are_read_in_any_order_give_the_same_tree(seed: int) -> None:
     rng, catalogue = random.Random(seed), Catalogue()
     parents: dict[ObjectName, bytes] = {}

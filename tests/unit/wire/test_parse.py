@@ -16,6 +16,7 @@ from cachesvc.model.errors import InvalidRequest, LimitExceeded
 from cachesvc.wire.parse import LIMITS, MAX_FIELDS, WALKED_BYTES, most_bytes, parse, require_bounded
 from cachesvc.wire.status import MAX_MESSAGE_BYTES
 from tests.fuzz.target import list_rpcs
+from tests.long_cases import looped
 from tests.work import steps_of
 
 REQUESTS = {name: rpc.request for name, rpc in list_rpcs().items()}
@@ -115,7 +116,7 @@ def test_a_step_as_large_as_a_client_sends_one_is_parsed() -> None:
     assert parse(cache_pb2.StepRequest, raw) == step
 
 
-@pytest.mark.parametrize("seed", range(20))
+@looped("seed", range(20))
 def test_broken_bytes_are_refused_by_name_however_long(seed: int) -> None:
     rng = random.Random(seed)
     layout = common_pb2.Layout(planes=[common_pb2.Plane(name="x" * 100, page_shape=[1, 2, 3])] * 1000)

@@ -19,7 +19,7 @@ from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.transfer import Direction
 from cachesvc.model.words import NO_PAGE
-from tests.long_cases import long
+from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import Rig, chain, rig_of
 
 FULL, WINDOW = 0, 1
@@ -168,7 +168,7 @@ def whole(ones: list[Decoder]) -> None:
         assert pool.free + pool.counts[2] == pool.usable
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@looped("block", [32], [16, 32, 64, 128])
 @pytest.mark.parametrize(("window", "sinks"), [(128, 0), (200, 32), (129, 1), (64, 100), (1, 0)])
 def test_prefill_in_chunks_and_decode_with_rejected_tokens(block: int, window: int, sinks: int) -> None:
     """Chunks smaller and larger than the window; drafts of up to 5 tokens; published late, early or not at all."""
@@ -196,7 +196,7 @@ def test_prefill_in_chunks_and_decode_with_rejected_tokens(block: int, window: i
     whole(ones)
 
 
-@pytest.mark.parametrize("block", [16, long(32), long(64), 128])
+@looped("block", [32], [16, 32, 64, 128])
 @pytest.mark.parametrize(("window", "sinks"), [(256, 0), (256, 64), (100, 30), (17, 1)])
 def test_decode_never_holds_more_than_its_bound(block: int, window: int, sinks: int) -> None:
     """The pool has just the bound for each sequence: the next one would find no page."""
@@ -237,7 +237,7 @@ def test_steps_in_flight_keep_their_pages_where_only_retired_tokens_are_told(cou
     assert (lost == 0) == (counted == "retired")
 
 
-@pytest.mark.parametrize("block", [16, 64])
+@looped("block", [16], [16, 64])
 @pytest.mark.parametrize(("window", "sinks"), [(128, 0), (100, 40), (130, 64)])
 def test_a_sequence_with_holes_leaves_and_comes_back(block: int, window: int, sinks: int) -> None:
     """Only live pages travel; the holes are where they were, and decoding goes on with the right bytes."""
@@ -267,9 +267,9 @@ def test_a_sequence_with_holes_leaves_and_comes_back(block: int, window: int, si
     assert ones[0].rig.host.pools[WINDOW].counts[1] == 0
 
 
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 7, 8, 9, 13])
-@pytest.mark.parametrize("sinks", [0, 3, 4])
-@pytest.mark.parametrize("block", [4, 16])
+@looped("window", [1, 3, 4, 5, 7, 8, 9, 13])
+@looped("sinks", [0, 3, 4])
+@looped("block", [4], [4, 16])
 def test_a_hit_has_its_last_window_and_its_sinks_and_holes_between(window: int, sinks: int, block: int) -> None:
     """Full pages of [0, n), windowed ones of [n - W, n), since its last token may be computed again, and sinks."""
     layout = layout_of(window, sinks, block)

@@ -18,6 +18,7 @@ from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import NO_PAGE, READY, WritePolicy
+from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
 
 
@@ -231,7 +232,7 @@ class LendingWalk:
             assert all(states[row] == READY for row in lent.rows[: lent.ready()]), "what may be sent is there"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@looped("seed", range(2), range(6))
 def test_loans_hold_what_they_may_send_whatever_becomes_of_copies(seed: int) -> None:
     walk = LendingWalk(seed)
     for _ in range(80):

@@ -17,7 +17,7 @@ from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import IllegalMove, PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import PageState, WritePolicy
-from tests.long_cases import long
+from tests.long_cases import looped
 from tests.oracle import lru_hits
 from tests.unit.flows.transfer.test_flows_evict import trace
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
@@ -217,8 +217,8 @@ def test_who_can_have_no_pages_is_refused_at_once_whatever_is_still_to_be_looked
         rig.once(allocate, b, 1, 1)
 
 
-@pytest.mark.parametrize("seed", [0, 1, long(2), long(3)])
 @pytest.mark.parametrize("capacity", [12, 24])
+@looped("seed", range(1), range(4))
 def test_it_costs_no_hits_but_those_of_a_pool_that_is_so_much_smaller(seed: int, capacity: int) -> None:
     requests = trace(seed, 120)
     rig = rig_with_room(pages=capacity)

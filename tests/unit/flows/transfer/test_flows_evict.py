@@ -18,6 +18,7 @@ from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import WritePolicy
 from tests.conservation import audit
+from tests.long_cases import looped
 from tests.oracle import lru_hits
 from tests.unit.rigs.ledger_rig import chain, one_group, prefill, rig_of, serve, windowed
 
@@ -44,8 +45,8 @@ def trace(seed: int, requests: int) -> list[Prompt]:
     return out
 
 
-@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("capacity", [3, 9, 24, 60])
+@looped("seed", range(2), range(12))
 def test_hits_and_evictions_are_those_of_the_oracle(seed: int, capacity: int) -> None:
     requests = trace(seed, 120)
     expected = lru_hits(requests, capacity)
@@ -253,7 +254,7 @@ def test_reuse_counts_of_dropped_blocks_do_not_pile_up() -> None:
     assert rig.model.blocks.dropped == []
 
 
-@pytest.mark.parametrize("seed", range(10))
+@looped("seed", range(10))
 def test_evictable_counts_what_can_really_go(seed: int) -> None:
     rng = random.Random(seed)
     rig = rig_of(one_group(), device=(24,), host=(6,), policy=rng.choice(list(WritePolicy)))

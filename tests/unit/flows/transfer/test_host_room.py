@@ -15,6 +15,7 @@ from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import ABSENT, NO_PAGE, WritePolicy
 from tests.conservation import audit
+from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
 
 
@@ -63,7 +64,7 @@ def test_a_swap_that_cannot_have_its_windowed_pages_changes_nothing() -> None:
     assert [bytes(states) for states in rig.host.states] == before
 
 
-@pytest.mark.parametrize("seed", range(60))
+@looped("seed", range(12), range(60))
 def test_a_plan_meets_the_demand_or_names_a_group_and_all_that_could_go(seed: int) -> None:
     rng = random.Random(seed)
     host = (rng.randint(4, 24), rng.randint(1, 12))

@@ -19,6 +19,7 @@ from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.words import FILLING, PageState, WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
+from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of, serve, windowed
 from tests.work import steps_of
 
@@ -87,7 +88,7 @@ def told(ledger: BlockLedger, place: Place) -> object:
 
 
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
-@pytest.mark.parametrize("seed", range(25))
+@looped("seed", range(5), range(25))
 def test_what_leaves_at_once_leaves_the_same_behind_as_block_by_block(policy: str, seed: int) -> None:
     (ledger, place), (other, other_place) = grown(policy, seed), grown(policy, seed)
     assert told(ledger, place) == told(other, other_place)
@@ -101,7 +102,7 @@ def test_what_leaves_at_once_leaves_the_same_behind_as_block_by_block(policy: st
 
 
 @pytest.mark.parametrize("policy", ["deepest_first", "lfu", "lru"])
-@pytest.mark.parametrize("seed", range(25))
+@looped("seed", range(5), range(25))
 def test_a_plan_of_many_has_them_in_the_order_of_plans_of_one(policy: str, seed: int) -> None:
     (ledger, place), (other, other_place) = grown(policy, seed), grown(policy, seed)
     plan, _ = Evictor(ledger).plan_device(place, PAGES, to_host=False)

@@ -17,6 +17,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, FILLING, READY, PageState
 from cachesvc.policy.eviction import EVICTION_POLICIES, RankRule, lfu, lru
+from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import one_group, windowed
 from tests.work import steps_of
 
@@ -56,7 +57,7 @@ def by_walking(ledger: BlockLedger, place: Place, unpinned: list[int], *, after_
     return sum(place.is_present(row) for row in index.rows.values()) - len(protected)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@looped("seed", range(10), range(30))
 def test_what_could_go_is_what_a_walk_counts(seed: int) -> None:
     rng = random.Random(seed)
     ledger, place = ledger_of(windowed())

@@ -23,6 +23,7 @@ from cachesvc.model.words import WritePolicy
 from cachesvc.storage.objects import check, require_digest, write_header
 from cachesvc.storage.seam import Item, Outcome
 from tests.contracts.storage_rig import name_of
+from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve
 from tests.unit.rigs.storage_flows_rig import MISPLACED, WHOLE, packed, storing, waits
 from tests.unit.storage.storage_tier_rig import TierRig
@@ -177,7 +178,7 @@ def test_an_object_of_the_format_without_parents_counts_as_missing_and_goes() ->
     assert rig.outcomes() == [Outcome.OK]
 
 
-@pytest.mark.parametrize("flipped", range(0, 176, 7))
+@looped("flipped", range(0, 176, 7))
 def test_a_header_of_which_a_bit_is_another_one_is_never_right(flipped: int) -> None:
     digest, page = require_digest(), memoryview(bytearray(b"payload."))
     item = Item(name_of("a"), memoryview(bytearray(256)), (page,), B)
@@ -208,7 +209,7 @@ def test_keys_that_are_not_chained_leave_what_eviction_learns_of_others_alone() 
             rig.run(match, lease, 10 + number, named(*wrong), 0)  # the rig's audits run after it
 
 
-@pytest.mark.parametrize("seed", range(60))
+@looped("seed", range(12), range(60))
 def test_keys_that_are_not_chained_break_no_call_whatever_replicas_have(seed: int) -> None:
     """One such Match raised in the midst of sharing, and took the model out of service for all."""
     rng = random.Random(seed)

@@ -16,6 +16,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
 from cachesvc.policy.eviction import lru
+from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import chain, one_group, windowed
 
 PAGES = 64
@@ -57,7 +58,7 @@ def walk(ledger: BlockLedger, place: Place, keys: bytes) -> tuple[int, int]:
     return device, total
 
 
-@pytest.mark.parametrize("seed", range(40))
+@looped("seed", range(40))
 def test_bisection_finds_what_a_walk_finds(seed: int) -> None:
     rng = random.Random(seed)
     ledger, place = ledger_of(one_group())
@@ -89,8 +90,8 @@ def test_bisection_finds_what_a_walk_finds(seed: int) -> None:
         assert limited.blocks == min(2, hit.blocks)
 
 
-@pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("sinks", [0, 4])
+@looped("seed", range(60))
 def test_a_windowed_hit_is_the_longest_that_has_its_window(seed: int, sinks: int) -> None:
     """Every n is tried by the rule's own words, device and host copies drawn at random."""
     rng = random.Random(seed)

@@ -17,6 +17,7 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, PageState
 from cachesvc.policy.eviction import lru
+from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import chain
 
 BLOCK_TOKENS = 4
@@ -108,7 +109,7 @@ def walked(ledger: BlockLedger, rows: list[int], place: Place) -> Hit:
     return Hit(device, rows[device - 1] if device else NO_ROW, blocks, rows[blocks - 1] if blocks else NO_ROW)
 
 
-@pytest.mark.parametrize("seed", range(400))
+@looped("seed", range(100), range(400))
 def test_the_search_finds_what_a_walk_over_the_whole_prompt_finds(seed: int) -> None:
     rng = random.Random(seed)
     layout = layout_of(rng)
@@ -217,7 +218,7 @@ def test_states_of_groups_that_have_them_at_other_positions_are_looked_for_toget
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-@pytest.mark.parametrize("seed", range(150))
+@looped("seed", range(50), range(150))
 def test_keys_that_are_not_chained_are_refused_or_find_what_is_there(seed: int, windowed: bool) -> None:
     """Whatever a caller sends as keys, a hit is a path of as many blocks, the device's at its front."""
     rng = random.Random(seed)

@@ -9,6 +9,7 @@ import pytest
 
 from cachesvc.ledger.candidates import BUCKET, ROW_BITS, ROW_MASK, LeafOrder
 from cachesvc.model.errors import LedgerBroken
+from tests.long_cases import looped
 
 
 class Rows:
@@ -42,8 +43,8 @@ def in_steps(order: LeafOrder) -> Iterator[int]:
         last = entries[-1]
 
 
-@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("ranks", [3, 10**6])
+@looped("seed", range(3), range(8))
 def test_the_order_is_that_of_a_plain_sort(seed: int, ranks: int) -> None:
     rng = random.Random(seed)
     rows = Rows(6 * BUCKET)
@@ -62,8 +63,8 @@ def test_the_order_is_that_of_a_plain_sort(seed: int, ranks: int) -> None:
         assert {row for row in range(6 * BUCKET) if row in rows.order} == {entry & ROW_MASK for entry in expected}
 
 
-@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("spread", [1, 40, BUCKET])
+@looped("seed", range(3), range(8))
 def test_many_at_once_are_as_each_by_itself(seed: int, spread: int) -> None:
     rng = random.Random(seed)
     rows = Rows(6 * BUCKET)

@@ -10,6 +10,7 @@ import pytest
 from cachesvc.ledger.page_pool import LEGAL_PAGE_MOVES, PagePool
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.words import NO_PAGE, PageState, Run, runs_of
+from tests.long_cases import looped
 from tests.work import steps_of
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
@@ -121,7 +122,7 @@ def test_a_page_given_again_is_of_another_generation() -> None:
     assert not pool.owns(1, 0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@looped("seed", range(20))
 def test_random_operations_agree_with_sets(seed: int) -> None:
     rng = random.Random(seed)
     count, withheld = rng.randint(4, 40), rng.choice((0, 0, 1, 3))

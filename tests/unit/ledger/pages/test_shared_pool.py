@@ -15,6 +15,7 @@ from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.errors import IllegalMove, LedgerBroken
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import PageState
+from tests.long_cases import looped
 
 FREE, PRIVATE, SEALED, IN_FLIGHT, QUARANTINED = PageState
 
@@ -40,7 +41,7 @@ def check(pools: tuple[GroupPool, ...], owned: dict[int, tuple[int, PageState]])
         )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@looped("seed", range(10), range(30))
 def test_pages_have_a_group_from_grant_to_free(seed: int) -> None:
     rng = random.Random(seed)
     pools = shared(withheld=rng.choice((0, 1, 5)))

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import pytest
 from kvcache.v1 import cache_pb2
 from kvcache.v1.cache_pb2 import OperationError
 
@@ -20,6 +19,7 @@ from cachesvc.flows.sizing import PoolRequest
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.model.errors import CacheError
 from cachesvc.model.words import PageState, WritePolicy
+from tests.long_cases import looped
 from tests.unit.rigs.dispatch_rig import Desk, turns
 from tests.unit.rigs.ledger_rig import TOKEN, chain, hybrid, one_group, rig_of, windowed
 from tests.unit.rigs.turns_rig import SMALL
@@ -208,6 +208,6 @@ class Orders:
             assert all(pool.counts[PageState.PRIVATE] == 0 for pool in replica.place.pools)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@looped("seed", range(6), range(12))
 def test_calls_in_odd_orders_break_nothing_and_leave_nothing(seed: int) -> None:
     asyncio.run(Orders(seed).run())
