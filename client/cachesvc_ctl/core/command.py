@@ -1,10 +1,4 @@
-"""One command of ``cachesvc``: its name, one line about it, its flags, and what it does.
-
-Answers of the daemon as JSON for scripts: every field, always, under the name and the type that the proto gives it.
-
-So ``.leases[]`` is there when no lease is, a count of 0 is 0, and 64-bit numbers are numbers. Bytes are hexadecimal,
-enums are names, and a message or optional field that is not set is null.
-"""
+"""One command of ``cachesvc``: its name, one line about it, its flags, and what it does."""
 
 from __future__ import annotations
 
@@ -25,6 +19,7 @@ from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2_grpc
 
 from cachesvc.model.text import describe_bytes, one_line
+from cachesvc.wire.plain import plain
 
 MOST = 2**31 - 1
 MOST_LISTED = 4096
@@ -204,10 +199,7 @@ def no_answer(failure: grpc.RpcError, arguments: argparse.Namespace) -> str:
 
 def _plain(reason: str) -> str:
     """Reason that gRPC gives for a unix socket, without its codes and the path that it repeats."""
-    for words, plain in PLAIN.items():
-        if words in reason:
-            return plain
-    return reason
+    return next((said for words, said in PLAIN.items() if words in reason), reason)
 
 
 def _socket_hint(reason: str) -> str:
@@ -259,33 +251,6 @@ def left_out(*flags: str) -> str:
 
 def as_json(message: Message) -> str:
     return json.dumps(plain(message), indent=2)
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """The message as dicts, lists and values."""
-    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
-
-
-def _field(message: Message, field: Any) -> Any:
-    value = getattr(message, field.name)
-    entry = field.message_type
-    if entry is not None and entry.GetOptions().map_entry:
-        of = entry.fields_by_name["value"]
-        return {key: _value(of, value[key]) for key in sorted(value)}
-    if field.is_repeated:
-        return [_value(field, each) for each in value]
-    if field.has_presence and not message.HasField(field.name):
-        return None
-    return _value(field, value)
-
-
-def _value(field: Any, value: Any) -> Any:
-    if field.message_type is not None:
-        return plain(value)
-    if field.enum_type is not None:
-        known = field.enum_type.values_by_number.get(value)
-        return value if known is None else known.name
-    return value.hex() if isinstance(value, bytes) else value
 
 
 class MissingExtraError(RuntimeError):
