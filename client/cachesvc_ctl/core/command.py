@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -244,6 +247,32 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+class Table:
+    """Columns of a listing, as ``title=cell | ...``; a title like its cell can be left out.
+
+    A cell is a field of the row, or a format string of its fields in braces; ``?`` behind it shows a dash where it is
+    empty. Fields of bytes are worded. ``made``: cells that are computed from the row, by name.
+    """
+
+    def __init__(self, columns: str, **made: Callable[[Any], object]) -> None:
+        parts = [each.strip().rpartition("=") for each in columns.split("|")]
+        self._head = [title if sign else cell.rstrip("?") for title, sign, cell in parts]
+        self._cells = [made.get(cell) or partial(_cell, cell) for _, _, cell in parts]
+
+    def text(self, rows: Iterable[object]) -> str:
+        return table(self._head, [[cell(row) for cell in self._cells] for row in rows])
+
+
+def _cell(cell: str, row: object) -> object:
+    name = cell.removesuffix("?")
+    value: Any = re.sub(r"{(\w+)", r"{0.\1", name).format(row) if "{" in name else attrgetter(name)(row)
+    if name.endswith("_bytes"):
+        return describe_bytes(value)
+    if not isinstance(value, str | int | float):
+        value = " ".join(map(str, value))
+    return value or "-" if name != cell else value
+
+
 def left_out(*flags: str) -> str:
     """A last line where there is more than was shown; ``flags``: those that held it back and can be raised."""
     return f"\n(more are there; raise {' and '.join(flags)})" if flags else "\n(more are there)"
@@ -330,3 +359,14 @@ class Question(DaemonCommand, Generic[R]):
             answer = self.ask(Admin(channel))
         print(as_json(self.data(answer)) if self.arguments.json else for_terminal(self.show(answer)))
         return self.code(answer)
+
+
+class Listing(Question[R]):
+    """Question whose answer is one table: of the lines in its field ``lines``."""
+
+    lines: ClassVar[str]
+    table: ClassVar[Table]
+
+    def show(self, answer: R) -> str:
+        more = self.more("--limit") if getattr(answer, "truncated", False) else ""
+        return self.table.text(getattr(answer, self.lines)) + more
