@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
 
+from kvcache.v1.status_pb2 import TransportStatus
+
 from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.flows.core import Core, Limits
@@ -33,7 +35,7 @@ from cachesvc.service.admin.metric_values import MetricValues
 from cachesvc.service.calls.dispatcher import Dispatcher
 from cachesvc.service.calls.registrar import Registrar
 from cachesvc.service.calls.telemetry import Telemetry
-from cachesvc.service.host.device_health import DeviceHealth, Facts, Transports
+from cachesvc.service.host.device_health import DeviceHealth, Facts
 from cachesvc.service.host.health import HealthAnswers
 from cachesvc.service.host.life import LifeServer
 from cachesvc.service.host.reload import Reloader, live_settings
@@ -227,8 +229,9 @@ class Calls(NamedTuple):
     cache: CacheService
     lanes: Lanes
 
-    def transports(self) -> Transports:
-        return Transports(self.lanes.count, self.lanes.calls, self.edge.calls)
+    def transports(self) -> TransportStatus:
+        lanes = self.lanes
+        return TransportStatus(lanes=lanes.count, lane_calls=lanes.calls, grpc_calls=self.edge.calls)
 
 
 def _base(config: Config, hardware: Hardware) -> Base:

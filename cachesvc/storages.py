@@ -15,7 +15,7 @@ from cachesvc.memory.host_pool import HostPool
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.nodes import Nodes
 from cachesvc.policy.eviction import eviction_policy
-from cachesvc.service.admin.messages import StorageAnswers
+from cachesvc.service.admin.storage_answers import StorageAnswers
 from cachesvc.service.calls.telemetry import StorageFlows, read_storage
 from cachesvc.service.loop.node import Node
 from cachesvc.storage.file.engine import FileStorage

@@ -10,6 +10,7 @@ array that is exported cannot grow.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from kvcache.v1 import inspect_pb2
 
 from cachesvc.flows.core import Core
 from cachesvc.ledger.block_index import BlockIndex
@@ -36,33 +38,6 @@ ROWS_MORE = 4096
 """The index may grow while its keys are copied."""
 
 
-class PoolRoom(NamedTuple):
-    place: str
-    group: str
-    capacity: int
-    free: int
-    page_bytes: int
-
-
-class CopyColumn(NamedTuple):
-    place: int
-    group: int
-    states: bytes
-    pages: list[int]
-
-
-class Rows(NamedTuple):
-    keys: bytes
-    parents: list[int]
-    positions: list[int]
-    children: list[int]
-    hits: list[int]
-    stamps: list[int]
-    transfers: list[int]
-    pins: list[int]
-    copies: list[CopyColumn]
-
-
 class Columns:
     """Copied in one go when made, into ``arena``, but for ``keys``. ``put_in_order`` and ``rows`` no longer need the
     ledger.
@@ -75,7 +50,13 @@ class Columns:
         index = model.blocks.index
         self.places = [place.name for place in index.places]
         self.pools = [
-            PoolRoom(place.name, model.layout.groups[g].name, pool.capacity, pool.free, model.layout.page_bytes(g))
+            inspect_pb2.IndexPool(
+                place=place.name,
+                group=model.layout.groups[g].name,
+                capacity=pool.capacity,
+                free=pool.free,
+                page_bytes=model.layout.page_bytes(g),
+            )
             for place in index.places
             for g, pool in enumerate(place.pools)
         ]
@@ -107,27 +88,32 @@ class Columns:
             del self._keys[-KEYS_A_STEP:]
             yield None
 
-    def rows(self, first: int, count: int) -> Rows:
+    def rows(self, first: int, count: int) -> inspect_pb2.IndexRows:
         """Blocks ``first`` to ``first + count``, or to the end."""
         rows = self._order[first : first + count]
         pins = np.sum([column[rows] for column in self._pins], axis=0)
         copies = [
-            CopyColumn(place, group, states[rows].tobytes(), np.where(states[rows] > 0, pages[rows], NO_PAGE).tolist())
+            inspect_pb2.IndexCopies(
+                place=place,
+                group=group,
+                states=states[rows].tobytes(),
+                pages=np.where(states[rows] > 0, pages[rows], NO_PAGE).tolist(),
+            )
             for place, columns in enumerate(self._states)
             for group, (states, pages) in enumerate(zip(columns, self._pages[place], strict=True))
             if states[rows].any()
         ]
         keys = self._keys
-        return Rows(
-            b"".join(keys[row] or b"" for row in rows.tolist()),
-            self._number[self._parent[rows]].tolist(),
-            self._depth[rows].tolist(),
-            self._children[rows].tolist(),
-            self._hits[rows].tolist(),
-            self._stamp[rows].tolist(),
-            self._flights[rows].tolist(),
-            pins.tolist(),
-            copies,
+        return inspect_pb2.IndexRows(
+            keys=b"".join(keys[row] or b"" for row in rows.tolist()),
+            parents=self._number[self._parent[rows]].tolist(),
+            positions=self._depth[rows].tolist(),
+            children=self._children[rows].tolist(),
+            hits=self._hits[rows].tolist(),
+            stamps=self._stamp[rows].tolist(),
+            transfers=self._flights[rows].tolist(),
+            pins=pins.tolist(),
+            copies=copies,
         )
 
 
@@ -149,12 +135,7 @@ def columns_of(view: View, model: Model) -> Question[Columns]:
 class Dump(NamedTuple):
     """A model's index, to be read by ``columns.rows``, what its columns mean, and the model's last requests."""
 
-    model: int
-    model_name: str
-    namespace: bytes
-    block_tokens: int
-    groups: list[str]
-    full_groups: tuple[int, ...]
+    head: inspect_pb2.IndexHead
     columns: Columns
     requests: list[RecentRequest]
 
@@ -167,16 +148,20 @@ def dump(view: View, model_id: int) -> Question[Dump]:
     columns = yield from columns_of(view, model)
     yield from off_loop(columns.put_in_order)
     layout = model.layout
-    return Dump(
-        model.id,
-        model.name,
-        view.namespace_of(model),
-        layout.block_tokens,
-        [group.name for group in layout.groups],
-        tuple(layout.full_groups),
-        columns,
-        model.recent.all(),
+    head = inspect_pb2.IndexHead(
+        format=1,
+        taken_unix_seconds=time.time(),
+        model_id=model.id,
+        model=model.name,
+        namespace_hex=view.namespace_of(model).hex(),
+        block_tokens=layout.block_tokens,
+        groups=[group.name for group in layout.groups],
+        full_groups=layout.full_groups,
+        places=columns.places,
+        blocks=columns.blocks,
+        pools=columns.pools,
     )
+    return Dump(head, columns, model.recent.all())
 
 
 Ints = npt.NDArray[np.int64]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+
+from kvcache.v1 import admin_pb2, inspect_pb2
 
 from cachesvc.ledger.change_log import STORAGE, Cause, Event, place_name
 from cachesvc.ledger.ledger import Model
@@ -12,8 +13,9 @@ from cachesvc.ledger.sequences import Hold
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.questions.query import BlockLine, block_line, keys_beginning
-from cachesvc.questions.view import Listed, Question, View
+from cachesvc.model.words import Tier
+from cachesvc.questions.query import block_line, keys_beginning
+from cachesvc.questions.view import Question, View
 
 HOLDERS_LISTED = 64
 CLIMBED_MAX = 8192
@@ -58,62 +60,15 @@ EXPECTATIONS = {
 """Ends of expectations of other nodes, in words."""
 
 
-class BlockHolder(NamedTuple):
-    """A sequence, or a prefetch (``PREFETCH``), that keeps a block on a place.
-
-    ``blocks_below``: how much deeper it reaches through it.
-    """
-
-    lease_id: str
-    engine: str
-    sequence: int
-    place: int
-    blocks_below: int
-
-
-class EventLine(NamedTuple):
-    """One change of a block's copies. ``age_seconds``: its age."""
-
-    number: int
-    age_seconds: float
-    kind: str
-    present: bool
-    place: str
-    group: str
-    cause: str
-
-
-class BlockExplanation(NamedTuple):
-    """All that is known of one key. ``block`` is None where no copy is left. ``events``: the newest first."""
-
-    model: int
-    model_name: str
-    key: bytes
-    block: BlockLine | None
-    holders: list[BlockHolder]
-    holders_truncated: bool
-    tickets: list[int]
-    events: list[EventLine]
-    accesses_since: int
-    conclusion: str
-
-
-class Explanation(NamedTuple):
-    """Known facts of the keys that begin alike. ``forgotten_before_seconds``: age of the oldest events."""
-
-    blocks: list[BlockExplanation]
-    truncated: bool
-    forgotten_before_seconds: float
-
-
-def explain(view: View, model_id: int, prefix: bytes, events: int = 0) -> Question[Explanation]:
-    """Up to ``EXPLAINED_MAX`` blocks whose keys begin with ``prefix``, of one model or (0) of all. ``events``: of each
-    block, 0: ``EVENTS_DEFAULT``, at most ``EVENTS_MAX``. Raises InvalidRequest, NotFound (the model)."""
+def explain(view: View, model_id: int, prefix: bytes, events: int = 0) -> Question[list[admin_pb2.ExplainResponse]]:
+    """Explain up to ``EXPLAINED_MAX`` blocks whose keys begin with ``prefix``, of one model or (0) of all, in parts of
+    one answer. ``events``: of each block, 0: ``EVENTS_DEFAULT``, at most ``EVENTS_MAX``. Raises InvalidRequest,
+    NotFound (the model)."""
     if not PREFIX_BYTES_MIN <= len(prefix) <= KEY_BYTES:
         raise InvalidRequest(f"a key has {KEY_BYTES} bytes; name at least the first {PREFIX_BYTES_MIN} bytes of it")
     models = [view.model(model_id)] if model_id else view.models()
     limit = min(events or EVENTS_DEFAULT, EVENTS_MAX)
-    blocks: list[BlockExplanation] = []
+    stories: list[admin_pb2.BlockStory] = []
     truncated = False
     forgotten = 0.0
     for model in models:
@@ -129,75 +84,82 @@ def explain(view: View, model_id: int, prefix: bytes, events: int = 0) -> Questi
         if journal.first > 1:
             age = view.now() - journal.seconds_of(journal.first)
             forgotten = min(forgotten, age) if forgotten else age
-        room = EXPLAINED_MAX - len(blocks)
+        room = EXPLAINED_MAX - len(stories)
         truncated = truncated or len(found) > room
-        blocks += [explain_block(view, model, key, found[key][-limit:]) for key in list(found)[:room]]
-    return Explanation(blocks, truncated, forgotten)
+        stories += [explain_block(view, model, key, found[key][-limit:]) for key in list(found)[:room]]
+    head = admin_pb2.ExplainResponse(truncated=truncated, forgotten_before_seconds=forgotten)
+    return [head, *(admin_pb2.ExplainResponse(stories=[story]) for story in stories)]
 
 
-def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> BlockExplanation:
+def explain_block(view: View, model: Model, key: bytes, events: list[Event]) -> admin_pb2.BlockStory:
     """All that is known of one key; ``events`` are what its model's journal knows of it, oldest first."""
     index = model.blocks.index
     row = index.rows.get(key, NO_ROW)
     newest_first = events[::-1]
-    lines = [_line(view, model, event) for event in newest_first]
-    if row == NO_ROW or not index.has_copy(row):
-        why = _why_not(model, newest_first, view.now()) + _storage_words(view, model, key) + _expected_words(model, key)
-        return BlockExplanation(model.id, model.shown, key, None, [], False, [], lines, 0, why)
-    holders = holders_of(view, model, row)
-    tickets = [
-        ticket.id
-        for ticket in view.running()
-        if ticket.model == model.id and (row in ticket.rows or any(drain.row == row for drain in ticket.drains))
-    ]
-    return BlockExplanation(
-        model.id,
-        model.shown,
-        key,
-        block_line(model, row),
-        holders.lines,
-        holders.truncated,
-        tickets,
-        lines,
-        view.last_access - index.stamp[row],
-        (_pinned_words(view, model, row) or _why_here(model, row, holders.lines, tickets))
-        + _shorter_hits(model, row)
-        + _worth(model, row)
-        + _storage_words(view, model, key)
-        + _expected_words(model, key),
+    story = admin_pb2.BlockStory(
+        model_id=model.id, model=model.shown, key=key, events=[_line(view, model, event) for event in newest_first]
     )
+    if row == NO_ROW or not index.has_copy(row):
+        story.verdict = _why_not(model, newest_first, view.now())
+    else:
+        holders, story.holders_truncated = holders_of(view, model, row)
+        story.block.MergeFrom(block_line(model, row) or admin_pb2.BlockStatus())
+        story.holders.extend(holders)
+        story.tickets.extend(
+            ticket.id
+            for ticket in view.running()
+            if ticket.model == model.id and (row in ticket.rows or any(drain.row == row for drain in ticket.drains))
+        )
+        story.accesses_since = view.last_access - index.stamp[row]
+        story.verdict = _pinned_words(view, model, row) or _why_here(model, row, story)
+        story.verdict += _shorter_hits(model, row) + _worth(model, row)
+    story.verdict += _storage_words(view, model, key) + _expected_words(model, key)
+    return story
 
 
-def holders_of(view: View, model: Model, row: int) -> Listed[BlockHolder]:
-    """Sequences and prefetches that keep ``row`` where it is, by themselves or through a block below it.
+def holders_of(view: View, model: Model, row: int) -> tuple[list[inspect_pb2.BlockHolder], bool]:
+    """Sequences and prefetches that keep ``row`` where it is, by themselves or through a block below it; and whether
+    there are more.
 
     A key stands for its whole prefix, so a sequence goes through a block when it has the same key at that depth. A
     prefetch keeps no keys: the way up from its deepest block is walked, ``CLIMBED_MAX`` blocks in all.
     """
     index = model.blocks.index
     depth, key = index.depth[row], index.keys[row]
-    found: list[BlockHolder] = []
+    found: list[inspect_pb2.BlockHolder] = []
     left = CLIMBED_MAX
     for lease in view.leases():
         if lease.model != model.id:
             continue
-        holder = partial(BlockHolder, view.lease_id(lease), lease.engine)
+        holder = partial(_holder, view.lease_id(lease), lease.engine)
         for sequence in lease.sequences.values():
             if sequence.known_keys > depth and sequence.key(depth) == key:
                 found += [holder(sequence.id, place, below) for place, _, below in _ends(model, sequence, depth)]
             if len(found) > HOLDERS_LISTED:
-                return Listed(found[:HOLDERS_LISTED], truncated=True)
+                return found[:HOLDERS_LISTED], True
         for prefetch in lease.prefetches:
             for place, anchor, below in _ends(model, prefetch, depth):
                 left -= below
                 if left < 0 or len(found) >= HOLDERS_LISTED:
-                    return Listed(found[:HOLDERS_LISTED], truncated=True)
+                    return found[:HOLDERS_LISTED], True
                 above = anchor
                 for _ in range(below):
                     above = index.parent[above]
                 if above == row:
                     found.append(holder(PREFETCH, place, below))
-    return Listed(found, truncated=False)
+    return found, False
+
+
+def _holder(lease_id: str, engine: str, sequence: int, place: int, blocks_below: int) -> inspect_pb2.BlockHolder:
+    """A sequence, or a prefetch (``PREFETCH``), that keeps a block on a place, and how much deeper it reaches."""
+    return inspect_pb2.BlockHolder(
+        lease_id=lease_id,
+        engine=engine,
+        sequence_id=sequence,
+        tier=(Tier.DEVICE if place else Tier.HOST).value,
+        replica=max(0, place - 1),
+        blocks_below=blocks_below,
+    )
 
 
 def _ends(model: Model, hold: Hold, depth: int) -> Iterator[tuple[int, int, int]]:
@@ -230,15 +192,15 @@ def _stored_beginning(model: Model, prefix: bytes) -> Question[list[bytes]]:
     return found
 
 
-def _line(view: View, model: Model, event: Event) -> EventLine:
-    return EventLine(
-        event.number,
-        view.now() - event.seconds,
-        event.kind.name.lower(),
-        event.present,
-        place_name(event.place),
-        model.layout.groups[event.group].name,
-        event.cause.name.lower(),
+def _line(view: View, model: Model, event: Event) -> inspect_pb2.BlockEvent:
+    return inspect_pb2.BlockEvent(
+        sequence_number=event.number,
+        age_seconds=view.now() - event.seconds,
+        kind=event.kind.name.lower(),
+        present=event.present,
+        place=place_name(event.place),
+        group=model.layout.groups[event.group].name,
+        reason=event.cause.name.lower(),
     )
 
 
@@ -252,14 +214,14 @@ def _pinned_words(view: View, model: Model, row: int) -> str:
     return f"it stays: an operator has pinned the prefix to {last.key.hex()[:16]} for {left:.0f} s more, on {places}"
 
 
-def _why_here(model: Model, row: int, holders: list[BlockHolder], tickets: list[int]) -> str:
+def _why_here(model: Model, row: int, story: admin_pb2.BlockStory) -> str:
     index = model.blocks.index
-    if holders:
-        own = sum(not holder.blocks_below for holder in holders)
-        through = len(holders) - own
+    if story.holders:
+        own = sum(not holder.blocks_below for holder in story.holders)
+        through = len(story.holders) - own
         return f"it stays: {own} pins on it, {through} on blocks below it; only a release or a lost lease ends them"
-    if tickets:
-        return f"it stays while ticket {tickets[0]} moves it"
+    if story.tickets:
+        return f"it stays while ticket {story.tickets[0]} moves it"
     if index.children[row]:
         return f"it stays before its {index.children[row]} children go: blocks leave leaf first"
     return "nothing keeps it: it goes when others need the room and its turn has come"

@@ -13,17 +13,18 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from kvcache.v1 import admin_pb2
 
 from cachesvc.flows.transfers import ticket_view
 from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW
-from cachesvc.model.answers import TicketView
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.layout import Layout
 from cachesvc.model.words import CopyState, Tier
 from cachesvc.questions.dump import Ints, TreeShape, int32s, int64s, live_now
-from cachesvc.questions.view import Listed, Question, View, in_steps, off_loop
+from cachesvc.questions.view import Question, View, listed, off_loop
+from cachesvc.wire.convert import layout_to_proto, ticket_to_proto
 
 BLOCKS_LISTED = 64
 NODES_LISTED = 256
@@ -32,36 +33,6 @@ MAX_LISTED = 4096
 PREFIX_DIGITS_MIN = 4
 ROWS_A_STEP = 4096
 MOST_NAMED = 4
-
-
-class CopyLine(NamedTuple):
-    place: str
-    group: str
-    state: str
-    page: int
-
-
-class BlockLine(NamedTuple):
-    key: bytes
-    parent_key: bytes
-    position: int
-    children: int
-    pins: int
-    hits: int
-    stamp: int
-    copies: tuple[CopyLine, ...]
-
-
-class TreeLine(NamedTuple):
-    """One node of a subtree, in depth-first order; ``descendants`` counts the blocks below it."""
-
-    key: bytes
-    position: int
-    depth: int
-    children: int
-    tiers: str
-    descendants: int
-    hits: int
 
 
 class TreeRow(NamedTuple):
@@ -74,7 +45,7 @@ class TreeRow(NamedTuple):
 
 def blocks(
     view: View, model_id: int, *, keys: bytes = b"", digits: Seq[str] = (), by_hits: bool = False, limit: int = 0
-) -> Question[Listed[BlockLine]]:
+) -> Question[list[admin_pb2.ListBlocksResponse]]:
     """Blocks of a model: those of packed ``keys`` and those whose keys begin with ``digits``; where neither is given,
     the most recently used, or ``by_hits`` the most often hit. ``limit`` 0: ``BLOCKS_LISTED``; at most ``MAX_LISTED``.
 
@@ -82,7 +53,7 @@ def blocks(
     """
     model = view.model_or_only(model_id)
     if model is None:
-        return Listed([], truncated=False)
+        return [admin_pb2.ListBlocksResponse()]
     limit = min(limit or BLOCKS_LISTED, MAX_LISTED)
     if keys or digits:
         if len(keys) % KEY_BYTES:
@@ -95,13 +66,14 @@ def blocks(
         rows = [known[key] for key in wanted if key in known]
     else:
         rows = yield from off_loop(partial(Ranking(model, by_hits=by_hits).first, limit + 1))
-    lines = yield from block_lines(model, rows[:limit])
-    return Listed(lines, len(rows) > limit)
+    line = partial(block_line, model)
+    truncated = len(rows) > limit
+    return (yield from listed(admin_pb2.ListBlocksResponse, "blocks", rows[:limit], line, truncated=truncated))
 
 
 def tree(
     view: View, model_id: int, *, key: bytes = b"", digits: str = "", depth: int = 0, limit: int = 0
-) -> Question[Listed[TreeLine]]:
+) -> Question[list[admin_pb2.GetTreeResponse]]:
     """The index below a block, named by its key or by how that begins, as bytes or ``digits``; or below the root.
 
     ``depth`` 0: ``TREE_DEPTH``. ``limit`` 0: ``NODES_LISTED``, at most ``MAX_LISTED``.
@@ -110,13 +82,13 @@ def tree(
     """
     model = view.model_or_only(model_id)
     if model is None:
-        return Listed([], truncated=False)
+        return [admin_pb2.GetTreeResponse()]
     if key or digits:
         key = yield from one_key(model, digits or key.hex())
     nodes = partial(Tree(model, key).nodes, depth or TREE_DEPTH, min(limit or NODES_LISTED, MAX_LISTED))
     rows, truncated = yield from off_loop(nodes)
-    lines = yield from tree_lines(model, rows)
-    return Listed(lines, truncated)
+    line = partial(tree_line, model)
+    return (yield from listed(admin_pb2.GetTreeResponse, "nodes", rows, line, truncated=truncated))
 
 
 def one_key(model: Model, digits: str) -> Question[bytes]:
@@ -179,35 +151,34 @@ class Ranking:
         return [int(row) for row in rows[order][:count]]
 
 
-def block_lines(model: Model, rows: list[int]) -> Question[list[BlockLine]]:
-    """The rows that still hold a block."""
+def block_line(model: Model, row: int) -> admin_pb2.BlockStatus | None:
+    """Line of a row; None where it holds no block any more."""
     index = model.blocks.index
-    lines: list[BlockLine] = []
-    for some in in_steps(rows):
-        lines += [block_line(model, row) for row in some if index.keys[row] is not None and index.has_copy(row)]
-        yield None
-    return lines
-
-
-def block_line(model: Model, row: int) -> BlockLine:
-    """Line of a row that holds a block."""
-    index = model.blocks.index
-    copies = tuple(
-        CopyLine(place.name, model.layout.groups[group].name, CopyState(states[row]).name, place.pages[group][row])
-        for place in index.places
-        for group, states in enumerate(place.states)
-        if states[row]
-    )
-    parent = index.parent[row]
-    return BlockLine(
-        index.keys[row] or b"",
-        (index.keys[parent] or b"") if parent != NO_ROW else b"",
-        index.depth[row],
-        index.children[row],
-        sum(place.pins[row] for place in index.places),
-        index.hits[row],
-        index.stamp[row],
-        copies,
+    key, parent = index.keys[row], index.parent[row]
+    if key is None or not index.has_copy(row):
+        return None
+    above = (index.keys[parent] or b"") if parent != NO_ROW else b""
+    return admin_pb2.BlockStatus(
+        key=key,
+        key_hex=key.hex(),
+        parent_key=above,
+        parent_key_hex=above.hex(),
+        position=index.depth[row],
+        children=index.children[row],
+        pins=sum(place.pins[row] for place in index.places),
+        hits=index.hits[row],
+        stamp=index.stamp[row],
+        copies=[
+            admin_pb2.BlockCopy(
+                place=place.name,
+                group=model.layout.groups[group].name,
+                state=CopyState(states[row]).name,
+                page=place.pages[group][row],
+            )
+            for place in index.places
+            for group, states in enumerate(place.states)
+            if states[row]
+        ],
     )
 
 
@@ -246,26 +217,22 @@ class Tree:
         return out, truncated
 
 
-def tree_lines(model: Model, rows: list[TreeRow]) -> Question[list[TreeLine]]:
-    """The nodes that still hold a block."""
+def tree_line(model: Model, node: TreeRow) -> admin_pb2.TreeNode | None:
+    """Line of a node; None where it holds no block any more."""
     index = model.blocks.index
-    lines: list[TreeLine] = []
-    for some in in_steps(rows):
-        lines += [
-            TreeLine(
-                key,
-                index.depth[node.row],
-                node.depth,
-                index.children[node.row],
-                _tiers(model, node.row),
-                node.descendants,
-                index.hits[node.row],
-            )
-            for node in some
-            if (key := index.keys[node.row]) is not None
-        ]
-        yield None
-    return lines
+    key = index.keys[node.row]
+    if key is None:
+        return None
+    return admin_pb2.TreeNode(
+        key=key,
+        key_hex=key.hex(),
+        position=index.depth[node.row],
+        depth=node.depth,
+        children=index.children[node.row],
+        tiers=_tiers(model, node.row),
+        descendants=node.descendants,
+        hits=index.hits[node.row],
+    )
 
 
 def _tiers(model: Model, row: int) -> str:
@@ -281,70 +248,35 @@ SEQUENCES_LISTED = 1024
 TICKETS_LISTED = 64
 
 
-class ReplicaLine(NamedTuple):
-    """One replica of a model, and how many leases are on it."""
-
-    replica: int
-    devices: tuple[str, ...]
-    leases: int
-
-
-class ModelLine(NamedTuple):
-    """One model. Pages are by group; ``device_pages``: of its first replica. ``out_of_service``: why its calls are
-    refused, empty where they are served."""
-
-    model_id: int
-    model: str
-    namespace: bytes
-    layout: Layout
-    replicas: list[ReplicaLine]
-    blocks: int
-    host_pages: tuple[int, ...]
-    device_pages: tuple[int, ...]
-    out_of_service: str
-    reserved_pages: int
-    display_name: str
-    weights_version: str
-
-
-class SequenceLine(NamedTuple):
-    """One open sequence and what it holds."""
-
-    lease_id: str
-    sequence_id: int
-    blocks: int
-    sealed_blocks: int
-    private_pages: int
-    swapped_out: bool
-    failed: str
-
-
-def models(view: View) -> Question[list[ModelLine]]:
+def models(view: View) -> Question[list[admin_pb2.ListModelsResponse]]:
+    """Every model, one a step: layouts are long."""
     leases = Counter((lease.model, lease.replica) for lease in view.leases())
-    lines: list[ModelLine] = []
-    for some in in_steps(list(view.models())):
-        lines += [
-            ModelLine(
-                model.id,
-                model.name,
-                view.namespace_of(model),
-                model.layout,
-                [ReplicaLine(each.id, each.devices, leases[model.id, each.id]) for each in model.replicas],
-                len(model.blocks.index),
-                model.host_pages,
-                next((each.device_pages for each in (*model.replicas, *model.lost)), ()),
-                model.suspect,
-                model.reserved_pages,
-                model.display_name,
-                model.weights_version,
-            )
-            for model in some
-        ]
-        yield None
-    return lines
+
+    def line(model: Model) -> admin_pb2.ModelStatus:
+        namespace = view.namespace_of(model)
+        return admin_pb2.ModelStatus(
+            model_id=model.id,
+            model=model.name,
+            namespace=namespace,
+            namespace_hex=namespace.hex(),
+            layout=layout_to_proto(model.layout),
+            replicas=[
+                admin_pb2.ReplicaStatus(replica=each.id, devices=each.devices, leases=leases[model.id, each.id])
+                for each in model.replicas
+            ],
+            blocks=len(model.blocks.index),
+            host_pages=model.host_pages,
+            device_pages=next((each.device_pages for each in (*model.replicas, *model.lost)), ()),
+            out_of_service=model.suspect,
+            reserved_pages=model.reserved_pages,
+            display_name=model.display_name,
+            weights_version=model.weights_version,
+        )
+
+    return (yield from listed(admin_pb2.ListModelsResponse, "models", view.models(), line, step=1))
 
 
-def sequences(view: View, lease_id: str = "", limit: int = 0) -> Question[Listed[SequenceLine]]:
+def sequences(view: View, lease_id: str = "", limit: int = 0) -> Question[list[admin_pb2.ListSequencesResponse]]:
     """Open sequences of a lease, named as the caller may see it, or (empty) of every lease.
 
     ``limit`` 0: ``SEQUENCES_LISTED``; at most ``MAX_LISTED``.
@@ -357,28 +289,28 @@ def sequences(view: View, lease_id: str = "", limit: int = 0) -> Question[Listed
         for sequence in lease.sequences.values()
     )
     found = list(islice(every, limit + 1))
-    lines: list[SequenceLine] = []
-    for some in in_steps(found[:limit]):
-        lines += [
-            SequenceLine(
-                shown_id,
-                sequence.id,
-                sequence.blocks,
-                sequence.sealed,
-                sum(len(own) for own in sequence.own),
-                sequence.swapped_out,
-                sequence.failed,
-            )
-            for shown_id, sequence in some
-        ]
-        yield None
-    return Listed(lines, len(found) > limit)
+
+    def line(shown: tuple[str, OpenSequence]) -> admin_pb2.SequenceStatus:
+        lease, sequence = shown
+        return admin_pb2.SequenceStatus(
+            lease_id=lease,
+            sequence_id=sequence.id,
+            blocks=sequence.blocks,
+            sealed_blocks=sequence.sealed,
+            private_pages=sum(map(len, sequence.own)),
+            swapped_out=sequence.swapped_out,
+            failed=sequence.failed,
+        )
+
+    truncated = len(found) > limit
+    return (yield from listed(admin_pb2.ListSequencesResponse, "sequences", found[:limit], line, truncated=truncated))
 
 
-def tickets(view: View, limit: int = 0) -> Question[list[TicketView]]:
+def tickets(view: View, limit: int = 0) -> Question[list[admin_pb2.ListTicketsResponse]]:
     """Transfers: those that run, then those that ended, the newest first. ``limit`` 0: ``TICKETS_LISTED``."""
-    lines: list[TicketView] = []
-    for some in in_steps(list(islice(view.tickets(), min(limit or TICKETS_LISTED, MAX_LISTED)))):
-        lines += map(ticket_view, some)
-        yield None
-    return lines
+    found = list(islice(view.tickets(), min(limit or TICKETS_LISTED, MAX_LISTED)))
+    return (
+        yield from listed(
+            admin_pb2.ListTicketsResponse, "tickets", found, lambda ticket: ticket_to_proto(ticket_view(ticket))
+        )
+    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+
+from kvcache.v1 import admin_pb2, inspect_pb2, status_pb2
 
 from cachesvc.ledger.leases import LeaseState
 from cachesvc.ledger.ledger import Model
@@ -13,7 +14,7 @@ from cachesvc.ledger.tickets import Ticket
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.transfer import Direction, Urgency
 from cachesvc.model.words import PageState
-from cachesvc.questions.view import SHOWN_LETTERS, Question, View
+from cachesvc.questions.view import SHOWN_LETTERS, Question, View, listed
 
 MOST_LISTED = 16
 SEQUENCES_A_STEP = 256
@@ -28,136 +29,66 @@ SILENT_SHARE = 0.5
 """Share of the time that a lease survives in silence: heartbeats come several times as often."""
 
 
-class PoolLine(NamedTuple):
-    """Pages of one group on one place, by state. ``capacity`` leaves out the ``reserved`` pages, the engines' own.
-    ``pool``: the name of the pool that it shares with other groups, if it does; ``capacity``, ``reserved`` and free
-    pages are then the pool's."""
-
-    model: int
-    place: str
-    group: str
-    capacity: int
-    counts: dict[PageState, int]
-    page_bytes: int
-    reserved: int = 0
-    pool: str = ""
-    model_name: str = ""
-
-    @property
-    def title(self) -> str:
-        """Name of the group, or of the pool that it shares."""
-        return f"pool {self.pool}" if self.pool else f"group {self.group}"
-
-    @property
-    def held(self) -> int:
-        """Pages that no eviction can free now."""
-        return sum(self.counts[state] for state in (PageState.PRIVATE, PageState.IN_FLIGHT, PageState.QUARANTINED))
+STATES = tuple(state.name.lower() for state in PageState)
+"""Fields of a pool's pages by state. ``capacity`` leaves out the ``reserved`` pages, the engines' own; of a ``pool``
+that groups share, both of these and the free pages are the pool's."""
 
 
-class LeaseLine(NamedTuple):
-    lease_id: str
-    engine: str
-    model_id: int
-    replica: int
-    state: str
-    silent_seconds: float
-    sequences: int
-    private_pages: int
-    process_ids: tuple[int, ...]
-    pinned_blocks: int
-    instance_id: str
+def status(view: View, silence_limit_seconds: float) -> Question[admin_pb2.GetStatusResponse]:
+    """Everything at a glance for the caller, but for what the daemon around the ledger adds."""
+    return overview(view, (yield from lease_lines(view)), silence_limit_seconds)
 
 
-class HitLine(NamedTuple):
-    looked_up_blocks: int
-    device_blocks: int
-    host_blocks: int
-    storage_blocks: int
-
-    @property
-    def missed_blocks(self) -> int:
-        return max(0, self.looked_up_blocks - self.device_blocks - self.host_blocks - self.storage_blocks)
-
-
-class TransferLine(NamedTuple):
-    running_loads: int
-    running_stores: int
-    awaited: int
-    running_bytes: int
-    done: int
-    failed: int
-    loaded_bytes: int
-    stored_bytes: int
-    peer_bytes: int
-
-
-class PinLine(NamedTuple):
-    """A prefix that an operator keeps from eviction: the key of its last block, its blocks, and where it is kept."""
-
-    model_id: int
-    model: str
-    key_hex: str
-    blocks: int
-    seconds_left: float
-    places: tuple[str, ...]
-
-
-class Status(NamedTuple):
-    """Everything at a glance, of one moment but for what leases hold. ``holders``, ``silent``: of the leases, at most
-    ``MOST_LISTED`` each."""
-
-    draining: bool
-    blocks: int
-    pools: list[PoolLine]
-    leases: list[LeaseLine]
-    holders: list[LeaseLine]
-    silent: list[LeaseLine]
-    hits: HitLine
-    transfers: TransferLine
-    running: int
-    counters: Mapping[str, int]
-    attention: list[str]
-    pins: list[PinLine]
-
-
-def status(view: View, silence_limit_seconds: float) -> Question[Status]:
-    """Overview for the caller. ``silence_limit_seconds``: after which a lease is lost."""
-    leases = yield from lease_lines(view)
+def overview(
+    view: View, leases: list[admin_pb2.LeaseStatus], silence_limit_seconds: float
+) -> admin_pb2.GetStatusResponse:
+    """Status of one moment but for what ``leases`` hold; of these at most ``MOST_LISTED`` each that hold most or are
+    silent. ``silence_limit_seconds``: after which a lease is lost."""
     models, running = view.models(), view.running()
-    quiet, full = silent(leases, silence_limit_seconds), pools(models)
+    found, full, quiet = hits(models), pools(models), silent(leases, silence_limit_seconds)
     held = sorted(
         (line for line in leases if line.private_pages or line.pinned_blocks),
         key=lambda line: (-line.private_pages, -line.pinned_blocks),
     )
-    return Status(
-        view.is_draining,
-        sum(len(model.blocks.index) for model in models),
-        full,
-        leases,
-        held[:MOST_LISTED],
-        quiet,
-        hits(models),
-        transfers(running, view.counters),
-        len(running),
-        view.counters,
-        _attention(view, full, held, quiet, silence_limit_seconds),
-        pin_lines(view),
+    return admin_pb2.GetStatusResponse(
+        draining=view.is_draining,
+        pools=full,
+        holders=held[:MOST_LISTED],
+        silent=quiet,
+        hits=found,
+        transfers=transfers(running, view.counters),
+        counters={
+            **view.counters,
+            "tickets_running": len(running),
+            "blocks": sum(len(model.blocks.index) for model in models),
+            "hit_blocks_device": found.device_blocks,
+            "hit_blocks_host": found.host_blocks,
+            "hit_blocks_storage": found.storage_blocks,
+        },
+        attention=_attention(view, full, held, quiet, silence_limit_seconds),
+        pins=pin_lines(view),
     )
 
 
-def pin_lines(view: View) -> list[PinLine]:
+def pin_lines(view: View) -> list[inspect_pb2.PinStatus]:
     """Pins of operators, those that end first at the front."""
     lines = [pin_line(model, pin, view.now()) for model in view.models() for pin in model.pins.by_key.values()]
     return sorted(lines, key=lambda line: line.seconds_left)
 
 
-def pin_line(model: Model, pin: OperatorPin, now: float) -> PinLine:
-    left = max(0.0, pin.until - now)
-    return PinLine(model.id, model.shown, pin.key.hex(), pin.blocks, left, tuple(pin.places))
+def pin_line(model: Model, pin: OperatorPin, now: float) -> inspect_pb2.PinStatus:
+    return inspect_pb2.PinStatus(
+        model_id=model.id,
+        model=model.shown,
+        key_hex=pin.key.hex(),
+        blocks=pin.blocks,
+        seconds_left=max(0.0, pin.until - now),
+        places=pin.places,
+    )
 
 
-def lease_lines(view: View) -> Question[list[LeaseLine]]:
-    out: list[LeaseLine] = []
+def lease_lines(view: View) -> Question[list[admin_pb2.LeaseStatus]]:
+    out: list[admin_pb2.LeaseStatus] = []
     for lease in view.leases():
         private, pinned = sum(map(len, lease.stock)) + len(lease.quarantine), 0
         sequences = list(lease.sequences.values())
@@ -166,51 +97,65 @@ def lease_lines(view: View) -> Question[list[LeaseLine]]:
             private += sum(len(pages) for sequence in some for pages in sequence.own)
             pinned += sum(sequence.sealed for sequence in some if sequence.anchor != NO_ROW)
             yield None
-        line = LeaseLine(
-            view.lease_id(lease),
-            lease.engine,
-            lease.model,
-            lease.replica,
-            lease.state.value,
-            view.now() - lease.last_heard,
-            len(lease.sequences),
-            private,
-            view.process_ids(lease),
-            pinned,
-            lease.instance[:SHOWN_LETTERS],
+        line = admin_pb2.LeaseStatus(
+            lease_id=view.lease_id(lease),
+            engine=lease.engine,
+            model_id=lease.model,
+            replica=lease.replica,
+            state=lease.state.value,
+            silent_seconds=view.now() - lease.last_heard,
+            sequences=len(lease.sequences),
+            private_pages=private,
+            process_ids=view.process_ids(lease),
+            pinned_blocks=pinned,
+            instance_id=lease.instance[:SHOWN_LETTERS],
         )
         out.append(line)
     return out
 
 
-def pools(models: Collection[Model]) -> list[PoolLine]:
-    out: list[PoolLine] = []
-    for model in models:
-        for place in model.blocks.index.places:
-            names = place.share_names(model.layout)
-            for group, pool in enumerate(place.pools):
-                counts = dict(zip(PageState, pool.own_counts, strict=True))
-                name = model.layout.groups[group].name
-                page_bytes = model.layout.page_bytes(group)
-                line = PoolLine(model.id, place.name, name, pool.capacity, counts, page_bytes, pool.withheld)
-                out.append(line._replace(pool=names[group], model_name=model.shown))
-    return out
+def leases(view: View) -> Question[list[admin_pb2.ListLeasesResponse]]:
+    lines = yield from lease_lines(view)
+    return (yield from listed(admin_pb2.ListLeasesResponse, "leases", lines, lambda line: line))
 
 
-def by_pool(lines: Collection[PoolLine]) -> list[PoolLine]:
+def pools(models: Collection[Model]) -> list[admin_pb2.PoolStatus]:
+    return [
+        admin_pb2.PoolStatus(
+            model_id=model.id,
+            model=model.shown,
+            place=place.name,
+            group=model.layout.groups[group].name,
+            pool=name,
+            capacity=pool.capacity,
+            reserved=pool.withheld,
+            page_bytes=model.layout.page_bytes(group),
+            **dict(zip(STATES, pool.own_counts, strict=True)),
+        )
+        for model in models
+        for place in model.blocks.index.places
+        for group, (pool, name) in enumerate(zip(place.pools, place.share_names(model.layout), strict=True))
+    ]
+
+
+def title(pool: admin_pb2.PoolStatus) -> str:
+    """Name of the group, or of the pool that it shares."""
+    return f"pool {pool.pool}" if pool.pool else f"group {pool.group}"
+
+
+def by_pool(lines: Iterable[admin_pb2.PoolStatus]) -> list[admin_pb2.PoolStatus]:
     """The lines, of groups that share a pool one for all of them."""
-    out: dict[tuple[int, str, str], PoolLine] = {}
+    out: dict[tuple[int, str, str], admin_pb2.PoolStatus] = {}
     for line in lines:
-        name = (line.model, line.place, line.title)
-        before = out.setdefault(name, line)
-        if before is not line:
-            counts = {state: pages + before.counts[state] for state, pages in line.counts.items()}
-            counts[PageState.FREE] = line.counts[PageState.FREE]
-            out[name] = line._replace(counts=counts, page_bytes=max(line.page_bytes, before.page_bytes))
+        whole = out.setdefault((line.model_id, line.place, title(line)), admin_pb2.PoolStatus())
+        counts = {state: getattr(line, state) + getattr(whole, state) for state in STATES if state != "free"}
+        page_bytes = max(line.page_bytes, whole.page_bytes)
+        whole.CopyFrom(line)
+        whole.MergeFrom(admin_pb2.PoolStatus(page_bytes=page_bytes, **counts))
     return list(out.values())
 
 
-def silent(lines: list[LeaseLine], silence_limit_seconds: float) -> list[LeaseLine]:
+def silent(lines: list[admin_pb2.LeaseStatus], silence_limit_seconds: float) -> list[admin_pb2.LeaseStatus]:
     """Live leases without a recent heartbeat, the longest first."""
     late = [
         line
@@ -220,34 +165,44 @@ def silent(lines: list[LeaseLine], silence_limit_seconds: float) -> list[LeaseLi
     return sorted(late, key=lambda line: -line.silent_seconds)[:MOST_LISTED]
 
 
-def hits(models: Collection[Model]) -> HitLine:
-    found = {tier: sum(model.hit_blocks[tier] for model in models) for tier in ("device", "host", "storage")}
+def hits(models: Collection[Model]) -> status_pb2.HitStatus:
+    """Counts and their shares of what was looked up."""
+    device, host, storage = (sum(model.hit_blocks[tier] for model in models) for tier in ("device", "host", "storage"))
     looked_up = sum(model.reuse.requested for model in models)
-    return HitLine(looked_up, found["device"], found["host"], found["storage"])
-
-
-def transfers(running: Collection[Ticket], counters: Mapping[str, int]) -> TransferLine:
-    """Counts of running transfers, and since the start."""
-    loads = sum(ticket.direction is Direction.LOAD for ticket in running)
-    count = counters.get
-    return TransferLine(
-        loads,
-        len(running) - loads,
-        sum(ticket.urgency is Urgency.AWAITED for ticket in running),
-        sum(ticket.size_bytes for ticket in running),
-        count("tickets_done", 0),
-        count("tickets_failed", 0),
-        count("h2d_bytes", 0),
-        count("d2h_bytes", 0),
-        count("p2p_bytes", 0),
+    whole = max(1, looked_up)
+    return status_pb2.HitStatus(
+        looked_up_blocks=looked_up,
+        device_blocks=device,
+        host_blocks=host,
+        storage_blocks=storage,
+        missed_blocks=max(0, looked_up - device - host - storage),
+        device_ratio=device / whole,
+        host_ratio=host / whole,
+        storage_ratio=storage / whole,
     )
 
 
-def scraps(models: Collection[Model], full: Collection[PoolLine]) -> list[str]:
+def transfers(running: Collection[Ticket], counters: Mapping[str, int]) -> status_pb2.TransferStatus:
+    """Counts of running transfers, and since the start."""
+    loads = sum(ticket.direction is Direction.LOAD for ticket in running)
+    return status_pb2.TransferStatus(
+        running_loads=loads,
+        running_stores=len(running) - loads,
+        awaited=sum(ticket.urgency is Urgency.AWAITED for ticket in running),
+        running_bytes=sum(ticket.size_bytes for ticket in running),
+        done=counters.get("tickets_done", 0),
+        failed=counters.get("tickets_failed", 0),
+        loaded_bytes=counters.get("h2d_bytes", 0),
+        stored_bytes=counters.get("d2h_bytes", 0),
+        peer_bytes=counters.get("p2p_bytes", 0),
+    )
+
+
+def scraps(models: Collection[Model], full: list[admin_pb2.PoolStatus]) -> list[str]:
     """Sentences about models whose name another one had first, under another layout, and which got next to nothing."""
     sizes: Counter[tuple[int, str]] = Counter()
     for pool in by_pool(full):
-        sizes[pool.model, "host" if pool.place == "host" else "devices"] += pool.capacity * pool.page_bytes
+        sizes[pool.model_id, "host" if pool.place == "host" else "devices"] += pool.capacity * pool.page_bytes
     first: dict[tuple[str, str], Model] = {}
     out = []
     for model in models:
@@ -266,7 +221,11 @@ def scraps(models: Collection[Model], full: Collection[PoolLine]) -> list[str]:
 
 
 def _attention(
-    view: View, full: list[PoolLine], held: list[LeaseLine], quiet: list[LeaseLine], silence_limit_seconds: float
+    view: View,
+    full: list[admin_pb2.PoolStatus],
+    held: list[admin_pb2.LeaseStatus],
+    quiet: list[admin_pb2.LeaseStatus],
+    silence_limit_seconds: float,
 ) -> list[str]:
     """Sentences about what stands out; empty when nothing does."""
     out = ["the daemon is draining: it opens no new leases or sequences"] if view.is_draining else []
@@ -277,15 +236,16 @@ def _attention(
         if model.suspect
     ]
     for pool in by_pool(full):
-        usable = sum(pool.counts.values())
-        where = f"model {pool.model} ({pool.model_name}), {pool.place}, {pool.title}"
-        if usable and pool.held >= HELD_SHARE * usable:
-            mine = [line for line in held if line.model_id == pool.model and line.private_pages]
+        usable = sum(getattr(pool, state) for state in STATES)
+        in_use = usable - pool.free - pool.sealed
+        where = f"model {pool.model_id} ({pool.model}), {pool.place}, {title(pool)}"
+        if usable and in_use >= HELD_SHARE * usable:
+            mine = [line for line in held if line.model_id == pool.model_id and line.private_pages]
             most = f"; most is held by {mine[0].engine} (lease {mine[0].lease_id[:SHOWN_LETTERS]})" if mine else ""
-            out.append(f"{where}: {pool.held} of {usable} pages are in use and cannot be evicted{most}")
-        if quarantined := pool.counts[PageState.QUARANTINED]:
+            out.append(f"{where}: {in_use} of {usable} pages are in use and cannot be evicted{most}")
+        if pool.quarantined:
             out.append(
-                f"{where}: {quarantined} pages wait in quarantine until the processes of their lost lease are gone"
+                f"{where}: {pool.quarantined} pages wait in quarantine until the processes of their lost lease are gone"
             )
     out += scraps(view.models(), full)
     out += [

@@ -14,7 +14,9 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import Message
 
 from cachesvc.flows.core import Core
 from cachesvc.flows.sizing import pool_device_bytes, pool_host_bytes, pool_pages
@@ -28,15 +30,6 @@ SHOWN_LETTERS = 12
 """Letters of a lease's id where the whole is not shown: it is the key to the lease."""
 
 MODELS_NAMED = 8
-
-Line = TypeVar("Line")
-
-
-class Listed(NamedTuple, Generic[Line]):
-    """The first lines of a listing, and whether there are more."""
-
-    lines: list[Line]
-    truncated: bool
 
 
 class Sight(NamedTuple):
@@ -254,6 +247,7 @@ LINES_A_STEP = 32
 """Lines that are made in one step: some 0.3 ms of blocks with their copies."""
 
 Row = TypeVar("Row")
+Reply = TypeVar("Reply", bound=Message)
 Answer = TypeVar("Answer")
 Work = Callable[[], Any]
 Question = Generator[Work | None, Any, Answer]
@@ -265,10 +259,23 @@ def off_loop(work: Callable[[], Answer]) -> Question[Answer]:
     return answer
 
 
-def in_steps(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Lines that a question, or the message of its answer, makes in one step."""
-    for first in range(0, len(rows), LINES_A_STEP):
-        yield rows[first : first + LINES_A_STEP]
+def listed(
+    answer: Callable[..., Reply],
+    field: str,
+    rows: Sequence[Row],
+    line: Callable[[Row], Message | None],
+    *,
+    step: int = LINES_A_STEP,
+    **head: Any,
+) -> Question[list[Reply]]:
+    """Parts of one answer, which are the answer when merged: its ``head``, then the ``line`` of each row in ``field``,
+    ``step`` of them at a time. Rows of which nothing is left have none."""
+    parts = [answer(**head)]
+    for first in range(0, len(rows), step):
+        lines = map(line, rows[first : first + step])
+        parts.append(answer(**{field: [each for each in lines if each is not None]}))
+        yield None
+    return parts
 
 
 def answer_at_once(question: Question[Answer]) -> Answer:

@@ -19,15 +19,15 @@ from cachesvc_ctl.core.command import (
     Admin,
     DaemonCommand,
     Question,
+    Table,
     count,
     describe_bytes,
     flag,
     hex_digits,
     no_answer,
     seconds,
-    table,
 )
-from cachesvc_ctl.status import describe_setting, list_models, model_flag, model_number, pins_table, require_model
+from cachesvc_ctl.status import PINS, describe_setting, list_models, model_flag, model_number, require_model
 
 
 class Evict(Question[admin_pb2.EvictResponse]):
@@ -114,7 +114,7 @@ class Pin(Question[inspect_pb2.PinResponse]):
         return admin.Pin(request, timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.PinResponse) -> str:
-        return pins_table([answer.pin])
+        return PINS.text([answer.pin])
 
 
 class Unpin(Question[inspect_pb2.UnpinResponse]):
@@ -153,11 +153,14 @@ class Reload(Question[inspect_pb2.ReloadResponse]):
         return admin.Reload(inspect_pb2.ReloadRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.ReloadResponse) -> str:
-        rows = [
-            (change.name, describe_setting(change.name, change.before), describe_setting(change.name, change.after))
-            for change in answer.changes
-        ]
-        return table(("setting", "before", "now"), rows) if rows else "nothing changed"
+        return CHANGES.text(answer.changes) if answer.changes else "nothing changed"
+
+
+CHANGES = Table(
+    "setting=name | before | now=after",
+    before=lambda change: describe_setting(change.name, change.before),
+    after=lambda change: describe_setting(change.name, change.after),
+)
 
 
 VERIFY_DEADLINE_SECONDS = 600.0

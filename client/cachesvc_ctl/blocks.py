@@ -11,20 +11,23 @@ from cachesvc_ctl.core.command import (
     DEADLINE_SECONDS,
     LIMIT,
     Admin,
+    Listing,
     Question,
+    Table,
     at_least_one,
     count,
-    describe_bytes,
     flag,
     hex_digits,
     table,
 )
-from cachesvc_ctl.status import model_flag, model_number, pick_model
+from cachesvc_ctl.status import model_flag, model_number, only_number
 
 ORDERS = {"recent": admin_pb2.BLOCK_ORDER_RECENT, "hits": admin_pb2.BLOCK_ORDER_HITS}
 
 
-class Blocks(Question[admin_pb2.ListBlocksResponse]):
+class Blocks(Listing[admin_pb2.ListBlocksResponse]):
+    """One block a line, with the page of each copy, and its state where it is not READY."""
+
     name = "blocks"
     about = "resident blocks, most recently used or most often hit first"
     flags = (
@@ -35,41 +38,25 @@ class Blocks(Question[admin_pb2.ListBlocksResponse]):
         ),
         LIMIT,
     )
+    lines = "blocks"
+    table = Table(
+        "key={key_hex:.16} | parent={parent_key_hex:.12}? | position | children | pins | hits | "
+        "copies (place/group page)=copies",
+        copies=lambda block: ", ".join(map(describe_copy, block.copies)),
+    )
 
     def ask(self, admin: Admin) -> admin_pb2.ListBlocksResponse:
-        """Ask for one model's blocks; an empty answer while there is no model."""
-        model = pick_model(admin, self.arguments.model)
-        if model is None:
-            return admin_pb2.ListBlocksResponse()
         request = admin_pb2.ListBlocksRequest(
-            model_id=model.model_id,
+            model_id=only_number(admin, self.arguments.model),
             limit=self.arguments.limit,
             key_hex=self.arguments.key,
             order=ORDERS[self.arguments.order],
         )
         return admin.ListBlocks(request, timeout=DEADLINE_SECONDS)
 
-    def show(self, answer: admin_pb2.ListBlocksResponse) -> str:
-        """Show one block a line, with the page of each copy, and its state where it is not READY."""
-        rows = [
-            (
-                b.key_hex[:16],
-                b.parent_key_hex[:12] or "-",
-                b.position,
-                b.children,
-                b.pins,
-                b.hits,
-                ", ".join(map(describe_copy, b.copies)),
-            )
-            for b in answer.blocks
-        ]
-        head = ("key", "parent", "position", "children", "pins", "hits", "copies (place/group page)")
-        return table(head, rows) + (self.more("--limit") if answer.truncated else "")
-
 
 def describe_copy(copy: admin_pb2.BlockCopy) -> str:
-    state = "" if copy.state == "READY" else f" {copy.state}"
-    return f"{copy.place}/{copy.group} {copy.page}{state}"
+    return f"{copy.place}/{copy.group} {copy.page}" + ("" if copy.state == "READY" else f" {copy.state}")
 
 
 class Tree(Question[admin_pb2.GetTreeResponse]):
@@ -85,12 +72,8 @@ class Tree(Question[admin_pb2.GetTreeResponse]):
     )
 
     def ask(self, admin: Admin) -> admin_pb2.GetTreeResponse:
-        """Ask for one model's tree; an empty answer while there is no model."""
-        model = pick_model(admin, self.arguments.model)
-        if model is None:
-            return admin_pb2.GetTreeResponse()
         request = admin_pb2.GetTreeRequest(
-            model_id=model.model_id,
+            model_id=only_number(admin, self.arguments.model),
             key_hex=self.arguments.key or "",
             depth=self.arguments.depth,
             limit=self.arguments.limit + 1,
@@ -185,71 +168,43 @@ def _story(story: admin_pb2.BlockStory) -> str:
             f"block {block.position} below {parent}, {block.children} children",
             f"{block.hits} accesses ended at it (its publish is one), {story.accesses_since} of others since the last",
             "",
-            table(("place", "group", "state", "page"), [(c.place, c.group, c.state, c.page) for c in block.copies]),
+            COPIES.text(block.copies),
         ]
     if story.tickets:
         lines.append("moved by ticket " + ", ".join(map(str, story.tickets)))
     if story.holders:
-        rows = [
-            (
-                h.engine,
-                h.lease_id[:12],
-                "prefetch" if h.sequence_id < 0 else str(h.sequence_id),
-                h.tier if h.tier == "host" else f"replica {h.replica}",
-                "directly" if not h.blocks_below else f"through {h.blocks_below} blocks below",
-            )
-            for h in story.holders
-        ]
-        lines += ["", table(("engine", "lease", "sequence", "pins it on", "how"), rows)]
+        lines += ["", HOLDERS.text(story.holders)]
         if story.holders_truncated:
             lines.append("(and more)")
     if story.events:
-        rows_of_events = [
-            (
-                f"{e.age_seconds:.1f} s ago",
-                e.sequence_number,
-                e.kind,
-                "at" if e.present else "gone from",
-                e.place,
-                e.group,
-                e.reason,
-            )
-            for e in story.events
-        ]
-        head = ("when", "change", "what", "", "place", "group", "why")
-        lines += ["", table(head, rows_of_events)]
+        lines += ["", EVENTS.text(story.events)]
     return "\n".join(lines)
 
 
-class Leases(Question[admin_pb2.ListLeasesResponse]):
+COPIES = Table("place | group | state | page")
+HOLDERS = Table(
+    "engine | lease={lease_id:.12} | sequence | pins it on=on | how",
+    sequence=lambda holder: "prefetch" if holder.sequence_id < 0 else str(holder.sequence_id),
+    on=lambda holder: holder.tier if holder.tier == "host" else f"replica {holder.replica}",
+    how=lambda holder: f"through {holder.blocks_below} blocks below" if holder.blocks_below else "directly",
+)
+EVENTS = Table(
+    "when={age_seconds:.1f} s ago | change=sequence_number | what=kind | =present | place | group | why=reason",
+    present=lambda event: "at" if event.present else "gone from",
+)
+
+
+class Leases(Listing[admin_pb2.ListLeasesResponse]):
     name = "leases"
     about = "which engine holds what"
+    lines = "leases"
+    table = Table(
+        "lease={lease_id:.12} | engine | model=model_id | replica | state | silent s={silent_seconds:.1f} | "
+        "sequences | private=private_pages | pinned=pinned_blocks | processes=process_ids"
+    )
 
     def ask(self, admin: Admin) -> admin_pb2.ListLeasesResponse:
-        """Ask for the leases that the caller may see."""
         return admin.ListLeases(admin_pb2.ListLeasesRequest(), timeout=DEADLINE_SECONDS)
-
-    def show(self, answer: admin_pb2.ListLeasesResponse) -> str:
-        rows = [
-            (
-                le.lease_id[:12],
-                le.engine,
-                le.model_id,
-                le.replica,
-                le.state,
-                f"{le.silent_seconds:.1f}",
-                le.sequences,
-                le.private_pages,
-                le.pinned_blocks,
-                " ".join(map(str, le.process_ids)),
-            )
-            for le in answer.leases
-        ]
-        head = (
-            *("lease", "engine", "model", "replica", "state"),
-            *("silent s", "sequences", "private", "pinned", "processes"),
-        )
-        return table(head, rows)
 
 
 class Tenants(Question[inspect_pb2.ListTenantsResponse]):
@@ -257,7 +212,6 @@ class Tenants(Question[inspect_pb2.ListTenantsResponse]):
     about = "what each tenant holds and may hold"
 
     def ask(self, admin: Admin) -> inspect_pb2.ListTenantsResponse:
-        """Ask for the tenants that the caller may see."""
         return admin.ListTenants(inspect_pb2.ListTenantsRequest(), timeout=DEADLINE_SECONDS)
 
     def show(self, answer: inspect_pb2.ListTenantsResponse) -> str:
@@ -270,48 +224,32 @@ class Tenants(Question[inspect_pb2.ListTenantsResponse]):
         return table(("tenant", "of what", "used", "limit"), rows)
 
 
-class Sequences(Question[admin_pb2.ListSequencesResponse]):
+class Sequences(Listing[admin_pb2.ListSequencesResponse]):
     name = "sequences"
     about = "open sequences"
     flags = (LIMIT,)
+    lines = "sequences"
+    table = Table(
+        "lease={lease_id:.12} | sequence=sequence_id | blocks | sealed=sealed_blocks | private pages=private_pages | "
+        "where | failed?",
+        where=lambda sequence: "out" if sequence.swapped_out else "device",
+    )
 
     def ask(self, admin: Admin) -> admin_pb2.ListSequencesResponse:
         return admin.ListSequences(admin_pb2.ListSequencesRequest(limit=self.arguments.limit), timeout=DEADLINE_SECONDS)
-
-    def show(self, answer: admin_pb2.ListSequencesResponse) -> str:
-        rows = [
-            (
-                s.lease_id[:12],
-                s.sequence_id,
-                s.blocks,
-                s.sealed_blocks,
-                s.private_pages,
-                "out" if s.swapped_out else "device",
-                s.failed or "-",
-            )
-            for s in answer.sequences
-        ]
-        head = ("lease", "sequence", "blocks", "sealed", "private pages", "where", "failed")
-        return table(head, rows) + (self.more("--limit") if answer.truncated else "")
-
-
-class Tickets(Question[admin_pb2.ListTicketsResponse]):
-    name = "tickets"
-    about = "transfers, the newest first"
-    flags = (LIMIT,)
-
-    def ask(self, admin: Admin) -> admin_pb2.ListTicketsResponse:
-        """Ask for tickets: those that run, then those that ended."""
-        return admin.ListTickets(admin_pb2.ListTicketsRequest(limit=self.arguments.limit), timeout=DEADLINE_SECONDS)
-
-    def show(self, answer: admin_pb2.ListTicketsResponse) -> str:
-        rows = [
-            (t.id, t.direction, ticket_state(t), t.blocks, describe_bytes(t.size_bytes), t.reason or "-")
-            for t in answer.tickets
-        ]
-        return table(("ticket", "direction", "state", "blocks", "bytes", "reason"), rows)
 
 
 def ticket_state(ticket: common_pb2.Ticket) -> str:
     """State of a ticket in a word."""
     return common_pb2.TicketState.Name(ticket.state).removeprefix("TICKET_STATE_").lower()
+
+
+class Tickets(Listing[admin_pb2.ListTicketsResponse]):
+    name = "tickets"
+    about = "transfers, the newest first"
+    flags = (LIMIT,)
+    lines = "tickets"
+    table = Table("ticket=id | direction | state | blocks | bytes=size_bytes | reason?", state=ticket_state)
+
+    def ask(self, admin: Admin) -> admin_pb2.ListTicketsResponse:
+        return admin.ListTickets(admin_pb2.ListTicketsRequest(limit=self.arguments.limit), timeout=DEADLINE_SECONDS)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from cachesvc_client.core.errors import InvalidRequest
 from google.protobuf.message import Message
-from kvcache.v1 import admin_pb2, inspect_pb2, status_pb2, storage_pb2
+from kvcache.v1 import admin_pb2, status_pb2, storage_pb2
 
-from cachesvc_ctl.core.command import DEADLINE_SECONDS, Admin, Flag, Question, describe_bytes, flag, one_line, table
+from cachesvc_ctl.core.command import (
+    DEADLINE_SECONDS,
+    Admin,
+    Flag,
+    Listing,
+    Question,
+    Table,
+    describe_bytes,
+    flag,
+    one_line,
+    table,
+)
 
 SIZE_ENDINGS = ("_pool", "_chunk", "_limit", "_bytes")
 """Endings of the names of settings that are bytes, or bytes per second."""
@@ -39,9 +50,12 @@ class Status(Question[admin_pb2.GetStatusResponse]):
             describe_transports(answer.transports),
             describe_loop(answer.loop),
         ]
-        parts = ["\n".join(first), _pools(answer)]
+        parts = [
+            "\n".join(first),
+            POOLS.text(answer.pools) if answer.pools else "no pools: no model is registered yet",
+        ]
         if answer.pins:
-            parts.append(pins_table(answer.pins))
+            parts.append(PINS.text(answer.pins))
         if self.arguments.counters:
             parts.append(table(("counter", "value"), sorted(answer.counters.items())))
         if self.arguments.config:
@@ -50,29 +64,15 @@ class Status(Question[admin_pb2.GetStatusResponse]):
         return "\n\n".join(parts)
 
 
-def _pools(answer: admin_pb2.GetStatusResponse) -> str:
-    head = ("model", "place", "group", "pages", "free", "private", "sealed", "in flight", "quarantined", "page")
-    rows = [
-        (
-            p.model or p.model_id,
-            p.place,
-            p.group,
-            p.capacity,
-            p.free,
-            p.private,
-            p.sealed,
-            p.in_flight,
-            p.quarantined,
-            describe_bytes(p.page_bytes),
-        )
-        for p in answer.pools
-    ]
-    return table(head, rows) if rows else "no pools: no model is registered yet"
-
-
-def pins_table(pins: Iterable[inspect_pb2.PinStatus]) -> str:
-    rows = [(p.key_hex[:16], p.model, p.blocks, f"{p.seconds_left:,.0f} s", ", ".join(p.places)) for p in pins]
-    return table(("pinned", "model", "blocks", "ends in", "kept on"), rows)
+POOLS = Table(
+    "model | place | group | pages=capacity | free | private | sealed | in flight=in_flight | quarantined | "
+    "page=page_bytes",
+    model=lambda pool: pool.model or pool.model_id,
+)
+PINS = Table(
+    "pinned={key_hex:.16} | model | blocks | ends in={seconds_left:,.0f} s | kept on=places",
+    places=lambda pin: ", ".join(pin.places),
+)
 
 
 def describe_daemon(status: admin_pb2.GetStatusResponse) -> str:
@@ -212,32 +212,22 @@ def _tier(found: storage_pb2.StorageTier) -> Iterator[str]:
         yield f"problem    {found.problem}"
     if found.outcomes:
         yield ""
-        yield table(("call", "ended", "items"), [(o.way, o.outcome, f"{o.items:,}") for o in found.outcomes])
+        yield OUTCOMES.text(found.outcomes)
     if found.scopes:
         yield ""
-        yield _scopes(found.scopes)
+        yield Table(
+            "model? | "
+            + ("tenant? | " if any(scope.tenant for scope in found.scopes) else "")
+            + "namespace={namespace_hex:.12}? | objects={objects:,} | bytes=size_bytes | "
+            "last use={newest_seconds:,.0f} s | oldest use={oldest_seconds:,.0f} s"
+        ).text(found.scopes)
 
 
 def _latency(p50_seconds: float, p99_seconds: float) -> str:
     return f", p50 {p50_seconds * 1e3:.1f} ms, p99 {p99_seconds * 1e3:.1f} ms" if p99_seconds else ""
 
 
-def _scopes(scopes: Sequence[storage_pb2.StoredScope]) -> str:
-    has_tenants = any(each.tenant for each in scopes)
-    head = ("model", *(("tenant",) if has_tenants else ()), "namespace", "objects", "bytes", "last use", "oldest use")
-    rows = [
-        (
-            s.model or "-",
-            *((s.tenant or "-",) if has_tenants else ()),
-            s.namespace_hex[:12] or "-",
-            f"{s.objects:,}",
-            describe_bytes(s.size_bytes),
-            f"{s.newest_seconds:,.0f} s",
-            f"{s.oldest_seconds:,.0f} s",
-        )
-        for s in scopes
-    ]
-    return table(head, rows)
+OUTCOMES = Table("call=way | ended=outcome | items={items:,}")
 
 
 class UnknownModel(Exception):
@@ -252,38 +242,23 @@ class UnknownModel(Exception):
         return f"{there_is}; cachesvc models lists those that are"
 
 
-class Models(Question[admin_pb2.ListModelsResponse]):
+class Models(Listing[admin_pb2.ListModelsResponse]):
     name = "models"
     about = "models, layouts and replicas"
+    lines = "models"
+    table = Table(
+        "id=model_id | model=shown | identity | weights=weights_version | namespace={namespace_hex:.12} | "
+        "tokens=layout.block_tokens | ranks=layout.ranks | planes | groups | blocks | device=device_pages | "
+        "host=host_pages | leases",
+        shown=lambda model: model.display_name or model.model,
+        identity=lambda model: model.model if model.display_name else "",
+        planes=lambda model: len(model.layout.planes),
+        groups=lambda model: ",".join(group.name for group in model.layout.groups),
+        leases=lambda model: sum(replica.leases for replica in model.replicas),
+    )
 
     def ask(self, admin: Admin) -> admin_pb2.ListModelsResponse:
-        """Ask for the models that the caller may see."""
         return list_models(admin)
-
-    def show(self, answer: admin_pb2.ListModelsResponse) -> str:
-        rows = [
-            (
-                m.model_id,
-                m.display_name or m.model,
-                m.model if m.display_name else "",
-                m.weights_version,
-                m.namespace_hex[:12],
-                m.layout.block_tokens,
-                m.layout.ranks,
-                len(m.layout.planes),
-                ",".join(g.name for g in m.layout.groups),
-                m.blocks,
-                " ".join(map(str, m.device_pages)),
-                " ".join(map(str, m.host_pages)),
-                sum(r.leases for r in m.replicas),
-            )
-            for m in answer.models
-        ]
-        head = (
-            *("id", "model", "identity", "weights", "namespace", "tokens", "ranks", "planes", "groups", "blocks"),
-            *("device", "host", "leases"),
-        )
-        return table(head, rows)
 
 
 def list_models(admin: Admin) -> admin_pb2.ListModelsResponse:
@@ -314,6 +289,12 @@ def pick_model(admin: Admin, wanted: str | None) -> admin_pb2.ModelStatus | None
         named = ", ".join(f"{each.model_id} ({_shown(each)})" for each in models[:8])
         raise InvalidRequest(f"which of {len(models)} models? name one by its number: {named}")
     return models[0] if models else None
+
+
+def only_number(admin: Admin, wanted: str | None) -> int:
+    """Number of ``pick_model``; 0, of which the daemon lists nothing, while there is no model."""
+    model = pick_model(admin, wanted)
+    return 0 if model is None else model.model_id
 
 
 def require_model(admin: Admin, wanted: str | None) -> admin_pb2.ModelStatus:

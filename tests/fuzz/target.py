@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
+from kvcache.v1.status_pb2 import TransportStatus
 
 from cachesvc.config import Config
 from cachesvc.flows.core import Core, Limits
@@ -31,9 +32,9 @@ from cachesvc.service.access.auth import EVERYONE, set_caller
 from cachesvc.service.access.quota import NO_QUOTA, Quotas
 from cachesvc.service.admin.admin_service import Administration, AdminService, Inspection
 from cachesvc.service.admin.checksums import Checksums
-from cachesvc.service.admin.messages import StorageAnswers
+from cachesvc.service.admin.storage_answers import StorageAnswers
 from cachesvc.service.calls.dispatcher import Dispatcher
-from cachesvc.service.host.device_health import DeviceHealth, Facts, Transports
+from cachesvc.service.host.device_health import DeviceHealth, Facts
 from cachesvc.service.host.health import Serving
 from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.edge import Edge
@@ -160,7 +161,7 @@ class Target:
             devices=[],
             host_pool=self.host_pool,
             health=health,
-            transports=lambda: Transports(0, 0, edge.calls),
+            transports=lambda: TransportStatus(grpc_calls=edge.calls),
             loop=node.loop_watch,
             keyring=None,
         )

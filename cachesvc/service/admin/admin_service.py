@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -15,18 +15,18 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc, inspect_pb2, storage_pb2
 from cachesvc.flows import pinning
 from cachesvc.flows import pinning as admin
 from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.reuse_stats import ID_BYTES, RecentRequest
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, NotFound
 from cachesvc.questions.audit import verify
 from cachesvc.questions.dump import Dump, dump
 from cachesvc.questions.explanation import explain
 from cachesvc.questions.query import blocks, models, one_key, sequences, tickets, tree
-from cachesvc.questions.status import Status, lease_lines, pin_line, status
+from cachesvc.questions.status import leases, pin_line, status
 from cachesvc.questions.view import Question, View
 from cachesvc.service.access.auth import caller, require_read, sight
 from cachesvc.service.access.quota import Quotas
-from cachesvc.service.admin import messages
 from cachesvc.service.admin.checksums import Checksums
-from cachesvc.service.admin.messages import StorageAnswers, pin_to_proto
+from cachesvc.service.admin.storage_answers import StorageAnswers
 from cachesvc.service.calls.dispatcher import AnswerBudget, Mark, Repeats, mark_of
 from cachesvc.service.host.device_health import DeviceHealth, Facts
 from cachesvc.service.host.reload import Change
@@ -35,7 +35,6 @@ from cachesvc.service.loop.node import Node
 from cachesvc.service.rpc.edge import Context, Edge, refuse
 from cachesvc.telemetry import events
 
-Answer = TypeVar("Answer")
 Reply = TypeVar("Reply", bound=Message)
 Packed = Any
 """Bytes of an answer: the service's serialiser sends them as they are."""
@@ -66,34 +65,43 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._storage = storage
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
-        question = partial(status, silence_limit_seconds=self._facts.lease_seconds)
-        shown = await self._ask_in_slices(context, request, question, self._status_to_proto)
+        async def call() -> admin_pb2.GetStatusResponse:
+            question = status(self._inspection.view(), self._facts.lease_seconds)
+            return self._facts.complete(await self._inspection.slices().answer(question), caller())
+
+        shown = await self._serve(context, request, call)
         if request.brief:
             shown.ClearField("config")
             shown.ClearField("counters")
         return shown
 
     async def ListModels(self, request: admin_pb2.ListModelsRequest, context: Context) -> Packed:
-        return await self._ask_in_parts(context, request, models, messages.models_to_proto)
+        return await self._ask(context, request, models)
 
     async def ListLeases(self, request: admin_pb2.ListLeasesRequest, context: Context) -> Packed:
-        return await self._ask_in_parts(context, request, lease_lines, messages.leases_to_proto)
+        return await self._ask(context, request, leases)
 
     async def ListTenants(
         self, request: inspect_pb2.ListTenantsRequest, context: Context
     ) -> inspect_pb2.ListTenantsResponse:
-        return await self._ask(context, request, self._quotas.lines, messages.tenants_to_proto)
+        async def call() -> inspect_pb2.ListTenantsResponse:
+            lines = self._quotas.lines(self._inspection.view())
+            return inspect_pb2.ListTenantsResponse(
+                tenants=[inspect_pb2.TenantStatus(**line._asdict()) for line in lines]
+            )
+
+        return await self._serve(context, request, call)
 
     async def ListSequences(self, request: admin_pb2.ListSequencesRequest, context: Context) -> Packed:
-        question = partial(sequences, lease_id=request.lease_id, limit=request.limit)
-        return await self._ask_in_parts(context, request, question, messages.sequences_to_proto)
+        return await self._ask(context, request, sequences, lease_id=request.lease_id, limit=request.limit)
 
     async def ListTickets(self, request: admin_pb2.ListTicketsRequest, context: Context) -> Packed:
-        question = partial(tickets, limit=request.limit)
-        return await self._ask_in_parts(context, request, question, messages.tickets_to_proto)
+        return await self._ask(context, request, tickets, limit=request.limit)
 
     async def ListBlocks(self, request: admin_pb2.ListBlocksRequest, context: Context) -> Packed:
-        question = partial(
+        return await self._ask(
+            context,
+            request,
             blocks,
             model_id=request.model_id,
             keys=request.keys,
@@ -101,22 +109,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             by_hits=request.order == admin_pb2.BLOCK_ORDER_HITS,
             limit=request.limit,
         )
-        return await self._ask_in_parts(context, request, question, messages.blocks_to_proto)
 
     async def GetTree(self, request: admin_pb2.GetTreeRequest, context: Context) -> Packed:
-        question = partial(
-            tree,
-            model_id=request.model_id,
-            key=request.key,
-            digits=request.key_hex,
-            depth=request.depth,
-            limit=request.limit,
-        )
-        return await self._ask_in_parts(context, request, question, messages.tree_to_proto)
+        fields = {"model_id": request.model_id, "key": request.key, "digits": request.key_hex}
+        return await self._ask(context, request, tree, **fields, depth=request.depth, limit=request.limit)
 
     async def Explain(self, request: inspect_pb2.ExplainRequest, context: Context) -> Packed:
-        question = partial(explain, model_id=request.model_id, prefix=request.key_prefix, events=request.events)
-        return await self._ask_in_parts(context, request, question, messages.explanation_to_proto)
+        fields = {"model_id": request.model_id, "prefix": request.key_prefix, "events": request.events}
+        return await self._ask(context, request, explain, **fields)
 
     async def Verify(self, request: admin_pb2.VerifyRequest, context: Context) -> admin_pb2.VerifyResponse:
         return await self._serve(context, request, partial(self._inspection.verify, request))
@@ -134,26 +134,31 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             await refuse(context, error)
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
-        return await self._serve(context, request, self._drain)
+        async def call() -> admin_pb2.DrainResponse:
+            return admin_pb2.DrainResponse(live_leases=await self._administration.drain())
+
+        return await self._serve(context, request, call)
 
     async def SetWeightsVersion(
         self, request: admin_pb2.SetWeightsVersionRequest, context: Context
     ) -> admin_pb2.SetWeightsVersionResponse:
-        announce = self._administration.set_weights_version
-        return await self._serve(context, request, lambda: announce(self._inspection.view(), request))
+        return await self._do(context, request, self._administration.set_weights_version)
 
     async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> admin_pb2.EvictResponse:
-        return await self._serve(context, request, partial(self._evict, request))
+        return await self._do(context, request, self._administration.evict)
 
     async def Pin(self, request: inspect_pb2.PinRequest, context: Context) -> inspect_pb2.PinResponse:
-        return await self._serve(context, request, partial(self._pin, request))
+        return await self._do(context, request, self._administration.pin)
 
     async def Unpin(self, request: inspect_pb2.UnpinRequest, context: Context) -> inspect_pb2.UnpinResponse:
-        unpin = self._administration.unpin
-        return await self._serve(context, request, lambda: unpin(self._inspection.view(), request))
+        return await self._do(context, request, self._administration.unpin)
 
     async def Reload(self, request: inspect_pb2.ReloadRequest, context: Context) -> inspect_pb2.ReloadResponse:
-        return await self._serve(context, request, self._reload)
+        async def call() -> inspect_pb2.ReloadResponse:
+            changes = [inspect_pb2.SettingChange(**change._asdict()) for change in self._reload_settings()]
+            return inspect_pb2.ReloadResponse(changes=changes)
+
+        return await self._serve(context, request, call)
 
     async def GetStorage(
         self, request: storage_pb2.GetStorageRequest, context: Context
@@ -176,74 +181,51 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         name = type(request).DESCRIPTOR.name.removesuffix("Request")
         return await self._edge.ask(context, f"AdminService/{name}", request, call)
 
+    async def _do(self, context: Context, request: Any, deed: Callable[[View, Any], Awaitable[Reply]]) -> Reply:
+        return await self._serve(context, request, lambda: deed(self._inspection.view(), request))
+
     async def _ask(
-        self, context: Context, request: Any, question: Callable[[View], Answer], convert: Callable[[Answer], Reply]
-    ) -> Reply:
-
-        async def call() -> Reply:
-            return convert(question(self._inspection.view()))
-
-        return await self._serve(context, request, call)
-
-    async def _ask_in_slices(
-        self,
-        context: Context,
-        request: Any,
-        question: Callable[[View], Question[Answer]],
-        convert: Callable[[Answer], Reply],
-    ) -> Reply:
-        """Answer a question in slices, so that calls go on meanwhile."""
-
-        async def call() -> Reply:
-            return convert(await self._inspection.slices().answer(question(self._inspection.view())))
-
-        return await self._serve(context, request, call)
-
-    async def _ask_in_parts(
-        self,
-        context: Context,
-        request: Any,
-        question: Callable[[View], Question[Answer]],
-        convert: Callable[[Answer], Iterable[Message]],
+        self, context: Context, request: Any, question: Callable[..., Question[Sequence[Message]]], **fields: Any
     ) -> Packed:
         """Answer a question in slices to the last byte: the parts of the message are made and serialised in slices too,
         and are the message, one after another."""
 
         async def call() -> Packed:
             slices = self._inspection.slices()
-            answer = await slices.answer(question(self._inspection.view()))
-            return await slices.answer(_serialised(convert(answer)))
+            parts = await slices.answer(question(self._inspection.view(), **fields))
+            return await slices.answer(_serialised(parts))
 
         return await self._serve(context, request, call)
-
-    def _status_to_proto(self, found: Status) -> admin_pb2.GetStatusResponse:
-        return messages.status_to_proto(found, self._facts, caller())
 
     async def _dump(self, request: inspect_pb2.DumpIndexRequest) -> AsyncGenerator[inspect_pb2.DumpIndexResponse]:
         count = request.blocks_per_message or DUMP_BLOCKS
         if count > DUMP_BLOCKS_MAX:
             raise InvalidRequest(f"blocks_per_message is {count}; at most {DUMP_BLOCKS_MAX}")
         async with self._inspection.dump(request.model_id) as taken:
-            yield messages.head_to_proto(taken, self._facts.version, self._facts.eviction)
+            taken.head.version, taken.head.eviction = self._facts.version, self._facts.eviction
+            yield inspect_pb2.DumpIndexResponse(head=taken.head)
             if request.recent_requests:
-                for part in messages.requests_to_proto(taken.requests, count):
-                    yield part
+                for part in requests_in_parts(taken.requests, count):
+                    yield inspect_pb2.DumpIndexResponse(requests=part)
                 return
             for first in range(0, taken.columns.blocks, count):
-                yield await asyncio.to_thread(messages.rows_to_proto, taken.columns, first, count)
+                rows = await asyncio.to_thread(taken.columns.rows, first, count)
+                yield inspect_pb2.DumpIndexResponse(rows=rows)
 
-    async def _drain(self) -> admin_pb2.DrainResponse:
-        return admin_pb2.DrainResponse(live_leases=await self._administration.drain())
 
-    async def _evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
-        return await self._administration.evict(self._inspection.view(), request)
-
-    async def _pin(self, request: inspect_pb2.PinRequest) -> inspect_pb2.PinResponse:
-        return await self._administration.pin(self._inspection.view(), request, self._inspection.slices())
-
-    async def _reload(self) -> inspect_pb2.ReloadResponse:
-        changes = [inspect_pb2.SettingChange(**change._asdict()) for change in self._reload_settings()]
-        return inspect_pb2.ReloadResponse(changes=changes)
+def requests_in_parts(requests: Sequence[RecentRequest], most_blocks: int) -> Iterator[inspect_pb2.RecentRequests]:
+    """Requests of a dump, in parts of at most ``most_blocks`` blocks, but of one request at least."""
+    part = inspect_pb2.RecentRequests()
+    for request in requests:
+        if part.blocks and len(part.block_ids) // ID_BYTES + request.blocks > most_blocks:
+            yield part
+            part = inspect_pb2.RecentRequests()
+        part.seconds.append(request.seconds - requests[0].seconds)
+        part.output_tokens.append(request.output_tokens)
+        part.blocks.append(request.blocks)
+        part.block_ids += request.block_ids
+    if part.blocks:
+        yield part
 
 
 def _serialised(parts: Iterable[Message]) -> Question[bytes]:
@@ -370,15 +352,15 @@ class Administration:
             events.event("weights_announced", model=model.id, version=version, previous=previous)
         return admin_pb2.SetWeightsVersionResponse(previous=previous)
 
-    async def pin(self, view: View, request: inspect_pb2.PinRequest, slices: TimeSlices) -> inspect_pb2.PinResponse:
+    async def pin(self, view: View, request: inspect_pb2.PinRequest) -> inspect_pb2.PinResponse:
         """Keep a prefix for a time. Idempotent. Raises as ``pinning.pin``, and what ``one_key`` raises."""
         pinning.require_time(request.seconds)
         model = _named(view, request.model_id)
-        key = await slices.answer(one_key(model, request.key_hex))
+        key = await TimeSlices(self._node.loop_watch).answer(one_key(model, request.key_hex))
         made = self._node.run(partial(pinning.pin, self._node.core, model, key, request.seconds, view.now()))
         line = pin_line(model, made, view.now())
         events.event("pinned", model=model.id, key=line.key_hex[:16], blocks=made.blocks, seconds=request.seconds)
-        return inspect_pb2.PinResponse(pin=pin_to_proto(line))
+        return inspect_pb2.PinResponse(pin=line)
 
     async def unpin(self, view: View, request: inspect_pb2.UnpinRequest) -> inspect_pb2.UnpinResponse:
         """End a pin before its time. Raises NotFound, InvalidRequest."""
@@ -386,7 +368,7 @@ class Administration:
         ended = self._node.run(partial(pinning.unpin, model, request.key_hex))
         line = pin_line(model, ended, view.now())
         events.event("unpinned", model=model.id, key=line.key_hex[:16], blocks=ended.blocks)
-        return inspect_pb2.UnpinResponse(pin=pin_to_proto(line))
+        return inspect_pb2.UnpinResponse(pin=line)
 
     async def evict(self, view: View, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         """Drop blocks, some at a time. A request_id that came before gets its answer again.

@@ -16,15 +16,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
+
+from kvcache.v1 import admin_pb2, status_pb2
 
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.interface import DeviceMemory
 from cachesvc.model.errors import Unavailable
+from cachesvc.service.access.auth import UNPROVEN, Caller
 from cachesvc.service.access.tokens import Keyring, Shown
 from cachesvc.service.host.health import Serving
 from cachesvc.service.loop.line import LoopWatch
 from cachesvc.service.loop.node import Node
+from cachesvc.swap.costs import Figures
 from cachesvc.telemetry import events
 
 PROBE_SECONDS = 2.0
@@ -139,12 +143,8 @@ def require_working(backend: DeviceMemory, devices: tuple[str, ...]) -> None:
             )
 
 
-class Link(Protocol):
+class Link(Figures, Protocol):
     """Measured figures of a device's link."""
-
-    @property
-    def load_bytes_per_us(self) -> float:
-        """Host -> device."""
 
     @property
     def store_bytes_per_us(self) -> float:
@@ -153,18 +153,6 @@ class Link(Protocol):
     @property
     def both_bytes_per_us(self) -> float:
         """Rate of both directions at once, summed."""
-
-    @property
-    def per_copy_us(self) -> float:
-        """Cost of a copy beside its rows and bytes."""
-
-    @property
-    def per_row_ns(self) -> float:
-        """Cost of a row beside its bytes."""
-
-    @property
-    def per_step_us(self) -> float:
-        """Cost of a step beside its copies."""
 
     @property
     def narrow_plane_bytes(self) -> int:
@@ -186,8 +174,8 @@ class DeviceLine:
         known = self.shown()
         return {"device": known.pop("uuid"), "device_name": known.pop("name")} | known
 
-    def shown(self) -> dict[str, object]:
-        known: dict[str, object] = {
+    def shown(self) -> dict[str, Any]:
+        known: dict[str, Any] = {
             "uuid": self.uuid,
             "name": self.name,
             "pool_bytes": self.pool_bytes,
@@ -204,14 +192,6 @@ class DeviceLine:
             "step_us": round(self.link.per_step_us, 2),
             "narrow_plane_bytes": self.link.narrow_plane_bytes,
         }
-
-
-class Transports(NamedTuple):
-    """Transports of calls: lanes that are open, and calls since the start."""
-
-    lanes: int
-    lane_calls: int
-    grpc_calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +214,7 @@ class Facts:
     devices: list[DeviceLine]
     host_pool: HostPool
     health: DeviceHealth
-    transports: Callable[[], Transports]
+    transports: Callable[[], status_pb2.TransportStatus]
     loop: LoopWatch
     keyring: Keyring | None = None
     other_attention: Callable[[], list[str]] = list
@@ -256,6 +236,37 @@ class Facts:
     def retired_shown(self) -> list[Shown]:
         """Tokens that left the file, and that callers have shown lately."""
         return [] if self.keyring is None else self.keyring.retired_shown()
+
+    def complete(self, found: admin_pb2.GetStatusResponse, who: Caller) -> admin_pb2.GetStatusResponse:
+        """The ledger's status with what the daemon around it adds, as ``who`` may see it."""
+        serving, faults = self.health.serving(), self.health.faults()
+        found.MergeFrom(
+            admin_pb2.GetStatusResponse(
+                version=self.version,
+                epoch=self.epoch,
+                uptime_seconds=self.uptime_seconds,
+                backend=self.backend,
+                config=self.settings if who.sees_all else {},
+                devices=[
+                    status_pb2.DeviceStatus(
+                        **line.shown(), healthy=line.uuid not in faults, fault=faults.get(line.uuid, "")
+                    )
+                    for line in self.devices
+                ],
+                host_pool_bytes=self.host_pool_bytes,
+                host_pool_ready_bytes=self.host_pool_ready_bytes,
+                ready=serving.ready,
+                live=serving.live,
+                caller=who.name,
+                scopes=sorted(scope.value for scope in who.scopes),
+                tenant=who.tenant or "",
+                tokens=who not in UNPROVEN,
+                attention=self.attention(who.sees, sees_all=who.sees_all),
+                transports=self.transports(),
+                loop=status_pb2.LoopStatus(**self.loop.line()._asdict()),
+            )
+        )
+        return found
 
     def attention(self, sees: Callable[[str], bool], *, sees_all: bool) -> list[str]:
         """Sentences about what is broken; empty where nothing is. ``sees``: whether a tenant's matters are shown;

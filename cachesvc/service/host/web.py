@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.model.text import parse_address
-from cachesvc.model.words import PageState
-from cachesvc.questions.status import PoolLine, by_pool, hits, pools, status, transfers
+from cachesvc.questions.status import STATES, by_pool, hits, lease_lines, overview, pools, transfers
 from cachesvc.questions.view import Sight, View
 from cachesvc.service.access.auth import EVERYONE
 from cachesvc.service.host.device_health import Facts
 from cachesvc.service.loop.line import TimeSlices
 from cachesvc.service.loop.node import Node
+from cachesvc.wire.plain import plain
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -140,28 +140,25 @@ class WebPage:
 
     async def status(self, since: int) -> dict[str, Any]:
         """Contents of the page; samples only after the one numbered ``since``."""
-        facts = self._facts
-        found = await TimeSlices(self._loop_watch).answer(status(self._view, facts.lease_seconds))
-        models = self._view.models()
-        leases = found.leases[:MOST_LISTED]
+        facts, view = self._facts, self._view
+        leases = await TimeSlices(self._loop_watch).answer(lease_lines(view))
+        shown = plain(facts.complete(overview(view, leases, facts.lease_seconds), EVERYONE))
         return {
-            "version": facts.version,
-            "backend": facts.backend,
+            **{name: shown[name] for name in SHOWN},
             "epoch": str(facts.epoch),
-            "uptime_seconds": round(facts.uptime_seconds, 1),
             "lease_seconds": facts.lease_seconds,
-            "draining": found.draining,
-            "attention": [*found.attention, *facts.attention(EVERYONE.sees, sees_all=EVERYONE.sees_all)],
-            "models": [{"id": model.id, "name": model.shown, "blocks": len(model.blocks.index)} for model in models],
-            "pools": [_pool(line) for line in found.pools][:MOST_LISTED],
-            "hits": {**found.hits._asdict(), "missed_blocks": found.hits.missed_blocks},
-            "transfers": found.transfers._asdict(),
-            "leases": [{**line._asdict(), "silent_seconds": round(line.silent_seconds, 1)} for line in leases],
+            "models": [
+                {"id": model.id, "name": model.shown, "blocks": len(model.blocks.index)} for model in view.models()
+            ],
+            "pools": shown["pools"][:MOST_LISTED],
+            "leases": [plain(line) for line in leases[:MOST_LISTED]],
             "sample_seconds": SAMPLE_SECONDS,
             "samples": self._samples.since(since),
         }
 
 
+SHOWN = ("version", "backend", "uptime_seconds", "draining", "attention", "hits", "transfers")
+"""Fields of a status that the page shows. It shows no whole keys, which pins have, and no settings."""
 FIXED_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -169,19 +166,6 @@ FIXED_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
-def _pool(line: PoolLine) -> dict[str, Any]:
-    return {
-        "model": line.model_name,
-        "place": line.place,
-        "group": line.group,
-        "pool": line.pool,
-        "capacity": line.capacity,
-        "page_bytes": line.page_bytes,
-        "reserved": line.reserved,
-        **{state.name.lower(): line.counts[state] for state in PageState},
-    }
 
 
 def names_loopback(host: str, port: int) -> bool:
@@ -239,12 +223,11 @@ class Samples:
     def _take(self, late_seconds: float) -> None:
         models = self._view.models()
         found, moved = hits(models), transfers(self._view.running(), self._view.counters)
-        device = dict.fromkeys(PageState, 0)
-        host = dict.fromkeys(PageState, 0)
+        device, host = dict.fromkeys(STATES, 0), dict.fromkeys(STATES, 0)
         for pool in by_pool(pools(models)):
             into = host if pool.place == "host" else device
-            for state, pages in pool.counts.items():
-                into[state] += pages
+            for state in STATES:
+                into[state] += getattr(pool, state)
         self._number += 1
         self._ring.append(
             {
@@ -258,8 +241,8 @@ class Samples:
                 "stored_bytes": moved.stored_bytes,
                 "peer_bytes": moved.peer_bytes,
                 "tickets": moved.running_loads + moved.running_stores,
-                "device_pages": {state.name.lower(): pages for state, pages in device.items()},
-                "host_pages": {state.name.lower(): pages for state, pages in host.items()},
+                "device_pages": device,
+                "host_pages": host,
                 "late_ms": round(late_seconds * 1e3, 2),
             }
         )

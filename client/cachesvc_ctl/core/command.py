@@ -1,20 +1,17 @@
-"""One command of ``cachesvc``: its name, one line about it, its flags, and what it does.
-
-Answers of the daemon as JSON for scripts: every field, always, under the name and the type that the proto gives it.
-
-So ``.leases[]`` is there when no lease is, a count of 0 is 0, and 64-bit numbers are numbers. Bytes are hexadecimal,
-enums are names, and a message or optional field that is not set is null.
-"""
+"""One command of ``cachesvc``: its name, one line about it, its flags, and what it does."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -25,6 +22,7 @@ from google.protobuf.message import Message
 from kvcache.v1 import admin_pb2_grpc
 
 from cachesvc.model.text import describe_bytes, one_line
+from cachesvc.wire.plain import plain
 
 MOST = 2**31 - 1
 MOST_LISTED = 4096
@@ -204,10 +202,7 @@ def no_answer(failure: grpc.RpcError, arguments: argparse.Namespace) -> str:
 
 def _plain(reason: str) -> str:
     """Reason that gRPC gives for a unix socket, without its codes and the path that it repeats."""
-    for words, plain in PLAIN.items():
-        if words in reason:
-            return plain
-    return reason
+    return next((said for words, said in PLAIN.items() if words in reason), reason)
 
 
 def _socket_hint(reason: str) -> str:
@@ -252,6 +247,32 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+class Table:
+    """Columns of a listing, as ``title=cell | ...``; a title like its cell can be left out.
+
+    A cell is a field of the row, or a format string of its fields in braces; ``?`` behind it shows a dash where it is
+    empty. Fields of bytes are worded. ``made``: cells that are computed from the row, by name.
+    """
+
+    def __init__(self, columns: str, **made: Callable[[Any], object]) -> None:
+        parts = [each.strip().rpartition("=") for each in columns.split("|")]
+        self._head = [title if sign else cell.rstrip("?") for title, sign, cell in parts]
+        self._cells = [made.get(cell) or partial(_cell, cell) for _, _, cell in parts]
+
+    def text(self, rows: Iterable[object]) -> str:
+        return table(self._head, [[cell(row) for cell in self._cells] for row in rows])
+
+
+def _cell(cell: str, row: object) -> object:
+    name = cell.removesuffix("?")
+    value: Any = re.sub(r"{(\w+)", r"{0.\1", name).format(row) if "{" in name else attrgetter(name)(row)
+    if name.endswith("_bytes"):
+        return describe_bytes(value)
+    if not isinstance(value, str | int | float):
+        value = " ".join(map(str, value))
+    return value or "-" if name != cell else value
+
+
 def left_out(*flags: str) -> str:
     """A last line where there is more than was shown; ``flags``: those that held it back and can be raised."""
     return f"\n(more are there; raise {' and '.join(flags)})" if flags else "\n(more are there)"
@@ -259,33 +280,6 @@ def left_out(*flags: str) -> str:
 
 def as_json(message: Message) -> str:
     return json.dumps(plain(message), indent=2)
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """The message as dicts, lists and values."""
-    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
-
-
-def _field(message: Message, field: Any) -> Any:
-    value = getattr(message, field.name)
-    entry = field.message_type
-    if entry is not None and entry.GetOptions().map_entry:
-        of = entry.fields_by_name["value"]
-        return {key: _value(of, value[key]) for key in sorted(value)}
-    if field.is_repeated:
-        return [_value(field, each) for each in value]
-    if field.has_presence and not message.HasField(field.name):
-        return None
-    return _value(field, value)
-
-
-def _value(field: Any, value: Any) -> Any:
-    if field.message_type is not None:
-        return plain(value)
-    if field.enum_type is not None:
-        known = field.enum_type.values_by_number.get(value)
-        return value if known is None else known.name
-    return value.hex() if isinstance(value, bytes) else value
 
 
 class MissingExtraError(RuntimeError):
@@ -365,3 +359,14 @@ class Question(DaemonCommand, Generic[R]):
             answer = self.ask(Admin(channel))
         print(as_json(self.data(answer)) if self.arguments.json else for_terminal(self.show(answer)))
         return self.code(answer)
+
+
+class Listing(Question[R]):
+    """Question whose answer is one table: of the lines in its field ``lines``."""
+
+    lines: ClassVar[str]
+    table: ClassVar[Table]
+
+    def show(self, answer: R) -> str:
+        more = self.more("--limit") if getattr(answer, "truncated", False) else ""
+        return self.table.text(getattr(answer, self.lines)) + more

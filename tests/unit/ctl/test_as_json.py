@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
-from cachesvc_ctl.core.command import as_json, plain
+from cachesvc_ctl.core.command import as_json
 from kvcache.v1 import admin_pb2, common_pb2, inspect_pb2
+
+from cachesvc.wire.plain import plain
 
 
 def test_what_is_empty_or_zero_is_there() -> None:

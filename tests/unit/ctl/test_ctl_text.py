@@ -6,10 +6,11 @@ from argparse import Namespace
 
 import grpc
 import pytest
-from cachesvc_ctl.core.command import for_terminal, no_answer, one_line, table
+from cachesvc_ctl.core.command import Table, for_terminal, no_answer, one_line, table
 from cachesvc_ctl.status import describe_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcache.v1 import admin_pb2
 from kvcache.v1.status_pb2 import LoopStatus
 
 EVIL = "m\x1b]0;owned\x07\x1b[2J\x1b[1;1Hok\r\n\u202efake\x9b"
@@ -60,3 +61,21 @@ def test_status_says_how_long_rounds_of_the_event_loop_were() -> None:
 def test_no_answer_says_what_the_socket_does_and_what_to_do(said: str, words: str) -> None:
     failure = grpc.RpcError(said)
     assert words in no_answer(failure, Namespace(socket="/tmp/a"))
+
+
+def test_columns_name_fields_formats_and_what_is_made_of_a_row() -> None:
+    rows = [
+        admin_pb2.PoolStatus(model_id=1, place="host", capacity=4096, page_bytes=2048),
+        admin_pb2.PoolStatus(model_id=12, group="window", capacity=7, pool="shared"),
+    ]
+    shown = Table(
+        "id=model_id | place? | group={group:.3}? | in all={capacity:,} pages | =pool | page_bytes | double",
+        double=lambda row: 2 * row.capacity,
+    ).text(rows)
+    assert shown.split("\n") == [
+        "id  place  group  in all               page_bytes  double",
+        " 1  host   -      4,096 pages          2.00 KiB     8,192",
+        "12  -      win    7 pages      shared  0 B             14",
+    ]
+    lease = admin_pb2.LeaseStatus(process_ids=[3, 4])
+    assert Table("processes=process_ids").text([lease]) == "processes\n3 4"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvcache.v1 import lease_pb2
+from kvcache.v1 import admin_pb2, lease_pb2
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.core import resolve
@@ -12,7 +12,7 @@ from cachesvc.flows.leases import close_lease
 from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.model.answers import Matched
-from cachesvc.questions.explanation import Explanation, explain
+from cachesvc.questions.explanation import explain
 from cachesvc.questions.view import EVERYTHING, View
 from tests.fuzz.target import Target, list_rpcs
 from tests.fuzz.workload import registers
@@ -64,6 +64,6 @@ async def leave_at(target: Target, lease: str, turn: int) -> bool:
                 target.node.run(partial(close_lease, target.core, lease, quiesced=True))
             turns += 1
     except StopIteration as told:
-        explanation: Explanation = told.value
-        assert len(explanation.blocks) == 2
+        parts: list[admin_pb2.ExplainResponse] = told.value
+        assert sum(len(part.stories) for part in parts) == 2
     return turns > turn

@@ -22,7 +22,7 @@ from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
 from cachesvc.questions import dump
 from cachesvc.questions.audit import verify_at_once
 from cachesvc.questions.dump import columns_of
-from cachesvc.questions.query import Ranking, Tree, block_lines, one_key, tree_lines
+from cachesvc.questions.query import Ranking, Tree, block_line, one_key, tree_line
 from cachesvc.questions.view import EVERYTHING, Question, View, answer_at_once
 from tests.conservation import audit
 from tests.unit.rigs.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
@@ -319,7 +319,7 @@ def test_a_capture_is_of_its_moment_whatever_comes_after() -> None:
 def test_a_tree_counts_what_is_below_and_puts_the_biggest_first() -> None:
     rig = busy()
     rows, truncated = Tree(rig.model, b"").nodes(8, 100)
-    lines = answer_at_once(tree_lines(rig.model, rows))
+    lines = [line for each in rows if (line := tree_line(rig.model, each)) is not None]
     assert not truncated
     assert [(line.depth, line.descendants) for line in lines] == [(0, 4), (1, 2), (2, 1), (3, 0), (1, 0)]
     cut, is_cut = Tree(rig.model, b"").nodes(2, 100)
@@ -342,7 +342,9 @@ def test_rankings_are_those_of_a_plain_sort() -> None:
     for count in (1, 3, 100):
         assert Ranking(rig.model, by_hits=False).first(count) == recent[:count]
         assert Ranking(rig.model, by_hits=True).first(count) == hot[:count]
-    assert answer_at_once(block_lines(rig.model, hot))[0].hits == index.hits[hot[0]]
+    line = block_line(rig.model, hot[0])
+    assert line is not None
+    assert line.hits == index.hits[hot[0]]
 
 
 def test_keys_are_found_by_digits_or_the_search_says_why_not() -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from kvcache.v1 import inspect_pb2
 
 from cachesvc.flows import pinning
 from cachesvc.flows.allocate import allocate, swap_out
@@ -274,6 +275,8 @@ def test_status_lists_pins_and_why_names_them() -> None:
     rig.now = 20.0
     view = View(rig.core, EVERYTHING, lambda: rig.now)
     (line,) = answer_at_once(status(view, 10.0)).pins
-    assert tuple(line) == (1, "m", last("abcd").hex(), 4, 40.0, ("replica 0",))
-    (story,) = answer_at_once(explain(view, 1, last("ab"))).blocks
-    assert f"an operator has pinned the prefix to {line.key_hex[:16]} for 40 s more" in story.conclusion
+    assert line == inspect_pb2.PinStatus(
+        model_id=1, model="m", key_hex=last("abcd").hex(), blocks=4, seconds_left=40.0, places=["replica 0"]
+    )
+    _, (story,) = (part.stories for part in answer_at_once(explain(view, 1, last("ab"))))
+    assert f"an operator has pinned the prefix to {line.key_hex[:16]} for 40 s more" in story.verdict

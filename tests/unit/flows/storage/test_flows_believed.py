@@ -54,7 +54,7 @@ def told(feed: Feed, tier: str = "storage") -> list[tuple[bool, str, list[bytes]
 
 def why(at: StorageRig, prefix: bytes) -> list[str]:
     view = View(at.rig.core, EVERYTHING, lambda: at.rig.now)
-    return [block.conclusion for block in answer_at_once(explain(view, 1, prefix)).blocks]
+    return [story.verdict for part in answer_at_once(explain(view, 1, prefix)) for story in part.stories]
 
 
 def test_a_block_that_was_written_is_told_to_who_asked_for_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from kvcache.v1 import inspect_pb2
 
 from cachesvc.flows.allocate import allocate
 from cachesvc.flows.match import match, prefetch
@@ -20,6 +21,10 @@ from cachesvc.questions.explanation import PREFETCH, explain, holders_of
 from cachesvc.questions.follow import Changes, Feed, Position, find_model, runs_of
 from cachesvc.questions.view import EVERYTHING, Sight, View, answer_at_once
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
+
+
+def shown(holders: tuple[list[inspect_pb2.BlockHolder], bool]) -> list[tuple[int, str, int]]:
+    return [(each.sequence_id, each.tier, each.blocks_below) for each in holders[0]]
 
 
 def keys_of(*names: object) -> list[bytes]:
@@ -233,17 +238,14 @@ def test_holders_are_found_directly_through_descendants_and_on_the_host() -> Non
     view = View(rig.core, EVERYTHING, float)
     index = rig.model.blocks.index
     a, b, _ = (index.rows[key] for key in keys_of("a", "b", "c"))
-    assert [(h.sequence, h.place, h.blocks_below) for h in holders_of(view, rig.model, a).lines] == [
-        (1, 1, 2),
-        (2, 1, 0),
-    ]
-    assert [(h.sequence, h.blocks_below) for h in holders_of(view, rig.model, b).lines] == [(1, 1)]
+    assert shown(holders_of(view, rig.model, a)) == [(1, "device", 2), (2, "device", 0)]
+    assert shown(holders_of(view, rig.model, b)) == [(1, "device", 1)]
     rig.run(release, lease, 1)
-    assert [h.sequence for h in holders_of(view, rig.model, b).lines] == []
+    assert shown(holders_of(view, rig.model, b)) == []
     rig.run(release, lease, 2)
     evict(rig.core, rig.model.id, "device", 0)
     rig.run(match, lease, 3, chain("a", "b"), 0)
-    assert [(h.sequence, h.place) for h in holders_of(view, rig.model, a).lines] == [(3, 0)]
+    assert [each[:2] for each in shown(holders_of(view, rig.model, a))] == [(3, "host")]
 
 
 def test_a_prefetch_holds_what_it_brings_until_it_has_come() -> None:
@@ -257,12 +259,11 @@ def test_a_prefetch_holds_what_it_brings_until_it_has_come() -> None:
     view = View(rig.core, EVERYTHING, float)
     index = rig.model.blocks.index
 
-    def held(*names: str) -> list[tuple[int, int, int]]:
-        lines = holders_of(view, rig.model, index.rows[keys_of(*names)[-1]]).lines
-        return [(h.sequence, h.place, h.blocks_below) for h in lines]
+    def held(*names: str) -> list[tuple[int, str, int]]:
+        return shown(holders_of(view, rig.model, index.rows[keys_of(*names)[-1]]))
 
-    assert held("a") == [(PREFETCH, 0, 2)]
-    assert held("a", "b", "c") == [(PREFETCH, 0, 0)]
+    assert held("a") == [(PREFETCH, "host", 2)]
+    assert held("a", "b", "c") == [(PREFETCH, "host", 0)]
     assert held("d") == []
     rig.settle()
     assert held("a") == []
@@ -276,8 +277,8 @@ def test_an_explanation_says_why_a_block_is_here_or_not() -> None:
 
     def conclusion(key: bytes) -> str:
         view = View(rig.core, EVERYTHING, lambda: 7.0)
-        (block,) = answer_at_once(explain(view, rig.model.id, key)).blocks
-        return block.conclusion
+        _, (story,) = (part.stories for part in answer_at_once(explain(view, rig.model.id, key)))
+        return str(story.verdict)
 
     assert "1 pins on it, 0 on blocks below" in conclusion(b)
     assert "0 pins on it, 1 on blocks below" in conclusion(a)
