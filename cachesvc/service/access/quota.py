@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, NoReturn
 
 from cachesvc.flows.core import Call, Core
@@ -125,13 +125,21 @@ class TenantLine(NamedTuple):
 
 
 class Quotas:
-    """The quotas of all tenants against what the ledger holds. ``of(tenant)`` may answer anew after a reload, as may
-    ``tenants()``, the configured ones."""
+    """The quotas of all tenants against what the ledger holds, and shares where they say nothing. ``of(tenant)`` may
+    answer anew after a reload, as may ``tenants()``, the configured ones, and ``working()``, those that may hold
+    something; a tenant without another one that works has no share."""
 
-    def __init__(self, core: Core, of: Callable[[str], Quota], tenants: Callable[[], Iterable[str]] = tuple) -> None:
+    def __init__(
+        self,
+        core: Core,
+        of: Callable[[str], Quota],
+        tenants: Callable[[], Iterable[str]] = tuple,
+        working: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         self._core = core
         self._of = of
         self._tenants = tenants
+        self._working = working
         self._meters: dict[str, Meter] = {}
 
     def meter(self, tenant: str) -> Meter:
@@ -146,7 +154,11 @@ class Quotas:
 
     def budget(self, tenant: str) -> Budget:
         quota = self._of(tenant)
-        return Budget(tenant, quota.device_bytes, quota.host_bytes, quota.models, quota.pages)
+        models = quota.models
+        if not models and self._is_shared(tenant):
+            held = Counter(model.tenant for model in self._core.ledger.models.values())
+            models = most_of(tenant, held, self._core.limits.models)
+        return Budget(tenant, quota.device_bytes, quota.host_bytes, models, quota.pages)
 
     def check_open(self, tenant: str) -> int:
         """Check before a lease is opened; returns the tenant's quota of leases, 0 where it has none. Raises
@@ -154,6 +166,12 @@ class Quotas:
         quota = self._of(tenant)
         if quota.leases and len(held := leases_of(self._core, tenant)) >= quota.leases:
             self._refuse(tenant, "leases", len(held) + 1, quota.leases, "close one")
+        if not quota.leases and self._is_shared(tenant):
+            ledger = self._core.ledger
+            counts = Counter(ledger.models[lease.model].tenant for lease in ledger.leases.values())
+            most = most_of(tenant, counts, self._core.limits.leases)
+            if counts[tenant] >= most:
+                self._refuse(tenant, "leases", counts[tenant] + 1, most, "close one; without a quota it is a share")
         return quota.leases
 
     def require_sequence(self, call: Call) -> None:
@@ -229,39 +247,6 @@ class Quotas:
             for name in sorted(names)
             for meter in (self.meter(name),)
         ]
-
-
-class SharedQuotas(Quotas):
-    """Quotas, and shares where they say nothing. ``working``: the tenants that may hold something."""
-
-    def __init__(
-        self,
-        core: Core,
-        of: Callable[[str], Quota],
-        tenants: Callable[[], Iterable[str]],
-        working: Callable[[], Iterable[str]],
-    ) -> None:
-        super().__init__(core, of, tenants)
-        self._working = working
-
-    def check_open(self, tenant: str) -> int:
-        """Check before a lease is opened; returns the tenant's quota of leases, 0 where it has none. Raises
-        QuotaExceeded."""
-        quota = super().check_open(tenant)
-        ledger = self._core.ledger
-        if not quota and self._is_shared(tenant):
-            held = Counter(ledger.models[lease.model].tenant for lease in ledger.leases.values())
-            most = most_of(tenant, held, self._core.limits.leases)
-            if held[tenant] >= most:
-                self._refuse(tenant, "leases", held[tenant] + 1, most, "close one; without a quota it is a share")
-        return quota
-
-    def budget(self, tenant: str) -> Budget:
-        found = super().budget(tenant)
-        if found.models or not self._is_shared(tenant):
-            return found
-        held = Counter(model.tenant for model in self._core.ledger.models.values())
-        return replace(found, models=most_of(tenant, held, self._core.limits.models))
 
     def _is_shared(self, tenant: str) -> bool:
         return bool(set(self._working()) - {tenant})
