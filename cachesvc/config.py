@@ -1,13 +1,17 @@
-"""The daemon's configuration: frozen, checked when made, read once at the root. Flags win over the file."""
+"""The daemon's settings, each one row: flags, checks, what changes live and docs/settings.md come from these rows.
+
+The configuration is frozen, checked when made, read once at the root. Flags win over the file.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+import sys
 import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from cachesvc.model.answers import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest
@@ -15,193 +19,225 @@ from cachesvc.model.keys import MOST_KEYS
 from cachesvc.model.text import did_you_mean, parse_address, parse_amount, parse_size
 from cachesvc.model.words import WritePolicy
 
-BACKENDS = ("auto", "shm", "cuda")
 DEVICE_MEMORY = ("auto", "ipc", "vmm")
-CALIBRATION = ("start", "never")
 MOVERS = ("process", "inside")
 MIN_SLICE_BYTES = 1 << 20
 """A link of 55 GB/s copies it in 19 us, about what it takes to choose a slice and submit it: below that it idles
 between slices, and large pages are cut in pieces that cost a submission each."""
+MIN_POOL_BYTES = 1 << 20
 MAX_SOCKET_BYTES = 100
 MAX_TOKEN_GRACE_SECONDS = 24 * 3600
 LOOPBACK_HOST = "127.0.0.1"
 ANY_HOSTS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - what others may listen on
 TWICE = re.compile("overwrite|Cannot (declare|define|mutate)|already")
 """Words of the parser for a key or a table that is given a second time."""
-CHECKSUMS = ("off", "sample", "all")
-LIVE = frozenset(
-    {
-        *("blocks_per_sequence", "sequences_per_lease", "stock_pages_per_lease", "leases", "operations_per_step"),
-        *("calls_in_flight", "load_limit", "store_limit", "write_policy", "write_through_threshold", "wait_seconds"),
-        *("eviction", "write_back_share", "pin_share"),
-        *("waiting_calls", "waiting_calls_per_process", "lanes_per_process", "drain_seconds", "log_level"),
-    }
-)
-"""Settings that change while the daemon runs, when the file is read again; ``service/host/reload.py`` applies them."""
-LOG_LEVELS = ("debug", "info", "warning", "error")
+POOLS = ("device_pool", "host_pool")
+GROUPS = {
+    "log_level": "the log",
+    "socket": "who may come, and where",
+    "backend": "memory and its links",
+    "write_policy": "what is kept, and for how long",
+    "peers": "other nodes: what one has computed is a hit on another (docs/nodes.md)",
+    "leases": "limits, beyond which calls are refused",
+    "metrics_listen": "telemetry and checks",
+}
+"""Headings of --help and of docs/settings.md, by the first setting under each."""
+
+UNBOUNDED = sys.float_info.max
+
+T = TypeVar("T")
+
+
+class Setting(NamedTuple):
+    """``unit``: what stands for a value in --help; SIZE: bytes, which people write with a unit. ``least`` and ``most``
+    bound a number, ``positive`` excludes 0 as well; ``why`` explains the bound in the refusal. ``live``: it changes
+    while the daemon runs, when the file is read again; ``service/host/reload.py`` applies it."""
+
+    unit: str
+    help: str
+    choices: tuple[str, ...] = ()
+    positive: bool = False
+    least: float = -UNBOUNDED
+    most: float = UNBOUNDED
+    why: str = ""
+    live: bool = False
+
+
+def setting(default: T, *about: Any, **bounds: Any) -> T:
+    """Make a row of ``Config``: a default, and the parts of a ``Setting``."""
+    return field(default=default, metadata={"row": Setting(*about, **bounds)})
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Every setting, with its unit in its name. Raises InvalidRequest for a value that cannot be.
+    """Every setting, with its unit in its name. Raises InvalidRequest for a value that cannot be."""
 
-    ``socket``: path of the gRPC unix socket (the life socket lies beside it). ``socket_group``: group that may connect
-    beside the daemon's own uid, by name or number, or empty. ``listen``: loopback TCP, or empty. ``health_listen``:
-    where probes are answered, anywhere, or empty. ``device_pool``, ``host_pool``: bytes. ``shm_devices``: simulated
-    devices of the shm backend. ``device_memory``: how engines map a GPU's pools, by legacy IPC handle or by VMM
-    descriptor. ``movers``: what copies, a process for each device or threads of the daemon. ``mover``: sockets of such
-    processes that run already, one for each device in order. ``calibration``: when each GPU's link is measured.
-    ``load_limit``, ``store_limit``: bytes per second and device, 0 for none. ``ahead_pages``: device pages of each pool
-    that are kept free, of blocks that the host has. ``pin_share``: of each pool of a model, what operators may pin.
-    ``slice_bytes``: what is copied before the next choice between
-    jobs. ``lease_seconds``: silence after which a lease is lost. ``wait_seconds``: longest that a call waits for
-    transfers. ``drain_seconds``: how long SIGTERM waits for engines to finish. ``calls_in_flight``: calls at a time
-    that work, of which a process gets its share. ``waiting_calls``: that wait for transfers instead (25 KiB each, and
-    no time); ``waiting_calls_per_process``: of one engine: others have room. ``lanes_per_process``: lanes that one life
-    connection may have; 0: none, all clients call by gRPC. ``metrics_listen``: HOST:PORT of the scrape endpoint, or
-    empty. ``otlp_endpoint``: URL of a collector that gets metrics and traces, or empty. ``event_history``: changes of
-    blocks that each model remembers; a subscriber that falls behind it is cut off. ``allow_uids``, ``allow_gids``:
-    users that may connect to the life socket and so attach; both empty: its own user and root. ``tokens``: file of
-    callers and their rights; empty: all processes that may open the socket. ``tls_client_ca``: clients on TCP need a
-    certificate that it signed; ``tokens`` say what they may. ``checksums``: of which sealed pages they are taken, for
-    Verify; ``checksum_limit``: bytes per second that are read for them. ``web_listen``: HOST:PORT of the read-only page
-    on loopback, or empty. ``storage``: what outlives the daemon, by tier, as KIND:WHERE?options, the
-    fastest first. ``peers``: daemons of
-    other nodes that are asked, HOST:PORT by comma. ``peer_allow``: networks by comma whose daemons are asked where a
-    request names them. ``peer_listen``: HOST:PORT where other nodes are answered, or empty; ``peer_advertise``:
-    HOST:PORT that engines tell them, where that is another;
-    ``peer_data_port``: where their bytes come from, 0: any. ``peer_tokens``: file of what nodes show each other;
-    ``peer_tls_*``: their certificates. ``peer_lease_seconds``: how long a silent node keeps what it borrowed.
-    ``fault_copies``: share of copies that are made to fail, for tests; a flag that no file may set, for the shm backend
-    alone.
-    """
+    log_level: str = setting(
+        "info", "", "least severe lines on standard error", choices=("debug", "info", "warning", "error"), live=True
+    )
 
-    socket: str = "/run/cachesvc/cachesvc.sock"
-    socket_group: str = ""
-    listen: str = ""
-    health_listen: str = ""
-    tls_certificate: str = ""
-    tls_key: str = ""
-    tls_client_ca: str = ""
-    tokens: str = ""
-    token_grace_seconds: float = 300.0
-    backend: str = "auto"
-    device_pool: int = 1 << 30
-    host_pool: int = 1 << 30
-    host_chunk: int = 1 << 30
-    host_threads: int = 8
-    shm_devices: int = 1
-    load_limit: int = 0
-    store_limit: int = 0
-    slice_bytes: int = 32 << 20
-    device_memory: str = "auto"
-    movers: str = "process"
-    mover: tuple[str, ...] = ()
-    calibration: str = "start"
-    write_policy: str = WritePolicy.WRITE_BACK.value
-    write_through_threshold: int = 2
-    write_back_share: float = 0.0
-    ahead_pages: int = 256
-    pin_share: float = 0.25
-    eviction: str = "lru"
-    lease_seconds: float = 10.0
-    wait_seconds: float = 30.0
-    drain_seconds: float = 5.0
-    blocks_per_sequence: int = 65536
-    sequences_per_lease: int = 4096
-    stock_pages_per_lease: int = 4096
-    leases: int = 1024
-    operations_per_step: int = 4096
-    calls_in_flight: int = 1024
-    waiting_calls: int = 4096
-    waiting_calls_per_process: int = 256
-    lanes_per_process: int = 8
-    event_subscribers: int = 64
-    event_history: int = 65536
-    allow_uids: tuple[int, ...] = ()
-    allow_gids: tuple[int, ...] = ()
-    checksums: str = "off"
-    checksum_limit: int = 256 << 20
-    web_listen: str = ""
-    storage: tuple[str, ...] = ()
-    peers: str = ""
-    peer_allow: str = ""
-    peer_listen: str = ""
-    peer_advertise: str = ""
-    peer_data_port: int = 0
-    peer_tokens: str = ""
-    peer_tls_certificate: str = ""
-    peer_tls_key: str = ""
-    peer_tls_ca: str = ""
-    peer_lease_seconds: float = 30.0
-    log_level: str = "info"
-    metrics_listen: str = ""
-    otlp_endpoint: str = ""
-    fault_copies: float = 0.0
+    socket: str = setting(
+        "/run/cachesvc/cachesvc.sock", "PATH", "gRPC unix socket to serve on; the life socket lies beside it"
+    )
+    socket_group: str = setting("", "GROUP", "group that may connect beside the daemon's own user: name or number")
+    allow_uids: tuple[int, ...] = setting(
+        (), "UID", "user who may connect to the life socket and so attach; may be repeated (default: its own and root)"
+    )
+    allow_gids: tuple[int, ...] = setting((), "GID", "group that may attach; may be repeated")
+    tokens: str = setting(
+        "",
+        "FILE",
+        "TOML or JSON: tokens with scopes, tenants and quotas (SIGHUP reads it anew; default: all processes that may "
+        "open the socket)",
+    )
+    token_grace_seconds: float = setting(
+        300.0,
+        "S",
+        "how long an engine's token that left the file serves the leases its engine has; 0: not",
+        least=0,
+        most=MAX_TOKEN_GRACE_SECONDS,
+    )
+    listen: str = setting("", "HOST:PORT", "also serve on TCP: loopback only, unless TLS is configured")
+    tls_certificate: str = setting("", "FILE", "PEM certificate chain for --listen")
+    tls_key: str = setting("", "FILE", "PEM private key for --listen")
+    tls_client_ca: str = setting(
+        "", "FILE", "PEM roots: clients of --listen need a certificate signed by one; --tokens says what they may"
+    )
+    health_listen: str = setting("", "HOST:PORT", "answer gRPC health checks, and nothing else, on any address")
+
+    backend: str = setting("auto", "", "memory: auto takes shm where there is no GPU", choices=("auto", "shm", "cuda"))
+    device_pool: int = setting(1 << 30, "SIZE", "bytes of each device that the daemon owns", positive=True)
+    host_pool: int = setting(1 << 30, "SIZE", "bytes of the host tier; 0: none", least=0)
+    host_chunk: int = setting(1 << 30, "SIZE", "the host pool comes in pieces of this size", positive=True)
+    host_threads: int = setting(8, "N", "threads that populate the host pool", positive=True)
+    shm_devices: int = setting(1, "N", "simulated devices of the shm backend", positive=True)
+    device_memory: str = setting(
+        "auto",
+        "",
+        "how engines map GPU pools: vmm (descriptors) or ipc (handles); auto: as it can",
+        choices=DEVICE_MEMORY,
+    )
+    movers: str = setting("process", "", "copy by a process for each device, or by threads inside", choices=MOVERS)
+    mover: tuple[str, ...] = setting(
+        (),
+        "PATH",
+        "socket of a cachesvc-mover that runs already; once for each device, in order (default: started by the daemon)",
+    )
+    calibration: str = setting(
+        "start", "", "measure each GPU's link at the start, or never", choices=("start", "never")
+    )
+    load_limit: int = setting(0, "SIZE", "bytes per second from host to each device; 0: no limit", least=0, live=True)
+    store_limit: int = setting(0, "SIZE", "bytes per second from each device to host; 0: no limit", least=0, live=True)
+    slice_bytes: int = setting(
+        32 << 20,
+        "SIZE",
+        "bytes copied before a more urgent copy may go first",
+        least=MIN_SLICE_BYTES,
+        why="smaller slices cost more to choose and submit than to copy",
+    )
+
+    write_policy: str = setting(
+        WritePolicy.WRITE_BACK.value,
+        "",
+        "when blocks are copied to the host",
+        choices=tuple(policy.value for policy in WritePolicy),
+        live=True,
+    )
+    write_through_threshold: int = setting(2, "N", "reuses before a selective backup", positive=True, live=True)
+    write_back_share: float = setting(0.0, "X", "write back classes used X times the mean; 0: all", least=0, live=True)
+    pin_share: float = setting(
+        0.25, "X", "of each pool of a model, what operators may pin; 0: no pins", least=0, most=1, live=True
+    )
+    ahead_pages: int = setting(
+        256, "N", "device pages of each pool kept free, of blocks that the host has; 1/64 of a pool at most", least=0
+    )
+    storage: tuple[str, ...] = setting(
+        (),
+        "SPEC",
+        "below the host, and outlives the daemon: file:FOLDER?capacity=SIZE, mooncake:HOST:PORT or s3://BUCKET; again "
+        "for tiers below it",
+    )
+    eviction: str = setting(
+        "lru", "", "eviction policy", choices=("deepest_first", "hazard", "hazard_cost", "lfu", "lru"), live=True
+    )
+    lease_seconds: float = setting(10.0, "S", "silence after which a lease is lost", positive=True)
+    wait_seconds: float = setting(30.0, "S", "longest that a call waits for transfers", positive=True, live=True)
+    drain_seconds: float = setting(5.0, "S", "how long SIGTERM waits for engines to finish", least=0, live=True)
+
+    peers: str = setting("", "HOST:PORT,...", "daemons to ask for blocks that this node lacks (default: none)")
+    peer_allow: str = setting(
+        "", "NETWORK,...", "networks of daemons that are asked where a request names them (default: none)"
+    )
+    peer_advertise: str = setting("", "HOST:PORT", "where other nodes reach --peer-listen (default: the same)")
+    peer_listen: str = setting("", "HOST:PORT", "lend host pages to other nodes (default: not)")
+    peer_data_port: int = setting(0, "N", "port that sends pages to other nodes; 0: any")
+    peer_tokens: str = setting("", "FILE", "tokens that nodes show each other, one a line")
+    peer_tls_certificate: str = setting("", "FILE", "certificate of this node, for both directions")
+    peer_tls_key: str = setting("", "FILE", "private key of that certificate")
+    peer_tls_ca: str = setting("", "FILE", "PEM roots that sign the certificates of nodes")
+    peer_lease_seconds: float = setting(
+        30.0, "S", "how long a silent node keeps the pages that it borrowed", positive=True
+    )
+
+    leases: int = setting(1024, "N", "leases at a time, besides a process's first", positive=True, live=True)
+    sequences_per_lease: int = setting(4096, "N", "open sequences of one lease", positive=True, live=True)
+    blocks_per_sequence: int = setting(
+        65536,
+        "N",
+        "blocks of one sequence, the most too",
+        least=1,
+        most=MOST_KEYS,
+        why="a request carries no more keys; larger blocks (tokens a block) make room for longer prompts",
+        live=True,
+    )
+    stock_pages_per_lease: int = setting(4096, "N", "pages granted ahead of use", live=True)
+    operations_per_step: int = setting(4096, "N", "operations of one Step", least=1, most=MAX_OPERATIONS, live=True)
+    calls_in_flight: int = setting(
+        1024, "N", "calls at work, of all callers together; a process gets its share", positive=True, live=True
+    )
+    waiting_calls: int = setting(
+        4096, "N", "calls that wait for transfers, of all callers; each takes 25 KiB", positive=True, live=True
+    )
+    waiting_calls_per_process: int = setting(
+        256, "N", "calls that wait for transfers, of one engine", positive=True, live=True
+    )
+    lanes_per_process: int = setting(
+        8, "N", "lanes of one life connection; 0: none, all calls go by gRPC", least=0, live=True
+    )
+    event_subscribers: int = setting(64, "N", "open subscriptions to changes of blocks", positive=True)
+
+    metrics_listen: str = setting(
+        "",
+        "HOST:PORT",
+        "serve /metrics for Prometheus, to all who reach it; with --tokens, to tokens of scope metrics (default: not)",
+    )
+    otlp_endpoint: str = setting("", "URL", "push metrics and traces to an OTLP collector (default: not)")
+    web_listen: str = setting("", "HOST:PORT", "serve a read-only page on loopback; not with --tokens (default: none)")
+    event_history: int = setting(
+        65536, "N", "changes of blocks kept for each model; a subscriber behind them is cut off", positive=True
+    )
+    checksums: str = setting(
+        "off", "", "checksums of sealed pages, for `cachesvc verify --checksums`", choices=("off", "sample", "all")
+    )
+    checksum_limit: int = setting(256 << 20, "SIZE", "bytes per second read for checksums", positive=True)
+    fault_copies: float = setting(
+        0.0, "SHARE", "copies that are made to fail, for tests: a flag alone, for the shm backend", least=0, most=1
+    )
 
     def __post_init__(self) -> None:
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("write_policy", self.write_policy, tuple(policy.value for policy in WritePolicy))
-        _one_of("device_memory", self.device_memory, DEVICE_MEMORY)
-        _one_of("calibration", self.calibration, CALIBRATION)
-        _one_of("movers", self.movers, MOVERS)
+        for name, row in SETTINGS.items():
+            _check(name, row, getattr(self, name))
         if self.mover and self.movers == "inside":
             raise InvalidRequest("mover names sockets of movers that run already: it cannot be with movers = inside")
         if len(set(self.mover)) < len(self.mover):
             raise InvalidRequest(f"mover names a socket twice, and each is for one device: {', '.join(self.mover)}")
-        _one_of("log_level", self.log_level, LOG_LEVELS)
-        _one_of("checksums", self.checksums, CHECKSUMS)
+        if self.fault_copies and self.backend != "shm":
+            raise InvalidRequest("fault_copies is for --backend shm alone")
         _require_path(self.socket)
-        for name in ("device_pool", "host_chunk", "host_threads", "shm_devices", "write_through_threshold", "leases"):
-            _positive(name, getattr(self, name))
-        for name in (
-            "lease_seconds",
-            "wait_seconds",
-            "peer_lease_seconds",
-            "blocks_per_sequence",
-            "sequences_per_lease",
-        ):
-            _positive(name, getattr(self, name))
-        for name in ("operations_per_step", "calls_in_flight", "waiting_calls", "waiting_calls_per_process"):
-            _positive(name, getattr(self, name))
-        if self.operations_per_step > MAX_OPERATIONS:
-            raise InvalidRequest(
-                f"operations_per_step must be at most {MAX_OPERATIONS}, got {self.operations_per_step}"
-            )
-        if self.blocks_per_sequence > MOST_KEYS:
-            raise InvalidRequest(
-                f"blocks_per_sequence must be at most {MOST_KEYS}, got {self.blocks_per_sequence}: a request carries "
-                "no more keys; larger blocks (tokens a block) make room for longer prompts"
-            )
-        if self.slice_bytes < MIN_SLICE_BYTES:
-            raise InvalidRequest(
-                f"slice_bytes must be at least {MIN_SLICE_BYTES} (1 MiB), got {self.slice_bytes}: smaller slices cost "
-                "more to choose and submit than to copy"
-            )
-        for name in ("event_subscribers", "event_history", "checksum_limit"):
-            _positive(name, getattr(self, name))
-        if min(self.load_limit, self.store_limit) < 0:
-            raise InvalidRequest("load_limit and store_limit may not be negative; 0 is no limit")
-        _require_shares(self)
-        if self.ahead_pages < 0:
-            raise InvalidRequest("ahead_pages may not be negative; 0 makes no room ahead")
-        if self.lanes_per_process < 0:
-            raise InvalidRequest("lanes_per_process may not be negative; 0 gives no lanes")
         _require_pools(self)
-        if self.host_pool < 0 or not 0 <= self.drain_seconds < math.inf:
-            raise InvalidRequest("host_pool and drain_seconds may not be negative, and must be finite")
-        _require_grace(self.token_grace_seconds)
-        if not 0 <= self.fault_copies <= 1 or (self.fault_copies and self.backend != "shm"):
-            raise InvalidRequest("fault_copies is a share from 0 to 1, and for --backend shm alone")
         _check_listen(self)
         _check_ports(self)
         _check_telemetry(self)
-        _check_web(self.web_listen)
-        if self.web_listen and self.tokens:
-            raise InvalidRequest(
-                "web_listen has no login and shows every tenant's models to any user of the node: not with tokens; "
-                "use cachesvc top"
-            )
 
     def attaching_uids(self, own: int) -> frozenset[int]:
         """Users who may attach: the named ones, or else ``own`` and root."""
@@ -225,11 +261,10 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
             raise InvalidRequest(f"cannot read the configuration {path}: {error}; {remedy}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"cannot read the configuration {path}: {error}") from error
-    known = {field.name: field for field in fields(Config)}
     values = {name.replace("-", "_"): value for name, value in values.items()}
     for name in values:
-        if name not in known:
-            hint = did_you_mean(name, known, "cachesvcd --help lists them")
+        if name not in SETTINGS:
+            hint = did_you_mean(name, SETTINGS, "cachesvcd --help lists them")
             raise InvalidRequest(f"unknown key {name!r} in {path}; {hint}")
         if name == "fault_copies":
             raise InvalidRequest("fault_copies makes copies fail, for tests: a flag (--fault-copies), never in a file")
@@ -237,13 +272,36 @@ def load_config(path: str | None, flags: dict[str, Any]) -> Config:
     return Config(**{name: _coerce(name, value) for name, value in values.items()})
 
 
-MIN_POOL_BYTES = 1 << 20
-POOLS = ("device_pool", "host_pool")
-SIZES = ("device_pool", "host_pool", "host_chunk", "load_limit", "store_limit", "slice_bytes", "checksum_limit")
+SETTINGS: dict[str, Setting] = {each.name: each.metadata["row"] for each in fields(Config)}
+LIVE = frozenset(name for name, row in SETTINGS.items() if row.live)
+SIZES = tuple(name for name, row in SETTINGS.items() if row.unit == "SIZE")
+
+
+def explain(name: str) -> str:
+    """Purpose of a setting, and its default where it has one that the purpose does not name."""
+    row, default = SETTINGS[name], getattr(DEFAULTS, name)
+    if default in ("", ()):
+        return row.help
+    shown = f"{default:g}" if isinstance(default, float) else str(default)
+    if row.unit == "SIZE" and default:
+        shown = f"{default >> 30}GiB" if default >= 1 << 30 else f"{default >> 20}MiB"
+    return f"{row.help} (default {shown})"
+
+
+def _check(name: str, row: Setting, value: Any) -> None:
+    if row.choices and value not in row.choices:
+        raise InvalidRequest(f"{name}: {value!r} is not one of {', '.join(row.choices)}")
+    if not isinstance(value, int | float):
+        return
+    if row.positive and not 0 < value < math.inf:
+        raise InvalidRequest(f"{name} must be positive and finite, got {value}")
+    if not row.least <= value <= row.most:
+        bounds = f"from {row.least} to {row.most}" if row.most < UNBOUNDED else f"at least {row.least} and finite"
+        raise InvalidRequest(f"{name} must be {bounds}, got {value}{row.why and ': '}{row.why}")
 
 
 def _coerce(name: str, value: Any) -> Any:
-    default = getattr(Config(), name)
+    row, default = SETTINGS[name], getattr(DEFAULTS, name)
     if name == "storage":
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -257,7 +315,7 @@ def _coerce(name: str, value: Any) -> Any:
         if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
             raise InvalidRequest(f"{name}: {value!r} is not a list of numbers, such as [1001, 1002]")
         return tuple(value)
-    if name in SIZES and not isinstance(value, bool):
+    if row.unit == "SIZE" and not isinstance(value, bool):
         try:
             return _pool_size(value) if name in POOLS else parse_amount(value)
         except InvalidRequest as error:
@@ -278,11 +336,6 @@ def _coerce(name: str, value: Any) -> Any:
     return value
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidRequest(f"{name}: {value!r} is not one of {', '.join(allowed)}")
-
-
 def _pool_size(text: object) -> int:
     """Bytes of a pool. Raises InvalidRequest for what is no size, or one with its unit that is too small."""
     size = parse_size(text)
@@ -291,18 +344,15 @@ def _pool_size(text: object) -> int:
     return size
 
 
-def _require_pool(name: str, size_bytes: int) -> None:
-    """Raises InvalidRequest for a pool that holds no block of any model: a unit was left out."""
-    if 0 < size_bytes < MIN_POOL_BYTES:
-        raise InvalidRequest(
-            f"{name}: {size_bytes} is {size_bytes} bytes, and a pool has at least {MIN_POOL_BYTES} (1 MiB); did you "
-            f"mean {size_bytes}GiB?"
-        )
-
-
 def _require_pools(config: Config) -> None:
+    """Raises InvalidRequest for a pool that holds no block of any model: a unit was left out."""
     for name in POOLS:
-        _require_pool(name, getattr(config, name))
+        size = getattr(config, name)
+        if 0 < size < MIN_POOL_BYTES:
+            raise InvalidRequest(
+                f"{name}: {size} is {size} bytes, and a pool has at least {MIN_POOL_BYTES} (1 MiB); did you "
+                f"mean {size}GiB?"
+            )
     if config.storage and not config.host_pool:
         raise InvalidRequest(
             "storage: blocks go to storage from the host's pages, and host_pool is 0: nothing would be kept; give it a "
@@ -317,23 +367,6 @@ def _require_path(socket: str) -> None:
             f"socket is a path of 1 to {MAX_SOCKET_BYTES} bytes (a unix socket's limit), not {size}: {socket!r}; "
             "choose a shorter one, or a symbolic link to its folder"
         )
-
-
-def _require_shares(config: Config) -> None:
-    if not 0 <= config.write_back_share < math.inf:
-        raise InvalidRequest(f"write_back_share may not be negative, and must be finite: {config.write_back_share}")
-    if not 0 <= config.pin_share <= 1:
-        raise InvalidRequest(f"pin_share is a share of a pool, from 0 (no pins) to 1: {config.pin_share}")
-
-
-def _require_grace(seconds: float) -> None:
-    if not 0 <= seconds <= MAX_TOKEN_GRACE_SECONDS:
-        raise InvalidRequest(f"token_grace_seconds is a time from 0 to {MAX_TOKEN_GRACE_SECONDS}, got {seconds}")
-
-
-def _positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise InvalidRequest(f"{name} must be positive and finite, got {value}")
 
 
 def _check_ports(config: Config) -> None:
@@ -383,11 +416,16 @@ def _check_telemetry(config: Config) -> None:
             f"otlp_endpoint: {config.otlp_endpoint!r} is not http://HOST:PORT or https://HOST:PORT; "
             "credentials go into OTEL_EXPORTER_OTLP_HEADERS"
         )
-
-
-def _check_web(web_listen: str) -> None:
-    if web_listen and not parse_address("web_listen", web_listen).is_loopback:
+    if config.web_listen and not parse_address("web_listen", config.web_listen).is_loopback:
         raise InvalidRequest(
-            f"web_listen: {web_listen!r} is not 127.0.0.1:PORT, localhost:PORT or [::1]:PORT; the page has no login, "
-            "so it is served on loopback alone"
+            f"web_listen: {config.web_listen!r} is not 127.0.0.1:PORT, localhost:PORT or [::1]:PORT; the page has no "
+            "login, so it is served on loopback alone"
         )
+    if config.web_listen and config.tokens:
+        raise InvalidRequest(
+            "web_listen has no login and shows every tenant's models to any user of the node: not with tokens; "
+            "use cachesvc top"
+        )
+
+
+DEFAULTS = Config()

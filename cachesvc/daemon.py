@@ -27,7 +27,7 @@ from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.service.access.admission import Admission, ways_in
 from cachesvc.service.access.auth import MODEL_BITS, TICKET_BITS, lease_name, unordered_numbers
-from cachesvc.service.access.quota import NO_QUOTA, Quotas, SharedQuotas
+from cachesvc.service.access.quota import NO_QUOTA, Quotas
 from cachesvc.service.access.tokens import Keyring
 from cachesvc.service.admin.admin_service import Administration, AdminService, Inspection
 from cachesvc.service.admin.checksums import Checksums
@@ -290,7 +290,7 @@ def _calls(config: Config, base: Base, keyring: Keyring | None) -> Calls:
     node = base.node
     quotas = None
     if keyring is not None:
-        quotas = SharedQuotas(node.core, keyring.quota_of, keyring.tenants, keyring.working_tenants)
+        quotas = Quotas(node.core, keyring.quota_of, keyring.tenants, keyring.working_tenants)
     admission = Admission(config.calls_in_flight, config.waiting_calls, config.waiting_calls_per_process, quotas)
     dispatcher = Dispatcher(node, admission, base.telemetry.watch if base.telemetry.is_on else None)
     edge = Edge(dispatcher, base.telemetry.tracer)

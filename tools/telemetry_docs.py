@@ -1,4 +1,4 @@
-"""Writes the tables of docs/metrics.md and docs/logs.md from the code: ``python -m tools.telemetry_docs [--check]``.
+"""Writes the tables of metrics.md, logs.md and settings.md from the code: ``python -m tools.telemetry_docs [--check]``.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; what lies around it is written by hand.
 """
@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from cachesvc.config import GROUPS, SETTINGS, explain
 from cachesvc.telemetry.catalogue import SECTIONS
 from cachesvc.telemetry.vocabulary import VOCABULARY
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = (DOCS / "metrics.md", DOCS / "logs.md")
+PAGES = (DOCS / "metrics.md", DOCS / "logs.md", DOCS / "settings.md")
 TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -56,7 +57,24 @@ def events() -> str:
     return "\n".join(out)
 
 
-TABLES: dict[str, Callable[[], str]] = {"metrics": metrics, "events": events}
+def settings() -> str:
+    """Every setting of the daemon, under the headings of ``cachesvcd --help``."""
+    out: list[str] = []
+    for name, row in SETTINGS.items():
+        if name in GROUPS:
+            out += [
+                "",
+                f"## {GROUPS[name][0].upper()}{GROUPS[name][1:]}",
+                "",
+                "| setting | value | meaning |",
+                "| --- | --- | --- |",
+            ]
+        value = ", ".join(f"`{choice}`" for choice in row.choices) or f"`{row.unit}`"
+        out.append(f"| `{name}` | {value} | {explain(name)}{', live' * row.live} |")
+    return "\n".join(out).strip()
+
+
+TABLES: dict[str, Callable[[], str]] = {"metrics": metrics, "events": events, "settings": settings}
 
 if __name__ == "__main__":
     main()

@@ -36,14 +36,13 @@ from cachesvc.memory.host_budget import BACKGROUND_PARTS, LOOK_S, Neighbours, no
 from cachesvc.memory.interface import COPY_FIELDS, CopyBatch, CopyJob, CopyStep, Slice
 from cachesvc.memory.memcpy import extremes
 from cachesvc.model.errors import LimitExceeded
+from cachesvc.model.numbers import Bucket
 from cachesvc.model.transfer import Direction, Urgency
 
 SLICE_BYTES = 32 << 20
 """0.6 ms on a PCIe 5 x16 link: long beside a submission (6 us a copy), short beside what a request notices."""
 
 BURST_SLICES = 2
-_CLOCK_GRAIN_S = 1e-6
-"""Times are floats: a slice may go this much before the bucket holds all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +60,11 @@ class CopyRules:
 
 
 @dataclass(slots=True)
-class _Bucket:
-    """Tokens are bytes. A rate of 0 is no limit."""
-
-    bytes_per_second: int
-    burst_bytes: int
-    tokens: float
-    filled_at: float = 0.0
-
-    def fill(self, now: float) -> None:
-        earned = max(now - self.filled_at, 0.0) * self.bytes_per_second
-        self.tokens = min(self.burst_bytes, self.tokens + earned)
-        self.filled_at = max(now, self.filled_at)
-
-    def wait_s(self, size_bytes: int) -> float:
-        """Seconds after the last ``fill`` until ``size_bytes`` may go."""
-        short = size_bytes - self.tokens
-        if not self.bytes_per_second or short <= _CLOCK_GRAIN_S * self.bytes_per_second:
-            return 0.0
-        return short / self.bytes_per_second
-
-
-@dataclass(slots=True)
 class _Lane:
     """One direction. ``credit``: twice the bytes that the oldest of each class has to its good. ``background_since``:
     when the background class was last served, or began to wait."""
 
-    bucket: _Bucket
+    bucket: Bucket
     rivals: dict[Urgency, Rivals] = field(default_factory=lambda: {urgency: Rivals() for urgency in Urgency})
     on_way: list[tuple[Slice, Urgency]] = field(default_factory=list)
     credit: dict[Urgency, int] = field(default_factory=lambda: dict.fromkeys(Urgency, 0))
@@ -118,7 +95,7 @@ class Arbiter:
         self._rules = rules
         burst = BURST_SLICES * rules.slice_bytes
         rates = {Direction.LOAD: rules.load_bytes_per_second, Direction.STORE: rules.store_bytes_per_second}
-        self._lanes = {direction: _Lane(_Bucket(rate, burst, burst)) for direction, rate in rates.items()}
+        self._lanes = {direction: _Lane(Bucket(rate, burst)) for direction, rate in rates.items()}
         self._numbers = itertools.count()
         self._neighbours = neighbours or no_neighbours()
         self._budgeted_until = 0.0  # the last background slice has used up this device's part until then
@@ -153,10 +130,8 @@ class Arbiter:
         if queued is None:
             return None
         piece = queued.cut()
-        lane.bucket.fill(now)
-        if lane.bucket.wait_s(piece.size_bytes):
+        if lane.bucket.take(piece.size_bytes, now):
             return None
-        lane.bucket.tokens -= piece.size_bytes
         self._account(lane, queued, piece)
         if queued.urgency is Urgency.BACKGROUND:
             lane.background_since = now
@@ -179,8 +154,7 @@ class Arbiter:
             return None
         queued = self._choose(direction, now)
         if queued is not None:
-            lane.bucket.fill(now)
-            return now + (0.0 if queued.head is None else lane.bucket.wait_s(queued.head.size_bytes))
+            return now + (0.0 if queued.head is None else lane.bucket.wait_s(queued.head.size_bytes, now))
         overdue_at = lane.background_since + self._rules.background_delay_s
         held_until = min(self._budgeted_until, now + LOOK_S) if self._is_held(now) else now
         return max(lane.paused_until, overdue_at if self._yields(direction) else now, held_until)
@@ -230,7 +204,7 @@ class Arbiter:
         """Set another byte budget; 0 is none."""
         bucket = self._lanes[direction].bucket
         bucket.fill(now)
-        bucket.bytes_per_second = bytes_per_second
+        bucket.rate = bytes_per_second
 
     def _choose(self, direction: Direction, now: float) -> Queued | None:
         lane = self._lanes[direction]

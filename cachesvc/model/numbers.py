@@ -1,4 +1,4 @@
-"""A histogram in plain integers: what a hot path can afford to count. Its readers make metrics of it."""
+"""Counts, shares and rates in plain numbers: what a hot path can afford."""
 
 from __future__ import annotations
 
@@ -173,3 +173,44 @@ def most_of(holder: Holder, held: Mapping[Holder, int], limit: int) -> int:
     others = {each: count for each, count in held.items() if each != holder and count}
     left = limit - sum(others.values())
     return max(1, min(share_of(limit, len(others) + 1), left * 3 // 4))
+
+
+_CLOCK_GRAIN_S = 1e-6
+"""Times are floats: something may go this much before the bucket holds all of it."""
+
+
+class Bucket:
+    """Token bucket of ``rate`` a second, of which ``burst`` can be saved up: by default one second's worth. A rate of 0
+    is no limit. What is larger than the burst goes through a full bucket and leaves it in debt."""
+
+    __slots__ = ("burst", "filled_at", "rate", "tokens")
+
+    def __init__(self, rate: int, burst: int | None = None) -> None:
+        self.rate = rate
+        self.burst = float(rate if burst is None else burst)
+        self.tokens = self.burst
+        self.filled_at = 0.0
+
+    def fill(self, now: float) -> None:
+        self.tokens = min(self.burst, self.tokens + max(now - self.filled_at, 0.0) * self.rate)
+        self.filled_at = max(now, self.filled_at)
+
+    def wait_s(self, count: int, now: float) -> float:
+        """Seconds until ``count`` may go."""
+        self.fill(now)
+        short = min(count, self.burst) - self.tokens
+        return 0.0 if short <= _CLOCK_GRAIN_S * self.rate or not self.rate else short / self.rate
+
+    def take(self, count: int, now: float) -> float:
+        """0 when ``count`` could be taken, else the seconds until it can."""
+        if not self.rate:
+            return 0.0  # without a debt: a later limit begins with a full bucket
+        seconds = self.wait_s(count, now)
+        if not seconds:
+            self.tokens -= count
+        return seconds
+
+    def charge(self, count: int, now: float) -> None:
+        """Take ``count`` whatever is left. The debt is at most one burst, so that it ends."""
+        if self.take(count, now):
+            self.tokens = max(-self.burst, self.tokens - count)

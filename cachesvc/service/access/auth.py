@@ -218,7 +218,7 @@ class Guard(grpc.aio.ServerInterceptor):
         scopes = scopes_of(method)
         metadata = handler_call_details.invocation_metadata
         try:
-            found = self._find(metadata, ())
+            found = find_caller(self._keeper, *credentials_of(metadata))
             if found is None and self._by_certificate:
                 handler = readable(await continuation(handler_call_details), self._charge_caller)
                 return self._ask_certificate(handler, method, metadata)
@@ -238,15 +238,13 @@ class Guard(grpc.aio.ServerInterceptor):
         if found is not None:  # the caller of a certificate is known only with the message
             self._charge(found, size_bytes)
 
-    def _find(self, metadata: Any, names: Iterable[str]) -> Caller | None:
-        return find_caller(self._keeper, *credentials_of(metadata), names)
-
     def _ask_certificate(self, handler: Any, method: str, metadata: Any) -> Any:
         """``handler`` behind a look at the certificate, which is known only once the call has its context."""
 
         def enter(context: Any) -> None:
             try:
-                found = self._find(metadata, names_of(context.auth_context()))
+                names = names_of(context.auth_context())
+                found = find_caller(self._keeper, *credentials_of(metadata), names)
                 set_caller(allow(found or self._otherwise, scopes_of(method), method))
             except CacheError as refusal:
                 self._refused(method, refusal.code.value)
@@ -303,12 +301,16 @@ def names_of(auth_context: Any) -> list[str]:
     return [value.decode(errors="replace") for key in keys for value in auth_context.get(key, ())]
 
 
+async def _abort(context: Any, error: CacheError) -> None:
+    context.set_trailing_metadata(status_metadata(refusal(error)))
+    await context.abort(GRPC_CODES[error.code], str(error))
+
+
 def refusing(error: CacheError) -> Any:
     """A handler for a call of any shape that ends it with the error's status."""
 
     async def refuse(_: Any, context: Any) -> AsyncIterator[bytes]:
-        context.set_trailing_metadata(status_metadata(refusal(error)))
-        await context.abort(GRPC_CODES[error.code], str(error))
+        await _abort(context, error)
         yield b""  # not reached: it makes this a stream
 
     return grpc.stream_stream_rpc_method_handler(refuse)
@@ -317,21 +319,19 @@ def refusing(error: CacheError) -> Any:
 def _wrap(handler: Any, enter: Callable[[Any], None]) -> Any:
     """Wrap a handler, so that it begins with ``enter(context)``."""
 
-    async def one(request: Any, context: Any) -> Any:
+    async def admit(context: Any) -> None:
         try:
             enter(context)
         except CacheError as error:
-            context.set_trailing_metadata(status_metadata(refusal(error)))
-            await context.abort(GRPC_CODES[error.code], str(error))
+            await _abort(context, error)
+
+    async def one(request: Any, context: Any) -> Any:
+        await admit(context)
         serve = handler.stream_unary if handler.request_streaming else handler.unary_unary
         return await serve(request, context)
 
     async def many(request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            enter(context)
-        except CacheError as error:
-            context.set_trailing_metadata(status_metadata(refusal(error)))
-            await context.abort(GRPC_CODES[error.code], str(error))
+        await admit(context)
         serve = handler.stream_stream if handler.request_streaming else handler.unary_stream
         async for answer in serve(request, context):
             yield answer

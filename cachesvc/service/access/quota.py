@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, NoReturn
 
 from cachesvc.flows.core import Call, Core
 from cachesvc.flows.sizing import Budget
 from cachesvc.ledger.sequence_state import AWAY
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
-from cachesvc.model.numbers import most_of
+from cachesvc.model.numbers import Bucket, most_of
 from cachesvc.model.text import parse_amount
 from cachesvc.questions.view import View, leases_of, private_pages, private_pages_of, usage
 
@@ -76,38 +76,6 @@ def parse_quota(table: Any, where: str) -> Quota:
         raise InvalidRequest(f"{where}: {error}") from error
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Token bucket of ``per_second`` a second, of which one second's worth can be saved up.
-
-    Something larger than that goes through a full bucket and leaves it in debt.
-    """
-
-    per_second: int
-    left: float = field(init=False)
-    since: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left = float(self.per_second)
-        self.since = 0.0
-
-    def take(self, count: int, now: float) -> float:
-        """0 when ``count`` could be taken, else the seconds until it can."""
-        if self.since:
-            self.left = min(float(self.per_second), self.left + (now - self.since) * self.per_second)
-        self.since = now
-        wanted = min(count, self.per_second)
-        if self.left >= wanted:
-            self.left -= count
-            return 0.0
-        return (wanted - self.left) / self.per_second
-
-    def charge(self, count: int, now: float) -> None:
-        """Take ``count`` whatever is left. The debt is at most one second's worth, so that it ends."""
-        if self.take(count, now):
-            self.left = max(-float(self.per_second), self.left - count)
-
-
 class Meter:
     """Current rates of one tenant. ``waiting_bytes``: of the messages of its calls that go on."""
 
@@ -120,29 +88,28 @@ class Meter:
 
     def use(self, quota: Quota) -> None:
         self.quota = quota
-        self.calls = Bucket(quota.calls_per_second) if quota.calls_per_second else None
-        self.operations = Bucket(quota.operations_per_second) if quota.operations_per_second else None
-        self.bytes = Bucket(quota.bytes_per_second) if quota.bytes_per_second else None
+        self.calls = Bucket(quota.calls_per_second)
+        self.operations = Bucket(quota.operations_per_second)
+        self.bytes = Bucket(quota.bytes_per_second)
 
     def admit(self, now: float) -> None:
         """Admit one call. Raises QuotaExceeded."""
-        if self.calls is not None and (seconds := self.calls.take(1, now)):
-            raise self._too_fast("calls_per_second", self.calls.per_second, seconds)
+        if seconds := self.calls.take(1, now):
+            raise self._too_fast("calls_per_second", self.calls.rate, seconds)
 
     def charge(self, now: float) -> None:
         """Charge one call of those that are never refused."""
-        if self.calls is not None:
-            self.calls.charge(1, now)
+        self.calls.charge(1, now)
 
     def admit_operations(self, count: int, now: float) -> None:
         """The operations of a step. Raises QuotaExceeded."""
-        if self.operations is not None and (seconds := self.operations.take(count, now)):
-            raise self._too_fast("operations_per_second", self.operations.per_second, seconds)
+        if seconds := self.operations.take(count, now):
+            raise self._too_fast("operations_per_second", self.operations.rate, seconds)
 
     def admit_bytes(self, size_bytes: int, now: float) -> None:
         """Bytes of a message beyond its first ``FREE_BYTES``, before it is parsed. Raises QuotaExceeded."""
-        if self.bytes is not None and (seconds := self.bytes.take(size_bytes, now)):
-            raise self._too_fast("bytes_per_second", self.bytes.per_second, seconds)
+        if seconds := self.bytes.take(size_bytes, now):
+            raise self._too_fast("bytes_per_second", self.bytes.rate, seconds)
 
     def _too_fast(self, what: str, limit: int, seconds: float) -> QuotaExceeded:
         self.refused += 1
@@ -158,13 +125,21 @@ class TenantLine(NamedTuple):
 
 
 class Quotas:
-    """The quotas of all tenants against what the ledger holds. ``of(tenant)`` may answer anew after a reload, as may
-    ``tenants()``, the configured ones."""
+    """The quotas of all tenants against what the ledger holds, and shares where they say nothing. ``of(tenant)`` may
+    answer anew after a reload, as may ``tenants()``, the configured ones, and ``working()``, those that may hold
+    something; a tenant without another one that works has no share."""
 
-    def __init__(self, core: Core, of: Callable[[str], Quota], tenants: Callable[[], Iterable[str]] = tuple) -> None:
+    def __init__(
+        self,
+        core: Core,
+        of: Callable[[str], Quota],
+        tenants: Callable[[], Iterable[str]] = tuple,
+        working: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         self._core = core
         self._of = of
         self._tenants = tenants
+        self._working = working
         self._meters: dict[str, Meter] = {}
 
     def meter(self, tenant: str) -> Meter:
@@ -179,7 +154,11 @@ class Quotas:
 
     def budget(self, tenant: str) -> Budget:
         quota = self._of(tenant)
-        return Budget(tenant, quota.device_bytes, quota.host_bytes, quota.models, quota.pages)
+        models = quota.models
+        if not models and self._is_shared(tenant):
+            held = Counter(model.tenant for model in self._core.ledger.models.values())
+            models = most_of(tenant, held, self._core.limits.models)
+        return Budget(tenant, quota.device_bytes, quota.host_bytes, models, quota.pages)
 
     def check_open(self, tenant: str) -> int:
         """Check before a lease is opened; returns the tenant's quota of leases, 0 where it has none. Raises
@@ -187,6 +166,12 @@ class Quotas:
         quota = self._of(tenant)
         if quota.leases and len(held := leases_of(self._core, tenant)) >= quota.leases:
             self._refuse(tenant, "leases", len(held) + 1, quota.leases, "close one")
+        if not quota.leases and self._is_shared(tenant):
+            ledger = self._core.ledger
+            counts = Counter(ledger.models[lease.model].tenant for lease in ledger.leases.values())
+            most = most_of(tenant, counts, self._core.limits.leases)
+            if counts[tenant] >= most:
+                self._refuse(tenant, "leases", counts[tenant] + 1, most, "close one; without a quota it is a share")
         return quota.leases
 
     def require_sequence(self, call: Call) -> None:
@@ -262,39 +247,6 @@ class Quotas:
             for name in sorted(names)
             for meter in (self.meter(name),)
         ]
-
-
-class SharedQuotas(Quotas):
-    """Quotas, and shares where they say nothing. ``working``: the tenants that may hold something."""
-
-    def __init__(
-        self,
-        core: Core,
-        of: Callable[[str], Quota],
-        tenants: Callable[[], Iterable[str]],
-        working: Callable[[], Iterable[str]],
-    ) -> None:
-        super().__init__(core, of, tenants)
-        self._working = working
-
-    def check_open(self, tenant: str) -> int:
-        """Check before a lease is opened; returns the tenant's quota of leases, 0 where it has none. Raises
-        QuotaExceeded."""
-        quota = super().check_open(tenant)
-        ledger = self._core.ledger
-        if not quota and self._is_shared(tenant):
-            held = Counter(ledger.models[lease.model].tenant for lease in ledger.leases.values())
-            most = most_of(tenant, held, self._core.limits.leases)
-            if held[tenant] >= most:
-                self._refuse(tenant, "leases", held[tenant] + 1, most, "close one; without a quota it is a share")
-        return quota
-
-    def budget(self, tenant: str) -> Budget:
-        found = super().budget(tenant)
-        if found.models or not self._is_shared(tenant):
-            return found
-        held = Counter(model.tenant for model in self._core.ledger.models.values())
-        return replace(found, models=most_of(tenant, held, self._core.limits.models))
 
     def _is_shared(self, tenant: str) -> bool:
         return bool(set(self._working()) - {tenant})

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cachesvc.flows.transfers import set_eviction
 from cachesvc.memory.interface import DeviceMemory
@@ -19,24 +19,6 @@ from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
 
 log = logging.getLogger(__name__)
-
-
-class BoundedSteps(Protocol):
-    """Holder of the limit of a step's operations."""
-
-    operations_per_step: int
-
-
-class BoundedLanes(Protocol):
-    """Holder of the limit of a process's lanes."""
-
-    each: int
-
-
-class BoundedDrain(Protocol):
-    """Holder of the limit of a drain."""
-
-    drain_seconds: float
 
 
 class Change(NamedTuple):
@@ -107,13 +89,13 @@ class Reloader:
 def live_settings(
     node: Node,
     admission: Admission,
-    cache: BoundedSteps,
-    lanes: BoundedLanes,
+    cache: object,
+    lanes: object,
     backend: DeviceMemory,
-    drain: BoundedDrain,
+    drain: object,
 ) -> dict[str, Callable[[Any], None]]:
     """Settings that may change while the daemon runs, and how. Not ``lease_seconds``: engines learned it when they
-    opened."""
+    opened. ``cache``, ``lanes`` and ``drain`` hold the limits of a step, a process's lanes and a drain."""
     core = node.core
 
     def limit(name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from cachesvc.flows.core import NO_MODEL, Call, Chore, Chores, Core, Count, go_on_with
 from cachesvc.flows.leases import LEASES_A_TURN, empty_lost, lose_device, lose_silent, may_map, process_gone
@@ -136,21 +136,18 @@ class Node:
         """A transfer has ended; called by the swap engine's threads."""
         hangs = isinstance(error, CopiesHang)
         outcome = DONE if error is None else Failed(str(error) or type(error).__name__, may_write=hangs)
-        self._soon(self._landed, ticket, outcome)
+        self.soon(self._landed, ticket, outcome)
 
     def on_host_pages(self, model: int, group: int, run: Run) -> None:
         """Use more host pages; called by the host pool's threads."""
-        self._soon(host_pages_arrived, self.core, model, group, run)
-
-    def soon(self, call: Callable[[], None]) -> None:
-        """Have something called on the loop; from any thread."""
-        self._soon(call)
+        self.soon(host_pages_arrived, self.core, model, group, run)
 
     def on_device_lost(self, device: str, why: str) -> None:
         """The slabs of a device are gone with its mover; called by a thread, once the device's transfers have ended."""
-        self._soon(self._line.add, BACKGROUND, partial(self._lose_device, device, why))
+        self.soon(self._line.add, BACKGROUND, partial(self._lose_device, device, why))
 
-    def _soon(self, call: Callable[..., object], *arguments: object) -> None:
+    def soon(self, call: Callable[..., object], *arguments: object) -> None:
+        """Have something called on the loop; from any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(call, *arguments)
@@ -158,11 +155,7 @@ class Node:
     # -- on the loop -------------------------------------------------------------------------------------------
 
     def run(self, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
-        self.core.ledger.moment.seconds = self.now()
-        try:
-            return flow(*args, **kwargs)
-        finally:
-            self._changed()
+        return self.run_of(0, flow, *args, **kwargs)
 
     def run_of(self, model: int, flow: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> Answer:
         """Run a flow of one model (0: of none) once. One that breaks takes the model out of service: what it left
@@ -425,17 +418,16 @@ def tell_left(lease: Lease) -> None:
     events.event("lease_process_ended", lease=shown_id(lease.id), engine=lease.engine, **held)
 
 
-class RunFlow(Protocol):
-    """``Node.run``."""
-
-    def __call__(self, flow: Callable[[], Any], /) -> Any: ...
-
-
 class Sweeper:
     """Used on the loop alone. ``on_sweep`` is called now and then, with the time: for what has to be done sometime."""
 
     def __init__(
-        self, core: Core, lease_seconds: float, now: Callable[[], float], run: RunFlow, loop_watch: LoopWatch
+        self,
+        core: Core,
+        lease_seconds: float,
+        now: Callable[[], float],
+        run: Callable[[Callable[[], Any]], Any],
+        loop_watch: LoopWatch,
     ) -> None:
         self.on_sweep: Callable[[float], None] | None = None
         self._core = core

@@ -59,7 +59,7 @@ def refuse_to_start(folder: Path, *arguments: str) -> str:
         (["--lease-seconds", "0"], "lease_seconds must be positive"),
         (["--lease-seconds", "nan"], "lease_seconds must be positive"),
         (["--lease-seconds", "inf"], "lease_seconds must be positive and finite, got inf"),
-        (["--drain-seconds", "-1"], "drain_seconds may not be negative"),
+        (["--drain-seconds", "-1"], "drain_seconds must be at least 0"),
         (["--listen", "0.0.0.0:9000"], "0.0.0.0 is not loopback; without TLS"),
         (["--tls-client-ca", "ca.pem"], "tls_client_ca are for listen, which is not set"),
         (["--listen", "localhost"], "'localhost' is not HOST:PORT"),

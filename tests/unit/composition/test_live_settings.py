@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from cachesvc.config import LIVE, Config
+from cachesvc.config import LIVE, SETTINGS, Config
 from cachesvc.memory.shm import ShmBackend
+from cachesvc.policy.eviction import EVICTION_POLICIES
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.admin.admin_service import Administration
 from cachesvc.service.calls.dispatcher import Dispatcher
@@ -40,11 +41,13 @@ def test_the_help_and_the_reload_know_the_same_settings() -> None:
     assert {field.name for field in fields(Config)} >= LIVE
 
 
-def test_the_pages_name_what_changes_live_and_nothing_else() -> None:
-    """A table says from when each counts, and the operators' page lists them."""
+def test_the_page_names_what_changes_live_and_nothing_else() -> None:
+    """A table says from when each counts."""
     table = (
         (DOCS / "staying-up.md").read_text(encoding="utf-8").partition("| live | from when |")[2].partition("\n\n")[0]
     )
     assert set(re.findall(r"`(\w+)`", table)) == LIVE
-    listed = (DOCS / "operating.md").read_text(encoding="utf-8").partition("They are ")[2].partition(";")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == LIVE
+
+
+def test_the_settings_name_every_eviction_policy() -> None:
+    assert SETTINGS["eviction"].choices == tuple(sorted(EVICTION_POLICIES))

@@ -236,6 +236,17 @@ def test_a_full_bucket_is_two_slices() -> None:
     assert link.ended[1] == pytest.approx(102.0, rel=1e-3)
 
 
+def test_a_limit_that_comes_later_starts_with_a_full_bucket() -> None:
+    """Bytes that went without a limit are no debt."""
+    arbiter = Arbiter("device", copy_rules(16 * MIB))
+    arbiter.push(LOAD, job_of(1, 1024 * MIB), 0.0)
+    while arbiter.pop(LOAD, 0.0) is not None:
+        pass
+    arbiter.limit(LOAD, MIB, 1.0)
+    arbiter.push(LOAD, job_of(2, 16 * MIB), 1.0)
+    assert arbiter.pop(LOAD, 1.0) is not None
+
+
 def test_the_queue_has_a_limit_over_both_directions() -> None:
     arbiter = Arbiter("gpu", copy_rules(queued_jobs=2))
     arbiter.push(LOAD, job_of(1, MIB), 0.0)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from cachesvc.model.errors import InvalidRequest, QuotaExceeded
+from cachesvc.model.numbers import Bucket
 from cachesvc.service.access.auth import EVERYONE, LOOPBACK, Caller, Scope, scopes_of
-from cachesvc.service.access.quota import Bucket, Meter, Quota, parse_quota
+from cachesvc.service.access.quota import Meter, Quota, parse_quota
 from tests.fuzz.target import list_rpcs
 
 

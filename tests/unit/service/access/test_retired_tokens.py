@@ -216,5 +216,5 @@ def test_a_mark_is_true_or_false(tmp_path: Path, mark: object) -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, 1e9, float("nan")])
 def test_a_grace_that_cannot_be_is_refused(seconds: float) -> None:
-    with pytest.raises(InvalidRequest, match="token_grace_seconds is a time from 0 to 86400"):
+    with pytest.raises(InvalidRequest, match="token_grace_seconds must be from 0 to 86400"):
         Config(token_grace_seconds=seconds)
