@@ -15,12 +15,12 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from cachesvc.memory.extents import address_of, yield_to_callers
+from cachesvc.memory.extents import address_of
 from cachesvc.model.errors import Unavailable
 from cachesvc.storage.mooncake import native
-from cachesvc.storage.mooncake.native import BATCH_ITEMS, OK, Carry, Lane, Library, MooncakeOptions, Task
+from cachesvc.storage.mooncake.native import BATCH_ITEMS, OK, Batches, Carry, Library, MooncakeOptions, Task
 from cachesvc.storage.objects import HEADER_BYTES, is_newer
 from cachesvc.storage.seam import (
     FORMAT,
@@ -43,6 +43,7 @@ from cachesvc.storage.seam import (
     Use,
     no_step,
 )
+from cachesvc.storage.workers import Job, Workers, nothing
 from cachesvc.telemetry import events
 
 RETRY_SECONDS = 2.0
@@ -50,6 +51,7 @@ RETRY_SECONDS = 2.0
 DISCARD_MARGIN_SECONDS = 0.5
 """The hole after a dead writer was seen to last up to 0.3 s longer than the master's limit."""
 QUESTION_SECONDS = 30.0
+MOST_QUESTIONS = 1024
 DOUBT_SECONDS = 60.0
 """Time for which the memory of a failed read stays in quarantine, seconds: the library gives a transfer up without
 saying whether bytes of it may still come."""
@@ -80,18 +82,17 @@ class MooncakeStorage:
         self._leaving: set[ObjectName] = set()
         self._left = threading.Condition()
         self._heads_aside: deque[tuple[float, list[memoryview]]] = deque()
-        self._readers = Lane("mooncake-read", options.readers, self._reader, self._set_aside)
-        self._writers = Lane("mooncake-write", options.writers, self._writer, lambda task: task.end(Outcome.FAILED))
-        self._questions = Questions()
+        self._readers = Batches("mooncake-read", options.readers, self._reader, self._set_aside)
+        self._writers = Batches("mooncake-write", options.writers, self._writer, lambda task: task.end(Outcome.FAILED))
+        self._questions = Workers("mooncake-ask", 1, nothing, most_waiting=MOST_QUESTIONS)
         self._connector = threading.Thread(target=self._connect, name="mooncake-connect", daemon=True)
 
     def start(self) -> None:
         """Raises Unavailable where the library cannot be loaded. A master that is not there is asked again."""
         self._module = self._load()
         self._connector.start()
-        self._questions.start()
-        self._readers.start()
-        self._writers.start()
+        for workers in (self._questions, self._readers.workers, self._writers.workers):
+            workers.start()
 
     def register(self, chunk: memoryview) -> None:
         """Register memory with the library's client, as soon as there is one."""
@@ -113,15 +114,14 @@ class MooncakeStorage:
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         """Ask the master; for some seconds it also claims what a dead server had."""
         texts = [name.text for name in names]
-
-        nothing = [False] * len(texts)
+        none = [False] * len(texts)
 
         def ask() -> None:
             library = self._library
             codes = library.batch_is_exist(texts) if library is not None and time.monotonic() < deadline else []
-            found([code == 1 for code in codes] if len(codes) == len(texts) else nothing)
+            found([code == 1 for code in codes] if len(codes) == len(texts) else none)
 
-        self._questions.add(ask, partial(found, nothing))
+        self._questions.add([Job(lambda _: ask(), partial(found, none))])
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read in batches, each piece to where it belongs."""
@@ -136,14 +136,14 @@ class MooncakeStorage:
         gone = list(names)
         with self._left:
             self._leaving.update(gone)
-        self._questions.add(partial(self._remove, gone), partial(self._forget, gone))
+        self._questions.add([Job(lambda _: self._remove(gone), partial(self._forget, gone))])
 
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:  # noqa: ARG002 - a store's own checksums
         """Look again in the background, and remove what is not of a newer format; look-ups meanwhile miss."""
         gone = list(names)
         with self._left:
             self._leaving.update(gone)
-        self._questions.add(partial(self._look_again, gone), partial(self._forget, gone))
+        self._questions.add([Job(lambda _: self._look_again(gone), partial(self._forget, gone))])
 
     def _look_again(self, names: list[ObjectName]) -> None:
         library = self._library
@@ -199,8 +199,8 @@ class MooncakeStorage:
         self._stopping.set()
         with self._left:
             self._left.notify_all()
-        are_through = [lane.close() for lane in (self._readers, self._writers)]
-        if self._questions.close() and all(are_through) and not self._connector.is_alive():
+        are_through = [batches.workers.close() for batches in (self._readers, self._writers)]
+        if self._questions.finish() and all(are_through) and not self._connector.is_alive():
             library, self._library = self._library, None
             self._registered.disconnect()
             if library is not None:
@@ -436,79 +436,6 @@ class Account:
             kept = self._of(name.scope)
             kept.objects -= 1
             kept.size_bytes -= size_bytes
-
-
-MOST_WAITING = 1024
-CLOSE_SECONDS = 1.0
-
-
-class Question(NamedTuple):
-    """``ask`` asks, and answers; ``give_up`` answers where that raised, or is not done any more."""
-
-    ask: Callable[[], None]
-    give_up: Callable[[], None]
-
-
-class Questions:
-    """Asked in their order. At the end those that wait are asked still, as long as none hangs."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Question] = deque()
-        self._changed = threading.Condition()
-        self._is_open = False
-        self._is_busy = False
-        self._thread = threading.Thread(target=self._work, name="mooncake-ask", daemon=True)
-
-    @property
-    def is_idle(self) -> bool:
-        """True where nothing waits and nothing is asked."""
-        with self._changed:
-            return not self._waiting and not self._is_busy
-
-    def start(self) -> None:
-        self._is_open = True
-        self._thread.start()
-
-    def add(self, ask: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """See ``Question``: one of both answers, unless the question hangs."""
-        with self._changed:
-            is_taken = self._is_open and len(self._waiting) < MOST_WAITING
-            if is_taken:
-                self._waiting.append(Question(ask, give_up))
-                self._changed.notify()
-        if not is_taken:
-            give_up()
-
-    def close(self) -> bool:
-        """False where one hangs still; those behind it are given up."""
-        with self._changed:
-            self._is_open = False
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)
-        with self._changed:
-            waiting, self._waiting = self._waiting, deque()
-        for each in waiting:
-            each.give_up()
-        return not self._thread.is_alive()
-
-    def _work(self) -> None:
-        yield_to_callers()
-        while True:
-            with self._changed:
-                self._is_busy = False
-                while not self._waiting and self._is_open:
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                question = self._waiting.popleft()
-                self._is_busy = True
-            for step in question:
-                try:
-                    step()
-                    break
-                except Exception:  # noqa: BLE001 - the root of a thread: the next question is another's
-                    events.failure("storage_question_broke")
 
 
 class Registered:

@@ -31,7 +31,6 @@ from cachesvc.memory.extents import yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text import one_line
-from cachesvc.storage.file.engine import CLOSE_SECONDS, Job, Lane
 from cachesvc.storage.objects import MAGIC, is_newer
 from cachesvc.storage.s3.client import RequestFailed, S3Bucket, S3Options, Trouble
 from cachesvc.storage.seam import (
@@ -58,6 +57,7 @@ from cachesvc.storage.seam import (
     Use,
     no_step,
 )
+from cachesvc.storage.workers import CLOSE_SECONDS, Job, Workers, nothing
 from cachesvc.telemetry import events
 
 ASKERS = 16
@@ -82,18 +82,18 @@ class S3Storage:
         self._stopping, self._list_due = threading.Event(), threading.Event()
         self._problem = ""
         self._is_doubted = self._lists_alone = self._has_lost_bucket = self._has_answered = False
-        self._readers = Lane("s3-read", options.readers, clock)
-        self._writers = Lane("s3-write", options.writers, clock)
-        self._askers = Lane("s3-ask", ASKERS, clock)
-        self._removers = Lane("s3-remove", 1, clock)
+        self._readers = Workers("s3-read", options.readers, nothing, clock)
+        self._writers = Workers("s3-write", options.writers, nothing, clock)
+        self._askers = Workers("s3-ask", ASKERS, nothing, clock)
+        self._removers = Workers("s3-remove", 1, nothing, clock)
         self._lister = threading.Thread(target=self._list_again, name="s3-list", daemon=True)
 
     def start(self) -> None:
         """Begin; what is there is listed behind it. A store that does not answer costs no start. Raises Unavailable,
         InvalidRequest."""
         self._bucket = S3Bucket(self._options)
-        for lane in (self._readers, self._writers, self._askers, self._removers):
-            lane.start()
+        for each in (self._readers, self._writers, self._askers, self._removers):
+            each.start()
         self._lister.start()
 
     def register(self, chunk: memoryview) -> None:
@@ -102,7 +102,7 @@ class S3Storage:
     def describe(self, scope: Scope, label: str) -> None:
         """Kept in the bucket, for daemons that have no such model."""
         if self._known.describe(scope, label):
-            self._writers.add([Job(lambda _: self._describe(scope, label), _nothing, float("inf"))])
+            self._writers.add([Job(lambda _: self._describe(scope, label))])
 
     def watch(self, gone: Gone) -> None:
         """Do nothing: the store does not report what its rules delete."""
@@ -128,7 +128,7 @@ class S3Storage:
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read in the order of ``items``; a large one by several requests."""
-        jobs: list[Job] = []
+        jobs: list[Job[None]] = []
         for index, item in enumerate(items):
             spans = ranges(len(item.head) + item.payload_bytes, self._options.part)
             whole = Gather(len(spans), partial(self._end_read, index, item, each))
@@ -152,13 +152,13 @@ class S3Storage:
         """Remove objects in the background; look-ups meanwhile miss them."""
         gone = list(names)
         self._hide(gone)
-        self._removers.add([Job(lambda _: self._remove(gone), partial(self._forget, gone), float("inf"))])
+        self._removers.add([Job(lambda _: self._remove(gone), partial(self._forget, gone))])
 
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
         """Read once more in the background: the bytes may have changed on their way here. Look-ups meanwhile miss."""
         gone = list(names)
         self._hide(gone)
-        self._removers.add([Job(lambda _: self._look_again(gone, check), partial(self._forget, gone), float("inf"))])
+        self._removers.add([Job(lambda _: self._look_again(gone, check), partial(self._forget, gone))])
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Purge all daemons' objects, as the store lists them. Raises Unavailable."""
@@ -214,8 +214,8 @@ class S3Storage:
         self._list_due.set()
         with self._left:
             self._left.notify_all()
-        for lane in (self._askers, self._readers, self._writers, self._removers):
-            lane.close()
+        for each in (self._askers, self._readers, self._writers, self._removers):
+            each.close()
         if self._lister.is_alive():
             self._lister.join(CLOSE_SECONDS)
 
@@ -441,10 +441,6 @@ class S3Storage:
         found = self._require().get(path, 0, size_bytes, size_bytes)
         if found is not None:
             self._known.describe(scope, one_line(bytes(found.content).decode(errors="replace")))
-
-
-def _nothing() -> None:
-    """Do nothing: there is no waiter."""
 
 
 OBJECTS = FORMAT
