@@ -33,6 +33,7 @@ from cachesvc.storage.seam import (
     Rank,
     Scope,
     Step,
+    StorageBackend,
     StoreStatus,
     Totals,
     Troubles,
@@ -50,7 +51,7 @@ SCAN_SECONDS = 0.25
 """Time that a start waits for the scan of a folder, seconds: of a small one all is known then."""
 
 
-class FileStorage:
+class FileStorage(StorageBackend):
     """The engine. ``clock``: monotonic seconds, for deadlines."""
 
     kind = "file"
@@ -86,9 +87,6 @@ class FileStorage:
         self._keeper.start()
         if self._keeper.looked.wait(LOOK_SECONDS) and self._disk.condition is not Condition.GONE:
             self._keeper.found.wait(SCAN_SECONDS)
-
-    def register(self, chunk: memoryview) -> None:
-        """No-op: any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
         self._catalogue.describe(scope, label)

@@ -19,7 +19,7 @@ from cachesvc.memory.extents import address_of
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.model.text import parse_address
 from cachesvc.storage.seam import Each, Item, Outcome
-from cachesvc.storage.spec import StorageSpec, number_option, seconds_option, size_option
+from cachesvc.storage.spec import StorageSpec, count_option, option, seconds_option, size_option, text_option
 from cachesvc.storage.workers import Job, Workers
 from cachesvc.telemetry import events
 
@@ -269,15 +269,15 @@ class MooncakeOptions:
     put_start_discard_timeout_sec): until then a put of the same name says 0, and nothing is stored."""
 
     master: str
-    host: str = "127.0.0.1"
-    segment: int = 0
-    buffer: int = 16 << 20
-    protocol: str = "tcp"
-    devices: str = ""
-    readers: int = 4
-    writers: int = 2
-    replicas: int = 1
-    discard: float = 5.0
+    host: str = option(text_option, "127.0.0.1")
+    segment: int = option(size_option, 0)
+    buffer: int = option(size_option, 16 << 20)
+    protocol: str = option(text_option, "tcp")
+    devices: str = option(text_option, "")
+    readers: int = option(count_option, 4)
+    writers: int = option(count_option, 2)
+    replicas: int = option(count_option, 1)
+    discard: float = option(seconds_option, 5.0)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -286,21 +286,8 @@ class MooncakeOptions:
 
 def mooncake_options(spec: StorageSpec) -> MooncakeOptions:
     """Parse the options. Raises InvalidRequest."""
-    readers: dict[str, Callable[[str, str], object]] = {
-        "host": _text,
-        "segment": size_option,
-        "buffer": size_option,
-        "protocol": _text,
-        "devices": _text,
-        "readers": _count,
-        "writers": _count,
-        "replicas": _count,
-        "discard": seconds_option,
-    }
-    spec.check_options(readers)
+    made = spec.read_options(MooncakeOptions, master=spec.where)
     parse_address("storage: the master of mooncake", spec.where, least_port=1)
-    values = {name: readers[name](name, value) for name, value in spec.options.items()}
-    made = MooncakeOptions(spec.where, **values)  # type: ignore[arg-type]
     if made.protocol not in PROTOCOLS:
         raise InvalidRequest(f"storage: protocol={made.protocol} is not one of {', '.join(PROTOCOLS)}")
     if not 1 <= made.readers <= MOST_THREADS or not 1 <= made.writers <= MOST_THREADS:
@@ -308,14 +295,3 @@ def mooncake_options(spec: StorageSpec) -> MooncakeOptions:
     if not 1 <= made.replicas <= MOST_REPLICAS:
         raise InvalidRequest(f"storage: replicas is 1 to {MOST_REPLICAS}")
     return made
-
-
-def _text(_: str, text: str) -> str:
-    return text
-
-
-def _count(name: str, text: str) -> int:
-    value = number_option(name, text)
-    if value != int(value):
-        raise InvalidRequest(f"storage: {name}={text} is not a whole number")
-    return int(value)
