@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest
@@ -54,7 +54,7 @@ def check_peers(config: Config) -> PeerSpec | None:
     if not config.peers:
         return PeerSpec((), TierOptions(WriteWhen.NEVER)) if config.peer_allow else None
     spec: StorageSpec = parse_storage(f"peers:{config.peers}", ("peers",))
-    spec.check_options({})
+    tier = replace(spec.tier, write=WriteWhen.NEVER)
     if config.storage and spec.tier != TierOptions():
         raise InvalidRequest("peers: with storage, the options of both are those of storage")
     texts = [each.strip() for each in spec.where.split(",")]
@@ -65,12 +65,7 @@ def check_peers(config: Config) -> PeerSpec | None:
     addresses = parse_addresses("peers", listed, most=MOST_PEERS) if listed or not names else ()
     for address in (*addresses, *(each.removeprefix(DNS) for each in texts)):
         _check_address(config, "peers", address)
-    options = spec.tier
-    return PeerSpec(
-        addresses,
-        TierOptions(WriteWhen.NEVER, options.write_rate, options.wait, options.deadline, options.recompute),
-        names,
-    )
+    return PeerSpec(addresses, tier, names)
 
 
 def _check_address(config: Config, name: str, address: str) -> None:

@@ -15,12 +15,7 @@ from cachesvc.flows.allocate import allocate
 from cachesvc.flows.core import (
     Call,
     Core,
-    Fetched,
-    FetchedObject,
-    FetchRequest,
-    KeepRequest,
     Limits,
-    StoredUse,
     Turns,
     tidy,
 )
@@ -45,7 +40,8 @@ from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, RequestHint, WriteRule, eviction_policy
 from cachesvc.storage.file.catalogue import Catalogue
-from cachesvc.storage.seam import LAYOUT_ID_BYTES, ObjectName, Part, Rank, Scope, Use
+from cachesvc.storage.seam import LAYOUT_ID_BYTES, ObjectName, Outcome, Part, Rank, Scope, Use
+from cachesvc.storage.tier import News
 
 EVICTIONS = tuple(sorted(EVICTION_POLICIES))
 """Eviction policies that can be simulated: those of a daemon."""
@@ -333,10 +329,8 @@ class SimulatedDisk:
     def has(self, model: Model, key: bytes) -> bool:
         return bool(self._catalogue.expects(SCOPE, key, (PART,)))
 
-    def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
-        self._catalogue.use_blocks(
-            SCOPE, [Use(each.key, each.queue) for each in uses], model.blocks.chooser, self._now_ms()
-        )
+    def used(self, model: Model, uses: Sequence[Use]) -> None:
+        self._catalogue.use_blocks(SCOPE, uses, model.blocks.chooser, self._now_ms())
 
     def lagged(self) -> None:
         """It never lags."""
@@ -344,24 +338,24 @@ class SimulatedDisk:
     def room(self) -> int:
         return ANY_BYTES
 
-    def fetch(self, request: FetchRequest) -> list[int]:
+    def fetch(self, model: Model, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes) -> list[int]:
         """All of it comes: it was expected."""
-        blocks = len(request.pages[0])
-        found = [FetchedObject(block, (0,), Fetched.WHOLE) for block in range(blocks)]
-        last = ObjectName(SCOPE, request.keys[-32:], PART)
+        blocks = len(pages[0])
+        found = [News(model.id, ticket, b"", block, (0,), Outcome.OK) for block in range(blocks)]
+        last = ObjectName(SCOPE, keys[-32:], PART)
         self._due.append(lambda: self._catalogue.use(last, self._now_ms()))
-        self._due.append(partial(fetched, self._of_daemon(), request.model.id, request.ticket, found))
+        self._due.append(partial(fetched, self._of_daemon(), model.id, ticket, found))
         return [1] * blocks
 
-    def keep(self, request: KeepRequest) -> int:
+    def keep(self, model: Model, key: bytes, pages: Sequence[int], parent: bytes) -> int:
         """Make room by the policy, and keep the block."""
-        name = ObjectName(SCOPE, request.key, PART)
+        name = ObjectName(SCOPE, key, PART)
         if self._catalogue.use(name, self._now_ms()) is None:
             gone = self._catalogue.take_oldest(1, self._blocks - 1)
             if gone:
-                forget(self._of_daemon(), request.model.id, [entry.name.key for entry in gone])
-            self._catalogue.add(name, 1, self._now_ms(), request.parent)
-        self._due.append(partial(kept, self._of_daemon(), request.model.id, request.key, [Fetched.WHOLE]))
+                forget(self._of_daemon(), model.id, [entry.name.key for entry in gone])
+            self._catalogue.add(name, 1, self._now_ms(), parent)
+        self._due.append(partial(kept, self._of_daemon(), model.id, key, [Outcome.OK]))
         return 1
 
     def forget(self, model_id: int) -> None:

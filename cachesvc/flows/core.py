@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from cachesvc.ledger.block_ledger import Hit
@@ -26,6 +25,7 @@ from cachesvc.model.numbers import BACKGROUND, Party, Rounds
 from cachesvc.model.transfer import Direction, TimelineSlot, Transfer
 from cachesvc.model.words import READY, Tier
 from cachesvc.policy.eviction import Eviction, WriteRule
+from cachesvc.storage.seam import Use
 
 # Work budgets per event-loop slice, so that no caller waits for another's long flow.
 #
@@ -148,54 +148,6 @@ class Mover(Protocol):
         """Start no copies of BACKGROUND stores on the devices for a while."""
 
 
-class Fetched(Enum):
-    """Outcome of an object of a fetch, or of a write."""
-
-    WHOLE = "whole"  # verified; or kept
-    LENT = "lent"  # verified; another node lent it, and the storage need not have it
-    GONE = "gone"  # it does not come: missing, wrong, refused, failed
-    MISPLACED = "misplaced"  # it does not come: it lies below another block than the one that was named
-    LATE = "late"  # its wait has ended, and its memory may still be written or read
-    BACK = "back"  # it was late; its memory is free
-
-
-class FetchedObject(NamedTuple):
-    """An object of one block: what it has of the block, by ``groups``."""
-
-    block: int
-    groups: tuple[int, ...]
-    outcome: Fetched
-
-
-class FetchRequest(NamedTuple):
-    """Bring blocks to host pages. ``keys``: packed, root first; ``pages[g]``: a page for each, or NO_PAGE. ``parent``:
-    the key of the block above the first; empty for none."""
-
-    ticket: int
-    model: Model
-    keys: bytes
-    pages: list[array[int]]
-    parent: bytes
-
-
-class KeepRequest(NamedTuple):
-    """Write a block of a model from its host pages: of each group one, or NO_PAGE. ``parent``: as of a fetch."""
-
-    model: Model
-    key: bytes
-    pages: tuple[int, ...]
-    parent: bytes
-
-
-class StoredUse(NamedTuple):
-    """A use of a block in memory, for the copy below. ``queue``: its class in the eviction policy; 0: none. ``hits``:
-    how many of the uses were hits."""
-
-    key: bytes
-    queue: int
-    hits: int = 0
-
-
 class Storage(Protocol):
     """Moves host pages to storage and back; answers later and from elsewhere, through ``fetch.fetched`` and
     ``keep.kept``. ``wait_seconds``: how long a call waits for it at most. ``keeps_all``: whatever comes to the host is
@@ -212,11 +164,13 @@ class Storage(Protocol):
     def has(self, model: Model, key: bytes) -> bool:
         """True where it believes to have a block, as far as it knows without asking anybody."""
 
-    def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
+    def used(self, model: Model, uses: Sequence[Use]) -> None:
         """Note uses of blocks in memory: their copies below are as recently used."""
 
-    def fetch(self, request: FetchRequest) -> list[int]:
-        """Begin a fetch; returns of each block how many objects come. Each is reported once, or LATE and then BACK."""
+    def fetch(self, model: Model, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes) -> list[int]:
+        """Bring blocks to host pages. ``keys``: packed, root first; ``pages[g]``: a page for each, or NO_PAGE.
+        ``parent``: the key of the block above the first; empty for none. Returns of each block how many objects come.
+        Each is reported once, or LATE and then None."""
 
     def lagged(self) -> None:
         """Note that a call has waited for the longest time in vain."""
@@ -224,8 +178,9 @@ class Storage(Protocol):
     def room(self) -> int:
         """Bytes that may be written now."""
 
-    def keep(self, request: KeepRequest) -> int:
-        """Begin to write; returns how many objects are in flight. Each is reported once, or LATE and then BACK."""
+    def keep(self, model: Model, key: bytes, pages: Sequence[int], parent: bytes) -> int:
+        """Write a block from its host pages: of each group one, or NO_PAGE. ``parent``: as of ``fetch``. Returns how
+        many objects are in flight. Each is reported once, or LATE and then None."""
 
     def forget(self, model_id: int) -> None:
         """A model has left the ledger; nothing of it is under way."""

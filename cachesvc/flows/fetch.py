@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from cachesvc.flows.core import TURN, Call, Core, Count, Fetched, FetchedObject, FetchRequest, begin
+from cachesvc.flows.core import TURN, Call, Core, Count, begin
 from cachesvc.flows.loads import bring, loads_of
 from cachesvc.flows.make_room import make_host_room, make_room
 from cachesvc.flows.pending_writes import came_to_host
@@ -28,6 +28,8 @@ from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import Party
 from cachesvc.model.transfer import DONE, Inward, Urgency
 from cachesvc.model.words import READY
+from cachesvc.storage.seam import CAME, Outcome
+from cachesvc.storage.tier import News
 
 MOST_BLOCKS = 1024
 """Most blocks of one fetch: 16k tokens in blocks of 16. What lies behind is for the next one, while these are used."""
@@ -129,7 +131,7 @@ def begin_fetch(
     fetch = Fetch(model.blocks, ticket.id, begin, names, pin, above)
     model.stored.begin(fetch)
     core.count(Count.STORAGE_FETCHES)
-    fetch.out = core.storage.fetch(FetchRequest(ticket.id, model, keys[first:last], fetch.pages(), fetch.parent))
+    fetch.out = core.storage.fetch(model, ticket.id, keys[first:last], fetch.pages(), fetch.parent)
     return fetch
 
 
@@ -145,7 +147,7 @@ def _looked_back_to(blocks: BlockLedger, hit: Hit) -> tuple[tuple[int, int], ...
 # -- what comes back ---------------------------------------------------------------------------------------------
 
 
-def fetched(core: Core, model_id: int, ticket: int, objects: Sequence[FetchedObject]) -> None:
+def fetched(core: Core, model_id: int, ticket: int, objects: Sequence[News]) -> None:
     """Objects of a fetch have ended, or their waits have. What takes more than a turn goes on as a chore."""
     model = core.ledger.models.get(model_id)
     fetch = None if model is None else model.stored.fetches.get(ticket)
@@ -156,19 +158,19 @@ def fetched(core: Core, model_id: int, ticket: int, objects: Sequence[FetchedObj
     begin(core.chores, model_id, partial(_admit, core, model, fetch))
 
 
-def _note(core: Core, model: Model, fetch: Fetch, found: FetchedObject) -> None:
-    block, groups, outcome = found
-    if outcome is not Fetched.LATE:
+def _note(core: Core, model: Model, fetch: Fetch, found: News) -> None:
+    block, groups, outcome = found.block, found.groups, found.outcome
+    if outcome is not Outcome.LATE:
         fetch.has_begun = True
         fetch.came_back(block)
-    if outcome is Fetched.LENT:
+    if outcome is Outcome.LENT:
         fetch.lent.add(block)
-    if outcome in (Fetched.WHOLE, Fetched.LENT, Fetched.BACK) or fetch.is_over:
+    if outcome is None or outcome in CAME or fetch.is_over:
         return
     full = model.blocks.host.full_groups
-    if outcome is Fetched.LATE or any(group in full for group in groups):
+    if outcome is Outcome.LATE or any(group in full for group in groups):
         fetch.cut(block)
-        if outcome is Fetched.MISPLACED:
+        if outcome is Outcome.MISPLACED:
             core.count(Count.KEYS_MISPLACED)
         else:
             note_unstored(model, fetch.keys[block])

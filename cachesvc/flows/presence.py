@@ -15,11 +15,12 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 
-from cachesvc.flows.core import Chore, Core, StoredUse, begin
+from cachesvc.flows.core import Chore, Core, begin
 from cachesvc.flows.pending_writes import is_under_way, want
 from cachesvc.ledger.change_log import STORAGE, Cause, Kind, packed
 from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tier_copies import NO_ROW
+from cachesvc.storage.seam import Use
 
 FORGOTTEN_A_TURN = 256
 """Blocks, some 2 us each."""
@@ -114,20 +115,20 @@ def _go_on(model: Model, turns: Iterator[None]) -> bool:
 def spread(core: Core, model: Model) -> Iterator[None]:
     """Pass down what was used, turn by turn."""
     batch, model.stored.used = model.stored.used, {}
-    uses: list[StoredUse] = []
+    uses: list[Use] = []
     for number, (key, hits) in enumerate(batch.items()):
         storage = core.storage
         if storage is None:  # the daemon ends
             return
         row = model.blocks.index.rows.get(key, NO_ROW)
         if row == NO_ROW:
-            uses.append(StoredUse(key, 0))
+            uses.append(Use(key))
             continue
         path = model.blocks.index.path(row)
         stored = _stored_blocks(core, model, path)
         if stored:
             deepest = path[stored - 1]
-            uses.append(StoredUse(model.blocks.index.key_of(deepest), _queue_of(model, deepest), hits))
+            uses.append(Use(model.blocks.index.key_of(deepest), _queue_of(model, deepest), hits))
             note_stored(model, model.blocks.index.key_of(deepest))
         if storage.keeps_all or (hits and storage.keeps_used):
             yield from _want_more(core, model, key, stored, hits)

@@ -12,7 +12,7 @@ from itertools import islice
 
 import numpy as np
 
-from cachesvc.flows.core import Chore, Core, Count, Fetched, KeepRequest
+from cachesvc.flows.core import Chore, Core, Count
 from cachesvc.flows.pending_writes import want, want_states, was_used_again
 from cachesvc.flows.presence import note_stored
 from cachesvc.flows.replicas import back_up
@@ -21,6 +21,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.storage_state import Keep
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.words import READY
+from cachesvc.storage.seam import Outcome
 
 KEPT_A_TURN = 8
 """Blocks whose writing begins in one turn, some 15 us each."""
@@ -61,7 +62,7 @@ def _begin(core: Core, model: Model, key: bytes, row: int) -> None:
     keep = Keep(model.blocks, row, states_alone=key in model.stored.written and bool(model.layout.state_groups))
     model.stored.keeping[key] = keep
     index = model.blocks.index
-    keep.out = core.storage.keep(KeepRequest(model, key, keep.pages, index.key_of(index.parent[row])))
+    keep.out = core.storage.keep(model, key, keep.pages, index.key_of(index.parent[row]))
     if not keep.out:
         _end(core, model, key, keep)
 
@@ -79,7 +80,7 @@ def _save(core: Core, model: Model, rows: array[int]) -> None:
             stored.staged.update(key for row in ticket.rows if (key := keys[row]) is not None)
 
 
-def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Fetched]) -> bool:
+def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Outcome | None]) -> bool:
     """Objects of a block that is being written have ended, or their waits have. True where that was the last one: the
     ledger alone holds its host pages again."""
     model = core.ledger.models.get(model_id)
@@ -87,8 +88,8 @@ def kept(core: Core, model_id: int, key: bytes, outcomes: Sequence[Fetched]) -> 
     if model is None or keep is None:
         return False
     for outcome in outcomes:
-        keep.out -= outcome is not Fetched.LATE
-        keep.is_good &= outcome is Fetched.WHOLE
+        keep.out -= outcome is not Outcome.LATE
+        keep.is_good &= outcome is Outcome.OK
     if keep.out:
         return False
     _end(core, model, key, keep)

@@ -38,22 +38,15 @@ from cachesvc.peer.reading import LoanStream, Readers, ReadJob
 from cachesvc.storage.seam import (
     Caps,
     Check,
-    Checked,
-    Chooser,
     Each,
     Found,
-    Gone,
     Item,
     ObjectName,
     Outcome,
     Part,
     Scope,
-    Step,
-    StoreStatus,
-    Totals,
-    Use,
+    StorageBackend,
     key_at,
-    no_step,
 )
 from cachesvc.telemetry import events
 
@@ -185,7 +178,7 @@ ATTENTION_SECONDS = 60.0
 """Time without an answer after which a peer of the operator's list needs attention, seconds."""
 
 
-class PeerStorage:
+class PeerStorage(StorageBackend):
     """The engine over ``controls``, each of another daemon, the nearest first. ``guests``: peers that requests name.
     ``names``: which stand for further peers. ``own``: addresses of this daemon, which does not ask itself.
     ``clock``: monotonic seconds. ``own_epoch``: of this daemon's life; 0 until it is known."""
@@ -243,18 +236,6 @@ class PeerStorage:
         own = set(self._own())
         for peer in self.peers:
             peer.is_self |= peer.control.address in own
-
-    def register(self, chunk: memoryview) -> None:
-        """No-op: any memory will do."""
-
-    def describe(self, scope: Scope, label: str) -> None:
-        """No-op: peers know their models by themselves."""
-
-    def watch(self, gone: Gone) -> None:
-        """No-op: peers do not tell what they evict."""
-
-    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
-        """No-op: peers evict by their own uses."""
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Return None, since peers must be asked, unless none can be, or all were a moment ago."""
@@ -359,19 +340,6 @@ class PeerStorage:
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:  # noqa: ARG002 - the seam's
         """Note it as ``remove`` does: a peer's object is its own."""
         self.remove(names)
-
-    def purge(self, scope: Scope | None, step: Step = no_step) -> int:  # noqa: ARG002 - the seam's
-        return 0
-
-    def status(self) -> StoreStatus:
-        return StoreStatus()
-
-    def totals(self) -> Totals:
-        return Totals(0, 0, 0, 0)
-
-    def check_all(self, check: Check, step: Step = no_step) -> Checked:  # noqa: ARG002 - the seam's
-        """Check nothing: peers check what they keep."""
-        return Checked()
 
     def attention(self) -> list[str]:
         """Sentences about peers that cannot be asked until an operator does something."""

@@ -12,9 +12,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text import did_you_mean, parse_amount
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_SECONDS = 3650 * 86400.0
@@ -27,62 +31,6 @@ class WriteWhen(Enum):
     NEVER = "never"
     SELECTIVE = "selective"
     THROUGH = "through"
-
-
-@dataclass(frozen=True, slots=True)
-class TierOptions:
-    """``write``: which host pages are kept. ``write_rate``: bytes a second at most, over a second.
-    ``wait``: seconds that a Match waits at most. ``deadline``: seconds after which the wait for a call ends.
-    ``recompute``: tokens a second that engines prefill; where the store is slower than that it is not used; 0: use it.
-    """
-
-    write: WriteWhen = WriteWhen.SELECTIVE
-    write_rate: int = 256 << 20
-    wait: float = 0.25
-    deadline: float = 5.0
-    recompute: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StorageSpec:
-    """``text``: as it was given. ``options``: of the engine, as texts."""
-
-    text: str
-    kind: str
-    where: str
-    tier: TierOptions = TierOptions()
-    options: Mapping[str, str] = field(default_factory=dict)
-
-    def check_options(self, known: Mapping[str, object]) -> None:
-        """Raises InvalidRequest for an option that neither the tier nor the engine knows."""
-        for name in self.options:
-            if name not in known:
-                every = {*known, *(each.name for each in fields(TierOptions))}
-                hint = did_you_mean(name, every, f"there are {', '.join(sorted(every))}")
-                raise InvalidRequest(f"storage: unknown option {name!r} of {self.kind}; {hint}")
-
-
-def parse_storage(text: str, kinds: tuple[str, ...]) -> StorageSpec:
-    """Raises InvalidRequest that names what is wrong."""
-    address, _, query = text.partition("?")
-    kind, colon, where = address.partition(":")
-    if not colon or kind not in kinds:
-        raise InvalidRequest(f"storage: {text!r} is not KIND:WHERE?option=value with a KIND of {', '.join(kinds)}")
-    options: dict[str, str] = {}
-    for pair in filter(None, query.split("&")):
-        name, equals, value = pair.partition("=")
-        if not equals or not value or name in options:
-            raise InvalidRequest(f"storage: {pair!r} is not one option=value, or is given twice")
-        options[name] = value
-    readers: dict[str, Callable[[str, str], object]] = {
-        "write": _policy,
-        "write_rate": size_option,
-        "wait": seconds_option,
-        "deadline": seconds_option,
-        "recompute": number_option,
-    }
-    mine = {name: readers[name](name, options.pop(name)) for name in readers if name in options}
-    return StorageSpec(text, kind, where, TierOptions(**mine), options)  # type: ignore[arg-type]
 
 
 def _policy(name: str, text: str) -> WriteWhen:
@@ -128,3 +76,70 @@ def number_option(name: str, text: str) -> float:
     if not 0 <= value < math.inf:
         raise InvalidRequest(f"storage: {name}={text} is not a number of 0 or more")
     return value
+
+
+def text_option(_: str, text: str) -> str:
+    return text
+
+
+Options = TypeVar("Options", bound="DataclassInstance")
+Read = Callable[[str, str], object]
+"""``(name, text)``: reads an option. Raises InvalidRequest."""
+
+
+def option(read: Read, default: object) -> Any:
+    """Field of a dataclass of options."""
+    return field(default=default, metadata={"read": read})
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """``write``: which host pages are kept. ``write_rate``: bytes a second at most, over a second.
+    ``wait``: seconds that a Match waits at most. ``deadline``: seconds after which the wait for a call ends.
+    ``recompute``: tokens a second that engines prefill; where the store is slower than that it is not used; 0: use it.
+    """
+
+    write: WriteWhen = field(default=WriteWhen.SELECTIVE, metadata={"read": _policy})
+    write_rate: int = option(size_option, 256 << 20)
+    wait: float = option(seconds_option, 0.25)
+    deadline: float = option(seconds_option, 5.0)
+    recompute: float = option(number_option, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """``text``: as it was given. ``options``: of the engine, as texts."""
+
+    text: str
+    kind: str
+    where: str
+    tier: TierOptions = TierOptions()
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def read_options(self, known: type[Options], **given: object) -> Options:
+        """The engine's options, each read as ``option`` says, and those ``given``. Raises InvalidRequest also for one
+        that neither the tier nor the engine knows."""
+        readers = {each.name: each.metadata["read"] for each in fields(known) if each.metadata}
+        for name in self.options:
+            if name not in readers:
+                every = {*readers, *(each.name for each in fields(TierOptions))}
+                hint = did_you_mean(name, every, f"there are {', '.join(sorted(every))}")
+                raise InvalidRequest(f"storage: unknown option {name!r} of {self.kind}; {hint}")
+        return known(**given, **{name: readers[name](name, text) for name, text in self.options.items()})
+
+
+def parse_storage(text: str, kinds: tuple[str, ...]) -> StorageSpec:
+    """Raises InvalidRequest that names what is wrong."""
+    address, _, query = text.partition("?")
+    kind, colon, where = address.partition(":")
+    if not colon or kind not in kinds:
+        raise InvalidRequest(f"storage: {text!r} is not KIND:WHERE?option=value with a KIND of {', '.join(kinds)}")
+    options: dict[str, str] = {}
+    for pair in filter(None, query.split("&")):
+        name, equals, value = pair.partition("=")
+        if not equals or not value or name in options:
+            raise InvalidRequest(f"storage: {pair!r} is not one option=value, or is given twice")
+        options[name] = value
+    own = {each.name: options.pop(each.name) for each in fields(TierOptions) if each.name in options}
+    tier = StorageSpec(text, kind, where, options=own).read_options(TierOptions)
+    return StorageSpec(text, kind, where, tier, options)

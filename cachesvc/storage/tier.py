@@ -1,6 +1,6 @@
 """The storage tier of a daemon: one engine, the breaker before it, the budget of writes, and news for the ledger.
 
-The ledger thread asks here and goes on; what takes time is done by two couriers and the engine's own threads. News
+The ledger thread asks here and goes on; what takes time is done by two workers and the engine's own threads. News
 comes back in batches, by ``post``, in the order in which it arose.
 
 A request to the engine until it is begun: it ends, even if its carrier fails.
@@ -24,9 +24,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from cachesvc.memory.extents import yield_to_callers
 from cachesvc.model.errors import CacheError
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text import one_line
@@ -48,6 +47,7 @@ from cachesvc.storage.seam import (
     shapes_of,
 )
 from cachesvc.storage.spec import TierOptions, WriteWhen
+from cachesvc.storage.workers import Job, Workers, nothing
 from cachesvc.telemetry import events
 
 LONGEST_SECONDS = 1.0
@@ -88,79 +88,6 @@ class WriteBudget:
         self.under_way -= size_bytes
 
 
-CLOSE_SECONDS = 1.0
-
-
-class Carrier(Protocol):
-    """Carries out calls, later and in their order."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
-        """Carry it out; ``fail`` where it raises."""
-
-    def close(self) -> None:
-        """Carry out nothing more. Idempotent."""
-
-
-class StorageTask(NamedTuple):
-    """Job: a call, and what is called where it raises."""
-
-    call: Callable[[], None]
-    fail: Callable[[], None]
-
-
-def run_task(task: StorageTask) -> None:
-    """Run a task, the root of what it raises: others follow it."""
-    for step in task:
-        try:
-            step()
-            return
-        except Exception:  # noqa: BLE001 - as the docstring says
-            events.failure("storage_call_broke")
-
-
-class Courier:
-    """One thread. Its callers bound what they give it."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: deque[StorageTask] = deque()
-        self._changed = threading.Condition()
-        self._is_open = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._is_open = True
-        self._thread.start()
-
-    def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
-        """Carry it out, behind what was given before."""
-        with self._changed:
-            self._calls.append(StorageTask(call, fail))
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Drop what waits, and wait a while for what runs. Idempotent."""
-        with self._changed:
-            self._is_open = False
-            self._calls.clear()
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)
-
-    def _work(self) -> None:
-        yield_to_callers()
-        while True:
-            with self._changed:
-                while not self._calls and self._is_open:
-                    self._changed.wait()
-                if not self._is_open:
-                    return
-                task = self._calls.popleft()
-            run_task(task)
-
-
 UNDER_WAY_BYTES = 64 << 20
 """Host blocks that are pinned for writing at a time."""
 TRY_ANYWAY = 64
@@ -181,6 +108,10 @@ Post = Callable[[Callable[[], None]], None]
 """Has something called on the ledger thread."""
 
 
+def one_thread(name: str) -> Workers[None]:
+    return Workers(name, 1, nothing)
+
+
 class Tier:
     """``name``: in the log, metrics and status; ``late``: objects that have not come back in time. ``tell`` gets the
     news of each request; ``tell_lost``: called when the engine has lost all that it had.
@@ -193,7 +124,7 @@ class Tier:
         view: View,
         post: Post,
         clock: Callable[[], float],
-        carriers: Callable[[str], Carrier] = Courier,
+        workers: Callable[[str], Workers[None]] = one_thread,
         name: str = "",
     ) -> None:
         self.store = store
@@ -212,7 +143,7 @@ class Tier:
         self._view = view
         self._post = post
         self._clock = clock
-        self._getting, self._putting = carriers("storage-get"), carriers("storage-put")
+        self._getting, self._putting = workers("storage-get"), workers("storage-put")
         self._canary = Canary(store)
         self._canary_until = 0.0
         self._requests: deque[StorageRequest] = deque()
@@ -268,7 +199,7 @@ class Tier:
         """Blocks were used in memory: their objects are as recently used, as far as the engine evicts by that."""
         if self.backend.caps.follows_use:
             scope = self.shapes(model).scope
-            self._getting.add(partial(self.backend.used, scope, uses, chooser), lambda: None)
+            self._getting.add([Job(lambda _: self.backend.used(scope, uses, chooser))])
 
     def has(self, model: ModelFacts, key: bytes) -> bool:
         """True where the engine believes to have all of a block, as far as it knows without asking."""
@@ -300,7 +231,7 @@ class Tier:
         objects come. ``some``: objects to bring, by block; None: all that have pages."""
         coming = Coming(model.id, self.shapes(model), ticket, keys, pages, parent, some)
         request = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
-        self._getting.add(partial(self._fetch, request, coming), request.fail)
+        self._getting.add([Job(lambda _: self._fetch(request, coming), request.fail)])
         counts = Counter(block for block, _ in coming.wanted())
         return [counts[block] for block in range(len(keys) // KEY_BYTES)]
 
@@ -314,7 +245,8 @@ class Tier:
             self.budget.begin(shapes.block_bytes)
             news = [News(model.id, 0, key, 0, shape.groups, None) for shape in objects]
             request = self._ask(partial(self._refuse, news))
-            self._putting.add(partial(self._keep, request, news, shapes.scope, objects, pages, parent), request.fail)
+            keep = partial(self._keep, request, news, shapes.scope, objects, pages, parent)
+            self._putting.add([Job(lambda _: keep(), request.fail)])
         return len(objects)
 
     def _ask(self, refuse: Callable[[Outcome], None]) -> StorageRequest:
@@ -349,14 +281,15 @@ class Tier:
         if self.breaker.wants_probe(now):
             deadline = now + max(self.wait_seconds, 0.05)
             self._canary_until = deadline + LOST_SECONDS
-            self._putting.add(partial(self._canary.fly, deadline, self._flown), partial(self._flown, False))
+            fly = partial(self._canary.fly, deadline, self._flown)
+            self._putting.add([Job(lambda _: fly(), partial(self._flown, False))])
         self._log.look(now, self.late, self.problem)
 
     def _flown(self, is_good: bool) -> None:
         is_in_time = self._clock() <= self._canary_until - LOST_SECONDS  # else BUSY may be of one that waited too long
         self._post(lambda: self.breaker.probed(self._clock(), is_good=is_good and is_in_time))
 
-    # -- on couriers ---------------------------------------------------------------------------------------------
+    # -- on workers ----------------------------------------------------------------------------------------------
 
     def _fetch(self, request: StorageRequest, coming: Coming) -> None:
         shapes, keys = coming.shapes, coming.keys
@@ -378,7 +311,8 @@ class Tier:
                 for (block, shape), is_there in zip(wanted, there, strict=True)
                 if not is_there and shape in shapes.full
             )
-            self._getting.add(partial(self._get, request, coming, next(missing, None)), request.fail)
+            end = next(missing, None)
+            self._getting.add([Job(lambda _: self._get(request, coming, end), request.fail)])
 
         request.put_to_engine()
         self.backend.exists(names, request.deadline, found)

@@ -161,7 +161,6 @@ VOCABULARY: dict[str, Event] = {
     ),
     "storage_batch_broke": Event("error", "A defect: a batch of reads or writes has failed."),
     "storage_connect_broke": Event("error", "A defect: no client of the store could be made; the daemon tries again."),
-    "storage_question_broke": Event("error", "A defect: a question to the store has no answer."),
     # other nodes
     "peers_ready": Event("info", "Other nodes can borrow, at these ports.", ("port", "data_port")),
     "peer_failed": Event("info", "Another node did not answer, or wrongly; it rests for a while.", ("peer", "reason")),
@@ -417,8 +416,7 @@ VOCABULARY: dict[str, Event] = {
     ),
     "storage_label_not_kept": Event("warning", "A model's name could not be kept beside its objects.", ("reason",)),
     "storage_scan_broke": Event("error", "A defect: the scan of the folder failed; the daemon tries again."),
-    "storage_job_broke": Event("error", "A defect: an object was not read or written, and its pages are held."),
-    "storage_call_broke": Event("error", "A defect: a storage call was not carried out."),
+    "storage_job_broke": Event("error", "A defect: a job of a storage engine or tier was refused."),
     "storage_news_broke": Event("error", "A defect: news of stored blocks could not be handled.", ("model",)),
     # telemetry itself
     "metrics_push_failed": Event("warning", "A reading was not taken or sent; the next one may be.", ("reason",)),

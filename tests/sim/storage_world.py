@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachesvc.flows import pinning
@@ -19,6 +19,7 @@ from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.tier import Tier
 from cachesvc.storage.tiers import Tiers
+from cachesvc.storage.workers import Job, Workers, nothing
 from tests.sim.sim_storage import FAULTS, SimStorage
 from tests.sim.world import LOOKS, World
 
@@ -26,20 +27,22 @@ STORAGE_SHARE = 0.5
 """Share of the events that are the storage's."""
 
 
-class InboxCarrier:
-    """Carries calls out when the simulator delivers them."""
+class InboxWorkers(Workers[None]):
+    """Runs jobs when the simulator delivers them."""
 
     def __init__(self, inbox: deque[Callable[[], object]]) -> None:
+        super().__init__("inbox", 0, nothing)
         self._inbox = inbox
 
     def start(self) -> None:
         """Nothing runs by itself."""
 
-    def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
-        self._inbox.append(call)
+    def add(self, jobs: Sequence[Job[None]]) -> None:
+        self._inbox.extend(partial(job.run, None) for job in jobs)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Deliver what was added all the same."""
+        return True
 
 
 class StorageWorld(World):
@@ -74,7 +77,7 @@ class StorageWorld(World):
             node.vault.host_view,
             node.inbox.append,
             lambda: node.now,
-            carriers=lambda _: InboxCarrier(node.inbox),
+            workers=lambda _: InboxWorkers(node.inbox),
         )
 
     def step(self) -> None:

@@ -16,7 +16,7 @@ from tools.shape import (
 )
 
 IN_DAEMON = (
-    *("Call", "Event", "Heads", "Keep", "Lane", "Line"),
+    *("Call", "Event", "Heads", "Keep", "Line"),
     *("Mover", "Path", "Registered", "Scope", "Tier", "Vault"),
 )
 TWICE = {("cachesvc", name) for name in IN_DAEMON}

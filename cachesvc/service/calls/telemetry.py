@@ -8,7 +8,7 @@ from functools import partial
 
 from kvcache.v1 import admin_pb2, cache_pb2, engine_pb2, event_pb2, lease_pb2
 
-from cachesvc.flows.core import Core, Fetched, FetchedObject, FetchRequest, KeepRequest, StoredUse
+from cachesvc.flows.core import Core
 from cachesvc.flows.expected import tick_expected
 from cachesvc.flows.fetch import fetched
 from cachesvc.flows.presence import forget, forget_all, spread_all
@@ -100,6 +100,8 @@ class StorageFlows:
         self.lagged = tiers.lagged
         self.room = tiers.room
         self.has = tiers.has
+        self.fetch = tiers.fetch
+        self.keep = tiers.keep
         self.forget = tiers.forget
         tiers.tell = self._told
         tiers.tell_gone = self._gone
@@ -108,14 +110,8 @@ class StorageFlows:
         core.storage = self
         core.on_wanted = partial(begin_soon, core)
 
-    def fetch(self, request: FetchRequest) -> list[int]:
-        return self.tiers.fetch(request.model, request.ticket, request.keys, request.pages, request.parent)
-
-    def keep(self, request: KeepRequest) -> int:
-        return self.tiers.keep(request.model, request.key, request.pages, request.parent)
-
-    def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
-        self.tiers.used(model, [Use(each.key, each.queue) for each in uses], model.blocks.chooser)
+    def used(self, model: Model, uses: Sequence[Use]) -> None:
+        self.tiers.used(model, uses, model.blocks.chooser)
         if not self.tiers.are_several:
             return
         index = model.blocks.index
@@ -155,29 +151,13 @@ class StorageFlows:
         self._run(model, partial(forget, self._core, model, keys))
 
     def _told(self, model: int, ticket: int, key: bytes, news: list[News]) -> None:
-        if ticket:
-            found = [FetchedObject(each.block, each.groups, _as_fetched(each.outcome)) for each in news]
-            self._run(model, lambda: fetched(self._core, model, ticket, found))
-        else:
-            outcomes = [_as_fetched(each.outcome) for each in news]
-            self._run(model, partial(self._kept, model, key, outcomes))
+        def run() -> None:
+            if ticket:
+                fetched(self._core, model, ticket, news)
+            else:
+                kept(self._core, model, key, [each.outcome for each in news])
 
-    def _kept(self, model_id: int, key: bytes, outcomes: list[Fetched]) -> None:
-        model: Model | None = self._core.ledger.models.get(model_id)
-        if model is not None:
-            kept(self._core, model_id, key, outcomes)
-
-
-def _as_fetched(outcome: Outcome | None) -> Fetched:
-    if outcome is None:
-        return Fetched.BACK
-    if outcome is Outcome.LATE:
-        return Fetched.LATE
-    if outcome is Outcome.LENT:
-        return Fetched.LENT
-    if outcome is Outcome.MISPLACED:
-        return Fetched.MISPLACED
-    return Fetched.WHOLE if outcome is Outcome.OK else Fetched.GONE
+        self._run(model, run)
 
 
 def read_storage(reading: Reading, tiers: Tiers | None) -> None:

@@ -7,13 +7,11 @@ import mmap
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
-from cachesvc.memory.extents import yield_to_callers
 from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.file.disk import ALIGN_BYTES, Condition, Disk, FolderClock, Moments, Mover, padded
 from cachesvc.storage.file.folder import Folder
@@ -35,6 +33,7 @@ from cachesvc.storage.seam import (
     Rank,
     Scope,
     Step,
+    StorageBackend,
     StoreStatus,
     Totals,
     Troubles,
@@ -42,6 +41,7 @@ from cachesvc.storage.seam import (
     no_step,
     oldest_first,
 )
+from cachesvc.storage.workers import CLOSE_SECONDS, Job, Workers
 from cachesvc.telemetry import events
 
 PARENT_END = 120
@@ -51,7 +51,7 @@ SCAN_SECONDS = 0.25
 """Time that a start waits for the scan of a folder, seconds: of a small one all is known then."""
 
 
-class FileStorage:
+class FileStorage(StorageBackend):
     """The engine. ``clock``: monotonic seconds, for deadlines."""
 
     kind = "file"
@@ -72,8 +72,8 @@ class FileStorage:
         self._disk = Disk(self._folder, clock, wants_direct=bool(options.direct))
         self._catalogue = Catalogue(rank, self._age.now_ms)
         self._space = Space(self._catalogue, self._folder.objects, options.capacity, options.floor, clock)
-        self._readers = Lane("storage-read", options.readers, clock)
-        self._writers = Lane("storage-write", options.writers, clock)
+        self._readers = Workers("storage-read", options.readers, Mover, clock)
+        self._writers = Workers("storage-write", options.writers, Mover, clock)
         self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
         self._under_way = UnderWay()
         self._is_open = True
@@ -88,12 +88,9 @@ class FileStorage:
         if self._keeper.looked.wait(LOOK_SECONDS) and self._disk.condition is not Condition.GONE:
             self._keeper.found.wait(SCAN_SECONDS)
 
-    def register(self, chunk: memoryview) -> None:
-        """No-op: any memory will do."""
-
     def describe(self, scope: Scope, label: str) -> None:
         self._catalogue.describe(scope, label)
-        self._writers.add([Job(lambda _: self._describe(scope, label), _nothing, float("inf"))])
+        self._writers.add([Job(lambda _: self._describe(scope, label))])
 
     def watch(self, gone: Gone) -> None:
         self._space.gone = gone
@@ -373,24 +370,8 @@ class FileStorage:
         self._space.placed(room, path, size_bytes, Entry(item.name, allocated, now, item.parent))
 
 
-def _nothing() -> None:
-    """Do nothing: there is no waiter."""
-
-
-MOST_WAITING = 1 << 16
-"""Items that wait for a thread; more are BUSY."""
-CLOSE_SECONDS = 1.0
-"""Threads that hang in the filesystem are left behind after so long."""
 PARENT_SECONDS = 5.0
 """Longest wait for the block above to be written, seconds."""
-
-
-class Job(NamedTuple):
-    """Something for a thread. ``run`` answers; ``refuse`` answers that it was not begun."""
-
-    run: Callable[[Mover], None]
-    refuse: Callable[[], None]
-    deadline: float
 
 
 class UnderWay:
@@ -422,59 +403,3 @@ class UnderWay:
         with self._changed:
             if not self._changed.wait_for(lambda: (scope, key) not in self._blocks, seconds):
                 raise TimeoutError(errno.ETIMEDOUT, "the block above it is being written still")
-
-
-class Lane:
-    """Threads that do jobs in the order in which they came."""
-
-    def __init__(self, name: str, threads: int, clock: Callable[[], float]) -> None:
-        self._waiting: deque[Job] = deque()
-        self._changed = threading.Condition()
-        self._clock = clock
-        self._is_open = False
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(threads)]
-
-    def start(self) -> None:
-        self._is_open = True
-        for thread in self._threads:
-            thread.start()
-
-    def add(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs; those that cannot be are refused."""
-        with self._changed:
-            room = MOST_WAITING - len(self._waiting) if self._is_open else 0
-            self._waiting.extend(jobs[:room])
-            self._changed.notify(min(len(jobs), len(self._threads)))
-        for job in jobs[room:]:
-            job.refuse()
-
-    def close(self) -> None:
-        """Refuse what waits, and wait a while for what runs. Idempotent."""
-        with self._changed:
-            self._is_open = False
-            waiting, self._waiting = self._waiting, deque()
-            self._changed.notify_all()
-        for job in waiting:
-            job.refuse()
-        until = time.monotonic() + CLOSE_SECONDS
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, until - time.monotonic()))
-
-    def _work(self) -> None:
-        yield_to_callers()
-        mover = Mover()
-        while True:
-            with self._changed:
-                while not self._waiting and self._is_open:
-                    self._changed.wait()
-                if not self._is_open:
-                    return
-                job = self._waiting.popleft()
-            try:
-                if job.deadline <= self._clock():
-                    job.refuse()
-                else:
-                    job.run(mover)
-            except Exception:  # noqa: BLE001 - the root of a thread: the next job is another's
-                events.failure("storage_job_broke")

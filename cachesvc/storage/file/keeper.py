@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachesvc.memory.extents import yield_to_callers
@@ -17,7 +16,7 @@ from cachesvc.storage.file.folder import Folder
 from cachesvc.storage.file.space import Space, object_path
 from cachesvc.storage.objects import HEADER_BYTES, is_newer, parent_in
 from cachesvc.storage.seam import ObjectName
-from cachesvc.storage.spec import StorageSpec, count_option, seconds_option, size_option
+from cachesvc.storage.spec import StorageSpec, count_option, option, seconds_option, size_option
 from cachesvc.telemetry import events
 
 AWAY_SECONDS = 1.0
@@ -236,36 +235,24 @@ class FileOptions:
     the filesystem lets us, 0 does not."""
 
     root: str
-    capacity: int
-    floor: int = 1 << 30
-    ttl: float = 0.0
-    readers: int = 4
-    writers: int = 2
-    rescan: float = 10.0
-    direct: int = 1
+    capacity: int = option(size_option, 0)
+    floor: int = option(size_option, 1 << 30)
+    ttl: float = option(seconds_option, 0.0)
+    readers: int = option(count_option, 4)
+    writers: int = option(count_option, 2)
+    rescan: float = option(seconds_option, 10.0)
+    direct: int = option(count_option, 1)
 
 
 def file_options(spec: StorageSpec) -> FileOptions:
     """Parse the options. Raises InvalidRequest."""
-    readers: dict[str, Callable[[str, str], float]] = {
-        "capacity": size_option,
-        "floor": size_option,
-        "ttl": seconds_option,
-        "readers": count_option,
-        "writers": count_option,
-        "rescan": seconds_option,
-        "direct": count_option,
-    }
-    spec.check_options(readers)
+    made = spec.read_options(FileOptions, root=spec.where)
     if not spec.where.startswith("/") or "\0" in spec.where:
         raise InvalidRequest(
             f"storage: file:{one_line(spec.where)} is not an absolute path, such as file:/var/cache/cachesvc"
         )
     if "capacity" not in spec.options:
         raise InvalidRequest("storage: file needs capacity=SIZE, what all objects may take, such as capacity=200GiB")
-    values = {name: readers[name](name, value) for name, value in spec.options.items()}
-    whole = {name: int(value) for name, value in values.items() if name not in ("ttl", "rescan")}
-    made = FileOptions(spec.where, **{**values, **whole})  # type: ignore[arg-type]
     if made.capacity < MIN_CAPACITY_BYTES:
         raise InvalidRequest(f"storage: capacity must be at least {MIN_CAPACITY_BYTES} (1 MiB), got {made.capacity}")
     if not 1 <= made.readers <= 64 or not 1 <= made.writers <= 64 or made.direct not in (0, 1):

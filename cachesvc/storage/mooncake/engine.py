@@ -12,37 +12,35 @@ import re
 import threading
 import time
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from cachesvc.memory.extents import address_of, yield_to_callers
+from cachesvc.memory.extents import address_of
 from cachesvc.model.errors import Unavailable
+from cachesvc.storage.known import KnownObjects, Leaving
 from cachesvc.storage.mooncake import native
-from cachesvc.storage.mooncake.native import BATCH_ITEMS, OK, Carry, Lane, Library, MooncakeOptions, Task
+from cachesvc.storage.mooncake.native import BATCH_ITEMS, OK, Batches, Carry, Library, MooncakeOptions, Task
 from cachesvc.storage.objects import HEADER_BYTES, is_newer
 from cachesvc.storage.seam import (
     FORMAT,
     Caps,
     Check,
     Checked,
-    Chooser,
     Each,
     Found,
-    Gone,
     Item,
-    Kept,
     ObjectName,
     Outcome,
-    Part,
     Scope,
     Step,
+    StorageBackend,
     StoreStatus,
     Totals,
-    Use,
     no_step,
 )
+from cachesvc.storage.workers import Job, Workers, nothing
 from cachesvc.telemetry import events
 
 RETRY_SECONDS = 2.0
@@ -50,12 +48,15 @@ RETRY_SECONDS = 2.0
 DISCARD_MARGIN_SECONDS = 0.5
 """The hole after a dead writer was seen to last up to 0.3 s longer than the master's limit."""
 QUESTION_SECONDS = 30.0
+MOST_NAMES = 1 << 17
+"""Most recent objects that are counted."""
+MOST_QUESTIONS = 1024
 DOUBT_SECONDS = 60.0
 """Time for which the memory of a failed read stays in quarantine, seconds: the library gives a transfer up without
 saying whether bytes of it may still come."""
 
 
-class MooncakeStorage:
+class MooncakeStorage(StorageBackend):
     kind = "mooncake"
 
     def __init__(
@@ -76,22 +77,21 @@ class MooncakeStorage:
         self._has_tried = threading.Event()
         self._stopping = threading.Event()
         self._registered = Registered()
-        self._account = Account()
-        self._leaving: set[ObjectName] = set()
-        self._left = threading.Condition()
+        self._known = KnownObjects(most=MOST_NAMES)
+        self._leaving = Leaving()
+        self._aside = threading.Lock()
         self._heads_aside: deque[tuple[float, list[memoryview]]] = deque()
-        self._readers = Lane("mooncake-read", options.readers, self._reader, self._set_aside)
-        self._writers = Lane("mooncake-write", options.writers, self._writer, lambda task: task.end(Outcome.FAILED))
-        self._questions = Questions()
+        self._readers = Batches("mooncake-read", options.readers, self._reader, self._set_aside)
+        self._writers = Batches("mooncake-write", options.writers, self._writer, lambda task: task.end(Outcome.FAILED))
+        self._questions = Workers("mooncake-ask", 1, nothing, most_waiting=MOST_QUESTIONS)
         self._connector = threading.Thread(target=self._connect, name="mooncake-connect", daemon=True)
 
     def start(self) -> None:
         """Raises Unavailable where the library cannot be loaded. A master that is not there is asked again."""
         self._module = self._load()
         self._connector.start()
-        self._questions.start()
-        self._readers.start()
-        self._writers.start()
+        for workers in (self._questions, self._readers.workers, self._writers.workers):
+            workers.start()
 
     def register(self, chunk: memoryview) -> None:
         """Register memory with the library's client, as soon as there is one."""
@@ -99,29 +99,19 @@ class MooncakeStorage:
 
     def describe(self, scope: Scope, label: str) -> None:
         """Set a label for this daemon's status alone."""
-        self._account.describe(scope, label)
-
-    def watch(self, gone: Gone) -> None:
-        """Do nothing: the store does not report what it evicts."""
-
-    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
-        """No-op: the store evicts by its own rules."""
-
-    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:  # noqa: ARG002 - the seam's
-        return None
+        self._known.describe(scope, label)
 
     def exists(self, names: Sequence[ObjectName], deadline: float, found: Found) -> None:
         """Ask the master; for some seconds it also claims what a dead server had."""
         texts = [name.text for name in names]
-
-        nothing = [False] * len(texts)
+        none = [False] * len(texts)
 
         def ask() -> None:
             library = self._library
             codes = library.batch_is_exist(texts) if library is not None and time.monotonic() < deadline else []
-            found([code == 1 for code in codes] if len(codes) == len(texts) else nothing)
+            found([code == 1 for code in codes] if len(codes) == len(texts) else none)
 
-        self._questions.add(ask, partial(found, nothing))
+        self._questions.add([Job(lambda _: ask(), partial(found, none))])
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read in batches, each piece to where it belongs."""
@@ -134,16 +124,14 @@ class MooncakeStorage:
     def remove(self, names: Sequence[ObjectName]) -> None:
         """Remove objects in the background; look-ups meanwhile miss them."""
         gone = list(names)
-        with self._left:
-            self._leaving.update(gone)
-        self._questions.add(partial(self._remove, gone), partial(self._forget, gone))
+        self._leaving.begin(gone)
+        self._questions.add([Job(lambda _: self._remove(gone), partial(self._forget, gone))])
 
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:  # noqa: ARG002 - a store's own checksums
         """Look again in the background, and remove what is not of a newer format; look-ups meanwhile miss."""
         gone = list(names)
-        with self._left:
-            self._leaving.update(gone)
-        self._questions.add(partial(self._look_again, gone), partial(self._forget, gone))
+        self._leaving.begin(gone)
+        self._questions.add([Job(lambda _: self._look_again(gone), partial(self._forget, gone))])
 
     def _look_again(self, names: list[ObjectName]) -> None:
         library = self._library
@@ -158,27 +146,27 @@ class MooncakeStorage:
         code = -1 if library is None else library.remove_by_regex(pattern, True)
         if code < 0:
             raise Unavailable(f"the Mooncake master at {self._options.master} did not purge (code {code}); try again")
-        self._account.purge(scope)
+        self._known.forget(scope)
         return code
 
     def status(self) -> StoreStatus:
         """Objects that this daemon has put and not seen go; not those of other nodes."""
-        return self._account.status()
+        return self._known.status(int(time.time()))
 
     def totals(self) -> Totals:
-        return self._account.totals()
+        return Totals(len(self._known), self._known.size_bytes, 0, 0)
 
     def check_all(self, check: Check, step: Step = no_step) -> Checked:
         """Check what this daemon has put lately; others' objects cannot be listed. Raises Unavailable."""
         library, found = self._library, Checked()
         if library is None:
             raise Unavailable(f"the Mooncake master at {self._options.master} was not found yet; try again")
-        for name in self._account.names():
+        for name in self._known.names():
             step()
             content = library.get(name.text)
             if not content:
                 found.missing += 1
-                self._account.drop(name)
+                self._known.drop(name)
                 continue
             verdict = check(name, memoryview(content))
             if verdict is Outcome.MISS:
@@ -189,18 +177,16 @@ class MooncakeStorage:
             found.size_bytes += len(content)
             if verdict is not Outcome.OK:
                 found.wrong += 1
-                with self._left:
-                    self._leaving.add(name)
+                self._leaving.begin([name])
                 self._remove([name])
         return found
 
     def close(self) -> None:
         """Threads that hang in the library are left behind, with their memory and the client."""
         self._stopping.set()
-        with self._left:
-            self._left.notify_all()
-        are_through = [lane.close() for lane in (self._readers, self._writers)]
-        if self._questions.close() and all(are_through) and not self._connector.is_alive():
+        self._leaving.close()
+        are_through = [batches.workers.close() for batches in (self._readers, self._writers)]
+        if self._questions.finish() and all(are_through) and not self._connector.is_alive():
             library, self._library = self._library, None
             self._registered.disconnect()
             if library is not None:
@@ -228,7 +214,7 @@ class MooncakeStorage:
 
     def _heads(self) -> list[memoryview]:
         """A thread's own memory for headers, where bytes may come to."""
-        with self._left:
+        with self._aside:
             if self._heads_aside and self._heads_aside[0][0] <= time.monotonic():
                 return self._heads_aside.popleft()[1]
         slab = memoryview(mmap.mmap(-1, HEADER_BYTES * BATCH_ITEMS))
@@ -263,11 +249,10 @@ class MooncakeStorage:
 
     def _read(self, batch: list[Task], heads: list[memoryview]) -> bool:
         """False where bytes of it may still come."""
-        with self._left:
-            leaving = [task for task in batch if task.item.name in self._leaving]
-            batch = [task for task in batch if task.item.name not in self._leaving]
-        for task in leaving:
-            task.end(Outcome.MISS)
+        for task in batch:
+            if task.item.name in self._leaving:
+                task.end(Outcome.MISS)
+        batch = [task for task in batch if not task.is_ended]
         if (usable := self._usable(batch)) is None:
             return True
         library, batch = usable
@@ -280,7 +265,7 @@ class MooncakeStorage:
             elif outcome is Outcome.WRONG:
                 self.remove([task.item.name])
             elif outcome is Outcome.MISS:
-                self._account.drop(task.item.name)
+                self._known.drop(task.item.name)
             elif outcome is Outcome.LATE:
                 is_sure = False
                 self._set_aside(task)
@@ -313,7 +298,8 @@ class MooncakeStorage:
         return lambda batch: self._write(batch, heads, config)
 
     def _write(self, batch: list[Task], heads: list[memoryview], config: object) -> None:
-        self._wait_for_removals(batch)
+        until = min(time.monotonic() + QUESTION_SECONDS, *(task.deadline for task in batch))
+        self._leaving.wait_for([task.item.name for task in batch], until - time.monotonic())
         if (usable := self._usable(batch)) is None:
             return
         library, batch = usable
@@ -327,7 +313,7 @@ class MooncakeStorage:
     def _settle(self, task: Task, code: int, *, is_there: bool) -> None:
         again = time.monotonic() + self._options.discard + DISCARD_MARGIN_SECONDS
         if code == native.OK and is_there:
-            self._account.add(task.item.name, HEADER_BYTES + task.item.payload_bytes)
+            self._known.add(task.item.name, HEADER_BYTES + task.item.payload_bytes, int(time.time()))
             task.end(Outcome.OK)
         elif code == native.OK and not task.tries and again < task.deadline:
             task.tries += 1
@@ -360,155 +346,8 @@ class MooncakeStorage:
 
     def _forget(self, names: list[ObjectName]) -> None:
         for name in names:
-            self._account.drop(name)
-        with self._left:
-            self._leaving.difference_update(names)
-            self._left.notify_all()
-
-    def _wait_for_removals(self, batch: list[Task]) -> None:
-        """Wait until removals are done: a name must be gone before it is put again."""
-        names = {task.item.name for task in batch}
-        until = min(time.monotonic() + QUESTION_SECONDS, *(task.deadline for task in batch))
-        with self._left:
-            while names & self._leaving and not self._stopping.is_set() and time.monotonic() < until:
-                self._left.wait(until - time.monotonic())
-
-
-MOST_NAMES = 1 << 17
-"""Most recent objects that are counted, some 230 bytes each."""
-
-
-class Account:
-    """Objects that were put here and not seen go. Any thread."""
-
-    def __init__(self) -> None:
-        self._sizes: OrderedDict[ObjectName, int] = OrderedDict()
-        self._kept: dict[Scope, Kept] = {}
-        self._lock = threading.Lock()
-
-    def describe(self, scope: Scope, label: str) -> None:
-        with self._lock:
-            self._of(scope).label = label
-
-    def add(self, name: ObjectName, size_bytes: int) -> None:
-        """Count an object that was put, and was there."""
-        with self._lock:
-            self._drop(name)
-            self._sizes[name] = size_bytes
-            kept = self._of(name.scope)
-            kept.objects += 1
-            kept.size_bytes += size_bytes
-            if len(self._sizes) > MOST_NAMES:
-                self._drop(next(iter(self._sizes)))
-
-    def drop(self, name: ObjectName) -> None:
-        """Forget an object, if it is known."""
-        with self._lock:
-            self._drop(name)
-
-    def purge(self, scope: Scope | None) -> None:
-        """Forget all objects of a scope, or all."""
-        with self._lock:
-            for name in [name for name in self._sizes if scope in (None, name.scope)]:
-                self._drop(name)
-
-    def status(self) -> StoreStatus:
-        """Never complete: other nodes' objects are not in it."""
-        with self._lock:
-            scopes = {scope: Kept(kept.label, kept.objects, kept.size_bytes) for scope, kept in self._kept.items()}
-            return StoreStatus(len(self._sizes), sum(self._sizes.values()), is_complete=False, scopes=scopes)
-
-    def totals(self) -> Totals:
-        """Their sums; the store's capacity is not this daemon's."""
-        with self._lock:
-            return Totals(len(self._sizes), sum(kept.size_bytes for kept in self._kept.values()), 0, 0)
-
-    def names(self) -> list[ObjectName]:
-        with self._lock:
-            return list(self._sizes)
-
-    def _of(self, scope: Scope) -> Kept:
-        return self._kept.setdefault(scope, Kept(""))
-
-    def _drop(self, name: ObjectName) -> None:
-        size_bytes = self._sizes.pop(name, None)
-        if size_bytes is not None:
-            kept = self._of(name.scope)
-            kept.objects -= 1
-            kept.size_bytes -= size_bytes
-
-
-MOST_WAITING = 1024
-CLOSE_SECONDS = 1.0
-
-
-class Question(NamedTuple):
-    """``ask`` asks, and answers; ``give_up`` answers where that raised, or is not done any more."""
-
-    ask: Callable[[], None]
-    give_up: Callable[[], None]
-
-
-class Questions:
-    """Asked in their order. At the end those that wait are asked still, as long as none hangs."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Question] = deque()
-        self._changed = threading.Condition()
-        self._is_open = False
-        self._is_busy = False
-        self._thread = threading.Thread(target=self._work, name="mooncake-ask", daemon=True)
-
-    @property
-    def is_idle(self) -> bool:
-        """True where nothing waits and nothing is asked."""
-        with self._changed:
-            return not self._waiting and not self._is_busy
-
-    def start(self) -> None:
-        self._is_open = True
-        self._thread.start()
-
-    def add(self, ask: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """See ``Question``: one of both answers, unless the question hangs."""
-        with self._changed:
-            is_taken = self._is_open and len(self._waiting) < MOST_WAITING
-            if is_taken:
-                self._waiting.append(Question(ask, give_up))
-                self._changed.notify()
-        if not is_taken:
-            give_up()
-
-    def close(self) -> bool:
-        """False where one hangs still; those behind it are given up."""
-        with self._changed:
-            self._is_open = False
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)
-        with self._changed:
-            waiting, self._waiting = self._waiting, deque()
-        for each in waiting:
-            each.give_up()
-        return not self._thread.is_alive()
-
-    def _work(self) -> None:
-        yield_to_callers()
-        while True:
-            with self._changed:
-                self._is_busy = False
-                while not self._waiting and self._is_open:
-                    self._changed.wait()
-                if not self._waiting:
-                    return
-                question = self._waiting.popleft()
-                self._is_busy = True
-            for step in question:
-                try:
-                    step()
-                    break
-                except Exception:  # noqa: BLE001 - the root of a thread: the next question is another's
-                    events.failure("storage_question_broke")
+            self._known.drop(name)
+        self._leaving.end(names)
 
 
 class Registered:

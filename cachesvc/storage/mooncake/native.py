@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import importlib
 import os
 import socket
@@ -13,13 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from cachesvc.memory.extents import address_of, yield_to_callers
+from cachesvc.memory.extents import address_of
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.model.text import parse_address
 from cachesvc.storage.seam import Each, Item, Outcome
-from cachesvc.storage.spec import StorageSpec, number_option, seconds_option, size_option
+from cachesvc.storage.spec import StorageSpec, count_option, option, seconds_option, size_option, text_option
+from cachesvc.storage.workers import Job, Workers
 from cachesvc.telemetry import events
 
 OK = 0
@@ -157,23 +158,22 @@ def addresses(head: memoryview, pages: Sequence[memoryview]) -> tuple[list[int],
     return list(map(address_of, pieces)), list(map(len, pieces))
 
 
-MOST_WAITING = 1 << 16
-"""Items that wait for a thread; more are BUSY."""
 BATCH_ITEMS = 32
 BATCH_BYTES = 4 << 20
 """Bytes of one call to the library: a batch is worth 5 to 10 times at 64 KiB and nothing from 4 MiB on."""
-CLOSE_SECONDS = 1.0
 
 
 @dataclass(slots=True)
 class Task:
-    """An item to carry out by ``deadline`` (monotonic seconds). ``tries``: how often it was before."""
+    """An item to carry out by ``deadline`` (monotonic seconds). ``tries``: how often it was before.
+    ``is_taken``: a thread has it."""
 
     item: Item
     deadline: float
     index: int
     each: Each
     tries: int = 0
+    is_taken: bool = False
     is_ended: bool = False
     is_aside: bool = False
 
@@ -193,106 +193,66 @@ class Task:
 
 
 Carry = Callable[[list[Task]], None]
-"""Ends every task that it is given, or gives it back to the lane for later. Blocks."""
+"""Ends every task that it is given, or puts it off. Blocks."""
 
 
-class Lane:
-    """``make``: called on each thread for what carries its batches out; it may block until there is an engine.
-    ``broke``: ends a task whose batch broke on its way."""
+class Batches:
+    """Tasks that wait for threads, which carry them out in batches. ``make``: as of Workers. ``broke``: ends a task
+    whose batch broke on its way."""
 
     def __init__(self, name: str, threads: int, make: Callable[[], Carry], broke: Callable[[Task], None]) -> None:
-        self._make = make
+        self.workers = Workers(name, threads, make)
         self._broke = broke
         self._waiting: deque[Task] = deque()
-        self._later: list[tuple[float, int, Task]] = []
-        self._number = 0
-        self._changed = threading.Condition()
-        self._is_open = False
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True) for n in range(threads)]
-
-    def start(self) -> None:
-        self._is_open = True
-        for thread in self._threads:
-            thread.start()
+        self._lock = threading.Lock()
 
     def add(self, tasks: Sequence[Task]) -> None:
-        """Queue tasks. Those that find no room are BUSY."""
-        with self._changed:
-            room = MOST_WAITING - len(self._waiting) if self._is_open else 0
-            self._waiting.extend(tasks[:room])
-            self._changed.notify(min(len(tasks), len(self._threads)))
-        for task in tasks[room:]:
-            task.end(Outcome.BUSY)
+        """Queue tasks. Those that find no room, or are not begun in time, are BUSY."""
+        with self._lock:
+            self._waiting.extend(tasks)
+        self.workers.add([self._job(task) for task in tasks])
 
     def put_off(self, task: Task, until: float) -> None:
-        """Carry it out at ``until``, monotonic seconds."""
-        with self._changed:
-            if self._is_open:
-                self._number += 1
-                heapq.heappush(self._later, (until, self._number, task))
-                self._changed.notify()
-                return
-        task.end(Outcome.BUSY)
+        """Carry out a task once more at ``until``, monotonic seconds."""
+        task.is_taken = False
+        self.workers.put_off(self._job(task), until)
 
-    def close(self) -> bool:
-        """Refuse waiting calls as BUSY and give running ones a second. False where a thread hangs still."""
-        with self._changed:
-            self._is_open = False
-            waiting = [*self._waiting, *(task for _, _, task in self._later)]
-            self._waiting.clear()
-            self._later.clear()
-            self._changed.notify_all()
-        for task in waiting:
+    def _job(self, task: Task) -> Job[Carry]:
+        return Job(partial(self._run, task), partial(self._refuse, task), task.deadline)
+
+    def _refuse(self, task: Task) -> None:
+        with self._lock:
+            was_taken, task.is_taken = task.is_taken, True
+        if not was_taken:
             task.end(Outcome.BUSY)
-        until = time.monotonic() + CLOSE_SECONDS
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self) -> None:
-        yield_to_callers()
-        carry = self._make()
-        while (batch := self._next()) is not None:
-            try:
-                carry(batch)
-            except Exception:  # noqa: BLE001 - the root of a thread: the next batch is another's
-                events.failure("storage_batch_broke")
-                for task in batch:
-                    self._broke(task)
+    def _run(self, first: Task, carry: Carry) -> None:
+        if not (batch := self._take(first)):
+            return
+        try:
+            carry(batch)
+        except Exception:  # noqa: BLE001 - a batch ends otherwise than the job that carries it
+            events.failure("storage_batch_broke")
+            for task in batch:
+                self._broke(task)
 
-    def _next(self) -> list[Task] | None:
-        """A batch; None at the end. What is over its deadline is BUSY."""
-        while True:
-            with self._changed:
-                while self._is_open and not self._is_due():
-                    self._changed.wait(self._later[0][0] - time.monotonic() if self._later else None)
-                if not self._is_open:
-                    return None
-                batch, over = self._take(time.monotonic())
-            for task in over:
-                task.end(Outcome.BUSY)
-            if batch:
-                return batch
-
-    def _is_due(self) -> bool:
-        return bool(self._waiting) or (bool(self._later) and self._later[0][0] <= time.monotonic())
-
-    def _take(self, now: float) -> tuple[list[Task], list[Task]]:
-        """Under the lock: what is to be done now, and what is over."""
-        while self._later and self._later[0][0] <= now:
-            self._waiting.appendleft(heapq.heappop(self._later)[2])
-        batch: list[Task] = []
-        over: list[Task] = []
-        size_bytes = 0
-        while self._waiting and len(batch) < BATCH_ITEMS:
-            size_bytes += self._waiting[0].item.payload_bytes
-            if batch and size_bytes > BATCH_BYTES:
-                break
-            task = self._waiting.popleft()
-            if not task.is_ended:
-                (batch if task.deadline > now else over).append(task)
-        return batch, over
+    def _take(self, first: Task) -> list[Task]:
+        """A batch that begins with a task; empty where an earlier one had it."""
+        with self._lock:
+            if first.is_taken:
+                return []
+            first.is_taken = True
+            batch, size_bytes, now = [first], first.item.payload_bytes, time.monotonic()
+            while self._waiting and len(batch) < BATCH_ITEMS:
+                task = self._waiting[0]
+                if not task.is_taken and task.deadline > now:  # what is over its deadline is refused by its own job
+                    size_bytes += task.item.payload_bytes
+                    if size_bytes > BATCH_BYTES:
+                        break
+                    task.is_taken = True
+                    batch.append(task)
+                self._waiting.popleft()
+        return batch
 
 
 PROTOCOLS = ("tcp", "rdma")
@@ -309,15 +269,15 @@ class MooncakeOptions:
     put_start_discard_timeout_sec): until then a put of the same name says 0, and nothing is stored."""
 
     master: str
-    host: str = "127.0.0.1"
-    segment: int = 0
-    buffer: int = 16 << 20
-    protocol: str = "tcp"
-    devices: str = ""
-    readers: int = 4
-    writers: int = 2
-    replicas: int = 1
-    discard: float = 5.0
+    host: str = option(text_option, "127.0.0.1")
+    segment: int = option(size_option, 0)
+    buffer: int = option(size_option, 16 << 20)
+    protocol: str = option(text_option, "tcp")
+    devices: str = option(text_option, "")
+    readers: int = option(count_option, 4)
+    writers: int = option(count_option, 2)
+    replicas: int = option(count_option, 1)
+    discard: float = option(seconds_option, 5.0)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -326,21 +286,8 @@ class MooncakeOptions:
 
 def mooncake_options(spec: StorageSpec) -> MooncakeOptions:
     """Parse the options. Raises InvalidRequest."""
-    readers: dict[str, Callable[[str, str], object]] = {
-        "host": _text,
-        "segment": size_option,
-        "buffer": size_option,
-        "protocol": _text,
-        "devices": _text,
-        "readers": _count,
-        "writers": _count,
-        "replicas": _count,
-        "discard": seconds_option,
-    }
-    spec.check_options(readers)
+    made = spec.read_options(MooncakeOptions, master=spec.where)
     parse_address("storage: the master of mooncake", spec.where, least_port=1)
-    values = {name: readers[name](name, value) for name, value in spec.options.items()}
-    made = MooncakeOptions(spec.where, **values)  # type: ignore[arg-type]
     if made.protocol not in PROTOCOLS:
         raise InvalidRequest(f"storage: protocol={made.protocol} is not one of {', '.join(PROTOCOLS)}")
     if not 1 <= made.readers <= MOST_THREADS or not 1 <= made.writers <= MOST_THREADS:
@@ -348,14 +295,3 @@ def mooncake_options(spec: StorageSpec) -> MooncakeOptions:
     if not 1 <= made.replicas <= MOST_REPLICAS:
         raise InvalidRequest(f"storage: replicas is 1 to {MOST_REPLICAS}")
     return made
-
-
-def _text(_: str, text: str) -> str:
-    return text
-
-
-def _count(name: str, text: str) -> int:
-    value = number_option(name, text)
-    if value != int(value):
-        raise InvalidRequest(f"storage: {name}={text} is not a whole number")
-    return int(value)

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.model.text import is_loopback, one_line
-from cachesvc.storage.spec import StorageSpec, count_option, seconds_option, size_option
+from cachesvc.storage.spec import StorageSpec, count_option, option, seconds_option, size_option, text_option
 
 REGION = "us-east-1"
 FIRST_PAUSE = timedelta(milliseconds=50)
@@ -326,6 +326,13 @@ _URL = re.compile(r"[A-Za-z0-9:/._~%\[\]-]+")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()=-]+(/[A-Za-z0-9!_.*'()=-]+)*")
 
 
+def region_option(name: str, text: str) -> str:
+    """A region's name: it becomes a part of host names. Raises InvalidRequest."""
+    if _REGION.fullmatch(text) is None:
+        raise InvalidRequest(f"storage: {name}={one_line(text)} is not a region's name such as eu-west-1")
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class S3Options:
     """``endpoint``: URL of the store; empty: the region's own. ``ca``: PEM file of roots that are trusted besides the
@@ -337,20 +344,20 @@ class S3Options:
 
     bucket: str
     prefix: str = ""
-    endpoint: str = ""
-    region: str = ""
-    ca: str = ""
-    profile: str = ""
-    capacity: int = 0
-    readers: int = 16
-    writers: int = 8
-    part: int = 8 << 20
-    retries: int = 2
-    rescan: float = 3600.0
-    absent: float = 5.0
+    endpoint: str = option(text_option, "")
+    region: str = option(region_option, "")
+    ca: str = option(text_option, "")
+    profile: str = option(text_option, "")
+    capacity: int = option(size_option, 0)
+    readers: int = option(count_option, 16)
+    writers: int = option(count_option, 8)
+    part: int = option(size_option, 8 << 20)
+    retries: int = option(count_option, 2)
+    rescan: float = option(seconds_option, 3600.0)
+    absent: float = option(seconds_option, 5.0)
     timeout: float = 5.0
-    insecure: int = 0
-    addressing: str = "path"
+    insecure: int = option(count_option, 0)
+    addressing: str = option(text_option, "path")
 
     @property
     def is_plain(self) -> bool:
@@ -359,25 +366,8 @@ class S3Options:
 
 def s3_options(spec: StorageSpec) -> S3Options:
     """Parse the options. Raises InvalidRequest."""
-    readers: dict[str, Callable[[str, str], object]] = {
-        "endpoint": _text,
-        "region": region_option,
-        "ca": _text,
-        "profile": _text,
-        "addressing": _text,
-        "capacity": size_option,
-        "part": size_option,
-        "readers": count_option,
-        "writers": count_option,
-        "retries": count_option,
-        "insecure": count_option,
-        "rescan": seconds_option,
-        "absent": seconds_option,
-    }
-    spec.check_options(readers)
     bucket, prefix = _place(spec.where)
-    values = {name: readers[name](name, value) for name, value in spec.options.items()}
-    made = S3Options(bucket, prefix, timeout=spec.tier.deadline, **values)  # type: ignore[arg-type]
+    made = spec.read_options(S3Options, bucket=bucket, prefix=prefix, timeout=spec.tier.deadline)
     _check_endpoint(made)
     if not 1 <= made.readers <= MOST_THREADS or not 1 <= made.writers <= MOST_THREADS:
         raise InvalidRequest(f"storage: readers and writers are 1 to {MOST_THREADS} requests at a time")
@@ -434,14 +424,3 @@ def _host(endpoint: str) -> str:
     except ValueError:
         return ""
     return "" if has_more or parts.scheme not in ("http", "https") else parts.hostname or ""
-
-
-def region_option(name: str, text: str) -> str:
-    """A region's name: it becomes a part of host names. Raises InvalidRequest."""
-    if _REGION.fullmatch(text) is None:
-        raise InvalidRequest(f"storage: {name}={one_line(text)} is not a region's name such as eu-west-1")
-    return text
-
-
-def _text(_: str, text: str) -> str:
-    return text

@@ -7,23 +7,15 @@ Number of leading names that are there, by few questions.
 
 A block is of use only with all before it, and is written after them, so presence along a prompt is a step: the first
 name is asked alone, as most prompts have none, then a few at a time between what is there and what is not.
-
-Objects of the bucket as far as this daemon knows: listed, written or read here. Hints, never hits.
-
-Other daemons write and the bucket's rules delete meanwhile. What is unknown has to be asked for; what was asked for and
-was absent is remembered for a while, so that a prompt that is asked again costs no question.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +23,7 @@ from cachesvc.memory.extents import yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text import one_line
-from cachesvc.storage.file.engine import CLOSE_SECONDS, Job, Lane
+from cachesvc.storage.known import KnownObjects, Leaving
 from cachesvc.storage.objects import MAGIC, is_newer
 from cachesvc.storage.s3.client import RequestFailed, S3Bucket, S3Options, Trouble
 from cachesvc.storage.seam import (
@@ -41,23 +33,21 @@ from cachesvc.storage.seam import (
     Caps,
     Check,
     Checked,
-    Chooser,
     Each,
     Found,
-    Gone,
     Item,
-    Kept,
     ObjectName,
     Outcome,
     Part,
     Scope,
     Step,
+    StorageBackend,
     StoreStatus,
     Totals,
     Troubles,
-    Use,
     no_step,
 )
+from cachesvc.storage.workers import CLOSE_SECONDS, Job, Workers, nothing
 from cachesvc.telemetry import events
 
 ASKERS = 16
@@ -65,7 +55,7 @@ ASKERS = 16
 REMOVED_AT_ONCE = 1000
 
 
-class S3Storage:
+class S3Storage(StorageBackend):
     """Storage engine over a bucket. ``clock``: monotonic seconds, for deadlines."""
 
     kind = "s3"
@@ -77,38 +67,28 @@ class S3Storage:
         self._bucket: S3Bucket | None = None
         self._known = KnownObjects(options.absent, clock)
         self._troubles = Troubles(clock)
-        self._leaving: set[ObjectName] = set()
-        self._left = threading.Condition()
+        self._leaving = Leaving()
         self._stopping, self._list_due = threading.Event(), threading.Event()
         self._problem = ""
         self._is_doubted = self._lists_alone = self._has_lost_bucket = self._has_answered = False
-        self._readers = Lane("s3-read", options.readers, clock)
-        self._writers = Lane("s3-write", options.writers, clock)
-        self._askers = Lane("s3-ask", ASKERS, clock)
-        self._removers = Lane("s3-remove", 1, clock)
+        self._readers = Workers("s3-read", options.readers, nothing, clock)
+        self._writers = Workers("s3-write", options.writers, nothing, clock)
+        self._askers = Workers("s3-ask", ASKERS, nothing, clock)
+        self._removers = Workers("s3-remove", 1, nothing, clock)
         self._lister = threading.Thread(target=self._list_again, name="s3-list", daemon=True)
 
     def start(self) -> None:
         """Begin; what is there is listed behind it. A store that does not answer costs no start. Raises Unavailable,
         InvalidRequest."""
         self._bucket = S3Bucket(self._options)
-        for lane in (self._readers, self._writers, self._askers, self._removers):
-            lane.start()
+        for each in (self._readers, self._writers, self._askers, self._removers):
+            each.start()
         self._lister.start()
-
-    def register(self, chunk: memoryview) -> None:
-        """No-op: any memory will do."""
 
     def describe(self, scope: Scope, label: str) -> None:
         """Kept in the bucket, for daemons that have no such model."""
         if self._known.describe(scope, label):
-            self._writers.add([Job(lambda _: self._describe(scope, label), _nothing, float("inf"))])
-
-    def watch(self, gone: Gone) -> None:
-        """Do nothing: the store does not report what its rules delete."""
-
-    def used(self, scope: Scope, uses: Sequence[Use], chooser: Chooser | None) -> None:
-        """No-op: the bucket's rules delete."""
+            self._writers.add([Job(lambda _: self._describe(scope, label))])
 
     def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
         """Expect what is known; None where the store must be asked."""
@@ -128,7 +108,7 @@ class S3Storage:
 
     def get(self, items: Sequence[Item], deadline: float, each: Each) -> None:
         """Read in the order of ``items``; a large one by several requests."""
-        jobs: list[Job] = []
+        jobs: list[Job[None]] = []
         for index, item in enumerate(items):
             spans = ranges(len(item.head) + item.payload_bytes, self._options.part)
             whole = Gather(len(spans), partial(self._end_read, index, item, each))
@@ -152,13 +132,13 @@ class S3Storage:
         """Remove objects in the background; look-ups meanwhile miss them."""
         gone = list(names)
         self._hide(gone)
-        self._removers.add([Job(lambda _: self._remove(gone), partial(self._forget, gone), float("inf"))])
+        self._removers.add([Job(lambda _: self._remove(gone), partial(self._leaving.end, gone))])
 
     def doubt(self, names: Sequence[ObjectName], check: Check) -> None:
         """Read once more in the background: the bytes may have changed on their way here. Look-ups meanwhile miss."""
         gone = list(names)
         self._hide(gone)
-        self._removers.add([Job(lambda _: self._look_again(gone, check), partial(self._forget, gone), float("inf"))])
+        self._removers.add([Job(lambda _: self._look_again(gone, check), partial(self._leaving.end, gone))])
 
     def purge(self, scope: Scope | None, step: Step = no_step) -> int:
         """Purge all daemons' objects, as the store lists them. Raises Unavailable."""
@@ -212,10 +192,9 @@ class S3Storage:
     def close(self) -> None:
         self._stopping.set()
         self._list_due.set()
-        with self._left:
-            self._left.notify_all()
-        for lane in (self._askers, self._readers, self._writers, self._removers):
-            lane.close()
+        self._leaving.close()
+        for each in (self._askers, self._readers, self._writers, self._removers):
+            each.close()
         if self._lister.is_alive():
             self._lister.join(CLOSE_SECONDS)
 
@@ -306,7 +285,7 @@ class S3Storage:
         except RequestFailed as error:
             self._note_unread(error)
         finally:
-            self._forget(names)
+            self._leaving.end(names)
 
     def _is_wrong(self, name: ObjectName, check: Check) -> bool:
         """True where an object that was wrong is so again, or is of an older format. Raises RequestFailed."""
@@ -321,7 +300,7 @@ class S3Storage:
 
     def _write(self, item: Item, deadline: float) -> Outcome:
         size_bytes = len(item.head) + item.payload_bytes
-        if not self._is_free(item.name, deadline):
+        if not self._leaving.wait_for([item.name], min(deadline - self._clock(), self._options.timeout)):
             return Outcome.BUSY
         if item.name in self._known:
             return Outcome.OK
@@ -336,18 +315,8 @@ class S3Storage:
         self._known.add(item.name, size_bytes, int(time.time()))
         return Outcome.OK
 
-    def _is_free(self, name: ObjectName, deadline: float) -> bool:
-        """Wait until the removal of an object of this name is done; False where it is not in time."""
-        with self._left:
-            while name in self._leaving and not self._stopping.is_set():
-                left = min(deadline, self._clock() + self._options.timeout) - self._clock()
-                if left <= 0 or not self._left.wait(min(left, threading.TIMEOUT_MAX)):
-                    return False
-            return name not in self._leaving
-
     def _hide(self, names: list[ObjectName]) -> None:
-        with self._left:
-            self._leaving.update(names)
+        self._leaving.begin(names)
         for name in names:
             self._known.drop(name)
 
@@ -358,12 +327,7 @@ class S3Storage:
         except RequestFailed as error:
             self._note_unwritten(error)
         finally:
-            self._forget(names)
-
-    def _forget(self, names: list[ObjectName]) -> None:
-        with self._left:
-            self._leaving.difference_update(names)
-            self._left.notify_all()
+            self._leaving.end(names)
 
     def _describe(self, scope: Scope, label: str) -> None:
         text = label.encode()[:MOST_LABEL_BYTES]
@@ -441,10 +405,6 @@ class S3Storage:
         found = self._require().get(path, 0, size_bytes, size_bytes)
         if found is not None:
             self._known.describe(scope, one_line(bytes(found.content).decode(errors="replace")))
-
-
-def _nothing() -> None:
-    """Do nothing: there is no waiter."""
 
 
 OBJECTS = FORMAT
@@ -580,158 +540,3 @@ def _spread(low: int, high: int) -> list[int]:
     if room <= WIDTH:
         return list(range(low, high))
     return sorted({low + room * at // WIDTH - 1 for at in range(1, WIDTH + 1)})
-
-
-MOST_KNOWN = 1 << 19
-"""Objects that are remembered, some 220 bytes each. Others are asked for."""
-MOST_ABSENT = 1 << 16
-ROUND_MASK = (1 << 32) - 1
-DROPPED_AT_ONCE = 1024
-"""Objects that are forgotten while others wait: about a millisecond."""
-_PART = struct.Struct("<3H")
-_NUMBER = struct.Struct("<I")
-
-
-class Fact(NamedTuple):
-    """Facts of an object, kept as one number: a tuple for each takes twice the memory. ``round``: the last listing that
-    has seen it, or that was under way when it was written."""
-
-    size_bytes: int
-    seconds: int
-    round: int
-
-    @classmethod
-    def of(cls, packed: int) -> Fact:
-        return cls(packed >> 80, packed >> 32 & (1 << 48) - 1, packed & ROUND_MASK)
-
-    @property
-    def packed(self) -> int:
-        return self.size_bytes << 80 | max(0, self.seconds) << 32 | self.round
-
-
-class KnownObjects:
-    def __init__(self, absent_seconds: float, clock: Callable[[], float]) -> None:
-        self._facts: dict[bytes, int] = {}
-        self._absent: OrderedDict[bytes, float] = OrderedDict()
-        self._absent_seconds = absent_seconds
-        self._clock = clock
-        self._numbers: dict[Scope, bytes] = {}
-        self._scopes: list[Scope] = []
-        self._labels: dict[Scope, str] = {}
-        self._lock = threading.Lock()
-        self._round = 0
-        self.size_bytes = 0
-        self.is_complete = False
-
-    def __len__(self) -> int:
-        return len(self._facts)
-
-    def __contains__(self, name: ObjectName) -> bool:
-        return self._packed(name.scope, name.key, name.part) in self._facts
-
-    def describe(self, scope: Scope, label: str) -> bool:
-        """Set the label of a scope; False where it has that already."""
-        with self._lock:
-            self._number(scope)
-            is_new = self._labels.get(scope) != label
-            self._labels[scope] = label
-        return is_new
-
-    def unlabelled(self) -> list[Scope]:
-        with self._lock:
-            return [scope for scope in self._scopes if scope not in self._labels]
-
-    def add(self, name: ObjectName, size_bytes: int, seconds: int) -> None:
-        """Note an object that is there; ``seconds`` since 1970: its age."""
-        with self._lock:
-            self._number(name.scope)
-            packed = self._packed(name.scope, name.key, name.part)
-            self._drop(packed)
-            self._absent.pop(packed, None)
-            self._facts[packed] = Fact(size_bytes, seconds, self._round).packed
-            self.size_bytes += size_bytes
-            if len(self._facts) > MOST_KNOWN:
-                self._drop(next(iter(self._facts)))
-
-    def drop(self, name: ObjectName) -> None:
-        """Note that there is no such object now."""
-        with self._lock:
-            packed = self._packed(name.scope, name.key, name.part)
-            self._drop(packed)
-            self._absent[packed] = self._clock() + self._absent_seconds
-            if len(self._absent) > MOST_ABSENT:
-                self._absent.popitem(last=False)
-
-    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        """Number of leading keys whose parts are all known, or 0 where the first was absent a moment ago; None where
-        that has to be asked."""
-        number = self._numbers.get(scope, b"")
-        ends = [_PART.pack(*part) for part in parts]
-        facts, count = self._facts, 0
-        for at in range(0, len(keys), KEY_BYTES):
-            start = number + keys[at : at + KEY_BYTES]
-            if not all(start + end in facts for end in ends):
-                break
-            count += 1
-        if count or not keys:
-            return count
-        until = [self._absent.get(number + keys[:KEY_BYTES] + end, 0.0) for end in ends]
-        return 0 if number and max(until, default=0.0) > self._clock() else None
-
-    def begin_listing(self) -> int:
-        """Begin a listing of the bucket; returns its number."""
-        with self._lock:
-            self._round += 1
-            return self._round
-
-    def end_listing(self, number: int) -> None:
-        """Forget what a whole listing has not seen and what was not written meanwhile."""
-        with self._lock:
-            gone = [packed for packed, fact in self._facts.items() if fact & ROUND_MASK < number]
-        for first in range(0, len(gone), DROPPED_AT_ONCE):
-            with self._lock:
-                for packed in gone[first : first + DROPPED_AT_ONCE]:
-                    if self._facts.get(packed, number) & ROUND_MASK < number:  # else it was written meanwhile
-                        self._drop(packed)
-        self.is_complete = True
-
-    def forget(self, scope: Scope | None) -> int:
-        """Forget all of a scope, or all; how many objects were known."""
-        with self._lock:
-            start = b"" if scope is None else self._number(scope)
-            gone = [packed for packed in self._facts if packed.startswith(start)]
-            for packed in gone:
-                self._drop(packed)
-        return len(gone)
-
-    def status(self, now: int) -> StoreStatus:
-        """Sums by scope, with ages at ``now`` (seconds since 1970)."""
-        with self._lock:
-            kept = {scope: Kept(self._labels.get(scope, "")) for scope in self._scopes}
-            by_number = {self._numbers[scope]: each for scope, each in kept.items()}
-            facts = list(self._facts.items())
-        size_bytes = 0
-        for packed, number in facts:
-            fact = Fact.of(number)
-            of, age = by_number[packed[: _NUMBER.size]], float(max(0, now - fact.seconds))
-            of.objects += 1
-            of.size_bytes += fact.size_bytes
-            size_bytes += fact.size_bytes
-            of.newest_seconds = age if of.newest_seconds is None else min(of.newest_seconds, age)
-            of.oldest_seconds = age if of.oldest_seconds is None else max(of.oldest_seconds, age)
-        return StoreStatus(len(facts), size_bytes, is_complete=self.is_complete, scopes=kept)
-
-    def _number(self, scope: Scope) -> bytes:
-        known = self._numbers.get(scope)
-        if known is None:
-            known = self._numbers[scope] = _NUMBER.pack(len(self._scopes))
-            self._scopes.append(scope)
-        return known
-
-    def _packed(self, scope: Scope, key: bytes, part: Part) -> bytes:
-        return self._numbers.get(scope, b"") + key + _PART.pack(*part)
-
-    def _drop(self, packed: bytes) -> None:
-        fact = self._facts.pop(packed, None)
-        if fact is not None:
-            self.size_bytes -= Fact.of(fact).size_bytes

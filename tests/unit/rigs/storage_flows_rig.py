@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from cachesvc.flows.core import Fetched, FetchedObject, FetchRequest, KeepRequest, StoredUse, tidy
+from cachesvc.flows.core import tidy
 from cachesvc.flows.fetch import fetched
 from cachesvc.flows.match import match
 from cachesvc.flows.replicas import Sharing
@@ -16,9 +16,31 @@ from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
+from cachesvc.storage.seam import Outcome, Use
+from cachesvc.storage.tier import News
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 
-WHOLE, LENT, GONE, MISPLACED, LATE, BACK = Fetched
+WHOLE, LENT, GONE = Outcome.OK, Outcome.LENT, Outcome.MISS
+MISPLACED, LATE, BACK = Outcome.MISPLACED, Outcome.LATE, None
+
+
+class FetchRequest(NamedTuple):
+    """A fetch that was begun."""
+
+    model: Model
+    ticket: int
+    keys: bytes
+    pages: Sequence[Sequence[int]]
+    parent: bytes
+
+
+class KeepRequest(NamedTuple):
+    """A write that was begun."""
+
+    model: Model
+    key: bytes
+    pages: Sequence[int]
+    parent: bytes
 
 
 class RecordingStorage:
@@ -32,7 +54,7 @@ class RecordingStorage:
         self.there: set[bytes] = set()
         self.fetches: list[FetchRequest] = []
         self.keeps: list[KeepRequest] = []
-        self.uses: list[StoredUse] = []
+        self.uses: list[Use] = []
         self.lags = 0
         self.bytes_left = 1 << 40
         self.forgotten: list[int] = []
@@ -51,10 +73,11 @@ class RecordingStorage:
     def has(self, model: Model, key: bytes) -> bool:
         return key in self.there
 
-    def used(self, model: Model, uses: Sequence[StoredUse]) -> None:
+    def used(self, model: Model, uses: Sequence[Use]) -> None:
         self.uses += uses
 
-    def fetch(self, request: FetchRequest) -> list[int]:
+    def fetch(self, model: Model, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes) -> list[int]:
+        request = FetchRequest(model, ticket, keys, pages, parent)
         self.fetches.append(request)
         blocks = len(request.keys) // KEY_BYTES
         return [sum(pages[block] != NO_PAGE for pages in request.pages) for block in range(blocks)]
@@ -65,7 +88,8 @@ class RecordingStorage:
     def room(self) -> int:
         return self.bytes_left
 
-    def keep(self, request: KeepRequest) -> int:
+    def keep(self, model: Model, key: bytes, pages: Sequence[int], parent: bytes) -> int:
+        request = KeepRequest(model, key, pages, parent)
         self.keeps.append(request)
         return sum(page != NO_PAGE for page in request.pages)
 
@@ -81,14 +105,14 @@ class StorageRig(NamedTuple):
         """One Match call, to be run again and again."""
         return partial(self.rig.once, partial(match, sharing=Sharing()), self.lease, sequence, chain(*prompt), limit)
 
-    def tell(self, blocks: Iterable[int], outcome: Fetched, group: int = 0, fetch: int = -1) -> None:
+    def tell(self, blocks: Iterable[int], outcome: Outcome | None, group: int = 0, fetch: int = -1) -> None:
         """So it went with objects of some blocks of a fetch."""
         request = self.storage.fetches[fetch]
-        found = [FetchedObject(block, (group,), outcome) for block in blocks]
+        found = [News(request.model.id, request.ticket, b"", block, (group,), outcome) for block in blocks]
         fetched(self.rig.core, request.model.id, request.ticket, found)
         self.settle()
 
-    def tell_kept(self, key: bytes, *outcomes: Fetched) -> bool:
+    def tell_kept(self, key: bytes, *outcomes: Outcome | None) -> bool:
         """So it went with a block that was being written."""
         ended = kept(self.rig.core, self.rig.model.id, key, outcomes)
         self.settle()

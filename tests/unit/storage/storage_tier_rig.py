@@ -11,9 +11,10 @@ from cachesvc.model.layout import Layout
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import Outcome
 from cachesvc.storage.spec import TierOptions
-from cachesvc.storage.tier import Carrier, News, Tier
+from cachesvc.storage.tier import News, Tier
+from cachesvc.storage.workers import Workers
 from tests.sim.sim_storage import SimStorage
-from tests.sim.storage_world import InboxCarrier
+from tests.sim.storage_world import InboxWorkers
 from tests.unit.rigs.ledger_rig import chain, one_group
 
 
@@ -34,7 +35,7 @@ class TierRig:
     options: TierOptions = field(default_factory=TierOptions)
     engine: SimStorage = field(default_factory=SimStorage)
     layout: Layout = field(default_factory=one_group)
-    carriers: Callable[[deque[Callable[[], object]]], Carrier] = InboxCarrier
+    workers: Callable[[deque[Callable[[], object]]], Workers[None]] = InboxWorkers
 
     def __post_init__(self) -> None:
         self.now = 50.0
@@ -44,7 +45,7 @@ class TierRig:
         self.model = Facts(self.layout)
         store = ObjectStore(self.engine, lambda: self.now)
         self.tier = Tier(
-            store, self.options, self.view, self.inbox.append, lambda: self.now, lambda _: self.carriers(self.inbox)
+            store, self.options, self.view, self.inbox.append, lambda: self.now, lambda _: self.workers(self.inbox)
         )
         self.tier.tell = lambda _model, _ticket, _key, news: self.told.extend(news)
         self.tier.start()

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from cachesvc.model.errors import InvalidRequest, Unavailable
+from cachesvc.storage.known import MOST_KNOWN, Fact, KnownObjects
 from cachesvc.storage.s3 import client
 from cachesvc.storage.s3.client import file_credentials, s3_options
 from cachesvc.storage.s3.engine import (
-    MOST_KNOWN,
     WIDTH,
     Answer,
-    Fact,
     Gather,
-    KnownObjects,
     Search,
     label_path,
     object_of,

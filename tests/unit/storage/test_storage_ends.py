@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 
-from cachesvc.storage.mooncake.engine import Questions
 from cachesvc.storage.objects import Heads
 from cachesvc.storage.seam import Each, Found, Item, ObjectName, Outcome
 from cachesvc.storage.spec import TierOptions
-from cachesvc.storage.tier import Courier, StorageTask, run_task
+from cachesvc.storage.workers import Job, Workers, nothing, run_job
 from tests.sim.sim_storage import SimStorage
-from tests.sim.storage_world import InboxCarrier
+from tests.sim.storage_world import InboxWorkers
 from tests.unit.rigs.ledger_rig import chain
 from tests.unit.storage.storage_tier_rig import TierRig
 
 BUSY, FAILED, LATE = Outcome.BUSY, Outcome.FAILED, Outcome.LATE
 
 
-class CatchingCarrier(InboxCarrier):
+class CatchingWorkers(InboxWorkers):
     """Goes on after what raises, as a thread does."""
 
-    def add(self, call: Callable[[], None], fail: Callable[[], None]) -> None:
-        super().add(partial(run_task, StorageTask(call, fail)), fail)
+    def add(self, jobs: Sequence[Job[None]]) -> None:
+        super().add([Job(partial(run_job, job, now=0.0)) for job in jobs])
 
 
 class BrokenStorage(SimStorage):
@@ -63,7 +63,7 @@ class NoHeads(Heads):
 
 def broken_rig(*broken: str, knows: bool = True) -> TierRig:
     engine = BrokenStorage(knows=knows)
-    rig = TierRig(TierOptions(deadline=2.0), engine, carriers=CatchingCarrier)
+    rig = TierRig(TierOptions(deadline=2.0), engine, workers=CatchingWorkers)
     rig.keep("ab")
     engine.broken = frozenset(broken)
     return rig
@@ -147,53 +147,71 @@ def test_a_canary_that_breaks_is_followed_by_another() -> None:
     assert rig.is_used()
 
 
-def test_a_courier_goes_on_after_what_raises() -> None:
-    courier, done = Courier("test"), threading.Event()
+def one_worker(most_waiting: int = 4) -> Workers[None]:
+    return Workers("test", 1, nothing, most_waiting=most_waiting)
+
+
+def test_a_job_that_breaks_is_refused_and_the_next_is_run() -> None:
+    workers, done = one_worker(), threading.Event()
     told: list[str] = []
 
-    def call() -> None:
+    def run(_: None) -> None:
         raise RuntimeError("broken")
 
-    def fail() -> None:
-        told.append("failed")
+    def refuse() -> None:
+        told.append("refused")
         raise RuntimeError("broken too")
 
-    courier.start()
-    courier.add(call, fail)
-    courier.add(done.set, fail)
+    workers.start()
+    workers.add([Job(run, refuse), Job(lambda _: done.set(), refuse)])
     done.wait()
-    courier.close()
-    assert told == ["failed"]
+    assert workers.close()
+    workers.add([Job(lambda _: done.set(), partial(told.append, "closed"))])
+    assert told == ["refused", "closed"]
 
 
-def test_a_question_that_breaks_is_given_up_and_the_next_is_asked() -> None:
-    questions, done = Questions(), threading.Event()
+def test_jobs_behind_one_that_hangs_are_refused_at_the_end() -> None:
+    workers, asked, goes_on = one_worker(), threading.Event(), threading.Event()
     told: list[str] = []
 
-    def ask() -> None:
-        raise RuntimeError("the library broke")
-
-    questions.start()
-    questions.add(ask, partial(told.append, "given up"))
-    questions.add(done.set, partial(told.append, "not asked"))
-    done.wait()
-    assert questions.close()
-    questions.add(done.set, partial(told.append, "closed"))
-    assert told == ["given up", "closed"]
-
-
-def test_questions_behind_one_that_hangs_are_given_up_at_the_end() -> None:
-    questions, asked, goes_on = Questions(), threading.Event(), threading.Event()
-    told: list[str] = []
-
-    def hang() -> None:
+    def hang(_: None) -> None:
         asked.set()
         goes_on.wait()
 
-    questions.start()
-    questions.add(hang, partial(told.append, "the first"))
+    workers.start()
+    workers.add([Job(hang, partial(told.append, "the first"))])
     asked.wait()
-    questions.add(asked.set, partial(told.append, "the second"))
-    assert not questions.close()
+    workers.add([Job(lambda _: asked.set(), partial(told.append, "the second"))])
+    assert not workers.finish()
     assert told == ["the second"]
     goes_on.set()
+
+
+def test_what_waits_is_run_before_workers_finish() -> None:
+    workers, told = one_worker(), list[int]()
+    workers.add([Job(nothing, partial(told.append, -1))])
+    workers.start()
+    workers.add([Job(lambda _, number=number: told.append(number)) for number in range(4)])  # type: ignore[misc]
+    assert workers.finish()
+    assert told == [-1, 0, 1, 2, 3]
+
+
+def test_jobs_are_refused_beyond_the_queue_and_after_their_deadline() -> None:
+    workers, told = one_worker(most_waiting=1), list[str]()
+    workers.start()
+    workers.add([Job(lambda _: told.append("run"), partial(told.append, "late"), 0.0)])
+    while not told:
+        threading.Event().wait(0.001)
+    workers.add([Job(nothing), Job(nothing, partial(told.append, "no room"))])
+    assert workers.finish()
+    assert told == ["late", "no room"]
+
+
+def test_a_job_that_is_put_off_is_run_later_or_refused_at_the_end() -> None:
+    workers, done, told = one_worker(), threading.Event(), list[str]()
+    workers.start()
+    workers.put_off(Job(lambda _: told.append("never"), partial(told.append, "refused")), time.monotonic() + 60.0)
+    workers.put_off(Job(lambda _: done.set()), time.monotonic() + 0.01)
+    done.wait()
+    assert workers.close()
+    assert told == ["refused"]

@@ -22,7 +22,7 @@ from cachesvc.storage.tier import (
 )
 from cachesvc.storage.tier import SCOPE as CANARY
 from tests.sim.sim_storage import SimStorage
-from tests.sim.storage_world import InboxCarrier
+from tests.sim.storage_world import InboxWorkers
 from tests.unit.rigs.ledger_rig import chain, one_group, windowed
 from tests.unit.storage.storage_tier_rig import Facts, TierRig
 
@@ -247,7 +247,7 @@ def test_pages_that_are_gone_end_a_call() -> None:
         raise InvalidRequest("the host pool is closed")
 
     closed = Tier(
-        rig.tier.store, rig.options, gone, rig.inbox.append, lambda: rig.now, lambda _: InboxCarrier(rig.inbox)
+        rig.tier.store, rig.options, gone, rig.inbox.append, lambda: rig.now, lambda _: InboxWorkers(rig.inbox)
     )
     closed.tell = rig.tier.tell
     closed.fetch(rig.model, 7, chain(*"ab"), [[1, 2]])

@@ -14,7 +14,7 @@ from cachesvc.storage.spec import TierOptions, WriteWhen
 from cachesvc.storage.tier import News, State, Tier
 from cachesvc.storage.tiers import Tiers
 from tests.sim.sim_storage import SimStorage
-from tests.sim.storage_world import InboxCarrier
+from tests.sim.storage_world import InboxWorkers
 from tests.unit.rigs.ledger_rig import chain, one_group
 from tests.unit.storage.storage_tier_rig import Facts
 
@@ -39,7 +39,7 @@ class Rig:
                     lambda _model, _group, _rank, page: self.page(page),
                     self.inbox.append,
                     lambda: self.now,
-                    lambda _: InboxCarrier(self.inbox),
+                    lambda _: InboxWorkers(self.inbox),
                 )
                 for engine, write in tiers
             ],
