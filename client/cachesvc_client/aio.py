@@ -13,38 +13,26 @@ import contextvars
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from functools import partial, wraps
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from cachesvc.model.answers import (
     NO_POSITIONS,
-    Allocated,
-    Expected,
     Positions,
-    Prefetched,
-    Published,
-    Recycled,
-    Swapped,
-    TicketView,
 )
-from cachesvc.model.layout import Layout
 from cachesvc_client.client import DEFAULT_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUTS, CacheClient
-from cachesvc_client.core.arguments import Retention
-from cachesvc_client.core.errors import CacheClientError, Maker, Registration
-from cachesvc_client.core.keys import PackedKeys
+from cachesvc_client.core.errors import CacheClientError, Maker
 from cachesvc_client.events import EventSubscriber
 from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.event_batch import Batch
-from cachesvc_client.records.sequence_record import NO_DEAD, NO_STATES, States
 from cachesvc_client.records.steps import Recorded, StepBatch
 from cachesvc_client.records.views import LeaseView, SequenceView
-from cachesvc_client.sequence import Sequence
+from cachesvc_client.sequence import LeaseCalls, Sequence
 from cachesvc_client.stepping import PendingStep, StepStream
 from cachesvc_client.wire.connection import DEFAULT_OPTIONS as SUBSCRIBER_OPTIONS
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport
@@ -64,9 +52,153 @@ MOST_THREADS = 128
 
 ANY_TIME = nullcontext()
 """Turn of calls that may run beside each other."""
+P = ParamSpec("P")
 T = TypeVar("T")
+Q = TypeVar("Q")
+H = TypeVar("H", bound=AbstractAsyncContextManager[Any])
 
 log = logging.getLogger(__name__)
+
+
+class Opening(Coroutine[Any, Any, H], Generic[H]):
+    """A handle on its way: ``sequence = await lease.match(keys)``, or ``async with lease.match(keys) as sequence``."""
+
+    def __init__(self, made: Coroutine[Any, Any, H]) -> None:
+        self._made = made
+        self._handle: H | None = None
+
+    def send(self, value: Any) -> Any:
+        return self._made.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._made.throw(*error)
+
+    def close(self) -> None:
+        self._made.close()
+
+    def __await__(self) -> Generator[Any, Any, H]:
+        return self._made.__await__()
+
+    async def __aenter__(self) -> H:
+        self._handle = await self._made
+        await self._handle.__aenter__()
+        return self._handle
+
+    async def __aexit__(self, *left: Any) -> None:
+        assert self._handle is not None
+        await self._handle.__aexit__(*left)
+
+
+class _Threads:
+    """Threads of one client, in which its blocking calls run."""
+
+    def __init__(self) -> None:
+        self._maker = Maker()
+        self._pool = ThreadPoolExecutor(MOST_THREADS, "kvcache-call")
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(
+        self,
+        call: Callable[[], T],
+        turn: AbstractContextManager[Any] = ANY_TIME,
+        undo: Callable[[T], object] | None = None,
+    ) -> T:
+        """Run ``call`` in a thread, within ``turn``. ``undo``: gives back the result of a cancelled call."""
+        self._maker.check()  # a child of the process has none of the threads
+        self._loop = asyncio.get_running_loop()
+        running = self._pool.submit(contextvars.copy_context().run, _in_turn, call, turn)
+        try:
+            return await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            if undo is not None:
+                running.add_done_callback(lambda ended: self._pool.submit(_give_back, ended, undo))
+            raise
+
+    async def end(self, close: Callable[[], None]) -> None:
+        """Run the client's ``close`` in a new thread: all others may be waiting. Calls after it get new threads too."""
+        pool, self._pool = self._pool, ThreadPoolExecutor(MOST_THREADS, "kvcache-call")
+        pool.shutdown(wait=False)
+        await self.run(close)
+
+    def on_loop(self, callback: Callable[..., object]) -> Callable[..., None]:
+        """``callback``, to be called from any thread and run on the loop."""
+
+        def tell(*args: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(callback, *args)
+
+        return tell
+
+
+def _in_turn(call: Callable[[], T], turn: AbstractContextManager[Any]) -> T:
+    with turn:
+        return call()
+
+
+@contextlib.contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+def _give_back(ended: Future[T], undo: Callable[[T], object]) -> None:
+    if ended.cancelled() or ended.exception() is not None:
+        return
+    try:
+        undo(ended.result())
+    except CacheClientError as gone:  # it goes with its lease
+        log.debug("result_not_given_back why=%s", gone)
+
+
+class _Shared(NamedTuple):
+    """Handles of one lease share these. ``steps``: turn of calls that may send a step."""
+
+    threads: _Threads
+    calls: LeaseCalls
+    steps: threading.Lock
+
+
+def _any_time(_: Any) -> AbstractContextManager[Any]:
+    return ANY_TIME
+
+
+def _between_steps(self: Any) -> AbstractContextManager[Any]:
+    shared: _Shared = self._shared
+    return shared.steps
+
+
+def _awaited(
+    call: Callable[Concatenate[Q, P], T], turn: Callable[[Any], AbstractContextManager[Any]] = _any_time
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """``call`` of a handle's blocking twin, in a thread."""
+
+    @wraps(call)
+    async def method(self: Any, /, *args: P.args, **named: P.kwargs) -> T:
+        threads: _Threads = self._threads
+        return await threads.run(partial(call, self._blocking, *args, **named), turn(self))
+
+    return method
+
+
+def _opening(
+    call: Callable[Concatenate[Q, P], T],
+    show: Callable[[Any, T], H],
+    undo: Callable[[Any, T], object],
+    turn: Callable[[Any], AbstractContextManager[Any]] = _any_time,
+) -> Callable[Concatenate[Any, P], Opening[H]]:
+    """``call``, whose result becomes the handle that ``show`` gives. ``undo``: gives back that of a cancelled call."""
+
+    @wraps(call)
+    def method(self: Any, /, *args: P.args, **named: P.kwargs) -> Opening[H]:
+        async def made() -> H:
+            threads: _Threads = self._threads
+            opening = partial(call, self._blocking, *args, **named)
+            return show(self, await threads.run(opening, turn(self), partial(undo, self)))
+
+        return Opening(made())
+
+    return method
 
 
 class AsyncCacheClient:
@@ -85,7 +217,7 @@ class AsyncCacheClient:
         token_file: str | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self._client = CacheClient(
+        self._blocking = CacheClient(
             socket_path,
             timeouts=timeouts,
             retries=retries,
@@ -96,83 +228,47 @@ class AsyncCacheClient:
             token_file=token_file,
             transport=transport,
         )
-        self.socket_path = self._client.socket_path
+        self.socket_path = self._blocking.socket_path
         self.engine = engine
         self._threads = _Threads()
         self._opening = threading.Lock()
         self._leases: dict[Lease, AsyncLease] = {}
         self._ends: set[asyncio.Event] = set()
-        self._client.on_lost(self._threads.on_loop(self._end))
+        self._blocking.on_lost(self._threads.on_loop(self._end))
 
     def __repr__(self) -> str:
-        return f"<Async{repr(self._client)[1:]}"
+        return f"<Async{repr(self._blocking)[1:]}"
 
     @property
     def connected(self) -> bool:
-        return self._client.connected
+        return self._blocking.connected
 
     @property
     def epoch(self) -> int:
-        return self._client.epoch
+        return self._blocking.epoch
 
     @property
     def transport(self) -> str:
-        return self._client.transport
+        return self._blocking.transport
 
     async def connect(self) -> AsyncCacheClient:
-        await self._threads.run(self._client.connect)
+        await self._threads.run(self._blocking.connect)
         return self
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        self._client.on_lost(self._threads.on_loop(callback))
+        self._blocking.on_lost(self._threads.on_loop(callback))
 
-    async def register(
-        self,
-        model: str,
-        layout: Layout,
-        *,
-        tenant_salt: bytes = b"",
-        devices: Seq[str] = (),
-        device_pages: Seq[int] | None = None,
-        device_share: float | None = None,
-        host_pages: Seq[int] | None = None,
-        host_share: float | None = None,
-        reserved_pages: int = 0,
-        display_name: str = "",
-        timeout_s: float | None = None,
-    ) -> Registration:
-        return await self._threads.run(
-            lambda: self._client.register(
-                model,
-                layout,
-                tenant_salt=tenant_salt,
-                devices=devices,
-                device_pages=device_pages,
-                device_share=device_share,
-                host_pages=host_pages,
-                host_share=host_share,
-                reserved_pages=reserved_pages,
-                display_name=display_name,
-                timeout_s=timeout_s,
-            )
-        )
-
-    def open_lease(self, registration: Registration, *, instance: str = "") -> Opening[AsyncLease]:
-        return Opening(self._open_lease(partial(self._client.open_lease, registration, instance=instance)))
-
-    def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> Opening[AttachedPool]:
-        attach = partial(self._client.attach, registration, lease_id, rank)
-        return Opening(self._threads.run(attach, undo=AttachedPool.close))
+    register = _awaited(CacheClient.register)
 
     async def reconnect(self) -> tuple[AsyncLease, ...]:
-        leases = await self._threads.run(self._client.reconnect, self._opening)
+        leases = await self._threads.run(self._blocking.reconnect, self._opening)
         return tuple([self._show(lease) for lease in leases])
 
     async def wait_lost(self, timeout_s: float | None = None) -> bool:
         ended = asyncio.Event()
         self._ends.add(ended)  # no thread waits: one that did would outlive a cancelled call
         try:
-            if self._client.wait_lost(0):
+            if self._blocking.wait_lost(0):
                 return True
             async with asyncio.timeout(timeout_s):
                 return await ended.wait()
@@ -182,20 +278,17 @@ class AsyncCacheClient:
             self._ends.discard(ended)
 
     async def close(self, *, quiesced: bool | None = None) -> None:
-        await self._threads.end(partial(self._client.close, quiesced=quiesced))
-        self._end()
+        try:
+            await self._threads.end(partial(self._blocking.close, quiesced=quiesced))
+        finally:
+            self._end()
 
     async def __aenter__(self) -> AsyncCacheClient:
-        await self._threads.run(self._client.connect, undo=CacheClient.close)
+        await self._threads.run(self._blocking.connect, undo=CacheClient.close)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self.close(quiesced=None if kind is None else False)
-
-    async def _open_lease(self, open_lease: Callable[[], Lease]) -> AsyncLease:
-        return self._show(await self._threads.run(open_lease, self._opening, self._close_unshown))
 
     def _close_unshown(self, lease: Lease) -> None:
         """Close a lease that a cancelled call opened, unless it is an instance's and another call has it."""
@@ -213,217 +306,159 @@ class AsyncCacheClient:
         for ended in self._ends:
             ended.set()
 
+    open_lease = _opening(CacheClient.open_lease, _show, _close_unshown, lambda self: self._opening)
+    attach = _opening(CacheClient.attach, lambda _, pool: pool, lambda _, pool: pool.close())
+
 
 class AsyncLease(LeaseView):
     """``Lease`` for several tasks; each sequence and step stream is for one.
 
     The pools that it attaches wait in threads, not on the loop: ``await asyncio.to_thread(pool.wait_layer, ticket,
-    layer, timeout_s)``. ``steps``: turn of calls that may send a step.
+    layer, timeout_s)``.
     """
 
     def __init__(self, lease: Lease, threads: _Threads) -> None:
         super().__init__(lease.record)
         self.calls = lease.calls
-        self.threads = threads
-        self.steps = threading.Lock()
-        self._lease = lease
+        self._blocking = lease
+        self._threads = threads
+        self._shared = _Shared(threads, lease.calls, threading.Lock())
 
     def on_lost(self, callback: Callable[[CacheClientError], None]) -> None:
-        self._lease.on_lost(self.threads.on_loop(callback))
+        self._blocking.on_lost(self._threads.on_loop(callback))
 
-    def attach(self, rank: int = 0) -> Opening[AttachedPool]:
-        return Opening(self.threads.run(partial(self._lease.attach, rank), undo=self._detach))
-
-    def match(
-        self,
-        keys: PackedKeys,
-        *,
-        max_blocks: int = 0,
-        sequence_id: int | None = None,
-        waited_seconds: float = 0,
-        expected: Expected | None = None,
-        retention: Retention = Retention.DEFAULT,
-    ) -> Opening[AsyncSequence]:
-        return Opening(
-            self._match(
-                partial(
-                    self._lease.match,
-                    keys,
-                    max_blocks=max_blocks,
-                    sequence_id=sequence_id,
-                    waited_seconds=waited_seconds,
-                    expected=expected,
-                    retention=retention,
-                )
-            )
-        )
-
-    async def prefetch(self, keys: PackedKeys) -> Prefetched:
-        return await self.threads.run(partial(self._lease.prefetch, keys))
-
-    async def pause_write_backs(self, seconds: float) -> None:
-        self._lease.pause_write_backs(seconds)
-
-    async def make_sure(self, timeout_s: float) -> None:
-        if not self.is_sure:
-            await self.threads.run(partial(self._lease.make_sure, timeout_s))
+    prefetch = _awaited(Lease.prefetch)
+    pause_write_backs = _awaited(Lease.pause_write_backs)
+    make_sure = _awaited(Lease.make_sure)
+    completed = _awaited(Lease.completed, _between_steps)
+    wait_tickets = _awaited(Lease.wait_tickets)
+    close = _awaited(Lease.close, _between_steps)
 
     def step(self, stock_pages: int | Seq[int] = 0) -> AsyncStepStream:
-        return AsyncStepStream(self._lease.step(stock_pages), self)
-
-    async def completed(self, launch: int) -> None:
-        await self.threads.run(partial(self._lease.completed, launch), self.steps)
-
-    async def wait_tickets(self, tickets: Seq[int], timeout_s: float | None = None) -> tuple[TicketView, ...]:
-        return await self.threads.run(partial(self._lease.wait_tickets, tickets, timeout_s))
-
-    async def close(self, *, quiesced: bool | None = None, for_all: bool = False) -> None:
-        await self.threads.run(partial(self._lease.close, quiesced=quiesced, for_all=for_all), self.steps)
+        return AsyncStepStream(self._blocking.step(stock_pages), self._shared)
 
     async def __aenter__(self) -> AsyncLease:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close(quiesced=None if kind is None else False)
+    __aexit__ = _awaited(Lease.__exit__, _between_steps)
 
-    async def _match(self, match: Callable[[], Sequence]) -> AsyncSequence:
-        return AsyncSequence(await self.threads.run(match, undo=Sequence.release), self)
+    def _show_sequence(self, sequence: Sequence) -> AsyncSequence:
+        return AsyncSequence(sequence, self._shared)
 
     def _detach(self, pool: AttachedPool) -> None:
         self.record.pools.remove(pool)
         pool.close()
 
+    match = _opening(Lease.match, _show_sequence, lambda _, sequence: sequence.release())
+    attach = _opening(Lease.attach, lambda _, pool: pool, _detach)
+
 
 class AsyncSequence(SequenceView):
     """``Sequence`` for one task."""
 
-    def __init__(self, sequence: Sequence, lease: AsyncLease) -> None:
+    def __init__(self, sequence: Sequence, shared: _Shared) -> None:
         super().__init__(sequence.record)
-        self._sequence = sequence
-        self._lease = lease
-        self._turn = threading.Lock()
+        self._blocking = sequence
+        self._threads = shared.threads
+        self._shared = shared
+        self._lock = threading.Lock()
 
-    async def allocate(
-        self, upto_blocks: int, *, short_suffix: bool = False, positions: Positions = NO_POSITIONS
-    ) -> Allocated:
-        call = partial(self._sequence.allocate, upto_blocks, short_suffix=short_suffix, positions=positions)
-        return await self._run(call)
+    def _own_turn(self) -> AbstractContextManager[Any]:
+        return self._lock
 
-    async def publish(self, upto_blocks: int, keys: PackedKeys = b"", *, states: States = NO_STATES) -> Published:
-        return await self._run(partial(self._sequence.publish, upto_blocks, keys, states=states))
+    def _turn(self) -> AbstractContextManager[Any]:
+        """Turn of a call that sends growth from stock first, by a step."""
+        return self._lock if self._shared.calls.stream is None else _both(self._lock, self._shared.steps)
 
-    async def recycle(
-        self, computed_tokens: int, *, launch: int | None = None, dead: Mapping[int, int] = NO_DEAD
-    ) -> Recycled:
-        return await self._run(partial(self._sequence.recycle, computed_tokens, launch=launch, dead=dead))
+    allocate = _awaited(Sequence.allocate, _turn)
+    publish = _awaited(Sequence.publish, _turn)
+    recycle = _awaited(Sequence.recycle, _turn)
+    swap_out = _awaited(Sequence.swap_out, _turn)
+    swap_in = _awaited(Sequence.swap_in, _turn)
+    wait_loaded = _awaited(Sequence.wait_loaded, _own_turn)
+    wait_swapped = _awaited(Sequence.wait_swapped, _own_turn)
+    release = _awaited(Sequence.release, _turn)
 
     def grow_from_stock(self, blocks: int = 1, *, positions: Positions = NO_POSITIONS) -> None:
-        self._sequence.grow_from_stock(blocks, positions=positions)
-
-    async def swap_out(self, *, launch: int | None = None) -> Swapped:
-        return await self._run(partial(self._sequence.swap_out, launch=launch))
-
-    async def swap_in(self, *, short_suffix: bool = False) -> Swapped:
-        return await self._run(partial(self._sequence.swap_in, short_suffix=short_suffix))
-
-    async def wait_loaded(self, timeout_s: float | None = None) -> None:
-        await self._lease.threads.run(partial(self._sequence.wait_loaded, timeout_s), self._turn)
+        self._blocking.grow_from_stock(blocks, positions=positions)
 
     def lost_tokens(self) -> range:
-        return self._sequence.lost_tokens()
-
-    async def wait_swapped(self, timeout_s: float | None = None) -> None:
-        await self._lease.threads.run(partial(self._sequence.wait_swapped, timeout_s), self._turn)
-
-    async def release(self, *, launch: int | None = None, output_tokens: int | None = None) -> int:
-        return await self._run(partial(self._sequence.release, launch=launch, output_tokens=output_tokens))
+        return self._blocking.lost_tokens()
 
     async def __aenter__(self) -> AsyncSequence:
         return self
 
-    async def __aexit__(self, *left: object) -> None:
-        await self._run(partial(self._sequence.__exit__, None, None, None))
-
-    async def _run(self, call: Callable[[], T]) -> T:
-        """Run a call that sends growth from stock first, by a step."""
-        steps = ANY_TIME if self._lease.calls.stream is None else self._lease.steps
-        return await self._lease.threads.run(call, _both(self._turn, steps))
+    __aexit__ = _awaited(Sequence.__exit__, _turn)
 
 
 class AsyncPendingStep:
     """``PendingStep`` for one task."""
 
-    def __init__(self, step: PendingStep, lease: AsyncLease) -> None:
-        self._step = step
-        self._lease = lease
+    def __init__(self, step: PendingStep, shared: _Shared) -> None:
+        self._blocking = step
+        self._threads = shared.threads
+        self._shared = shared
 
     @property
     def is_answered(self) -> bool:
-        return self._step.is_answered
+        return self._blocking.is_answered
 
-    async def poll(self) -> bool:
-        return await self._lease.threads.run(self._step.poll, self._lease.steps)
-
-    async def results(self, timeout_s: float | None = None) -> list[Any]:
-        return await self._lease.threads.run(partial(self._step.results, timeout_s), self._lease.steps)
+    poll = _awaited(PendingStep.poll, _between_steps)
+    results = _awaited(PendingStep.results, _between_steps)
 
 
 class AsyncStepStream:
     """``StepStream`` for one task."""
 
-    def __init__(self, stream: StepStream, lease: AsyncLease) -> None:
-        self._stream = stream
-        self._lease = lease
+    def __init__(self, stream: StepStream, shared: _Shared) -> None:
+        self._blocking = stream
+        self._threads = shared.threads
+        self._shared = shared
 
     @property
     def free_pages(self) -> tuple[int, ...]:
-        return self._stream.free_pages
+        return self._blocking.free_pages
 
     @property
     def evictable_pages(self) -> tuple[int, ...]:
-        return self._stream.evictable_pages
+        return self._blocking.evictable_pages
 
     @property
     def is_silent(self) -> bool:
-        return self._stream.is_silent
+        return self._blocking.is_silent
 
     def batch(self) -> StepBatch[AsyncSequence]:
-        lease = self._lease
-        return StepBatch(lease.record, lambda record: AsyncSequence(Sequence(record, lease.calls), lease))
+        calls, shared = self._shared.calls, self._shared
+        return StepBatch(calls.record, lambda record: AsyncSequence(Sequence(record, calls), shared))
 
     def resize(self, stock_pages: int | Seq[int], due_blocks: int = 0) -> None:
-        self._stream.resize(stock_pages, due_blocks)
+        self._blocking.resize(stock_pages, due_blocks)
 
     def grow_all(self, sequences: Seq[Recorded], blocks: int | Seq[int] = 1) -> None:
-        self._stream.grow_all(sequences, blocks)
+        self._blocking.grow_all(sequences, blocks)
 
     async def submit(self, batch: StepBatch[Any] | None = None, timeout_s: float | None = None) -> list[Any]:
-        submit = partial(self._stream.submit, batch, timeout_s)
-        return await self._lease.threads.run(submit, self._lease.steps, self._release_opened)
+        submit = partial(self._blocking.submit, batch, timeout_s)
+        return await self._threads.run(submit, self._shared.steps, self._release_opened)
 
     async def send(self, batch: StepBatch[Any] | None = None) -> AsyncPendingStep:
-        sent = await self._lease.threads.run(partial(self._stream.send, batch), self._lease.steps)
-        return AsyncPendingStep(sent, self._lease)
+        sent = await self._threads.run(partial(self._blocking.send, batch), self._shared.steps)
+        return AsyncPendingStep(sent, self._shared)
 
-    async def tell(self) -> None:
-        await self._lease.threads.run(self._stream.tell, self._lease.steps)
-
-    async def close(self) -> None:
-        await self._lease.threads.run(self._stream.close, self._lease.steps)
+    tell = _awaited(StepStream.tell, _between_steps)
+    close = _awaited(StepStream.close, _between_steps)
 
     async def __aenter__(self) -> AsyncStepStream:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    __aexit__ = _awaited(StepStream.__exit__, _between_steps)
 
     def _release_opened(self, results: list[Any]) -> None:
         """Release the sequences that a cancelled step opened."""
         for each in results:
             if isinstance(each, AsyncSequence):
-                Sequence(each.record, self._lease.calls).release()
+                with contextlib.suppress(CacheClientError):  # it goes with its lease
+                    Sequence(each.record, self._shared.calls).release()
 
 
 class AsyncEventSubscriber:
@@ -488,109 +523,3 @@ class AsyncEventSubscriber:
             self._open.discard(subscriber)
             subscriber.close()  # ends the thread's wait too
             thread.shutdown(wait=False)
-
-
-class Handle(Protocol):
-    """Handle that ends with an ``async with``."""
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-H = TypeVar("H", bound=Handle)
-
-
-class Opening(Coroutine[Any, Any, H], Generic[H]):
-    """A handle on its way: ``sequence = await lease.match(keys)``, or ``async with lease.match(keys) as sequence``."""
-
-    def __init__(self, made: Coroutine[Any, Any, H]) -> None:
-        self._made = made
-        self._handle: H | None = None
-
-    def send(self, value: Any) -> Any:
-        return self._made.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._made.throw(*error)
-
-    def close(self) -> None:
-        self._made.close()
-
-    def __await__(self) -> Generator[Any, Any, H]:
-        return self._made.__await__()
-
-    async def __aenter__(self) -> H:
-        self._handle = await self._made
-        await self._handle.__aenter__()
-        return self._handle
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._handle is not None
-        await self._handle.__aexit__(kind, error, trace)
-
-
-class _Threads:
-    """Threads of one client, in which its blocking calls run."""
-
-    def __init__(self) -> None:
-        self._maker = Maker()
-        self._pool = ThreadPoolExecutor(MOST_THREADS, "kvcache-call")
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def run(
-        self,
-        call: Callable[[], T],
-        turn: AbstractContextManager[Any] = ANY_TIME,
-        undo: Callable[[T], object] | None = None,
-    ) -> T:
-        """Run ``call`` in a thread, within ``turn``. ``undo``: gives back the result of a cancelled call."""
-        self._maker.check()  # a child of the process has none of the threads
-        self._loop = asyncio.get_running_loop()
-        running = self._pool.submit(contextvars.copy_context().run, _in_turn, call, turn)
-        try:
-            return await asyncio.wrap_future(running)
-        except asyncio.CancelledError:
-            if undo is not None:
-                running.add_done_callback(lambda ended: self._pool.submit(_give_back, ended, undo))
-            raise
-
-    async def end(self, close: Callable[[], None]) -> None:
-        """Run the client's ``close`` in a new thread: all others may be waiting. Calls after it get new threads too."""
-        pool, self._pool = self._pool, ThreadPoolExecutor(MOST_THREADS, "kvcache-call")
-        pool.shutdown(wait=False)
-        await self.run(close)
-
-    def on_loop(self, callback: Callable[..., object]) -> Callable[..., None]:
-        """``callback``, to be called from any thread and run on the loop."""
-
-        def tell(*args: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
-                if self._loop is not None:
-                    self._loop.call_soon_threadsafe(callback, *args)
-
-        return tell
-
-
-def _in_turn(call: Callable[[], T], turn: AbstractContextManager[Any]) -> T:
-    with turn:
-        return call()
-
-
-@contextlib.contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
-    with one, other:
-        yield
-
-
-def _give_back(ended: Future[T], undo: Callable[[T], object]) -> None:
-    if ended.cancelled() or ended.exception() is not None:
-        return
-    try:
-        undo(ended.result())
-    except CacheClientError as gone:  # it goes with its lease
-        log.debug("result_not_given_back why=%s", gone)

@@ -35,11 +35,6 @@ def test_twins_take_the_same_arguments_and_answer_alike(one: type, other: type) 
         assert returned(mine) == returned(its), name
 
 
-def test_every_awaited_call_can_be_entered_where_the_blocking_one_can() -> None:
-    for opener in (awaited.AsyncLease.match, awaited.AsyncLease.attach, awaited.AsyncCacheClient.open_lease):
-        assert "Opening" in str(inspect.signature(opener).return_annotation)
-
-
 def public_names(kind: type) -> set[str]:
     return {name for name in dir(kind) if not name.startswith("_")}
 

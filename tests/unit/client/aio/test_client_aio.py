@@ -50,10 +50,9 @@ def hang_up_after(daemon: FakeDaemon, arrived: threading.Event) -> None:
 async def test_a_life_from_connect_to_close(daemon: FakeDaemon) -> None:
     async with client_of(daemon) as client:
         registration = await client.register("m", LAYOUT)
-        async with await client.open_lease(registration) as lease:
-            pool = await lease.attach()
+        async with client.open_lease(registration) as lease, lease.attach() as pool:
             assert pool.pages == (PAGES,)
-            async with await lease.match(b"k" * 64, max_blocks=1) as sequence:
+            async with lease.match(b"k" * 64, max_blocks=1) as sequence:
                 await sequence.allocate(2)
                 assert [table.tolist() for table in sequence.tables] == [[0, 1]]
                 assert (await sequence.publish(2)).sealed_blocks == 2
