@@ -40,8 +40,7 @@ from cachesvc_client import (
     Timeouts,
 )
 from cachesvc_client.records.steps import StepBatch
-from cachesvc_client.sequence import Sequence
-from cachesvc_client.stepping import PendingStep, StepStream
+from cachesvc_client.sequence import PendingStep, Sequence, StepStream
 from cachesvc_lab.replay import EngineSettings, say
 from cachesvc_lab.traces import PagePattern
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from cachesvc_client import CacheClient, Lease, opaque
-from cachesvc_client.stepping import StepStream
+from cachesvc_client.sequence import StepStream
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.support.machine import describe_machine

@@ -77,8 +77,7 @@ from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
 from cachesvc_client.memory.tensors import from_bfloat16, to_bfloat16
 from cachesvc_client.records.entries import Stock
 from cachesvc_client.records.steps import StepBatch
-from cachesvc_client.sequence import Sequence
-from cachesvc_client.stepping import PendingStep, StepStream
+from cachesvc_client.sequence import PendingStep, Sequence, StepStream
 from cachesvc_client.wire.credentials import Credentials, open_remote
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport, default_socket, default_target
 

@@ -11,20 +11,19 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 from cachesvc.model.answers import (
     NO_POSITIONS,
     Positions,
 )
-from cachesvc_client.client import DEFAULT_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUTS, CacheClient
+from cachesvc_client.client import CacheClient
 from cachesvc_client.core.errors import CacheClientError, Maker
 from cachesvc_client.events import EventSubscriber
 from cachesvc_client.lease import Lease
@@ -32,11 +31,7 @@ from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.event_batch import Batch
 from cachesvc_client.records.steps import Recorded, StepBatch
 from cachesvc_client.records.views import LeaseView, SequenceView
-from cachesvc_client.sequence import LeaseCalls, Sequence
-from cachesvc_client.stepping import PendingStep, StepStream
-from cachesvc_client.wire.connection import DEFAULT_OPTIONS as SUBSCRIBER_OPTIONS
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport
-from cachesvc_client.wire.transports import ChannelMaker, open_channel
+from cachesvc_client.sequence import LeaseCalls, PendingStep, Sequence, StepStream
 
 __all__ = [
     "AsyncCacheClient",
@@ -168,6 +163,11 @@ def _between_steps(self: Any) -> AbstractContextManager[Any]:
     return shared.steps
 
 
+def _signed(call: Callable[Concatenate[Q, P], T]) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
+    """Give a method the arguments of a blocking handle's ``call``."""
+    return cast("Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]", wraps(call))
+
+
 def _awaited(
     call: Callable[Concatenate[Q, P], T], turn: Callable[[Any], AbstractContextManager[Any]] = _any_time
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
@@ -204,32 +204,11 @@ def _opening(
 class AsyncCacheClient:
     """``CacheClient`` for one event loop."""
 
-    def __init__(
-        self,
-        socket_path: str | os.PathLike[str] | None = None,
-        *,
-        timeouts: Timeouts = DEFAULT_TIMEOUTS,
-        retries: Retries = DEFAULT_RETRIES,
-        options: ChannelOptions = DEFAULT_OPTIONS,
-        engine: str = "engine",
-        make_channel: ChannelMaker = open_channel,
-        token: str | None = None,
-        token_file: str | None = None,
-        transport: Transport | None = None,
-    ) -> None:
-        self._blocking = CacheClient(
-            socket_path,
-            timeouts=timeouts,
-            retries=retries,
-            options=options,
-            engine=engine,
-            make_channel=make_channel,
-            token=token,
-            token_file=token_file,
-            transport=transport,
-        )
+    @_signed(CacheClient.__init__)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self._blocking = CacheClient(*args, **named)
         self.socket_path = self._blocking.socket_path
-        self.engine = engine
+        self.engine = self._blocking.engine
         self._threads = _Threads()
         self._opening = threading.Lock()
         self._leases: dict[Lease, AsyncLease] = {}
@@ -464,27 +443,9 @@ class AsyncStepStream:
 class AsyncEventSubscriber:
     """``EventSubscriber`` for an event loop; a thread waits for each subscription."""
 
-    def __init__(
-        self,
-        socket_path: str | None,
-        namespace: bytes,
-        *,
-        options: ChannelOptions = SUBSCRIBER_OPTIONS,
-        make_channel: ChannelMaker = open_channel,
-        token: str | None = None,
-        token_file: str | None = None,
-        storage: bool = False,
-    ) -> None:
-        self._make = partial(
-            EventSubscriber,
-            socket_path,
-            namespace,
-            options=options,
-            make_channel=make_channel,
-            token=token,
-            token_file=token_file,
-            storage=storage,
-        )
+    @_signed(EventSubscriber.__init__)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self._make = partial(EventSubscriber, *args, **named)
         self._make()  # raises for wrong arguments now, not at the first subscription
         self._open: set[EventSubscriber] = set()
         self._is_closed = False

@@ -36,8 +36,7 @@ from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.entries import Stock, stock_targets
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.views import LeaseView
-from cachesvc_client.sequence import LeaseCalls, Sequence
-from cachesvc_client.stepping import StepStream
+from cachesvc_client.sequence import LeaseCalls, Sequence, StepStream
 from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.messages import build_open
 from cachesvc_client.wire.methods import ATTACH, DETACH, KEEP_ALIVE, OPEN

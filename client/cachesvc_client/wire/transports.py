@@ -278,68 +278,6 @@ class Inbox:
         self.tags: set[int] = set()
 
 
-class LaneEnd:
-    """State of a client's end: tags, frames and the end's cause. ``why_broken``: empty while it is open."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.why_broken = ""
-        self._socket = end
-        self._reader = FrameReader()
-        self._tags = itertools.count(1)
-        self._inboxes: dict[int, Inbox] = {}
-
-    @property
-    def has_room(self) -> bool:
-        """True when a call may go this way."""
-        return not self.why_broken and len(self._inboxes) < MAX_UNANSWERED_FRAMES - KEPT_FOR_STEPS
-
-    def forget(self) -> None:
-        """Forget the lane in a child of this process: it is the parent's."""
-        self._socket.close()
-
-    def _enter(self, inbox: Inbox) -> int:
-        """A tag for a call whose answer goes to this inbox."""
-        tag = next(self._tags)
-        inbox.tags.add(tag)
-        self._inboxes[tag] = inbox
-        return tag
-
-    def leave(self, inbox: Inbox) -> None:
-        """Drop the waiter of these answers; what was asked for goes on."""
-        self._leave(inbox, tuple(inbox.tags))
-
-    def _leave(self, inbox: Inbox, tags: tuple[int, ...]) -> None:
-        for tag in tags:
-            self._inboxes.pop(tag, None)
-            inbox.tags.discard(tag)
-
-    def _encode_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps) -> bytes:
-        """A step as a frame; empty for one that is too large, which has its refusal in the inbox."""
-        tag, body = self._enter(inbox), request.SerializeToString()
-        sent.ids[tag] = request.request_id
-        if len(body) <= MAX_MESSAGE_BYTES:
-            return encode(_STEP, 0, 0, tag, body, sent.traceparent)
-        error = OperationError(code=ErrorCode.LIMIT.value, message=str(error_of(_too_large(body))))
-        self._leave(inbox, (tag,))
-        inbox.came.append(Frame(_STEP, ERROR, 0, tag, error.SerializeToString()))
-        return b""
-
-    def _hand_out(self, mine: Inbox | None) -> bool:
-        """Hand arrived answers to their waiters; True where some of them are not ``mine``. Raises LimitExceeded."""
-        is_others = False
-        while self._reader.end and (frame := self._reader.next()) is not None:
-            inbox = self._inboxes.pop(frame.tag, None)
-            if inbox is not None:  # else its caller has given it up
-                inbox.tags.discard(frame.tag)
-                inbox.came.append(frame)
-                is_others = is_others or inbox is not mine
-        return is_others
-
-    def _broke(self) -> grpc.RpcError:
-        """Error of a broken lane, as of a broken gRPC call: the call may be sent again by another way."""
-        return failure(grpc.StatusCode.UNAVAILABLE, f"the lane ended: {self.why_broken}")
-
-
 def number_of(method: Method[Any, Any]) -> int:
     """The call's number in frames; 0 where it goes by gRPC alone."""
     return METHODS.get(method.name, 0) if method.service == "CacheService" else 0
@@ -444,14 +382,29 @@ SEND_S = 5.0
 _TIMEVAL = struct.Struct("@ll")
 
 
-class BlockingLane(LaneEnd):
+class BlockingLane:
+    """A client's end of a lane: tags, frames, and why it ended (``why_broken``, empty while it is open)."""
+
     def __init__(self, end: socket.socket) -> None:
-        super().__init__(end)
+        self.why_broken = ""
+        self._socket = end
+        self._reader = FrameReader()
+        self._tags = itertools.count(1)
+        self._inboxes: dict[int, Inbox] = {}
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._is_reading = False
         self._sleeping = 0
+
+    @property
+    def has_room(self) -> bool:
+        """True when a call may go this way."""
+        return not self.why_broken and len(self._inboxes) < MAX_UNANSWERED_FRAMES - KEPT_FOR_STEPS
+
+    def forget(self) -> None:
+        """Forget the lane in a child of this process: it is the parent's."""
+        self._socket.close()
 
     def greet(self, metadata: Metadata, timeout_s: float) -> None:
         """Identify the caller. Raises DaemonUnavailable where no calls can go this way."""
@@ -536,6 +489,48 @@ class BlockingLane(LaneEnd):
                 self._sleep(math.inf)
         with self._sending:
             self._socket.close()
+
+    def leave(self, inbox: Inbox) -> None:
+        """Drop the waiter of these answers; what was asked for goes on."""
+        self._leave(inbox, tuple(inbox.tags))
+
+    def _enter(self, inbox: Inbox) -> int:
+        """A tag for a call whose answer goes to this inbox."""
+        tag = next(self._tags)
+        inbox.tags.add(tag)
+        self._inboxes[tag] = inbox
+        return tag
+
+    def _leave(self, inbox: Inbox, tags: tuple[int, ...]) -> None:
+        for tag in tags:
+            self._inboxes.pop(tag, None)
+            inbox.tags.discard(tag)
+
+    def _encode_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps) -> bytes:
+        """A step as a frame; empty for one that is too large, which has its refusal in the inbox."""
+        tag, body = self._enter(inbox), request.SerializeToString()
+        sent.ids[tag] = request.request_id
+        if len(body) <= MAX_MESSAGE_BYTES:
+            return encode(_STEP, 0, 0, tag, body, sent.traceparent)
+        error = OperationError(code=ErrorCode.LIMIT.value, message=str(error_of(_too_large(body))))
+        self._leave(inbox, (tag,))
+        inbox.came.append(Frame(_STEP, ERROR, 0, tag, error.SerializeToString()))
+        return b""
+
+    def _hand_out(self, mine: Inbox | None) -> bool:
+        """Hand arrived answers to their waiters; True where some of them are not ``mine``. Raises LimitExceeded."""
+        is_others = False
+        while self._reader.end and (frame := self._reader.next()) is not None:
+            inbox = self._inboxes.pop(frame.tag, None)
+            if inbox is not None:  # else its caller has given it up
+                inbox.tags.discard(frame.tag)
+                inbox.came.append(frame)
+                is_others = is_others or inbox is not mine
+        return is_others
+
+    def _broke(self) -> grpc.RpcError:
+        """Error of a broken lane, as of a broken gRPC call: the call may be sent again by another way."""
+        return failure(grpc.StatusCode.UNAVAILABLE, f"the lane ended: {self.why_broken}")
 
     def _sleep(self, seconds: float) -> bool:
         """Wait until another thread has read, with the lock held; False when the time has passed."""
