@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from cachesvc_client import CacheClient, CacheClientError, Expected
-from cachesvc_client.client import Lease
+from cachesvc_client.lease import Lease
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 
 from benchmarks.support.daemon_log import told

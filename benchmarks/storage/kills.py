@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cachesvc_client.client import Lease
 from cachesvc_client.core.errors import CacheClientError
+from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.wire.credentials import open_remote
 from cachesvc_client.wire.settings import as_path

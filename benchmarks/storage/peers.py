@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 from cachesvc_client import CacheClient, Expected, Timeouts, gqa
-from cachesvc_client.client import Lease
+from cachesvc_client.lease import Lease
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 from cachesvc_client import CacheClient, Layout, Timeouts, block_keys
-from cachesvc_client.client import Lease
+from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.sequence import Sequence
 from kvcache.v1 import admin_pb2, admin_pb2_grpc

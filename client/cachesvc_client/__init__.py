@@ -19,7 +19,7 @@ from cachesvc.model.answers import Allocated, Expected, Prefetched, Published, R
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
 from cachesvc.model.words import NO_PAGE
-from cachesvc_client.client import CacheClient, Lease, Reattacher
+from cachesvc_client.client import CacheClient, Reattacher
 from cachesvc_client.core.arguments import Retention
 from cachesvc_client.core.errors import (
     AlreadyClosed,
@@ -72,6 +72,7 @@ from cachesvc_client.layouts.families import (
     with_draft,
 )
 from cachesvc_client.layouts.hf_config import layout_of_config
+from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
 from cachesvc_client.memory.tensors import from_bfloat16, to_bfloat16
 from cachesvc_client.records.entries import Stock

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from types import TracebackType
 
-from cachesvc.model.answers import Expected, Prefetched, TicketView
+from kvcache.v1 import engine_pb2
+
 from cachesvc.model.layout import Layout
-from cachesvc_client.aio.client import DEFAULT_OPTIONS, DEFAULT_RETRIES, DEFAULT_TIMEOUTS, ClientCalls
-from cachesvc_client.aio.lease import AsyncLease
-from cachesvc_client.core.arguments import Retention, checks_arguments
-from cachesvc_client.core.errors import AlreadyClosed, CacheClientError, Registration
-from cachesvc_client.core.keys import PackedKeys
+from cachesvc_client.core.arguments import checks_arguments
+from cachesvc_client.core.errors import (
+    AlreadyClosed,
+    CacheClientError,
+    InvalidRequest,
+    LeaseLost,
+    Maker,
+    NotFound,
+    Registration,
+)
+from cachesvc_client.lease import Lease, attach_pool, open_lease
 from cachesvc_client.memory.pool import AttachedPool
-from cachesvc_client.records.views import LeaseView
-from cachesvc_client.sequence import Sequence, StepStream
-from cachesvc_client.wire.connection import ChannelMaker, open_channel
+from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.credentials import credentials_from
-from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport
-from cachesvc_client.wire.transports import BlockingLock, BlockingPort, drive
+from cachesvc_client.wire.messages import build_register, parse_registration
+from cachesvc_client.wire.methods import CLOSE, REGISTER
+from cachesvc_client.wire.settings import (
+    ChannelOptions,
+    Retries,
+    Timeouts,
+    Transport,
+    as_path,
+    default_socket,
+    default_transport,
+)
+from cachesvc_client.wire.transports import ChannelMaker, Channels, open_channel
+
+DEFAULT_TIMEOUTS = Timeouts()
+DEFAULT_RETRIES = Retries()
+DEFAULT_OPTIONS = ChannelOptions()
+
+log = logging.getLogger(__name__)
 
 
 class CacheClient:
@@ -52,17 +75,23 @@ class CacheClient:
         token_file: str | None = None,
         transport: Transport | None = None,
     ) -> None:
-        credentials = credentials_from(token, token_file)
-
-        def make_port() -> BlockingPort:
-            return BlockingPort(make_channel, options)
-
-        self._calls = ClientCalls(
-            socket_path, engine, timeouts, retries, credentials, transport, make_port, connecting=BlockingLock()
-        )
-        self.socket_path = self._calls.socket_path
+        self.socket_path = default_socket() if socket_path is None else as_path(os.fspath(socket_path))
         self.engine = engine
-        self._leases: dict[AsyncLease, Lease] = {}
+        self._timeouts = timeouts
+        self._retries = retries
+        self._options = options
+        self._make_channel = make_channel
+        self._credentials = credentials_from(token, token_file)
+        self._transport = default_transport() if transport is None else transport
+        self._connecting = threading.Lock()
+        self._maker = Maker()
+        self._connection: Connection | None = None
+        self._is_closed = False
+        self._registered: dict[tuple[int, int], tuple[engine_pb2.RegisterRequest, Layout]] = {}
+        self._leases: list[Lease] = []
+        self._pools: list[AttachedPool] = []
+        self._on_lost: list[Callable[[], None]] = []
+        self._open_ids = itertools.count(1)
 
     def __repr__(self) -> str:
         state = f"connected by {self.transport}" if self.connected else "not connected"
@@ -71,28 +100,33 @@ class CacheClient:
     @property
     def connected(self) -> bool:
         """True while the daemon is there. False in a child of the process that connected."""
-        return self._calls.connected
+        return self._connection is not None and self._connection.is_here and not self._connection.lost.is_set()
 
     @property
     def epoch(self) -> int:
         """Number of the daemon's life. Raises InvalidRequest before ``connect``."""
-        return self._calls.epoch
+        return self._require_connection().life.epoch
 
     @property
     def transport(self) -> str:
         """Transport that calls of CacheService use now: "lane" or "grpc"; empty while not connected."""
-        return self._calls.transport
+        if not self.connected:
+            return ""
+        return "lane" if self._connection is not None and self._connection.has_lane else "grpc"
 
     def connect(self) -> CacheClient:
         """Connect; returns the client. Raises DaemonUnavailable, and does nothing while connected."""
-        drive(self._calls.connect())
+        with self._connecting:
+            self._require_open()
+            if not self.connected:
+                self._connection = self._new_connection()
         return self
 
     def on_lost(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` whenever the daemon goes, from the thread that notices it or on the loop: it must not
-        block."""
-        self._calls.on_lost(callback)
+        """Call ``callback()`` whenever the daemon goes, from the thread that notices it: it must not block."""
+        self._on_lost.append(callback)
 
+    @checks_arguments
     def register(
         self,
         model: str,
@@ -120,7 +154,7 @@ class CacheClient:
         with the numbers, InvalidRequest, LimitExceeded, Conflict (another number of reserved pages), NotSupported,
         DaemonUnavailable, DeadlineExceeded.
         """
-        registering = self._calls.register(
+        request = build_register(
             model,
             layout,
             tenant_salt=tenant_salt,
@@ -131,10 +165,10 @@ class CacheClient:
             host_share=host_share,
             reserved_pages=reserved_pages,
             display_name=display_name,
-            timeout_s=timeout_s,
         )
-        return drive(registering)
+        return self._register(request, layout, timeout_s)
 
+    @checks_arguments
     def open_lease(self, registration: Registration, *, instance: str = "") -> Lease:
         """Open a lease and keep it alive. Raises NotFound (register again), LimitExceeded, DaemonUnavailable.
 
@@ -142,11 +176,14 @@ class CacheClient:
         one lease, whichever opens it first (``Lease.joined``), for as long as one of them lives; each has sequences of
         its own, and one of them, which takes the steps, has the stock. Asked again, this client gives the same handle.
         """
-        return self._show(drive(self._calls.open_lease(registration, instance=instance)))
+        return self._open_lease(registration, instance)
 
+    @checks_arguments
     def attach(self, registration: Registration, lease_id: str, rank: int = 0) -> AttachedPool:
         """Map one rank's pool in a worker process, under its scheduler's lease. Raises LeaseLost, NotFound."""
-        return drive(self._calls.attach(registration, lease_id, rank))
+        pool = attach_pool(self._require_connection(), registration, lease_id, rank)
+        self._pools.append(pool)
+        return pool
 
     def reconnect(self) -> tuple[Lease, ...]:
         """Connect anew after the daemon went; register again, and open a lease for each that was open, in that order.
@@ -160,11 +197,32 @@ class CacheClient:
         While the daemon is there, it returns the leases that live, as they are: one that drains serves them until it
         goes, which ``on_lost`` and ``wait_lost`` tell.
         """
-        return tuple([self._show(lease) for lease in drive(self._calls.reconnect())])
+        with self._connecting:
+            self._require_open()
+            if self.connected:
+                return tuple(lease for lease in self._leases if not lease.is_lost and not lease.record.is_closed)
+            lost = [lease for lease in self._leases if not lease.record.is_closed]
+            registered = dict(self._registered)
+            before, connection = self._connection, self._new_connection()
+            self._connection, self._leases, self._registered = connection, [], {}
+            try:
+                renewed = {key: self._register(*wish) for key, wish in registered.items()}
+                wanted = [(renewed[lease.registration.key], lease.instance) for lease in lost]
+                opened = tuple([self._open_lease(*wish) for wish in wanted])
+            except (CacheClientError, KeyboardInterrupt):
+                self._connection, self._leases, self._registered = before, lost, registered
+                connection.close()
+                raise
+            if before is not None and before.life.epoch == connection.life.epoch:
+                carry_over(before, connection, lost)
+            return opened
 
+    @checks_arguments
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """Wait until the daemon goes or the client is closed; False when ``timeout_s`` passes first."""
-        return drive(self._calls.wait_lost(timeout_s))
+        if self._connection is None:
+            raise InvalidRequest("not connected yet: use the client in a with block, or call connect() first")
+        return self._connection.channels.wait_end(timeout_s)
 
     def close(self, *, quiesced: bool | None = None) -> None:
         """Close the leases as ``Lease.close`` does, unmap, and disconnect. Idempotent. Raises UsedAfterFork.
@@ -172,7 +230,19 @@ class CacheClient:
         Words that a stream still waits for stay mapped, and the loss of the daemon is still answered for them: close
         their pool again (``AttachedPool.close``) once the stream is synchronised.
         """
-        drive(self._calls.close(quiesced=quiesced))
+        self._maker.check()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for lease in list(self._leases):
+            lease.close(quiesced=quiesced)
+        connection = self._connection
+        if connection is None:
+            return
+        for pool in self._pools:
+            if quiesced is not False or not pool.is_on_gpu:
+                pool.close()
+        connection.close()
 
     def __enter__(self) -> CacheClient:
         return self.connect()
@@ -182,124 +252,75 @@ class CacheClient:
     ) -> None:
         self.close(quiesced=None if kind is None else False)
 
-    def _show(self, lease: AsyncLease) -> Lease:
-        """Handle of a lease, one for each."""
-        known = self._leases.get(lease)
-        if known is not None:
-            return known
-        self._leases = {calls: shown for calls, shown in self._leases.items() if not calls.record.is_closed}
-        shown = self._leases[lease] = Lease(lease)
-        return shown
-
-
-class Lease(LeaseView):
-    """Made by ``CacheClient.open_lease``. Safe to use from several threads; each sequence and step stream from one.
-
-    Every call may raise LeaseLost, DaemonUnavailable, DeadlineExceeded and AlreadyClosed.
-    """
-
-    def __init__(self, calls: AsyncLease) -> None:
-        super().__init__(calls.record)
-        self._calls = calls
-
-    def attach(self, rank: int = 0) -> AttachedPool:
-        """Map one rank's device pool into this process. Raises InvalidRequest (rank), NotSupported (kind of memory)."""
-        return drive(self._calls.attach(rank))
-
-    def match(
-        self,
-        keys: PackedKeys,
-        *,
-        max_blocks: int = 0,
-        sequence_id: int | None = None,
-        waited_seconds: float = 0,
-        expected: Expected | None = None,
-        retention: Retention = Retention.DEFAULT,
-    ) -> Sequence:
-        """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
-
-        ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
-        ``waited_seconds``: how long the request has waited in the engine already; eviction learns from it.
-        ``expected``: what another node computes of it; ``coming_blocks`` says how much is still on its way.
-        ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining,
-        InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
-        """
-        return Sequence(
-            drive(
-                self._calls.match(
-                    keys,
-                    max_blocks=max_blocks,
-                    sequence_id=sequence_id,
-                    waited_seconds=waited_seconds,
-                    expected=expected,
-                    retention=retention,
-                )
+    def _open_lease(self, registration: Registration, instance: str) -> Lease:
+        connection = self._require_connection()
+        if connection.life.epoch not in (0, registration.epoch):  # what its numbers name now may be another model
+            raise NotFound.from_message(
+                f"model {registration.model_id} was registered with a daemon that has gone; register it again"
             )
+        for known in self._leases if instance else ():
+            is_open = not known.is_lost and not known.record.is_closed
+            if is_open and (known.instance, known.registration.key) == (instance, registration.key):
+                return known
+        lease = open_lease(connection, registration, self.engine, next(self._open_ids), instance)
+        self._leases = [each for each in self._leases if not each.record.is_closed] + [lease]
+        return lease
+
+    def _register(
+        self, request: engine_pb2.RegisterRequest, layout: Layout, timeout_s: float | None = None
+    ) -> Registration:
+        answer = self._require_connection().ask(REGISTER, request, timeout_s or self._timeouts.register_s)
+        registration = parse_registration(answer, layout, request.reserved_pages)
+        self._registered[registration.key] = (request, layout)
+        return registration
+
+    def _new_connection(self) -> Connection:
+        connection = Connection(
+            self.socket_path,
+            Channels(self._make_channel, self._options),
+            timeouts=self._timeouts,
+            retries=self._retries,
+            on_lost=self._lose,
+            credentials=self._credentials,
+            transport=self._transport,
         )
+        started = time.monotonic()
+        connection.start()
+        way = "lane" if connection.has_lane else "grpc"
+        log.info("connected path=%s transport=%s seconds=%.3f", self.socket_path, way, time.monotonic() - started)
+        return connection
 
-    def prefetch(self, keys: PackedKeys) -> Prefetched:
-        """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""
-        return drive(self._calls.prefetch(keys))
+    def _require_open(self) -> None:
+        self._maker.check()
+        if self._is_closed:
+            raise AlreadyClosed("this client was closed; make another one")
 
-    def pause_write_backs(self, seconds: float) -> None:
-        """Report that decode suffers: the daemon copies no backups off this lease's devices for ``seconds``. At most 1
-        at a time; call again for longer. Returns at once. Swaps and evictions that callers wait for go on. Raises
-        InvalidRequest (more than 1 s).
-        """
-        drive(self._calls.pause_write_backs(seconds))
+    def _require_connection(self) -> Connection:
+        self._require_open()
+        if self._connection is None:
+            raise InvalidRequest("not connected yet: use the client in a with block, or call connect() first")
+        self._connection.check()
+        return self._connection
 
-    def make_sure(self, timeout_s: float) -> None:
-        """Validate all reads of the lease's pages up to now. While ``is_sure`` this asks nothing; else it asks the
-        daemon, which knows whether it revoked the lease as silent and granted its pages to others.
-
-        Raises LeaseLost (it did: nothing that was computed from them since may be used), DaemonUnavailable (unknown:
-        the same), DeadlineExceeded.
-        """
-        drive(self._calls.make_sure(timeout_s))
-
-    def step(self, stock_pages: int | Seq[int] = 0) -> StepStream:
-        """Open the lease's step stream. ``stock_pages``: pages to keep in stock, for every group or for each.
-
-        Raises Conflict while the last one is open, NotSupported (the daemon is of release 0.1, which knows no columns).
-        """
-        return StepStream(self._calls.step(stock_pages), self._calls.calls)
-
-    def completed(self, launch: int) -> None:
-        """Note that the kernels of ``launch`` and of all earlier launches have ended, and send the releases that
-        waited.
-
-        With an open step stream they go in a step without a waiter, so call it where that stream is used. Raises
-        InvalidRequest (no such launch), DeadlineExceeded (the next ``match`` sees to it).
-        """
-        drive(self._calls.completed(launch))
-
-    def wait_tickets(self, tickets: Seq[int], timeout_s: float | None = None) -> tuple[TicketView, ...]:
-        """Wait until all transfers have ended, done or failed; their views say which.
-
-        Raises DeadlineExceeded while one still runs, NotFound for one that never was or ended long ago.
-        """
-        return drive(self._calls.wait_tickets(tickets, timeout_s))
-
-    def close(self, *, quiesced: bool | None = None, for_all: bool = False) -> None:
-        """End the lease with all that it holds, unmap its pools, stop beating. Idempotent. That of an instance ends
-        with its last process, and what the others hold stays; ``for_all``: it ends now, for all of them.
-
-        ``quiesced``: no kernel of this engine uses the pool any more, so its private pages come back at once. Say False
-        where that is not sure: they come back when the process ends, and a pool on a GPU stays mapped until then. Left
-        out, it is so unless a launch is under way. Raises UsedAfterFork.
-        """
-        drive(self._calls.close(quiesced=quiesced, for_all=for_all))
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(quiesced=None if kind is None else False)
+    def _lose(self) -> None:
+        for callback in list(self._on_lost):
+            callback()
 
 
-log = logging.getLogger(__name__)
+def carry_over(before: Connection, connection: Connection, lost: Seq[Lease]) -> None:
+    """Report closed leases to the same daemon, found again, and let it report the ends of the others."""
+    for lease in lost:
+        lease.calls.move(connection)
+    untold = connection.untold = before.untold  # one list: the next call reports a close that fails only now
+    while untold:
+        try:
+            connection.ask(CLOSE, untold[-1], connection.timeouts.close_s)
+        except (LeaseLost, NotFound) as over:
+            log.debug("close_needless lease=%s why=%s", untold[-1].lease_id, over)
+        except CacheClientError as gone:
+            log.debug("close_untold lease=%s why=%s", untold[-1].lease_id, gone)
+            return
+        untold.pop()
 
 
 class Reattacher:

@@ -22,11 +22,12 @@ from kvcache.v1 import event_pb2
 from cachesvc_client.core.arguments import warn_renamed
 from cachesvc_client.core.errors import EventsMissed, Maker, Unauthenticated, error_of
 from cachesvc_client.records.event_batch import Batch, BlockMirror, CopyLocation, Kind, Part, Run, parse_batch
-from cachesvc_client.wire.connection import DEFAULT_OPTIONS, ChannelMaker, open_channel, subscription
+from cachesvc_client.wire.connection import DEFAULT_OPTIONS, subscription
 from cachesvc_client.wire.credentials import Metadata, credentials_from, has_token
 from cachesvc_client.wire.life import may_show
-from cachesvc_client.wire.port import SUBSCRIBE
+from cachesvc_client.wire.methods import SUBSCRIBE
 from cachesvc_client.wire.settings import ChannelOptions, default_socket
+from cachesvc_client.wire.transports import ChannelMaker, open_channel
 
 __all__ = ["Batch", "BlockMirror", "CopyLocation", "EventSubscriber", "Kind", "Part", "Run", "subscription"]
 

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
-from cachesvc_client.client import CacheClient, Lease
+from cachesvc_client.client import CacheClient
 from cachesvc_client.core.errors import DaemonUnavailable, LoadFailed, PoolExhausted, Registration
 from cachesvc_client.layouts.families import opaque
+from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.sequence import Sequence as ClientSequence
 from cachesvc_client.wire.credentials import PATIENT_OPTIONS, open_remote

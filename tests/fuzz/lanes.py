@@ -11,7 +11,7 @@ import grpc
 from cachesvc_client.core.errors import DaemonUnavailable
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.life import LifeConnection
-from cachesvc_client.wire.port import Method
+from cachesvc_client.wire.methods import Method
 from cachesvc_client.wire.transports import BlockingLane, encode_hello
 
 from cachesvc.wire.lane import HEADER, METHODS, encode

@@ -33,18 +33,7 @@ SHOWN_LETTERS = 60
 
 
 def explains_arguments(call: Callable[P, R]) -> Callable[P, R]:
-    """Raise InvalidRequest instead of a library's error where an argument caused it. For functions and coroutines."""
-    if inspect.iscoroutinefunction(call):
-
-        @wraps(call)
-        async def awaited(*args: P.args, **named: P.kwargs) -> Any:
-            try:
-                return await call(*args, **named)
-            except LIBRARY_ERRORS:
-                _refuse(call, args, named)
-                raise
-
-        return cast("Callable[P, R]", awaited)
+    """Raise InvalidRequest instead of a library's error where an argument caused it."""
 
     @wraps(call)
     def called(*args: P.args, **named: P.kwargs) -> R:

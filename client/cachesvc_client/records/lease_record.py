@@ -47,7 +47,7 @@ from cachesvc_client.records.entries import Stock, UntoldGrowth
 from cachesvc_client.records.sequence_record import Launches, SequenceRecord
 from cachesvc_client.wire.life import GONE
 from cachesvc_client.wire.messages import build_prefetch, parse_prefetch
-from cachesvc_client.wire.port import PREFETCH, Operation, no_action
+from cachesvc_client.wire.methods import PREFETCH, Operation, no_action
 
 BEATS_WITHIN_SILENCE = 3
 """A beat may be late or lost twice before the daemon takes the engine for silent."""

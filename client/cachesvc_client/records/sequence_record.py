@@ -58,7 +58,7 @@ from cachesvc_client.wire.messages import (
     parse_recycle,
     parse_swap,
 )
-from cachesvc_client.wire.port import ALLOCATE, MATCH, PUBLISH, RECYCLE, RELEASE, SWAP, Method, Operation, no_action
+from cachesvc_client.wire.methods import ALLOCATE, MATCH, PUBLISH, RECYCLE, RELEASE, SWAP, Method, Operation, no_action
 
 NOTHING = range(0)
 

@@ -1,4 +1,5 @@
-"""One life of the daemon as this process sees it: a port for calls, and the life connection that says when it ends.
+"""One life of the daemon as this process sees it: channels for calls, and the life connection that says when it
+ends.
 
 A connection never comes back. Reconnecting makes a new one, and everything made under the old one stays lost.
 """
@@ -11,14 +12,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
 
 import grpc
-import grpc.aio
 from kvcache.v1 import event_pb2, lease_pb2
 
-from cachesvc.model.text import unix_target
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     CacheClientError,
@@ -32,8 +29,9 @@ from cachesvc_client.core.errors import (
 )
 from cachesvc_client.wire.credentials import Credentials, Metadata, Proof
 from cachesvc_client.wire.life import GONE, LifeConnection, may_show, require_daemon
-from cachesvc_client.wire.port import Line, Method, Port, Q, R, StepLine
+from cachesvc_client.wire.methods import Method, Q, R
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts, Transport
+from cachesvc_client.wire.transports import BlockingLine, Channels, StepLine
 
 NO_CREDENTIALS = Credentials()
 INSIST_PAUSE_S = 0.1
@@ -84,7 +82,7 @@ class Connection:
     def __init__(
         self,
         socket_path: str,
-        port: Port,
+        channels: Channels,
         *,
         timeouts: Timeouts,
         retries: Retries,
@@ -93,7 +91,7 @@ class Connection:
         transport: Transport = Transport.AUTO,
     ) -> None:
         self.socket_path = socket_path
-        self.port = port
+        self.channels = channels
         self.timeouts = timeouts
         self.retries = retries
         self.life = LifeConnection(socket_path, timeouts.connect_s, self._lose)
@@ -103,7 +101,7 @@ class Connection:
         self.maker = Maker()
         self._on_lost = on_lost
         self._is_closed = False
-        self._lanes = port.lanes if transport is Transport.AUTO else None
+        self._takes_lanes = transport is Transport.AUTO
         self._lane_proof: Metadata | None = None
         self._lane_again_s: float | None = 0.0
 
@@ -117,21 +115,21 @@ class Connection:
         """Token by which the daemon knows this process."""
         return self.life.process_token
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Connect. Raises DaemonUnavailable; UntrustedDaemon before a token has been shown to anybody."""
         try:
-            self.port.connect(self.socket_path)
-            await self.port.in_thread(self.life.start)
+            self.channels.connect(self.socket_path)
+            self.life.start()
             self.proof.start(self.life.process_token)
             if self.proof.has_token:
                 require_daemon(self.life.path, self.life.daemon_uid)
-                await self.port.in_thread(partial(may_show, self.socket_path))
-            await self.keep_lane()
+                may_show(self.socket_path)
+            self.keep_lane()
         except BaseException:
-            await self.close()
+            self.close()
             raise
 
-    async def ask(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
+    def ask(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """Send one request, again under the same contents where the way broke. Raises CacheClientError."""
         deadline_s = time.monotonic() + timeout_s
         attempts: Attempts | None = None
@@ -139,35 +137,35 @@ class Connection:
         while True:
             self.check()
             if self.wants_lane:
-                await self.keep_lane()
+                self.keep_lane()
             used = self.proof.metadata
             left_s = timeout_s if attempts is None else attempts.left_s(time.monotonic())
             try:
-                return await self.port.call(method, request, left_s, (*headers, *used) if headers else used)
+                return self.channels.call(method, request, left_s, (*headers, *used) if headers else used)
             except grpc.RpcError as failure:
                 attempts = attempts or Attempts(self.retries, deadline_s)
                 if self.proof.renew(failure, used):
                     continue
-                await self.judge(failure)
+                self.judge(failure)
                 pause_s = attempts.pause_after(failure, time.monotonic())
-            await self.port.wait_end(pause_s)
+            self.channels.wait_end(pause_s)
 
-    async def insist(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
+    def insist(self, method: Method[Q, R], request: Q, timeout_s: float) -> R:
         """``ask`` for what ends something: a daemon that has no room for the call now is asked again in time."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
-                return await self.ask(method, request, max(deadline_s - time.monotonic(), 0))
+                return self.ask(method, request, max(deadline_s - time.monotonic(), 0))
             except (LimitExceeded, QuotaExceeded):
                 if time.monotonic() + INSIST_PAUSE_S >= deadline_s:
                     raise
-            await self.port.wait_end(INSIST_PAUSE_S)
+            self.channels.wait_end(INSIST_PAUSE_S)
 
-    def open_line(self, method: Method[Q, R]) -> Line:
+    def open_line(self, method: Method[Q, R]) -> BlockingLine:
         """A stream both ways. Raises DaemonUnavailable."""
         self.check()
         try:
-            return self.port.open_line(method, (*trace_headers(), *self.proof.metadata))
+            return self.channels.open_line(method, (*trace_headers(), *self.proof.metadata))
         except grpc.RpcError as failure:
             raise self.gone() from failure
 
@@ -175,37 +173,36 @@ class Connection:
         """A stream of steps, by the lane where there is one. Raises DaemonUnavailable."""
         self.check()
         try:
-            return self.port.open_steps((*trace_headers(), *self.proof.metadata))
+            return self.channels.open_steps((*trace_headers(), *self.proof.metadata))
         except grpc.RpcError as failure:
             raise self.gone() from failure
 
     @property
     def has_lane(self) -> bool:
-        return self._lanes is not None and self._lanes.has_lane
+        return self.channels.has_lane
 
     @property
     def wants_lane(self) -> bool:
         """True while ``keep_lane`` has something to do, now or after a while."""
-        return self._lanes is not None and not (self._lanes.has_lane and self._lane_proof == self.proof.metadata)
+        return self._takes_lanes and not (self.channels.has_lane and self._lane_proof == self.proof.metadata)
 
-    async def keep_lane(self) -> None:
+    def keep_lane(self) -> None:
         """Have a lane that proves itself by what calls do now, where the daemon gives one: without it they go by
         gRPC. One that broke is made anew after a while."""
-        lanes = self._lanes
-        if lanes is None or not self.wants_lane:
+        if not self.wants_lane:
             return
         now_s = time.monotonic()
         if self._lane_again_s is None:  # it has just been seen to be broken
-            self._lane_again_s = 0.0 if lanes.has_lane else now_s + LANE_PAUSE_S
+            self._lane_again_s = 0.0 if self.channels.has_lane else now_s + LANE_PAUSE_S
         if now_s < self._lane_again_s:
             return
-        self._lane_again_s = now_s + LANE_PAUSE_S  # other threads and tasks do not try meanwhile
+        self._lane_again_s = now_s + LANE_PAUSE_S  # other threads do not try meanwhile
         used = self.proof.metadata
         try:
-            end = await self.port.in_thread(self.life.fetch_lane)
-            await lanes.take_lane(end, used, self.timeouts.connect_s)
+            end = self.life.fetch_lane()
+            self.channels.take_lane(end, used, self.timeouts.connect_s)
         except NotFound as refused:
-            self._lanes = None
+            self._takes_lanes = False
             log.info("lane_not_given path=%s why=%s", self.socket_path, refused)
         except (CacheClientError, grpc.RpcError) as broken:
             log.info("lane_not_taken path=%s why=%s", self.socket_path, broken)
@@ -224,7 +221,7 @@ class Connection:
         if self.life.lost.is_set():
             raise self.gone()
 
-    async def judge(self, failure: grpc.RpcError | CacheClientError) -> None:
+    def judge(self, failure: grpc.RpcError | CacheClientError) -> None:
         """Raise DaemonUnavailable where a call failed because its daemon has gone, and report the loss.
 
         A daemon that stops closes its socket before clients notice its end, and the next one does not know what was
@@ -235,7 +232,7 @@ class Connection:
             raise self.gone() from failure
         error = error_of(failure) if isinstance(failure, grpc.RpcError) else failure
         is_broken = isinstance(failure, grpc.RpcError) and is_broken_way(failure, error)
-        if (is_broken or isinstance(error, NotFound)) and await self.port.in_thread(self.life.is_replaced):
+        if (is_broken or isinstance(error, NotFound)) and self.life.is_replaced():
             self.life.give_up()
             raise self.gone() from failure
 
@@ -243,18 +240,17 @@ class Connection:
         """Error that explains why this connection takes no calls any more."""
         return AlreadyClosed("the client was closed; connect again") if self._is_closed else DaemonUnavailable(GONE)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the connection; calls under way fail. Idempotent. Raises UsedAfterFork."""
         self.maker.check()
         self._is_closed = True
-        await self.port.settle()
-        await self.port.in_thread(self.life.close)
-        await self.port.close()
+        self.life.close()
+        self.channels.close()
 
     def _lose(self) -> None:
         """Note the loss, from the thread that noticed it."""
-        self.port.end_calls()
-        self.port.tell(self._on_lost)
+        self.channels.end_calls()
+        self._on_lost()
 
 
 def trace_headers() -> tuple[tuple[str, str], ...]:
@@ -275,30 +271,6 @@ def trace_headers() -> tuple[tuple[str, str], ...]:
     )
     state = context.trace_state.to_header()
     return (*headers, ("tracestate", state)) if state else headers
-
-
-class ChannelMaker(Protocol):
-    """Opens a channel for calls that block."""
-
-    def __call__(self, socket_path: str, options: ChannelOptions) -> grpc.Channel:
-        """A channel that connects on first use."""
-
-
-class AsyncChannelMaker(Protocol):
-    """Opens a channel for calls that are awaited."""
-
-    def __call__(self, socket_path: str, options: ChannelOptions) -> grpc.aio.Channel:
-        """A channel of the running loop."""
-
-
-def open_channel(socket_path: str, options: ChannelOptions) -> grpc.Channel:
-    """A channel to the unix socket at ``socket_path``; it connects on first use."""
-    return grpc.insecure_channel(unix_target(socket_path), options=options.as_grpc())
-
-
-def open_async_channel(socket_path: str, options: ChannelOptions) -> grpc.aio.Channel:
-    """Open a channel for the running event loop."""
-    return grpc.aio.insecure_channel(unix_target(socket_path), options=options.as_grpc())
 
 
 class Attempts:

@@ -1,4 +1,4 @@
-"""Requests built and answers read: pure functions that the blocking and the awaited client share."""
+"""Requests built and answers read: pure functions."""
 
 from __future__ import annotations
 

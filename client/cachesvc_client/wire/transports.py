@@ -1,4 +1,4 @@
-"""The port of the blocking client: every wait blocks the thread that calls.
+"""Calls of one connection by gRPC and by a lane: every wait blocks the thread that calls.
 
 The blocking end of a lane: no thread of its own. A waiter for an answer reads, and hands other waiters theirs.
 
@@ -24,8 +24,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -35,6 +35,7 @@ from kvcache.v1.cache_pb2 import OperationError, StepRequest, StepResponse
 from kvcache.v1.lane_pb2 import LaneHello, LaneWelcome
 
 from cachesvc.model.errors import ErrorCode, LimitExceeded
+from cachesvc.model.text import unix_target
 from cachesvc.wire.lane import (
     CANCEL,
     DEADLINE_UNIT_S,
@@ -51,42 +52,35 @@ from cachesvc.wire.lane import (
 )
 from cachesvc.wire.status import AUTHORIZATION_METADATA_KEY, BEARER, GRPC_CODES, MAX_MESSAGE_BYTES, status_metadata
 from cachesvc_client.core.errors import DaemonUnavailable, error_of, keep_from_children
-from cachesvc_client.wire.connection import ChannelMaker
 from cachesvc_client.wire.credentials import Metadata
-from cachesvc_client.wire.port import NUDGE, STEP, ChannelClosed, Lanes, Line, Method, Q, R, Running, StepLine, Work
+from cachesvc_client.wire.methods import STEP, Method, Q, R
 from cachesvc_client.wire.settings import ChannelOptions
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
-def drive(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of the protocol to its end on this thread: on a BlockingPort it never suspends."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        result: T = done.value
-        return result
-    work.close()
-    raise AssertionError("a coroutine of the blocking client waited for an event loop")
+NUDGE: Final = object()
+"""Value of ``BlockingLine.get`` after ``wake``."""
 
 
-class BlockingLock:
-    """A lock of threads, for ``async with``."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    async def __aenter__(self) -> None:
-        self._lock.acquire()
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
+class ChannelClosed(grpc.RpcError):
+    """A call met the end of its connection on this side."""
 
 
-class BlockingPort:
-    """``cachesvc_client.wire.port.Port`` over a channel whose calls block."""
+class ChannelMaker(Protocol):
+    """Opens a channel for calls that block."""
+
+    def __call__(self, socket_path: str, options: ChannelOptions) -> grpc.Channel:
+        """A channel that connects on first use."""
+
+
+def open_channel(socket_path: str, options: ChannelOptions) -> grpc.Channel:
+    """A channel to the unix socket at ``socket_path``; it connects on first use."""
+    return grpc.insecure_channel(unix_target(socket_path), options=options.as_grpc())
+
+
+class Channels:
+    """The gRPC channel of one connection, and its lane while it has one."""
 
     def __init__(self, make_channel: ChannelMaker, options: ChannelOptions) -> None:
         self._make_channel = make_channel
@@ -100,7 +94,7 @@ class BlockingPort:
     def connect(self, socket_path: str) -> None:
         self._channel = self._make_channel(socket_path, self._options)
 
-    async def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
+    def call(self, method: Method[Q, R], request: Q, timeout_s: float, metadata: Metadata) -> R:
         lane, number = self._lane, number_of(method)
         if lane is not None and number and lane.has_room:
             return lane.call(number, method, request, timeout_s, metadata)
@@ -110,7 +104,7 @@ class BlockingPort:
             raise self._closed_or(closed) from closed
         return answer
 
-    def open_line(self, method: Method[Q, R], metadata: Metadata) -> Line:
+    def open_line(self, method: Method[Q, R], metadata: Metadata) -> BlockingLine:
         assert self._channel is not None
         call = self._channel.stream_stream(
             method.path,
@@ -123,14 +117,10 @@ class BlockingPort:
             raise self._closed_or(closed) from closed
 
     @property
-    def lanes(self) -> Lanes:
-        return self
-
-    @property
     def has_lane(self) -> bool:
         return self._lane is not None and not self._lane.why_broken
 
-    async def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
+    def take_lane(self, end: socket.socket, metadata: Metadata, timeout_s: float) -> None:
         """Calls go by this lane from now on."""
         lane, before = BlockingLane(end), self._lane
         try:
@@ -148,20 +138,8 @@ class BlockingPort:
         lane = self._lane
         return self.open_line(STEP, metadata) if lane is None or lane.why_broken else LaneSteps(lane, metadata)
 
-    async def wait_end(self, timeout_s: float | None) -> bool:
+    def wait_end(self, timeout_s: float | None) -> bool:
         return self._ended.wait(timeout_s)
-
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        return work()
-
-    def spawn(self, work: Work, name: str) -> Running:
-        return _RunningThread(work, name)
-
-    def send_later(self, work: Work) -> None:
-        drive(work)
-
-    async def settle(self) -> None:
-        """No-op: nothing was deferred."""
 
     def end_calls(self) -> None:
         self._ended.set()
@@ -170,10 +148,7 @@ class BlockingPort:
         if self._channel is not None:
             self._channel.close()
 
-    def tell(self, callback: Callable[[], None]) -> None:
-        callback()
-
-    async def close(self) -> None:
+    def close(self) -> None:
         self.end_calls()
         if self._lane is not None:
             self._lane.close()
@@ -215,7 +190,7 @@ class BlockingLine:
         """False where ``get`` has something to tell at once."""
         return self._answers.empty()
 
-    async def get(self, deadline_s: float | None) -> Any:
+    def get(self, deadline_s: float | None) -> Any:
         """The next answer, how the stream ended, NUDGE, or None at the deadline."""
         try:
             return self._answers.get(timeout=None if deadline_s is None else max(deadline_s - time.monotonic(), 0))
@@ -225,7 +200,7 @@ class BlockingLine:
     def wake(self) -> None:
         self._answers.put(NUDGE)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._requests.put(None)
         self._call.cancel()
         self._reader.join()
@@ -269,7 +244,7 @@ class LaneSteps:
         except grpc.RpcError:
             return False
 
-    async def get(self, deadline_s: float | None) -> Any:
+    def get(self, deadline_s: float | None) -> Any:
         """The next answer, how the stream ended, or None at the deadline."""
         try:
             if not self._lane.wait(self._inbox, math.inf if deadline_s is None else deadline_s):
@@ -278,21 +253,12 @@ class LaneSteps:
             return failure
         return self._sent.read(self._inbox.came.popleft())
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._lane.leave(self._inbox)
 
 
-class _RunningThread:
-    def __init__(self, work: Work, name: str) -> None:
-        self._thread = threading.Thread(target=drive, args=(work,), name=name, daemon=True)
-        self._thread.start()
-
-    async def join(self) -> None:
-        """Wait for its end, unless it is the work that asks."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-
+StepLine = BlockingLine | LaneSteps
+"""A stream of steps, by either transport."""
 KEPT_FOR_STEPS = 4
 """Frames without an answer that calls which may wait leave to Steps; beyond, such a call goes by gRPC."""
 ENDS_STREAM = frozenset({"INTERNAL", ErrorCode.UNAUTHENTICATED.value})
@@ -310,68 +276,6 @@ class Inbox:
     def __init__(self) -> None:
         self.came: deque[Frame] = deque()
         self.tags: set[int] = set()
-
-
-class LaneEnd:
-    """State of a client's end: tags, frames and the end's cause. ``why_broken``: empty while it is open."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.why_broken = ""
-        self._socket = end
-        self._reader = FrameReader()
-        self._tags = itertools.count(1)
-        self._inboxes: dict[int, Inbox] = {}
-
-    @property
-    def has_room(self) -> bool:
-        """True when a call may go this way."""
-        return not self.why_broken and len(self._inboxes) < MAX_UNANSWERED_FRAMES - KEPT_FOR_STEPS
-
-    def forget(self) -> None:
-        """Forget the lane in a child of this process: it is the parent's."""
-        self._socket.close()
-
-    def _enter(self, inbox: Inbox) -> int:
-        """A tag for a call whose answer goes to this inbox."""
-        tag = next(self._tags)
-        inbox.tags.add(tag)
-        self._inboxes[tag] = inbox
-        return tag
-
-    def leave(self, inbox: Inbox) -> None:
-        """Drop the waiter of these answers; what was asked for goes on."""
-        self._leave(inbox, tuple(inbox.tags))
-
-    def _leave(self, inbox: Inbox, tags: tuple[int, ...]) -> None:
-        for tag in tags:
-            self._inboxes.pop(tag, None)
-            inbox.tags.discard(tag)
-
-    def _encode_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps) -> bytes:
-        """A step as a frame; empty for one that is too large, which has its refusal in the inbox."""
-        tag, body = self._enter(inbox), request.SerializeToString()
-        sent.ids[tag] = request.request_id
-        if len(body) <= MAX_MESSAGE_BYTES:
-            return encode(_STEP, 0, 0, tag, body, sent.traceparent)
-        error = OperationError(code=ErrorCode.LIMIT.value, message=str(error_of(_too_large(body))))
-        self._leave(inbox, (tag,))
-        inbox.came.append(Frame(_STEP, ERROR, 0, tag, error.SerializeToString()))
-        return b""
-
-    def _hand_out(self, mine: Inbox | None) -> bool:
-        """Hand arrived answers to their waiters; True where some of them are not ``mine``. Raises LimitExceeded."""
-        is_others = False
-        while self._reader.end and (frame := self._reader.next()) is not None:
-            inbox = self._inboxes.pop(frame.tag, None)
-            if inbox is not None:  # else its caller has given it up
-                inbox.tags.discard(frame.tag)
-                inbox.came.append(frame)
-                is_others = is_others or inbox is not mine
-        return is_others
-
-    def _broke(self) -> grpc.RpcError:
-        """Error of a broken lane, as of a broken gRPC call: the call may be sent again by another way."""
-        return failure(grpc.StatusCode.UNAVAILABLE, f"the lane ended: {self.why_broken}")
 
 
 def number_of(method: Method[Any, Any]) -> int:
@@ -478,14 +382,29 @@ SEND_S = 5.0
 _TIMEVAL = struct.Struct("@ll")
 
 
-class BlockingLane(LaneEnd):
+class BlockingLane:
+    """A client's end of a lane: tags, frames, and why it ended (``why_broken``, empty while it is open)."""
+
     def __init__(self, end: socket.socket) -> None:
-        super().__init__(end)
+        self.why_broken = ""
+        self._socket = end
+        self._reader = FrameReader()
+        self._tags = itertools.count(1)
+        self._inboxes: dict[int, Inbox] = {}
         self._sending = threading.Lock()
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._is_reading = False
         self._sleeping = 0
+
+    @property
+    def has_room(self) -> bool:
+        """True when a call may go this way."""
+        return not self.why_broken and len(self._inboxes) < MAX_UNANSWERED_FRAMES - KEPT_FOR_STEPS
+
+    def forget(self) -> None:
+        """Forget the lane in a child of this process: it is the parent's."""
+        self._socket.close()
 
     def greet(self, metadata: Metadata, timeout_s: float) -> None:
         """Identify the caller. Raises DaemonUnavailable where no calls can go this way."""
@@ -570,6 +489,48 @@ class BlockingLane(LaneEnd):
                 self._sleep(math.inf)
         with self._sending:
             self._socket.close()
+
+    def leave(self, inbox: Inbox) -> None:
+        """Drop the waiter of these answers; what was asked for goes on."""
+        self._leave(inbox, tuple(inbox.tags))
+
+    def _enter(self, inbox: Inbox) -> int:
+        """A tag for a call whose answer goes to this inbox."""
+        tag = next(self._tags)
+        inbox.tags.add(tag)
+        self._inboxes[tag] = inbox
+        return tag
+
+    def _leave(self, inbox: Inbox, tags: tuple[int, ...]) -> None:
+        for tag in tags:
+            self._inboxes.pop(tag, None)
+            inbox.tags.discard(tag)
+
+    def _encode_step(self, request: StepRequest, inbox: Inbox, sent: SentSteps) -> bytes:
+        """A step as a frame; empty for one that is too large, which has its refusal in the inbox."""
+        tag, body = self._enter(inbox), request.SerializeToString()
+        sent.ids[tag] = request.request_id
+        if len(body) <= MAX_MESSAGE_BYTES:
+            return encode(_STEP, 0, 0, tag, body, sent.traceparent)
+        error = OperationError(code=ErrorCode.LIMIT.value, message=str(error_of(_too_large(body))))
+        self._leave(inbox, (tag,))
+        inbox.came.append(Frame(_STEP, ERROR, 0, tag, error.SerializeToString()))
+        return b""
+
+    def _hand_out(self, mine: Inbox | None) -> bool:
+        """Hand arrived answers to their waiters; True where some of them are not ``mine``. Raises LimitExceeded."""
+        is_others = False
+        while self._reader.end and (frame := self._reader.next()) is not None:
+            inbox = self._inboxes.pop(frame.tag, None)
+            if inbox is not None:  # else its caller has given it up
+                inbox.tags.discard(frame.tag)
+                inbox.came.append(frame)
+                is_others = is_others or inbox is not mine
+        return is_others
+
+    def _broke(self) -> grpc.RpcError:
+        """Error of a broken lane, as of a broken gRPC call: the call may be sent again by another way."""
+        return failure(grpc.StatusCode.UNAVAILABLE, f"the lane ended: {self.why_broken}")
 
     def _sleep(self, seconds: float) -> bool:
         """Wait until another thread has read, with the lock held; False when the time has passed."""

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from cachesvc_client import CacheClient, DaemonUnavailable, LeaseLost, Transport
 from cachesvc_client.wire.life import LifeConnection
-from cachesvc_client.wire.port import MATCH, RELEASE
+from cachesvc_client.wire.methods import MATCH, RELEASE
 from cachesvc_client.wire.transports import BlockingLane
 from kvcache.v1 import admin_pb2, cache_pb2, cache_pb2_grpc
 

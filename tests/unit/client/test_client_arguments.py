@@ -20,21 +20,20 @@ from cachesvc_client import (
     gqa,
     to_bfloat16,
 )
-from cachesvc_client.aio.client import AsyncCacheClient, ClientCalls
-from cachesvc_client.aio.lease import AsyncLease
-from cachesvc_client.aio.sequence import AsyncSequence
 from cachesvc_client.client import CacheClient
 from cachesvc_client.core.arguments import checks_arguments, explains_arguments, renamed
 from cachesvc_client.core.keys import BlockHasher
+from cachesvc_client.lease import Lease
 from cachesvc_client.memory.pool import PlanesByKey, slot_of
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.steps import StepBatch
 from cachesvc_client.records.views import LeaseView
+from cachesvc_client.sequence import Sequence
 from cachesvc_client.wire.messages import build_allocate, build_match, build_register
 from kvcache.v1 import lease_pb2
 
 LAYOUT = gqa(layers=2, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
-CHECKED = (AsyncCacheClient, ClientCalls, AsyncLease, AsyncSequence, CacheClient, StepBatch)
+CHECKED = (CacheClient, Lease, Sequence, StepBatch)
 
 register = explains_arguments(build_register)
 allocate = explains_arguments(build_allocate)
@@ -87,16 +86,6 @@ def test_refuses_an_expectation_that_no_message_takes(expected: Expected, words:
 def test_takes_numbers_of_numpy_and_names_that_a_message_takes() -> None:
     assert allocate(1, np.int64(4), False).blocks == 4  # type: ignore[arg-type]
     assert list(register("m", LAYOUT, device_pages=np.array([3])).device_pool.pages.pages) == [3]  # type: ignore[arg-type]
-
-
-async def test_explains_what_a_coroutine_refuses() -> None:
-    @explains_arguments
-    async def grow(blocks: int) -> bytes:
-        return blocks.to_bytes(4, "little")
-
-    assert await grow(1) == b"\x01\0\0\0"
-    with pytest.raises(InvalidRequest, match="grow: blocks is 'a'"):
-        await grow("a")  # type: ignore[arg-type]
 
 
 def test_an_error_that_no_argument_caused_stays_what_it_is() -> None:

@@ -175,8 +175,8 @@ class Kept(NamedTuple):
 
 
 def test_a_step_waits_as_long_as_the_matches_in_it_and_before_it(lease: Lease) -> None:
-    book = StepBook(lease._calls.calls.record)  # noqa: SLF001 - what a stream makes of it
-    batches = [StepBatch(lease._calls.calls.record, Kept) for _ in range(3)]  # noqa: SLF001
+    book = StepBook(lease.record)  # what a stream makes of it
+    batches = [StepBatch(lease.record, Kept) for _ in range(3)]
     batches[0].match(b"", expected=Expected("10.0.0.1:7100"))
     batches[1].match(b"", expected=Expected("10.0.0.1:7100", waits=False))
     batches[2].match(b"", expected=Expected("10.0.0.1:7100"))
@@ -221,7 +221,7 @@ def test_a_sequence_that_ended_says_so_in_each_of_its_calls_and_every_time(
 def test_a_lost_lease_is_the_answer_of_each_call_of_its_sequences(lease: Lease) -> None:
     sequence = lease.match(b"")
     sequence.allocate(2)
-    lease._calls.calls.record.lose(LeaseLost(lease.id, "it fell silent"))  # noqa: SLF001 - what a refused heartbeat does
+    lease.record.lose(LeaseLost(lease.id, "it fell silent"))  # what a refused heartbeat does
     for _ in range(2):
         for call in CALLS.values():
             with pytest.raises(LeaseLost):

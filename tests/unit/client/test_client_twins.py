@@ -1,4 +1,4 @@
-"""The awaited client is the blocking one with ``await``: the same names, arguments and words, and neither can drift."""
+"""The awaited client is the blocking one with ``await``: the same names, arguments and answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ TWINS = [
     for name in awaited.__all__
     if name.startswith("Async")
 ]
-BY_THEIR_NATURE = {"make_channel"}
-"""Arguments whose types differ: a channel that blocks, or one that is awaited."""
 
 
 @pytest.mark.parametrize(("one", "other"), TWINS, ids=lambda kind: kind.__name__)
@@ -37,30 +35,13 @@ def test_twins_take_the_same_arguments_and_answer_alike(one: type, other: type) 
         assert returned(mine) == returned(its), name
 
 
-@pytest.mark.parametrize(("one", "other"), TWINS, ids=lambda kind: kind.__name__)
-def test_twins_are_described_in_full_and_in_the_same_words(one: type, other: type) -> None:
-    for name in sorted(public_names(one)):
-        mine, its = words(getattr(one, name)), words(getattr(other, name))
-        assert mine, f"{one.__name__}.{name}"
-        assert mine == its, name
-
-
-def test_every_awaited_call_can_be_entered_where_the_blocking_one_can() -> None:
-    for opener in (awaited.AsyncLease.match, awaited.AsyncLease.attach, awaited.AsyncCacheClient.open_lease):
-        assert "Opening" in str(inspect.signature(opener).return_annotation)
-
-
 def public_names(kind: type) -> set[str]:
     return {name for name in dir(kind) if not name.startswith("_")}
 
 
 def arguments(function: Any) -> list[tuple[str, Any, Any, str]]:
     found = inspect.signature(function).parameters.values()
-    return [
-        (each.name, each.kind, None, "") if each.name in BY_THEIR_NATURE else
-        (each.name, each.kind, each.default, bare(each.annotation))
-        for each in found
-    ]  # fmt: skip
+    return [(each.name, each.kind, each.default, bare(each.annotation)) for each in found]
 
 
 def returned(function: Any) -> str:
@@ -71,10 +52,4 @@ def bare(annotation: Any) -> str:
     """A type without what makes it awaited."""
     if not isinstance(annotation, str):
         return ""
-    bared = re.sub(r"^Opening\[(.*)\]$", r"\1", annotation.replace("Async", ""))
-    return bared.replace("ClientCalls", "CacheClient")
-
-
-def words(member: Any) -> str:
-    """A description, for either client."""
-    return (inspect.getdoc(member) or "").replace("Async", "").replace("from that stream's thread", "where it is used")
+    return re.sub(r"^Opening\[(.*)\]$", r"\1", annotation.replace("Async", ""))

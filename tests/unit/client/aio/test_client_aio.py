@@ -1,10 +1,11 @@
-"""The awaited client keeps the promises of the blocking one: deadlines, one id for all attempts, losses, steps."""
+"""The awaited client keeps the promises of the blocking one, and gives back what a cancelled call has opened."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from cachesvc_client import (
     PoolExhausted,
     Retries,
     Timeouts,
+    aio,
 )
 from cachesvc_client.aio import AsyncCacheClient, AsyncSequence
 from cachesvc_client.core.errors import BY_CODE, AlreadyClosed
@@ -48,10 +50,9 @@ def hang_up_after(daemon: FakeDaemon, arrived: threading.Event) -> None:
 async def test_a_life_from_connect_to_close(daemon: FakeDaemon) -> None:
     async with client_of(daemon) as client:
         registration = await client.register("m", LAYOUT)
-        async with await client.open_lease(registration) as lease:
-            pool = await lease.attach()
+        async with client.open_lease(registration) as lease, lease.attach() as pool:
             assert pool.pages == (PAGES,)
-            async with await lease.match(b"k" * 64, max_blocks=1) as sequence:
+            async with lease.match(b"k" * 64, max_blocks=1) as sequence:
                 await sequence.allocate(2)
                 assert [table.tolist() for table in sequence.tables] == [[0, 1]]
                 assert (await sequence.publish(2)).sealed_blocks == 2
@@ -129,12 +130,15 @@ async def test_an_attach_that_is_cancelled_leaves_nothing_mapped(daemon: FakeDae
     async with client_of(daemon) as client:
         lease = await client.open_lease(await client.register("m", LAYOUT))
         daemon.may_give.clear()
+        detached = threading.Event()
+        daemon.faults["Detach"].append(lambda _: detached.set())
         attaching = asyncio.create_task(lease.attach())
         assert await asyncio.to_thread(daemon.is_asked.wait, PROMPT_S)
         attaching.cancel()
         asyncio.get_running_loop().call_soon(daemon.may_give.set)
         with pytest.raises(asyncio.CancelledError):
             await attaching
+        assert await asyncio.to_thread(detached.wait, PROMPT_S)
         assert not lease.pools
         await lease.close()
         assert len(daemon.seen["Detach"]) == 1
@@ -163,31 +167,100 @@ async def test_a_caller_that_gives_up_is_cancelled_and_not_told_of_a_loss(daemon
         await lease.prefetch(b"")
 
 
-async def test_a_call_that_is_cancelled_is_asked_for_again_before_the_next(daemon: FakeDaemon) -> None:
+async def cancel_under_way(call: Callable[[], Awaitable[object]], daemon: FakeDaemon, rpc: str) -> threading.Event:
+    """Cancel a call that the daemon has and answers once the event is set."""
+    arrived, may_answer = threading.Event(), threading.Event()
+    daemon.faults[rpc].append(hang_until(may_answer, arrived))
+    calling = asyncio.ensure_future(call())
+    assert await asyncio.to_thread(arrived.wait, PROMPT_S)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    return may_answer
+
+
+async def test_a_cancelled_call_ends_in_its_thread_and_the_next_one_waits_for_it(daemon: FakeDaemon) -> None:
     async with client_of(daemon) as client:
         lease = await client.open_lease(await client.register("m", LAYOUT))
         sequence = await lease.match(b"")
-        for rpc, call in (
-            ("Allocate", partial(sequence.allocate, 2)),
-            ("Match", partial(lease.match, b"k" * 32)),
-            ("Release", sequence.release),
-        ):
-            arrived, may_answer = threading.Event(), threading.Event()
-            daemon.faults[rpc].append(hang_until(may_answer, arrived))
-            calling = asyncio.ensure_future(call())
-            assert await asyncio.to_thread(arrived.wait, PROMPT_S)
-            calling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await calling
+        may_answer = await cancel_under_way(partial(sequence.allocate, 2), daemon, "Allocate")
+        publishing = asyncio.ensure_future(sequence.publish(0))
+        other = await lease.match(b"")
+        assert not publishing.done()
+        assert sequence.blocks == 0
+        may_answer.set()
+        await publishing
+        assert sequence.blocks == 2
+        may_answer = await cancel_under_way(sequence.release, daemon, "Release")
+        may_answer.set()
+        with pytest.raises(AlreadyClosed):
+            await sequence.release()
+        await other.release()
+    assert len(daemon.seen["Allocate"]) == 1
+    assert [request.sequence_id for request in daemon.seen["Release"]] == [sequence.id, other.id]
+
+
+async def test_a_sequence_whose_match_was_cancelled_is_released(daemon: FakeDaemon) -> None:
+    async with client_of(daemon) as client:
+        lease = await client.open_lease(await client.register("m", LAYOUT))
+        released = threading.Event()
+        may_answer = await cancel_under_way(partial(lease.match, b"k" * 32), daemon, "Match")
+        daemon.faults["Release"].append(lambda _: released.set())
+        assert not daemon.seen["Release"]
+        may_answer.set()
+        assert await asyncio.to_thread(released.wait, PROMPT_S)
+        assert [each.sequence_id for each in daemon.seen["Release"]] == [daemon.seen["Match"][0].sequence_id]
+
+
+async def test_a_lease_whose_opening_was_cancelled_is_closed(daemon: FakeDaemon) -> None:
+    async with client_of(daemon) as client:
+        registration = await client.register("m", LAYOUT)
+        closed = threading.Event()
+        may_answer = await cancel_under_way(partial(client.open_lease, registration), daemon, "Open")
+        daemon.faults["Close"].append(lambda _: closed.set())
+        may_answer.set()
+        assert await asyncio.to_thread(closed.wait, PROMPT_S)
+
+
+async def test_sequences_of_a_cancelled_step_are_released(daemon: FakeDaemon) -> None:
+    async with client_of(daemon) as client:
+        lease = await client.open_lease(await client.register("m", LAYOUT))
+        async with lease.step() as stream:
+            batch, released = stream.batch(), threading.Event()
+            batch.match(b"k" * 32)
+            daemon.step_answers.append(Step(results=[Result(match=cache_pb2.MatchResponse())]))
+            may_answer = await cancel_under_way(partial(stream.submit, batch), daemon, "Step")
+            daemon.faults["Release"].append(lambda _: released.set())
             may_answer.set()
-            if rpc == "Allocate":
-                await sequence.publish(0)
-                assert sequence.blocks == 2
-        await lease.match(b"")
-        allocates, releases = daemon.seen["Allocate"], daemon.seen["Release"]
-        assert allocates[0] == allocates[1]
-        assert sorted(request.sequence_id for request in releases) == [1, 1, 2]
-        assert len({request.request_id for request in releases if request.sequence_id == sequence.id}) == 1
+            assert await asyncio.to_thread(released.wait, PROMPT_S)
+
+
+async def test_calls_that_wait_do_not_keep_the_client_from_closing(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aio, "MOST_THREADS", 1)
+    client = await client_of(daemon).connect()
+    lease = await client.open_lease(await client.register("m", LAYOUT))
+    may_answer = await cancel_under_way(partial(lease.prefetch, b""), daemon, "Prefetch")
+    queued = asyncio.ensure_future(lease.prefetch(b""))
+    waiting = asyncio.ensure_future(client.wait_lost())
+    began = time.monotonic()
+    await client.close()
+    assert time.monotonic() - began < PROMPT_S
+    assert await waiting
+    with pytest.raises(AlreadyClosed):
+        await queued
+    may_answer.set()
+
+
+async def test_waits_for_the_end_of_the_daemon_take_no_thread(daemon: FakeDaemon) -> None:
+    async with client_of(daemon) as client:
+        assert not await client.wait_lost(0.01)
+        waiting = [asyncio.ensure_future(client.wait_lost()) for _ in range(aio.MOST_THREADS + 1)]
+        await client.register("m", LAYOUT)
+        await asyncio.to_thread(daemon.close)
+        assert all(await asyncio.gather(*waiting))
+        assert await client.wait_lost()
 
 
 async def test_a_reconnect_that_is_cancelled_can_be_made_again(daemon: FakeDaemon, tmp_path: Path) -> None:

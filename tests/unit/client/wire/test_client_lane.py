@@ -14,7 +14,7 @@ import grpc
 import pytest
 from cachesvc_client import CacheClient, DaemonUnavailable, Retries, Transport, opaque
 from cachesvc_client.core.errors import DeadlineExceeded, error_of
-from cachesvc_client.wire.port import MATCH
+from cachesvc_client.wire.methods import MATCH
 from cachesvc_client.wire.transports import BlockingLane
 from kvcache.v1 import cache_pb2
 from kvcache.v1.lane_pb2 import LaneWelcome

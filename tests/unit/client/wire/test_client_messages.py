@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from cachesvc_client.core.errors import InvalidRequest, NotSupported
 from cachesvc_client.layouts.families import gqa_windowed
-from cachesvc_client.wire import messages, port
-from cachesvc_client.wire.port import Method
+from cachesvc_client.wire import messages, methods
+from cachesvc_client.wire.methods import Method
 from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
@@ -26,7 +26,7 @@ LAYOUT = gqa_windowed(
 
 
 def all_methods() -> list[Method[Any, Any]]:
-    return [value for value in vars(port).values() if isinstance(value, Method)]
+    return [value for value in vars(methods).values() if isinstance(value, Method)]
 
 
 @pytest.mark.parametrize("module", [engine_pb2, lease_pb2, cache_pb2])

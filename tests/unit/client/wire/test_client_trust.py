@@ -13,8 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from cachesvc_client import CacheClient, Credentials, EventSubscriber, InvalidRequest, UntrustedDaemon, open_remote
-from cachesvc_client.aio import AsyncCacheClient
-from cachesvc_client.aio.events import AsyncEventSubscriber
+from cachesvc_client.aio import AsyncCacheClient, AsyncEventSubscriber
 from cachesvc_client.core.errors import DaemonUnavailable
 from cachesvc_client.layouts.families import opaque
 from cachesvc_client.wire.credentials import credentials_from

@@ -7,19 +7,16 @@ at once when the lease is lost.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Generator
 from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 from kvcache.v1 import engine_pb2, lease_pb2
 
 from cachesvc.model.answers import Expected, Prefetched, TicketView
-from cachesvc_client.aio.sequence import AsyncSequence, LeaseCalls
-from cachesvc_client.aio.stepping import AsyncStepStream
 from cachesvc_client.core.arguments import Retention, explains_arguments
 from cachesvc_client.core.errors import (
     AlreadyClosed,
@@ -39,37 +36,38 @@ from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_client.records.entries import Stock, stock_targets
 from cachesvc_client.records.lease_record import LeaseRecord
 from cachesvc_client.records.views import LeaseView
+from cachesvc_client.sequence import LeaseCalls, Sequence, StepStream
 from cachesvc_client.wire.connection import Connection
 from cachesvc_client.wire.messages import build_open
-from cachesvc_client.wire.port import ATTACH, DETACH, INTERRUPTS, KEEP_ALIVE, NUDGE, OPEN, Line, Running
+from cachesvc_client.wire.methods import ATTACH, DETACH, KEEP_ALIVE, OPEN
+from cachesvc_client.wire.transports import NUDGE, BlockingLine
 
 log = logging.getLogger(__name__)
 
 
-async def open_lease(
+def open_lease(
     connection: Connection, registration: Registration, engine: str, request_id: int, instance: str = ""
-) -> AsyncLease:
+) -> Lease:
     """Open a lease, or join that of an ``instance``, and begin to beat. Raises NotFound (register again),
     LimitExceeded, NotSupported (a daemon that knows no instances), DaemonUnavailable."""
     token, asked_s = connection.process_token, time.monotonic()
-    opened = await connection.ask(
+    opened = connection.ask(
         OPEN, build_open(registration, engine, token, request_id, instance), connection.timeouts.call_s
     )
     record = LeaseRecord(opened, registration, connection.lost, token, asked_s)
     if record.instance != instance:
-        await LeaseCalls(connection, record).end(quiesced=True)
+        LeaseCalls(connection, record).end(quiesced=True)
         raise NotSupported("this daemon lets no processes share a lease: update it")
     keeping = Keeping(connection, record)
     keeping.start()
-    return AsyncLease(LeaseCalls(connection, record), keeping)
+    return Lease(LeaseCalls(connection, record), keeping)
 
 
-class AsyncLease(LeaseView):
-    """Made by ``AsyncCacheClient.open_lease``. Safe to use from several tasks; each sequence and step stream from one.
+class Lease(LeaseView):
+    """Made by ``CacheClient.open_lease``. Safe to use from several threads; each sequence and step stream from one.
 
-    Every call may raise LeaseLost, DaemonUnavailable, DeadlineExceeded and AlreadyClosed. The pools that it attaches
-    wait in threads, not on the loop: ``await asyncio.to_thread(pool.wait_layer, ticket, layer, timeout_s)``. ``calls``:
-    for handles made under it.
+    Every call may raise LeaseLost, DaemonUnavailable, DeadlineExceeded and AlreadyClosed. ``calls``: for handles made
+    under it.
     """
 
     def __init__(self, calls: LeaseCalls, keeping: Keeping) -> None:
@@ -77,10 +75,15 @@ class AsyncLease(LeaseView):
         self.calls = calls
         self._keeping = keeping
 
-    def attach(self, rank: int = 0) -> Opening[AttachedPool]:
+    @explains_arguments
+    def attach(self, rank: int = 0) -> AttachedPool:
         """Map one rank's device pool into this process. Raises InvalidRequest (rank), NotSupported (kind of memory)."""
-        return Opening(self._attach(rank))
+        self.record.check()
+        pool = attach_pool(self.calls.connection, self.registration, self.id, rank)
+        self.record.pools.append(pool)
+        return pool
 
+    @explains_arguments
     def match(
         self,
         keys: PackedKeys,
@@ -90,7 +93,7 @@ class AsyncLease(LeaseView):
         waited_seconds: float = 0,
         expected: Expected | None = None,
         retention: Retention = Retention.DEFAULT,
-    ) -> Opening[AsyncSequence]:
+    ) -> Sequence:
         """Open a sequence on the longest hit of ``keys`` (packed, 32 bytes each, root to leaf), pinned.
 
         ``max_blocks`` limits the hit (0: no limit): a caller that must compute the last token leaves its block out.
@@ -99,15 +102,24 @@ class AsyncLease(LeaseView):
         ``retention``: what the engine expects of these blocks, a hint for eviction. Raises DaemonDraining,
         InvalidRequest, LimitExceeded, Conflict (``sequence_id`` is open).
         """
-        return Opening(self._match(keys, max_blocks, sequence_id, waited_seconds, expected, retention))
+        if self.record.orphans or self.record.ending:
+            self.calls.release_abandoned()
+        record = self.record.new_sequence(sequence_id)
+        try:
+            record.retention = retention
+            self.calls.run(record.open(keys, max_blocks, waited_seconds, expected))
+        except (DeadlineExceeded, KeyboardInterrupt):
+            self.record.orphans.append(record)
+            raise
+        return Sequence(record, self.calls)
 
     @explains_arguments
-    async def prefetch(self, keys: PackedKeys) -> Prefetched:
+    def prefetch(self, keys: PackedKeys) -> Prefetched:
         """Start to load a prefix towards the device; holds nothing once it is there. Raises PoolExhausted."""
-        return await self.calls.run(self.record.prefetch(keys))
+        return self.calls.run(self.record.prefetch(keys))
 
     @explains_arguments
-    async def pause_write_backs(self, seconds: float) -> None:
+    def pause_write_backs(self, seconds: float) -> None:
         """Report that decode suffers: the daemon copies no backups off this lease's devices for ``seconds``. At most 1
         at a time; call again for longer. Returns at once. Swaps and evictions that callers wait for go on. Raises
         InvalidRequest (more than 1 s).
@@ -116,7 +128,7 @@ class AsyncLease(LeaseView):
         self._keeping.nudge()
 
     @explains_arguments
-    async def make_sure(self, timeout_s: float) -> None:
+    def make_sure(self, timeout_s: float) -> None:
         """Validate all reads of the lease's pages up to now. While ``is_sure`` this asks nothing; else it asks the
         daemon, which knows whether it revoked the lease as silent and granted its pages to others.
 
@@ -124,10 +136,10 @@ class AsyncLease(LeaseView):
         the same), DeadlineExceeded.
         """
         if not self.record.is_sure:
-            await self._keeping.make_sure(timeout_s)
+            self._keeping.make_sure(timeout_s)
 
     @explains_arguments
-    def step(self, stock_pages: int | Seq[int] = 0) -> AsyncStepStream:
+    def step(self, stock_pages: int | Seq[int] = 0) -> StepStream:
         """Open the lease's step stream. ``stock_pages``: pages to keep in stock, for every group or for each.
 
         Raises Conflict while the last one is open, NotSupported (the daemon is of release 0.1, which knows no columns).
@@ -139,11 +151,11 @@ class AsyncLease(LeaseView):
             raise Conflict("this lease has an open step stream; close it first")
         layout = self.registration.layout
         self.record.stock = Stock(stock_targets(stock_pages, layout), layout.pools)
-        stream = self.calls.stream = AsyncStepStream(self.calls)
+        stream = self.calls.stream = StepStream(self.calls)
         return stream
 
     @explains_arguments
-    async def completed(self, launch: int) -> None:
+    def completed(self, launch: int) -> None:
         """Note that the kernels of ``launch`` and of all earlier launches have ended, and send the releases that
         waited.
 
@@ -155,23 +167,23 @@ class AsyncLease(LeaseView):
             return
         try:
             if self.calls.stream is not None:
-                await self.calls.stream.tell()
+                self.calls.stream.tell()
                 return
-            await self.calls.release_abandoned()
+            self.calls.release_abandoned()
         except (DaemonUnavailable, LeaseLost) as gone:  # nothing is held any more, which is what was wanted
             log.debug("release_needless lease=%s why=%s", self.id, gone)
         except LimitExceeded:  # too many steps are under way: the next one takes them along
             log.debug("release_waits_for_a_step lease=%s", self.id)
 
     @explains_arguments
-    async def wait_tickets(self, tickets: Seq[int], timeout_s: float | None = None) -> tuple[TicketView, ...]:
+    def wait_tickets(self, tickets: Seq[int], timeout_s: float | None = None) -> tuple[TicketView, ...]:
         """Wait until all transfers have ended, done or failed; their views say which.
 
         Raises DeadlineExceeded while one still runs, NotFound for one that never was or ended long ago.
         """
-        return await self.calls.wait_tickets(tickets, timeout_s)
+        return self.calls.wait_tickets(tickets, timeout_s)
 
-    async def close(self, *, quiesced: bool | None = None, for_all: bool = False) -> None:
+    def close(self, *, quiesced: bool | None = None, for_all: bool = False) -> None:
         """End the lease with all that it holds, unmap its pools, stop beating. Idempotent. That of an instance ends
         with its last process, and what the others hold stays; ``for_all``: it ends now, for all of them.
 
@@ -185,127 +197,54 @@ class AsyncLease(LeaseView):
             return
         quiesced = self.record.is_quiesced(quiesced)
         if self.calls.stream is not None:
-            await self.calls.stream.close()
+            self.calls.stream.close()
         for pool in self.pools:
             if quiesced or not pool.is_on_gpu:  # a kernel that still runs must not find its memory gone
-                await connection.port.in_thread(pool.close)
-        await connection.port.settle()
+                pool.close()
         self.record.is_closed = True
-        await self._keeping.close()
-        await self.calls.end(quiesced=quiesced, for_all=for_all)
+        self._keeping.close()
+        self.calls.end(quiesced=quiesced, for_all=for_all)
 
-    async def __aenter__(self) -> AsyncLease:
+    def __enter__(self) -> Lease:
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close(quiesced=None if kind is None else False)
-
-    @explains_arguments
-    async def _attach(self, rank: int) -> AttachedPool:
-        self.record.check()
-        pool = await attach_pool(self.calls.connection, self.registration, self.id, rank)
-        self.record.pools.append(pool)
-        return pool
-
-    @explains_arguments
-    async def _match(
-        self,
-        keys: PackedKeys,
-        max_blocks: int,
-        sequence_id: int | None,
-        waited_seconds: float,
-        expected: Expected | None,
-        retention: Retention,
-    ) -> AsyncSequence:
-        if self.record.orphans or self.record.ending:
-            await self.calls.release_abandoned()
-        record = self.record.new_sequence(sequence_id)
-        try:
-            record.retention = retention
-            await self.calls.run(record.open(keys, max_blocks, waited_seconds, expected))
-        except (DeadlineExceeded, *INTERRUPTS):
-            self.record.orphans.append(record)
-            raise
-        return AsyncSequence(record, self.calls)
-
-
-class Handle(Protocol):
-    """Handle that ends with an ``async with``."""
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-H = TypeVar("H", bound=Handle)
-
-
-class Opening(Coroutine[Any, Any, H], Generic[H]):
-    """A handle on its way: ``sequence = await lease.match(keys)``, or ``async with lease.match(keys) as sequence``."""
-
-    def __init__(self, made: Coroutine[Any, Any, H]) -> None:
-        self._made = made
-        self._handle: H | None = None
-
-    def send(self, value: Any) -> Any:
-        return self._made.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._made.throw(*error)
-
-    def close(self) -> None:
-        self._made.close()
-
-    def __await__(self) -> Generator[Any, Any, H]:
-        return self._made.__await__()
-
-    async def __aenter__(self) -> H:
-        self._handle = await self._made
-        await self._handle.__aenter__()
-        return self._handle
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._handle is not None
-        await self._handle.__aexit__(kind, error, trace)
+        self.close(quiesced=None if kind is None else False)
 
 
 NEEDLESS = (AlreadyClosed, DaemonUnavailable, LeaseLost, NotFound, DeadlineExceeded, Unauthenticated)
 """Errors of a detach that do no harm."""
 
 
-async def attach_pool(connection: Connection, registration: Registration, lease_id: str, rank: int) -> AttachedPool:
+def attach_pool(connection: Connection, registration: Registration, lease_id: str, rank: int) -> AttachedPool:
     """Map one rank's pool for this process, under a lease that may be another process's."""
     token = connection.process_token
     request = engine_pb2.AttachRequest(lease_id=lease_id, rank=rank, process_token=token)
     connection.attachments.begin(lease_id, rank)
     try:
-        attached = await connection.ask(ATTACH, request, connection.timeouts.attach_s)
+        attached = connection.ask(ATTACH, request, connection.timeouts.attach_s)
     except BaseException:
         connection.attachments.end(lease_id, rank)
         raise
 
-    async def detach() -> None:
+    def detach() -> None:
         request = engine_pb2.DetachRequest(lease_id=lease_id, rank=rank, process_token=token)
         try:
-            await connection.insist(DETACH, request, connection.timeouts.close_s)
+            connection.insist(DETACH, request, connection.timeouts.close_s)
         except NEEDLESS as gone:  # the caller needs no report
             log.debug("detach_needless lease=%s rank=%s why=%s", lease_id, rank, gone)
 
     def unmapped() -> None:
         if connection.attachments.end(lease_id, rank):
-            connection.port.send_later(detach())
+            detach()
 
     pool = AttachedPool(registration.layout, rank, attached, connection.life, unmapped)
     try:
-        await connection.port.in_thread(pool.start)
+        pool.start()
     except BaseException:
-        await connection.port.in_thread(pool.close)
+        pool.close()
         raise
     return pool
 
@@ -320,13 +259,13 @@ class Keeping:
     def __init__(self, connection: Connection, record: LeaseRecord) -> None:
         self._connection = connection
         self._record = record
-        self._line: Line | None = None
-        self._running: Running | None = None
+        self._line: BlockingLine | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kvcache-keeper-{record.id}", daemon=True)
         self._is_ended = False
         self._heard_s = 0.0
 
     def start(self) -> None:
-        self._running = self._connection.port.spawn(self._run(), f"kvcache-keeper-{self._record.id}")
+        self._thread.start()
 
     def nudge(self) -> None:
         """Beat now: the record has something to tell. Where no stream is open, the first beat of the next one does."""
@@ -334,13 +273,13 @@ class Keeping:
         if line is not None:
             line.wake()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         self._is_ended = True
         self.nudge()
-        if self._running is not None:
-            await self._running.join()
+        if threading.current_thread() is not self._thread:  # a loss that it reports may close the lease
+            self._thread.join()
 
-    async def make_sure(self, timeout_s: float) -> None:
+    def make_sure(self, timeout_s: float) -> None:
         """Beat beside the stream, and wait for the answer: the lease lives, or is lost here too. Raises LeaseLost,
         DaemonUnavailable, AlreadyClosed, DeadlineExceeded."""
         connection, record = self._connection, self._record
@@ -350,29 +289,29 @@ class Keeping:
             line, sent_s = connection.open_line(KEEP_ALIVE), time.monotonic()
             try:
                 line.put(lease_pb2.KeepAliveRequest(lease_id=record.id))
-                came = await line.get(deadline_s)
+                came = line.get(deadline_s)
             finally:
-                await line.close()
+                line.close()
             if isinstance(came, lease_pb2.KeepAliveResponse):
                 self._take(came, sent_s)
                 return
             if came is None or time.monotonic() >= deadline_s:
                 raise DeadlineExceeded(f"lease {record.id}: no beat was answered within {timeout_s:g} s")
-            await connection.judge(came)
+            connection.judge(came)
             if (loss := record.judge_silence(came, 0)) is not None:
                 record.lose(loss)
             elif not connection.proof.renew_stream(came, line.metadata):
-                await connection.port.wait_end(RECONNECT_PAUSE_S)
+                connection.channels.wait_end(RECONNECT_PAUSE_S)
 
-    async def _run(self) -> None:
+    def _run(self) -> None:
         try:
-            error = await self._keep()
+            error = self._keep()
             if error is not None:
                 self._record.lose(error)
         except Exception:
             log.exception("keeper_failed lease=%s", self._record.id)
 
-    async def _keep(self) -> CacheClientError | None:
+    def _keep(self) -> CacheClientError | None:
         """Beat until stopped (None) or until the lease is over (why)."""
         connection = self._connection
         self._heard_s = time.monotonic()
@@ -380,14 +319,14 @@ class Keeping:
             try:
                 line = self._line = connection.open_line(KEEP_ALIVE)
                 try:
-                    failure = await self._beat(line)
+                    failure = self._beat(line)
                     silent_s = time.monotonic() - self._heard_s
                 finally:
                     self._line = None
-                    await line.close()
+                    line.close()
                 if failure is None:
                     continue  # stopped, or with a new token
-                await connection.judge(failure)
+                connection.judge(failure)
             except (DaemonUnavailable, AlreadyClosed) as gone:
                 return gone
             if (loss := self._record.judge_silence(failure, silent_s)) is not None:
@@ -396,10 +335,10 @@ class Keeping:
                 log.info("keeper_token_renewed lease=%s", self._record.id)
                 continue
             log.info("keeper_reconnects lease=%s", self._record.id)
-            await connection.port.wait_end(RECONNECT_PAUSE_S)
+            connection.channels.wait_end(RECONNECT_PAUSE_S)
         return None
 
-    async def _beat(self, line: Line) -> grpc.RpcError | None:
+    def _beat(self, line: BlockingLine) -> grpc.RpcError | None:
         """Beat until stopped or until the token was replaced (None), or until the stream has ended (how). Raises
         DaemonUnavailable."""
         record, sent_s = self._record, deque[float]()
@@ -408,7 +347,7 @@ class Keeping:
             line.put(record.build_beat())
             next_s = time.monotonic() + record.beat_interval_s
             while not self._is_ended:
-                came = await line.get(next_s)
+                came = line.get(next_s)
                 if came is None or came is NUDGE:
                     break
                 if isinstance(came, grpc.RpcError):
