@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -254,12 +254,16 @@ NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 def check_ports(config: Config) -> None:
     """Raises Unavailable for the first configured address that this machine cannot serve on, before any pool is
     filled."""
-    for name, words in WAYS_IN:
-        text = str(getattr(config, name))
-        reason = port_trouble(*parse_address(name, text)) if text else ""
+    for words, flag, text, reason in find_ports(config):
         if reason:
-            flag = "--" + name.replace("_", "-")
             raise Unavailable(f"{words} {text}: {reason}; choose another {flag} (ss -ltnp shows who has a port)")
+
+
+def find_ports(config: Config) -> Iterator[tuple[str, str, str, str]]:
+    """Configured addresses: how a refusal begins, the flag, the address, and why it cannot be served on, or nothing."""
+    for name, words in WAYS_IN:
+        if text := str(getattr(config, name)):
+            yield words, "--" + name.replace("_", "-"), text, port_trouble(*parse_address(name, text))
 
 
 def port_trouble(host: str, port: int) -> str:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from cachesvc import __version__
 from cachesvc.config import Config
-from cachesvc.hardware import WAYS_IN, port_trouble
+from cachesvc.hardware import find_ports
 from cachesvc.memory.numa import ROOT, memory_limits
 from cachesvc.model.errors import CacheError
-from cachesvc.model.text import describe_bytes, parse_address
+from cachesvc.model.text import describe_bytes
 from cachesvc.service.host.socket_files import group_number, is_served
 from cachesvc.storages import check_storage
 from gpu_ops.driver import CudaError, CudaMissing
@@ -222,12 +222,7 @@ def _socket(config: Config) -> Iterator[Finding]:
 
 
 def _ports(config: Config) -> Iterator[Finding]:
-    for name, _ in WAYS_IN:
-        text = str(getattr(config, name))
-        if not text:
-            continue
-        flag = "--" + name.replace("_", "-")
-        reason = port_trouble(*parse_address(name, text))
+    for _, flag, text, reason in find_ports(config):
         remedy = f"choose another {flag}; ss -ltnp shows who has a port" if reason else ""
         yield Finding("port", MISSING if reason else OK, f"{flag} {text}{reason and ': '}{reason}", remedy)
 

@@ -128,8 +128,7 @@ class Lane:
         for call in self._waiting.values():
             if call.later is not None and not call.is_step:
                 call.later.cancel()
-        if (unlogged := events.admit("lane_closed", self._party)) is not None:
-            events.event("lane_closed", reason=why, calls=self.calls, unlogged=unlogged)
+        events.limited("lane_closed", self._party, reason=why, calls=self.calls)
         self._ended(self)
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -334,8 +333,7 @@ class Lane:
 
     def _break(self, tag: int, error: CacheError) -> None:
         """Send what is wrong, and end the lane."""
-        if (unlogged := events.admit("lane_refused", self._party)) is not None:
-            events.warning("lane_refused", reason=str(error), unlogged=unlogged)
+        events.limited("lane_refused", self._party, reason=str(error))
         self._send(encode(0, ERROR, 0, tag, refusal(error).SerializeToString()))
         self._close_soon(error.code.value)
 
@@ -402,8 +400,7 @@ class Lanes:
         lane = Lane(own, process, self._context, self._forget)
         lanes.add(lane)
         lane.start()
-        if (unlogged := events.admit("lane_opened", self._party(process))) is not None:
-            events.event("lane_opened", lanes=len(lanes), unlogged=unlogged)
+        events.limited("lane_opened", self._party(process), lanes=len(lanes))
         return theirs
 
     def end(self, process: bytes) -> None:

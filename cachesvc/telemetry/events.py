@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 from cachesvc.telemetry.tracing import current_span
+from cachesvc.telemetry.vocabulary import VOCABULARY
 
 STANDARD_ERROR = 2
 CHATTY = "grpc._cython.cygrpc"
@@ -125,8 +126,8 @@ class LineLimits:
         return self._unlogged.pop(name, 0)
 
 
-admit = LineLimits().admit
-"""Limit of this process's log."""
+_limits = LineLimits()
+"""Limits of this process's log."""
 
 
 def event(name: str, **fields: object) -> None:
@@ -136,6 +137,13 @@ def event(name: str, **fields: object) -> None:
 def warning(name: str, **fields: object) -> None:
     """Log an event that should be rare."""
     _log.warning(name, extra={"fields": fields})
+
+
+def limited(name: str, by: Hashable, **fields: object) -> None:
+    """Log an event that callers can cause, within ``LineLimits``. ``by``: the process or user that causes it."""
+    if (unlogged := _limits.admit(name, by)) is not None:
+        level = getattr(logging, VOCABULARY[name].level.upper())
+        _log.log(level, name, extra={"fields": {**fields, "unlogged": unlogged}})
 
 
 def failure(name: str, **fields: object) -> None:

@@ -21,7 +21,7 @@ from tools.telemetry_docs import PAGES, TABLE, TABLES, render
 GRAFANA = ROOT / "deploy" / "grafana"
 METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 LOGGING = {"debug", "info", "warning", "error", "exception", "critical"}
-SAYING = {"event", "warning", "failure"}
+SAYING = {"event", "warning", "failure", "limited"}
 FROM_ELSEWHERE = {"up", "process_cpu_seconds_total"}
 UNDRAWN = {
     "calls_in_flight_limit",

@@ -26,7 +26,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from cachesvc.model.errors import LimitExceeded, QuotaExceeded
-from cachesvc.model.numbers import share_of
+from cachesvc.model.numbers import count_held, share_of
 from cachesvc.service.access.quota import Meter, Quotas
 from cachesvc.wire.status import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES, MAX_STREAMS
 
@@ -51,28 +51,6 @@ class Holder(NamedTuple):
     meter: Meter | None
 
 
-class Counts:
-    """Number of places that each of several callers holds."""
-
-    def __init__(self) -> None:
-        self._held: dict[CallerKey, int] = {}
-
-    def held(self, key: CallerKey) -> int:
-        return self._held.get(key, 0)
-
-    def share(self, key: CallerKey, limit: int) -> int:
-        """The most that one caller may hold now."""
-        return share_of(limit, len(self._held) + (key not in self._held))
-
-    def add(self, key: CallerKey, count: int) -> None:
-        """Count one place more or less. A caller that holds none is forgotten."""
-        held = self._held.get(key, 0) + count
-        if held:
-            self._held[key] = held
-        else:
-            del self._held[key]
-
-
 class Slots:
     """Places for calls of one kind: ``limit`` in all; ``each``: for one process (0: its share of the limit)."""
 
@@ -81,19 +59,19 @@ class Slots:
         self.each = each
         self.held = 0
         self._what = what
-        self._processes = Counts()
-        self._tenants = Counts()
+        self._processes: dict[CallerKey, int] = {}
+        self._tenants: dict[CallerKey, int] = {}
 
     def require(self, holder: Holder) -> None:
         """Raises LimitExceeded where there is no place for one call more."""
         if self.held >= self.limit:
             raise LimitExceeded(self._what, self.held + 1, self.limit)
         process, meter = holder
-        held, most = self._processes.held(process), self.each or self._processes.share(process, self.limit)
+        held, most = self._processes.get(process, 0), self.each or self._share(self._processes, process)
         if held >= most:
             raise LimitExceeded(f"{self._what} of this process", held + 1, most)
         if meter is not None:
-            held, most = self._tenants.held(meter.tenant), self._tenants.share(meter.tenant, self.limit)
+            held, most = self._tenants.get(meter.tenant, 0), self._share(self._tenants, meter.tenant)
             if held >= most:
                 meter.refused += 1
                 raise LimitExceeded(f"{self._what} of this tenant", held + 1, most)
@@ -101,9 +79,13 @@ class Slots:
     def count(self, holder: Holder, by: int) -> None:
         """Count one call more (1) or less (-1)."""
         self.held += by
-        self._processes.add(holder.process, by)
+        count_held(self._processes, holder.process, by)
         if holder.meter is not None:
-            self._tenants.add(holder.meter.tenant, by)
+            count_held(self._tenants, holder.meter.tenant, by)
+
+    def _share(self, held: dict[CallerKey, int], key: CallerKey) -> int:
+        """The most that one caller may hold now."""
+        return share_of(self.limit, len(held) + (key not in held))
 
 
 class Slot:

@@ -252,9 +252,8 @@ class LifeServer:
         process = self._identify(connection)
         self._forget_idle()
         if (reason := self._refusal(process)) is not None:
-            if (unlogged := events.admit("life_connection_refused", process.uid)) is not None:
-                uid, pid = process.uid, process.pid
-                events.warning("life_connection_refused", uid=uid, pid=pid, reason=reason, unlogged=unlogged)
+            uid = process.uid
+            events.limited("life_connection_refused", uid, uid=uid, pid=process.pid, reason=reason)
             connection.close()
             if process.pidfd >= 0:
                 os.close(process.pidfd)
@@ -294,8 +293,7 @@ class LifeServer:
             if peer.since > before:
                 return False
             if peer.is_connected and peer.process.uid == uid and not self._holds(peer.token):
-                if (unlogged := events.admit("life_connection_dropped", uid)) is not None:
-                    events.event("life_connection_dropped", pid=peer.process.pid, uid=uid, unlogged=unlogged)
+                events.limited("life_connection_dropped", uid, pid=peer.process.pid, uid=uid)
                 self._hang_up(peer)
                 return True
         return False
@@ -323,9 +321,7 @@ class LifeServer:
             try:
                 self._answer(peer, message)
             except OSError as error:
-                if (unlogged := events.admit("life_connection_broke", peer.process.uid)) is not None:
-                    who, why = peer.process.pid, str(error)
-                    events.event("life_connection_broke", pid=who, reason=why, unlogged=unlogged)
+                events.limited("life_connection_broke", peer.process.uid, pid=peer.process.pid, reason=str(error))
             else:
                 return
         self._hang_up(peer)
@@ -367,8 +363,7 @@ class LifeServer:
 
     def _ended(self, peer: _Peer, why: str) -> None:
         if peer.token in self._peers:
-            if (unlogged := events.admit(why, peer.process.uid)) is not None:
-                events.event(why, pid=peer.process.pid, unlogged=unlogged)
+            events.limited(why, peer.process.uid, pid=peer.process.pid)
             self._forget(peer)
             self._gone(peer.token)
 

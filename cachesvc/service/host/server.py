@@ -31,7 +31,7 @@ from cachesvc.service.access.admission import Option, Ways, local_options, tcp_o
 from cachesvc.service.access.auth import LOOPBACK, Charge, Doorkeeper, Guard, free, otherwise_local
 from cachesvc.service.host.health import HealthAnswers, HealthListener, Serving
 from cachesvc.service.host.socket_files import open_to_group, remove_socket
-from cachesvc.service.host.tls import Certificates
+from cachesvc.service.host.tls import add_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +128,8 @@ class Server:
         server = self._make(guard, tcp_options(self._ways))
         self._running.insert(0, server)
         try:
-            if listening.key:
-                certificates = Certificates(listening.certificate, listening.key, listening.client_ca)
-                self.port = int(server.add_secure_port(listening.tcp, certificates.credentials()))
-            else:
-                self.port = int(server.add_insecure_port(listening.tcp))
+            files = listening.certificate, listening.key, listening.client_ca
+            self.port = add_port(server, listening.tcp, *files)
         except (RuntimeError, OSError) as error:
             raise Unavailable(
                 f"cannot listen on {listening.tcp}: {error}; is the port taken? choose another --listen"

@@ -65,6 +65,14 @@ class Certificates:
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=roots[0] if roots else None)
 
 
+def add_port(server: grpc.aio.Server, address: str, certificate: str, key: str, authority: str) -> int:
+    """Have a server listen on ``address``, by TLS where there is a ``key``; returns the port. Raises Unavailable for
+    files that cannot be used, RuntimeError and OSError for an address that cannot be had."""
+    if not key:
+        return int(server.add_insecure_port(address))
+    return int(server.add_secure_port(address, Certificates(certificate, key, authority).credentials()))
+
+
 class NodeCertificates:
     """Certificate that this node shows to other nodes that it calls, and ``authority``, which signs theirs.
     Thread-safe.

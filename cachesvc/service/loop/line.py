@@ -145,12 +145,10 @@ class LongCalls:
 
     def enter(self, party: CallerKey, turns: int, until: float) -> LongCall:
         """Line up a call of ``turns`` turns, to be ended once. Raises LimitExceeded where it could not end in time."""
-        queue = self._queues.get(party)
-        if queue is None:
-            queue = _Queue(self._now)
+        queue = self._queues.get(party) or _Queue(self._now)
         queue.require(queue.turns + turns, until)
         self._queues[party] = queue
-        call = LongCall(turns, until, Sleeper(self._line, party), self._next_turn, self._end)
+        call = LongCall(self, turns, until, Sleeper(self._line, party))
         queue.calls[call] = None
         queue.turns += turns
         if queue.head is call:
@@ -160,14 +158,16 @@ class LongCalls:
             call.alarm = loop.call_later(max(0.0, until - self._now()), call.expire)
         return call
 
-    def _next_turn(self, call: LongCall) -> None:
+    def next_turn(self, call: LongCall) -> None:
+        """Line up for the next turn of a call that has begun."""
         queue = self._queues[call.party]
         queue.count_turn(call)
         call.sleeper = Sleeper(self._line, call.party)
         call.sleeper.yield_turn()
         queue.refuse_last()
 
-    def _end(self, call: LongCall) -> None:
+    def end(self, call: LongCall) -> None:
+        """Take a call out of the line: the next of its process begins."""
         queue = self._queues[call.party]
         was_head = queue.head is call
         del queue.calls[call]
@@ -181,23 +181,15 @@ class LongCalls:
 class LongCall:
     """One long call. ``turns``: those that it is still to take."""
 
-    __slots__ = ("_end", "_next_turn", "alarm", "has_begun", "sleeper", "turns", "until")
+    __slots__ = ("_calls", "alarm", "has_begun", "sleeper", "turns", "until")
 
-    def __init__(
-        self,
-        turns: int,
-        until: float,
-        sleeper: Sleeper,
-        next_turn: Callable[[LongCall], None],
-        end: Callable[[LongCall], None],
-    ) -> None:
+    def __init__(self, calls: LongCalls, turns: int, until: float, sleeper: Sleeper) -> None:
         self.turns = turns
         self.until = until
         self.sleeper = sleeper
         self.has_begun = False
         self.alarm: asyncio.TimerHandle | None = None
-        self._next_turn = next_turn
-        self._end = end
+        self._calls = calls
 
     @property
     def party(self) -> CallerKey:
@@ -206,7 +198,7 @@ class LongCall:
     async def turn(self) -> None:
         """Until it is its turn. Raises LimitExceeded, DeadlineExceeded before the first one."""
         if self.has_begun:
-            self._next_turn(self)
+            self._calls.next_turn(self)
         await self.sleeper.future
         self._quiet()
         self.has_begun = True
@@ -229,7 +221,7 @@ class LongCall:
     def end(self) -> None:
         """Leave the line: the next of the process begins."""
         self._quiet()
-        self._end(self)
+        self._calls.end(self)
 
     def _quiet(self) -> None:
         if self.alarm is not None:

@@ -18,7 +18,7 @@ from cachesvc.service.access.admission import rude_options
 from cachesvc.service.access.auth import credentials_of, refusing
 from cachesvc.service.calls.digests import MOST_READERS, DigestFeed
 from cachesvc.service.calls.lending import MOST_PATIENT, LendingDesk
-from cachesvc.service.host.tls import Certificates
+from cachesvc.service.host.tls import add_port
 from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, Part, Scope
 from cachesvc.telemetry import events
@@ -83,8 +83,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
         token, _ = credentials_of(handler_call_details.invocation_metadata)
         try:
             if self._tokens is not None and not self._tokens.knows(token):
-                if (unlogged := events.admit("peer_refused", handler_call_details.method)) is not None:
-                    events.event("peer_refused", method=handler_call_details.method, unlogged=unlogged)
+                events.limited("peer_refused", handler_call_details.method, method=handler_call_details.method)
                 raise Unauthenticated("this node lends to nodes that show one of its peer_tokens")
         except CacheError as error:
             return refusing(error)
@@ -180,11 +179,8 @@ class PeerServer:
         )
         peer_pb2_grpc.add_PeerServiceServicer_to_server(self._service, server)
         try:
-            if listening.key:
-                certificates = Certificates(listening.certificate, listening.key, listening.authority)
-                self.port = int(server.add_secure_port(listening.address, certificates.credentials()))
-            else:
-                self.port = int(server.add_insecure_port(listening.address))
+            files = listening.certificate, listening.key, listening.authority
+            self.port = add_port(server, listening.address, *files)
         except (RuntimeError, OSError) as error:
             raise Unavailable(f"cannot listen on {listening.address} for other nodes: {error}") from error
         await server.start()
