@@ -54,6 +54,7 @@ def check_peers(config: Config) -> PeerSpec | None:
     if not config.peers:
         return PeerSpec((), TierOptions(WriteWhen.NEVER)) if config.peer_allow else None
     spec: StorageSpec = parse_storage(f"peers:{config.peers}", ("peers",))
+    spec.check_options(())
     tier = replace(spec.tier, write=WriteWhen.NEVER)
     if config.storage and spec.tier != TierOptions():
         raise InvalidRequest("peers: with storage, the options of both are those of storage")

@@ -40,7 +40,7 @@ from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, RequestHint, WriteRule, eviction_policy
 from cachesvc.storage.file.catalogue import Catalogue
-from cachesvc.storage.seam import LAYOUT_ID_BYTES, ObjectName, Outcome, Part, Rank, Scope, Use
+from cachesvc.storage.seam import LAYOUT_ID_BYTES, ObjectName, Outcome, Part, Rank, Scope, Shape, Use
 from cachesvc.storage.tier import News
 
 EVICTIONS = tuple(sorted(EVICTION_POLICIES))
@@ -271,6 +271,7 @@ def _model(core: Core, pools: SimulatedPools, block_tokens: int) -> Model:
 
 SCOPE = Scope(bytes(32), bytes(LAYOUT_ID_BYTES))
 PART = Part(0, 0, 1)
+SHAPE = Shape(PART, ((0, 0),), (0,))
 ANY_BYTES = 1 << 60
 BLOCK_BYTES = 1
 """Bytes of a block in the layout of simulations."""
@@ -341,7 +342,7 @@ class SimulatedDisk:
     def fetch(self, model: Model, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes) -> list[int]:
         """All of it comes: it was expected."""
         blocks = len(pages[0])
-        found = [News(model.id, ticket, b"", block, (0,), Outcome.OK) for block in range(blocks)]
+        found = [News(model.id, ticket, b"", block, SHAPE, Outcome.OK) for block in range(blocks)]
         last = ObjectName(SCOPE, keys[-32:], PART)
         self._due.append(lambda: self._catalogue.use(last, self._now_ms()))
         self._due.append(partial(fetched, self._of_daemon(), model.id, ticket, found))

@@ -27,7 +27,7 @@ from benchmarks.support.recording import write_result
 from cachesvc.memory.extents import yield_to_callers
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.keeper import FileOptions
-from cachesvc.storage.objects import ObjectStore
+from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import ObjectName, Outcome, Part, Scope
 
 MIB = 1 << 20
@@ -123,15 +123,15 @@ def name_of(repetition: int, at: int) -> bytes:
 
 def fetch(store: ObjectStore, names: list[ObjectName], pages: list[memoryview]) -> None:
     """Fetch a prefix: all objects in one call."""
-    _through(store.get, [(names, pages)])
+    _through(store, Verb.GET, [(names, pages)])
 
 
 def keep(store: ObjectStore, names: list[ObjectName], pages: list[memoryview]) -> None:
     """Write blocks: a call for each, one after another, while earlier ones are in flight."""
-    _through(store.put, [([name], [page]) for name, page in zip(names, pages, strict=True)])
+    _through(store, Verb.PUT, [([name], [page]) for name, page in zip(names, pages, strict=True)])
 
 
-def _through(call: Callable[..., None], calls: list[tuple[list[ObjectName], list[memoryview]]]) -> None:
+def _through(store: ObjectStore, verb: Verb, calls: list[tuple[list[ObjectName], list[memoryview]]]) -> None:
     """Calls of the store, until each item has ended well."""
     ended, left = threading.Event(), [sum(len(names) for names, _ in calls)]
     lock = threading.Lock()
@@ -145,7 +145,7 @@ def _through(call: Callable[..., None], calls: list[tuple[list[ObjectName], list
             ended.set()
 
     for names, pages in calls:
-        call(names, [(page,) for page in pages], FAR, each, lambda _: None)
+        store.prepare(verb, names, [(page,) for page in pages], FAR, each, lambda _: None)()
     ended.wait()
 
 

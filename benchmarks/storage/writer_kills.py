@@ -18,13 +18,13 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.keeper import FileOptions
-from cachesvc.storage.objects import ObjectStore
+from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import ObjectName, Outcome, Part, Scope
 
 SCOPE = Scope(b"k" * 32, b"l" * 8)
@@ -82,13 +82,13 @@ class Caller:
         """Keep a path."""
         for name, (page,) in zip(path, self.pages, strict=True):
             page[:] = (name.key * (PAGE_BYTES // 32 + 1))[:PAGE_BYTES]
-        return self._wait(self.store.put, path)
+        return self._wait(Verb.PUT, path)
 
     def get(self, path: Sequence[ObjectName]) -> list[Outcome]:
         """Read and verify a path."""
-        return self._wait(self.store.get, path)
+        return self._wait(Verb.GET, path)
 
-    def _wait(self, call: Any, path: Sequence[ObjectName]) -> list[Outcome]:
+    def _wait(self, verb: Verb, path: Sequence[ObjectName]) -> list[Outcome]:
         told: dict[int, Outcome] = {}
         ended = threading.Event()
 
@@ -97,7 +97,7 @@ class Caller:
             if len(told) == len(path):
                 ended.set()
 
-        call(path, self.pages, FAR, each, print, parents(path))
+        self.store.prepare(verb, path, self.pages, FAR, each, print, parents(path))()
         ended.wait()
         return [told[at] for at in range(len(path))]
 

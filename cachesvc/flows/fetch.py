@@ -159,7 +159,7 @@ def fetched(core: Core, model_id: int, ticket: int, objects: Sequence[News]) -> 
 
 
 def _note(core: Core, model: Model, fetch: Fetch, found: News) -> None:
-    block, groups, outcome = found.block, found.groups, found.outcome
+    block, groups, outcome = found.block, found.shape.groups, found.outcome
     if outcome is not Outcome.LATE:
         fetch.has_begun = True
         fetch.came_back(block)

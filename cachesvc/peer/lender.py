@@ -237,7 +237,6 @@ class HeldLoans:
         self._clock = clock
         self._by_name: dict[ObjectName, HeldLoan] = {}
         self._unread: list[HeldLoan] = []
-        self._taken: dict[int, HeldLoan] = {}
         self._read: dict[int, HeldLoan] = {}
         self._lock = threading.Lock()
 
@@ -284,7 +283,6 @@ class HeldLoans:
                     del missing[index]
                 self._drop(held)  # a loan is read once
             shares = [share for one in wanted for share in one.by_stream()]
-            self._taken |= {id(one.held): one.held for one in wanted}
             self._read |= {id(one.held): one.held for one in wanted}
         return shares, list(missing)
 
@@ -292,8 +290,6 @@ class HeldLoans:
         """Note that a stream of a loan begins, or never will."""
         with self._lock:
             held.waiting -= 1
-            if not held.waiting:
-                del self._taken[id(held)]
 
     def ended(self, held: HeldLoan) -> bool:
         """Note the end of a stream of a loan; True for the last one."""
@@ -339,7 +335,7 @@ class HeldLoans:
     def waiting(self) -> list[HeldLoan]:
         """Loans whose bytes are still to be asked for: nothing but a heartbeat keeps them."""
         with self._lock:
-            return [*self._all(), *self._taken.values()]
+            return [*self._all(), *(held for held in self._read.values() if held.waiting)]
 
     def _all(self) -> list[HeldLoan]:
         return list({id(held): held for held in self._by_name.values()}.values())

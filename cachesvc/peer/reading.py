@@ -141,9 +141,8 @@ class Readers:
                 job.refuse() if is_late else job.run()
             except Exception:  # noqa: BLE001 - the root of a thread: the next job is another's
                 events.failure("peer_job_broke")
-            finally:
-                if not is_late:
-                    self._end(job)
+            if not is_late:
+                self._end(job)
 
     def _end(self, job: ReadJob) -> None:
         with self._changed:

@@ -62,13 +62,9 @@ def send_pieces(
         _advance(left, count)
 
 
-def receive_into(stream: socket.socket, pieces: Sequence[memoryview], deadline: float) -> None:
-    """Fill ``pieces`` by ``deadline``, monotonic seconds. Raises OSError (TimeoutError); nothing is written after."""
-    receive_all(stream, list(pieces), deadline)
-
-
 def receive_all(stream: socket.socket, left: list[memoryview], deadline: float) -> None:
-    """Fill the pieces that are ``left``, which is what remains of them after an error too. As ``receive_into``."""
+    """Fill the pieces that are ``left`` by ``deadline``, monotonic seconds; what remains of them after an error is
+    ``left``, too. Raises OSError (TimeoutError); nothing is written after."""
     left[:] = filter(len, left)
     while left:
         seconds = deadline - time.monotonic()
@@ -104,7 +100,7 @@ def _advance(left: list[memoryview], count: int) -> None:
 def receive(stream: socket.socket, size_bytes: int, deadline: float) -> bytes:
     """Receive some bytes. Raises OSError."""
     content = bytearray(size_bytes)
-    receive_into(stream, [memoryview(content)], deadline)
+    receive_all(stream, [memoryview(content)], deadline)
     return bytes(content)
 
 

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cachesvc.model.keys import KEY_BYTES
@@ -182,39 +182,3 @@ class KnownObjects:
         fact = self._facts.pop(packed, None)
         if fact is not None:
             self.size_bytes -= Fact.of(fact).size_bytes
-
-
-class Leaving:
-    """Objects that are being removed. Look-ups miss them, and a name must be gone before it is put again. Any
-    thread."""
-
-    def __init__(self) -> None:
-        self._names: set[ObjectName] = set()
-        self._changed = threading.Condition()
-        self._is_closed = False
-
-    def __contains__(self, name: ObjectName) -> bool:
-        return name in self._names
-
-    def begin(self, names: Iterable[ObjectName]) -> None:
-        with self._changed:
-            self._names.update(names)
-
-    def end(self, names: Iterable[ObjectName]) -> None:
-        with self._changed:
-            self._names.difference_update(names)
-            self._changed.notify_all()
-
-    def wait_for(self, names: Iterable[ObjectName], seconds: float) -> bool:
-        """Wait until none of the names is being removed; False where one is still after ``seconds``, or at the end."""
-        asked = frozenset(names)
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._is_closed or asked.isdisjoint(self._names), min(seconds, threading.TIMEOUT_MAX)
-            ) and asked.isdisjoint(self._names)
-
-    def close(self) -> None:
-        """End all waits."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()

@@ -26,7 +26,7 @@ import mmap
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -40,8 +40,6 @@ from cachesvc.storage.seam import (
     Item,
     ObjectName,
     Outcome,
-    Part,
-    Scope,
     Step,
     StorageBackend,
     no_step,
@@ -83,68 +81,18 @@ class ObjectCounts:
         return seconds[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else 0.0
 
 
+@dataclass(eq=False, slots=True)
 class Call:
-    """One call under way. Made by ``ObjectStore``."""
+    """One call under way. ``items``: None for those that are back; ``late``: indexes of those whose wait has ended."""
 
-    def __init__(
-        self, store: ObjectStore, verb: Verb, items: list[Item], began: float, deadline: float, each: Each, back: Back
-    ) -> None:
-        self.verb = verb
-        self.began = began
-        self.deadline = deadline
-        self._store = store
-        self._items: list[Item | None] = list(items)
-        self._each = each
-        self._back = back
-        self._late: set[int] = set()
-        self.out = len(items)
-
-    def ended(self, index: int, outcome: Outcome) -> None:
-        """The engine is through with an item; from any thread."""
-        item = self._items[index]
-        if item is None:
-            return  # an engine that answers twice: the first answer stands
-        if outcome is Outcome.LATE:
-            if self._store.gave_up(self, index):
-                self._each(index, outcome)
-            return
-        if outcome in CAME and self.verb is Verb.GET and (verdict := self._store.checked(item)) is not Outcome.OK:
-            outcome = verdict
-        elif outcome is Outcome.WRONG:
-            self._store.doubt(item)
-        was_late = self._store.came_back(self, index, item, outcome)
-        if was_late is None:
-            return
-        self._store.heads.give_back(item.head)
-        if was_late:
-            self._back(index)
-        else:
-            self._each(index, outcome)
-
-    def take(self, index: int) -> bool | None:
-        """Under the store's lock: an item comes back; True where it was late, None where it was back before."""
-        if self._items[index] is None:
-            return None
-        self._items[index] = None
-        self.out -= 1
-        return index in self._late
-
-    def take_late_one(self, index: int) -> bool:
-        """Under the store's lock: the wait for an item ends. False where it had ended, or the item is back."""
-        is_out = self._items[index] is not None and index not in self._late
-        if is_out:
-            self._late.add(index)
-        return is_out
-
-    def take_late(self) -> list[int]:
-        """Under the store's lock: the wait ends; what is out is late from now on."""
-        late = [at for at, item in enumerate(self._items) if item is not None and at not in self._late]
-        self._late.update(late)
-        return late
-
-    def tell_late(self, late: list[int]) -> None:
-        for index in late:
-            self._each(index, Outcome.LATE)
+    verb: Verb
+    items: list[Item | None]
+    began: float
+    deadline: float
+    each: Each
+    back: Back
+    out: int
+    late: set[int] = field(default_factory=set)
 
 
 class ObjectStore:
@@ -168,33 +116,6 @@ class ObjectStore:
         self._digest = require_digest()
         self.backend.start()
 
-    def get(
-        self,
-        names: Sequence[ObjectName],
-        pages: Sequence[tuple[memoryview, ...]],
-        deadline: float,
-        each: Each,
-        back: Back,
-        parents: Sequence[bytes] | None = None,
-    ) -> None:
-        """Bring objects into ``pages``. ``parents``: of each the key of the block above it; without them all are of
-        root blocks. ``each`` tells of every item once, OK or LENT only of what was verified;
-        ``back`` follows for those that were LATE. Both from any thread. What is not what its name says is removed."""
-        self.prepare(Verb.GET, names, pages, deadline, each, back, parents)()
-
-    def put(
-        self,
-        names: Sequence[ObjectName],
-        pages: Sequence[tuple[memoryview, ...]],
-        deadline: float,
-        each: Each,
-        back: Back,
-        parents: Sequence[bytes] | None = None,
-    ) -> None:
-        """Keep objects; ``parents`` as of ``get``. Reads all of ``pages`` before it returns, for their checksums: not
-        on the loop."""
-        self.prepare(Verb.PUT, names, pages, deadline, each, back, parents)()
-
     def prepare(
         self,
         verb: Verb,
@@ -215,27 +136,21 @@ class ObjectStore:
                 write_header(self._digest, item)
         call = self._begin(verb, items, deadline, each, back)
         begin = self.backend.get if verb is Verb.GET else self.backend.put
-        return partial(begin, items, deadline, call.ended)
+        return partial(begin, items, deadline, partial(self._ended, call))
 
     def check_all(self, step: Step = no_step) -> Checked:
         """Read and verify every object that is known, as the engine's ``check_all``."""
         assert self._digest is not None, "it was started"
         return self.backend.check_all(partial(check_content, self._digest, self.heads.slot_bytes), step)
 
-    def expects(self, scope: Scope, keys: bytes, parts: Sequence[Part]) -> int | None:
-        return self.backend.expects(scope, keys, parts)
-
     def expire(self) -> int:
         """End the waits whose deadlines have passed; how many items are late in all now."""
         now = self._clock()
         with self._lock:
-            told = [(call, call.take_late()) for call in self._calls if call.deadline <= now]
-            late = sum(call.out for call in self._calls if call.deadline <= now)
-        for call, items in told:
-            for _ in items:
-                self.counts.items[call.verb, Outcome.LATE] += 1
-            call.tell_late(items)
-        return late
+            over = [call for call in self._calls if call.deadline <= now]
+        for call in over:
+            self._end_waits(call, range(len(call.items)))
+        return sum(call.out for call in over)
 
     def bandwidth(self, verb: Verb) -> float:
         """Bytes a second that were seen lately while something was under way; 0 before anything was."""
@@ -246,46 +161,68 @@ class ObjectStore:
         with self._lock:
             return sum(call.out for call in self._calls)
 
-    def checked(self, item: Item) -> Outcome:
+    def _ended(self, call: Call, index: int, outcome: Outcome) -> None:
+        """The engine is through with an item; from any thread."""
+        item = call.items[index]
+        if item is None:
+            return  # an engine that answers twice: the first answer stands
+        if outcome is Outcome.LATE:  # it has given the item up, and answers later whether its memory is free
+            self._end_waits(call, (index,))
+            return
+        if outcome in CAME and call.verb is Verb.GET and (verdict := self._checked(item)) is not Outcome.OK:
+            outcome = verdict
+        elif outcome is Outcome.WRONG:
+            self._doubt(item)
+        with self._lock:
+            if call.items[index] is None:
+                return
+            call.items[index] = None
+            was_late = index in call.late
+            self._came_back(call, item, outcome, was_late=was_late)
+        self.heads.give_back(item.head)
+        if was_late:
+            call.back(index)
+        else:
+            call.each(index, outcome)
+
+    def _end_waits(self, call: Call, indexes: Iterable[int]) -> None:
+        """End the waits for items that are still out: they are late from now on."""
+        with self._lock:
+            late = [at for at in indexes if call.items[at] is not None and at not in call.late]
+            call.late.update(late)
+            self.counts.items[call.verb, Outcome.LATE] += len(late)
+        for index in late:
+            call.each(index, Outcome.LATE)
+
+    def _checked(self, item: Item) -> Outcome:
         """Is it what its name says? What is not is the engine's to look at again, or to remove. What lies below another
         block than its reader says stays: the reader may be the one who is wrong."""
         assert self._digest is not None, "it was started"
         outcome = check(self._digest, item, item.parent)
         if outcome in (Outcome.WRONG, Outcome.MISS):
-            self.doubt(item)
+            self._doubt(item)
         return outcome
 
-    def doubt(self, item: Item) -> None:
+    def _doubt(self, item: Item) -> None:
         """Have the engine look at an object again."""
         assert self._digest is not None, "it was started"
         self.backend.doubt([item.name], partial(check_content, self._digest, self.heads.slot_bytes))
 
-    def gave_up(self, call: Call, index: int) -> bool:
-        """Note that the engine itself has given an item up, and answers later whether its memory is free."""
-        with self._lock:
-            is_late = call.take_late_one(index)
-            self.counts.items[call.verb, Outcome.LATE] += is_late
-        return is_late
-
-    def came_back(self, call: Call, index: int, item: Item, outcome: Outcome) -> bool | None:
-        """An item's memory is the caller's again; True where its wait had ended, None where it was back before."""
-        with self._lock:
-            was_late = call.take(index)
-            if was_late is None:
-                return None
-            self.counts.late_back += was_late
-            if not was_late:
-                self.counts.items[call.verb, outcome] += 1
-            if outcome in CAME:
-                self.counts.size_bytes[call.verb] += item.payload_bytes
-                self.counts.lately[call.verb].append(self._clock() - call.began)
-            if not call.out:
-                del self._calls[call]
-                self._ended(call.verb)
-        return was_late
+    def _came_back(self, call: Call, item: Item, outcome: Outcome, *, was_late: bool) -> None:
+        """Under the lock: an item's memory is the caller's again."""
+        call.out -= 1
+        self.counts.late_back += was_late
+        if not was_late:
+            self.counts.items[call.verb, outcome] += 1
+        if outcome in CAME:
+            self.counts.size_bytes[call.verb] += item.payload_bytes
+            self.counts.lately[call.verb].append(self._clock() - call.began)
+        if not call.out:
+            del self._calls[call]
+            self._note_end(call.verb)
 
     def _begin(self, verb: Verb, items: list[Item], deadline: float, each: Each, back: Back) -> Call:
-        call = Call(self, verb, items, self._clock(), deadline, each, back)
+        call = Call(verb, list(items), self._clock(), deadline, each, back, len(items))
         if items:
             with self._lock:
                 self._calls[call] = None
@@ -294,7 +231,7 @@ class ObjectStore:
                 self._under_way[verb] += 1
         return call
 
-    def _ended(self, verb: Verb) -> None:
+    def _note_end(self, verb: Verb) -> None:
         self._under_way[verb] -= 1
         if not self._under_way[verb]:
             seconds = self._clock() - self._busy_since[verb]

@@ -205,6 +205,15 @@ class Checked:
     missing: int = 0
     unreadable: int = 0
 
+    def note(self, verdict: Outcome, size_bytes: int) -> bool:
+        """Count an object that was read; True where it is what its name says."""
+        is_one, is_good = verdict is not Outcome.MISS, verdict is Outcome.OK
+        self.missing += not is_one
+        self.objects += is_one
+        self.size_bytes += size_bytes * is_one
+        self.wrong += is_one and not is_good
+        return is_good
+
 
 class Totals(NamedTuple):
     """Size of an engine's contents, without looking; ``capacity_bytes`` 0: none of its own.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -116,15 +116,19 @@ class StorageSpec:
     tier: TierOptions = TierOptions()
     options: Mapping[str, str] = field(default_factory=dict)
 
-    def read_options(self, known: type[Options], **given: object) -> Options:
-        """The engine's options, each read as ``option`` says, and those ``given``. Raises InvalidRequest also for one
-        that neither the tier nor the engine knows."""
-        readers = {each.name: each.metadata["read"] for each in fields(known) if each.metadata}
+    def check_options(self, known: Collection[str]) -> None:
+        """Raises InvalidRequest for an option that neither the tier nor the engine knows."""
         for name in self.options:
-            if name not in readers:
-                every = {*readers, *(each.name for each in fields(TierOptions))}
+            if name not in known:
+                every = {*known, *(each.name for each in fields(TierOptions))}
                 hint = did_you_mean(name, every, f"there are {', '.join(sorted(every))}")
                 raise InvalidRequest(f"storage: unknown option {name!r} of {self.kind}; {hint}")
+
+    def read_options(self, known: type[Options], **given: object) -> Options:
+        """The engine's options, each read as ``option`` says, and those ``given``. Raises InvalidRequest, as
+        ``check_options`` too."""
+        readers = {each.name: each.metadata["read"] for each in fields(known) if each.metadata}
+        self.check_options(readers)
         return known(**given, **{name: readers[name](name, text) for name, text in self.options.items()})
 
 

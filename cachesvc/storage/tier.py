@@ -19,7 +19,7 @@ from __future__ import annotations
 import mmap
 import secrets
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -137,9 +137,9 @@ class Tier:
         self.keeps_used = options.write is not WriteWhen.NEVER
         self.breaker = Breaker()
         self.budget = WriteBudget(options.write_rate, UNDER_WAY_BYTES, clock())
-        self.tell: Tell | None = None
-        self.tell_gone: TellGone | None = None
-        self.tell_lost: Callable[[], None] | None = None
+        self.tell: Tell = nothing
+        self.tell_gone: TellGone = nothing
+        self.tell_lost: Callable[[], None] = nothing
         self._view = view
         self._post = post
         self._clock = clock
@@ -149,17 +149,12 @@ class Tier:
         self._requests: deque[StorageRequest] = deque()
         self._shapes: dict[int, Shapes] = {}
         self._passed_over = 0
-        self._presence = Presence(self.backend, self.breaker)
+        self._was_usable, self._losses = True, 0
         self._log = StateLog(self.name, self.breaker)
         self._last_news = float("-inf")
         self._news: deque[News] = deque()
         self._gone: dict[tuple[Scope, bytes], None] = {}
         self._lock = threading.Lock()
-
-    @property
-    def problem(self) -> str:
-        """The engine's own word for what is wrong with it; empty where it has none."""
-        return self.backend.totals().problem
 
     def start(self) -> None:
         """Begin. Raises a CacheError that says what is missing."""
@@ -193,7 +188,7 @@ class Tier:
         shapes = self.shapes(model)
         if not self._is_fast_enough(model, shapes):
             return 0
-        return self.store.expects(shapes.scope, keys, shapes.parts)
+        return self.backend.expects(shapes.scope, keys, shapes.parts)
 
     def used(self, model: ModelFacts, uses: Sequence[Use], chooser: Chooser | None) -> None:
         """Blocks were used in memory: their objects are as recently used, as far as the engine evicts by that."""
@@ -204,12 +199,12 @@ class Tier:
     def has(self, model: ModelFacts, key: bytes) -> bool:
         """True where the engine believes to have all of a block, as far as it knows without asking."""
         shapes = self.shapes(model)
-        return bool(self.store.expects(shapes.scope, key, shapes.parts))
+        return bool(self.backend.expects(shapes.scope, key, shapes.parts))
 
     def has_by_number(self, model_id: int, key: bytes) -> bool:
         """Answer as ``has``, of a model that was asked about before."""
         shapes = self._shapes.get(model_id)
-        return shapes is not None and bool(self.store.expects(shapes.scope, key, shapes.parts))
+        return shapes is not None and bool(self.backend.expects(shapes.scope, key, shapes.parts))
 
     def _is_fast_enough(self, model: ModelFacts, shapes: Shapes) -> bool:
         rate, seen = self.options.recompute, self.store.bandwidth(Verb.GET)
@@ -218,22 +213,10 @@ class Tier:
         self._passed_over += 1
         return self._passed_over % TRY_ANYWAY == 0
 
-    def fetch(
-        self,
-        model: ModelFacts,
-        ticket: int,
-        keys: bytes,
-        pages: Sequence[Sequence[int]],
-        parent: bytes = b"",
-        some: Sequence[tuple[int, Shape]] | None = None,
-    ) -> list[int]:
-        """Bring blocks to host pages, the first of them below the block ``parent``; returns of each block how many
-        objects come. ``some``: objects to bring, by block; None: all that have pages."""
-        coming = Coming(model.id, self.shapes(model), ticket, keys, pages, parent, some)
+    def fetch(self, coming: Coming) -> None:
+        """Bring blocks to host pages."""
         request = self._ask(lambda outcome: self._refuse(coming.news(), outcome))
         self._getting.add([Job(lambda _: self._fetch(request, coming), request.fail)])
-        counts = Counter(block for block, _ in coming.wanted())
-        return [counts[block] for block in range(len(keys) // KEY_BYTES)]
 
     def keep(self, model: ModelFacts, key: bytes, pages: Sequence[int], parent: bytes = b"") -> int:
         """Write a block below the block ``parent`` from its host pages; returns how many objects are on their way."""
@@ -243,10 +226,10 @@ class Tier:
         ]
         if objects:
             self.budget.begin(shapes.block_bytes)
-            news = [News(model.id, 0, key, 0, shape.groups, None) for shape in objects]
+            news = [News(model.id, 0, key, 0, shape, None) for shape in objects]
             request = self._ask(partial(self._refuse, news))
-            keep = partial(self._keep, request, news, shapes.scope, objects, pages, parent)
-            self._putting.add([Job(lambda _: keep(), request.fail)])
+            put = partial(self._put, request, news, shapes.scope, pages, parent)
+            self._putting.add([Job(lambda _: put(), request.fail)])
         return len(objects)
 
     def _ask(self, refuse: Callable[[Outcome], None]) -> StorageRequest:
@@ -271,8 +254,7 @@ class Tier:
     def tick(self) -> None:
         """Do periodic work: end waits, and send a canary where one is due."""
         now = self._clock()
-        if self._presence.look(now) and self.tell_lost is not None:
-            self.tell_lost()
+        problem = self._look(now)
         while self._requests and (self._requests[0].is_settled or self._requests[0].deadline <= now):
             self._requests.popleft().expire()
         self.late = self.store.expire()
@@ -283,7 +265,21 @@ class Tier:
             self._canary_until = deadline + LOST_SECONDS
             fly = partial(self._canary.fly, deadline, self._flown)
             self._putting.add([Job(lambda _: fly(), partial(self._flown, False))])
-        self._log.look(now, self.late, self.problem)
+        self._log.look(now, self.late, problem)
+
+    def _look(self, now: float) -> str:
+        """Give up an engine that cannot work, and try it at once when it can again. Returns its own word for what is
+        wrong."""
+        totals = self.backend.totals()
+        if not totals.is_usable:
+            self.breaker.open(totals.problem, now)
+        elif not self._was_usable:
+            self.breaker.hurry(now)
+        self._was_usable = totals.is_usable
+        is_lost, self._losses = totals.losses != self._losses, totals.losses
+        if is_lost:
+            self.tell_lost()
+        return totals.problem
 
     def _flown(self, is_good: bool) -> None:
         is_in_time = self._clock() <= self._canary_until - LOST_SECONDS  # else BUSY may be of one that waited too long
@@ -297,7 +293,7 @@ class Tier:
             return
         wanted = coming.wanted()
         first = key_at(keys, wanted[0][0]) if wanted else b""
-        if self.store.expects(shapes.scope, first, shapes.parts) is not None:
+        if self.backend.expects(shapes.scope, first, shapes.parts) is not None:
             self._get(request, coming)
             return
         names = [ObjectName(shapes.scope, key_at(keys, block), shape.part) for block, shape in wanted]
@@ -319,65 +315,49 @@ class Tier:
 
     def _get(self, request: StorageRequest, coming: Coming, end: int | None = None) -> None:
         """Ask for the blocks before ``end``; the rest does not come."""
+        news, pages = coming.news(), coming.pages
+        asked = news if end is None else [each for each in news if each.block < end]
+        moving: list[Moving] = []
+        for each in asked:
+            name = ObjectName(coming.shapes.scope, key_at(coming.keys, each.block), each.shape.part)
+            pieces = [(group, rank, pages[group][each.block]) for group, rank in each.shape.pieces]
+            moving.append(Moving(each, name, pieces, coming.parent_of(each.block)))
+        self._begin(Verb.GET, request, moving, news[len(asked) :])
+
+    def _put(
+        self, request: StorageRequest, news: list[News], scope: Scope, pages: Sequence[int], parent: bytes
+    ) -> None:
+        moving: list[Moving] = []
+        for each in news:
+            pieces = [(group, rank, pages[group]) for group, rank in each.shape.pieces]
+            moving.append(Moving(each, ObjectName(scope, each.key, each.shape.part), pieces, parent))
+        self._begin(Verb.PUT, request, moving)
+
+    def _begin(
+        self, verb: Verb, request: StorageRequest, moving: Sequence[Moving], others: Sequence[News] = ()
+    ) -> None:
+        """Begin a request. ``others``: objects of it that the engine is not asked for."""
         if not request.claim():
             return
-        news, shapes = coming.news(), coming.shapes
-        wanted = [(block, shape) for block, shape in coming.wanted() if end is None or block < end]
-        names = [ObjectName(shapes.scope, key_at(coming.keys, block), shape.part) for block, shape in wanted]
+        news = [each.news for each in moving]
         try:
-            views = [
-                tuple(self._view(coming.model, group, rank, coming.pages[group][block]) for group, rank in shape.pieces)
-                for block, shape in wanted
-            ]
+            views = [tuple(self._view(each.news.model, *piece) for piece in each.pieces) for each in moving]
         except CacheError:  # the host pool is closed: the daemon ends
             request.begun()
-            self._refuse(news, Outcome.BUSY)
+            self._refuse([*news, *others], Outcome.BUSY)
             return
-        begin = self._prepare(Verb.GET, names, views, news, [coming.parent_of(block) for block, _ in wanted])
-        request.begun()
-        self._refuse(news[len(wanted) :], Outcome.BUSY)  # never promised: nothing against the engine
-        begin()
-
-    def _keep(
-        self,
-        request: StorageRequest,
-        news: list[News],
-        scope: Scope,
-        objects: list[Shape],
-        pages: Sequence[int],
-        parent: bytes,
-    ) -> None:
-        if not request.claim():
-            return
-        model = news[0].model
-        names = [ObjectName(scope, news[0].key, shape.part) for shape in objects]
-        try:
-            views = [tuple(self._view(model, group, rank, pages[group]) for group, rank in s.pieces) for s in objects]
-        except CacheError:  # as above
-            request.begun()
-            self._refuse(news, Outcome.BUSY)
-            return
-        begin = self._prepare(Verb.PUT, names, views, news, [parent] * len(names))
-        request.begun()
-        begin()
-
-    def _prepare(
-        self,
-        verb: Verb,
-        names: list[ObjectName],
-        views: list[tuple[memoryview, ...]],
-        news: list[News],
-        parents: list[bytes],
-    ) -> Callable[[], None]:
-        return self.store.prepare(
+        begin = self.store.prepare(
             verb,
-            names,
+            [each.name for each in moving],
             views,
             self._clock() + self.options.deadline,
             lambda index, outcome: self._tell_later(news[index]._replace(outcome=outcome)),
             lambda index: self._tell_later(news[index]),
-            parents,
+            [each.parent for each in moving],
         )
+        request.begun()
+        self._refuse(others, Outcome.BUSY)  # never promised: nothing against the engine
+        begin()
 
     # -- news ----------------------------------------------------------------------------------------------------
 
@@ -403,9 +383,8 @@ class Tier:
             if each.outcome is not None and not self.backend.caps.keeps_health:
                 verb = "get" if each.ticket else "put"
                 self.breaker.note(BAD.get(each.outcome, 1.0), f"{verb}: {each.outcome.value}", now)
-        if self.tell is not None:
-            for (model, ticket, key), some in groupby(news, key=lambda each: each[:3]):
-                self.tell(model, ticket, key, list(some))
+        for (model, ticket, key), some in groupby(news, key=lambda each: each[:3]):
+            self.tell(model, ticket, key, list(some))
 
     def _let_go(self, names: Sequence[ObjectName]) -> None:
         """Note evicted objects, from any thread: an object less is a block less."""
@@ -422,38 +401,14 @@ class Tier:
             gone, self._gone = self._gone, {}
         models = {shapes.scope: model for model, shapes in self._shapes.items()}
         for scope, some in groupby(gone, key=lambda each: each[0]):
-            if scope in models and self.tell_gone is not None:
+            if scope in models:
                 self.tell_gone(models[scope], [key for _, key in some])
-
-    @property
-    def state(self) -> State:
-        return self.breaker.state
 
 
 TELL_SECONDS = 60.0
 """Least time between two log lines that say that a tier was given up, or that its calls hang, seconds."""
 HANG_SECONDS = 2.0
 """Time for which calls are late before they are said to hang, seconds."""
-
-
-class Presence:
-    def __init__(self, backend: StorageBackend, breaker: Breaker) -> None:
-        self._backend = backend
-        self._breaker = breaker
-        self._was_usable = True
-        self._losses = 0
-
-    def look(self, now: float) -> bool:
-        """Give up an engine that cannot work, and try it at once when it can again. True where all that it had is lost
-        since the last look."""
-        totals = self._backend.totals()
-        if not totals.is_usable:
-            self._breaker.open(totals.problem, now)
-        elif not self._was_usable:
-            self._breaker.hurry(now)
-        self._was_usable = totals.is_usable
-        is_lost, self._losses = totals.losses != self._losses, totals.losses
-        return is_lost
 
 
 class StateLog:
@@ -646,14 +601,15 @@ class Canary:
                 self._end(page, outcome, flown, is_good=outcome is Outcome.BUSY)
                 return
             page[:] = bytes(CANARY_BYTES)
-            self._store.get([name], [(page,)], deadline, got, self._drop)
+            self._store.prepare(Verb.GET, [name], [(page,)], deadline, got, nothing)()
 
         def got(_: int, outcome: Outcome) -> None:
             is_good = outcome is Outcome.OK and page == content
             self._store.backend.remove([name])
             self._end(page, outcome, flown, is_good=is_good)
 
-        self._store.put([name], [(page,)], deadline, put, lambda _: self._store.backend.remove([name]))
+        back = partial(self._store.backend.remove, [name])
+        self._store.prepare(Verb.PUT, [name], [(page,)], deadline, put, lambda _: back())()
 
     def _take_page(self) -> memoryview:
         page, self._page = self._page, None
@@ -667,10 +623,6 @@ class Canary:
             self._page = page
         flown(is_good)
 
-    @staticmethod
-    def _drop(_: int) -> None:
-        """A late one is back: its page is not used again."""
-
 
 class News(NamedTuple):
     """News of an object: of a fetch (``ticket``), or of a block that was written (``key``)."""
@@ -679,9 +631,18 @@ class News(NamedTuple):
     ticket: int
     key: bytes
     block: int
-    groups: tuple[int, ...]
+    shape: Shape
     outcome: Outcome | None  # None: it was LATE, and is back
-    shape: Shape | None = None
+
+
+class Moving(NamedTuple):
+    """An object that is read or written. ``pieces``: group, host rank and page of each. ``parent``: the key of the
+    block above its own; empty for none."""
+
+    news: News
+    name: ObjectName
+    pieces: Sequence[tuple[int, int, int]]
+    parent: bytes
 
 
 class Coming(NamedTuple):
@@ -712,7 +673,7 @@ class Coming(NamedTuple):
 
     def news(self) -> list[News]:
         wanted = self.wanted()
-        return [News(self.model, self.ticket, b"", block, shape.groups, None, shape) for block, shape in wanted]
+        return [News(self.model, self.ticket, b"", block, shape, None) for block, shape in wanted]
 
 
 Tell = Callable[[int, int, bytes, list[News]], None]

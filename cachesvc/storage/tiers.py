@@ -14,9 +14,10 @@ from functools import partial
 from itertools import islice
 
 from cachesvc.model.keys import KEY_BYTES
-from cachesvc.storage.seam import CAME, Chooser, ModelFacts, Outcome, Shape, Use, key_at, shapes_of
+from cachesvc.storage.seam import CAME, Chooser, ModelFacts, Outcome, Shape, Use, key_at
 from cachesvc.storage.spec import WriteWhen
 from cachesvc.storage.tier import Coming, News, Tell, TellGone, Tier
+from cachesvc.storage.workers import nothing
 
 MOST_TIERS = 4
 MOST_OWED = 1 << 16
@@ -57,10 +58,10 @@ class Tiers:
         self.wait_seconds = max(tier.wait_seconds for tier in tiers)
         self.keeps_all = any(tier.keeps_all for tier in tiers)
         self.keeps_used = any(tier.keeps_used for tier in tiers)
-        self.tell: Tell | None = None
-        self.tell_gone: TellGone | None = None
-        self.tell_lost: Callable[[], None] | None = None
-        self.owed: Owed | None = None
+        self.tell: Tell = nothing
+        self.tell_gone: TellGone = nothing
+        self.tell_lost: Callable[[], None] = nothing
+        self.owed: Owed = nothing
         self._clock = clock
         self._routes: dict[int, Route] = {}
         self._writing: dict[tuple[int, bytes], Writing] = {}
@@ -135,8 +136,9 @@ class Tiers:
     def fetch(
         self, model: ModelFacts, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes = b""
     ) -> list[int]:
-        """Bring blocks to host pages, as ``Tier.fetch``."""
-        coming = Coming(model.id, shapes_of(model), ticket, keys, pages, parent)
+        """Bring blocks to host pages, the first of them below the block ``parent``; returns of each block how many
+        objects come."""
+        coming = Coming(model.id, self.all[0].shapes(model), ticket, keys, pages, parent)
         wanted, plan = coming.wanted(), self._plan(model, keys)
         if wanted:
             self._routes[ticket] = route = Route(model, coming, self._clock())
@@ -163,8 +165,7 @@ class Tiers:
 
     def _ask(self, route: Route, number: int, some: list[tuple[int, Shape]]) -> None:
         route.out[number] += len(some)
-        whole = route.coming
-        self.all[number].fetch(route.model, whole.ticket, whole.keys, whole.pages, whole.parent, some)
+        self.all[number].fetch(route.coming._replace(some=some))
 
     def lagged(self) -> None:
         for number in {at for route in self._routes.values() for at, out in route.out.items() if out}:
@@ -237,7 +238,7 @@ class Tiers:
     def _announce(self, number: int) -> None:
         """Announce what is owed to a tier, while it has room."""
         waiting, due, tier = self._waiting[number], self._due[number], self.all[number]
-        if not waiting or not tier.breaker.is_closed or not tier.room() or self.owed is None:
+        if not waiting or not tier.breaker.is_closed or not tier.room():
             return
         some = list(islice(waiting, OWED_AT_ONCE))
         by_model: dict[int, list[bytes]] = {}
@@ -254,7 +255,7 @@ class Tiers:
 
     def _told(self, number: int, model: int, ticket: int, key: bytes, news: list[News]) -> None:
         passed = self._fetched(number, ticket, news) if ticket else self._kept(number, (model, key), news)
-        if passed and self.tell is not None:
+        if passed:
             self.tell(model, ticket, key, passed)
 
     def _fetched(self, number: int, ticket: int, news: list[News]) -> list[News]:
@@ -265,7 +266,7 @@ class Tiers:
             route.out[number] -= each.outcome is not Outcome.LATE
             key = key_at(route.coming.keys, each.block)
             below = self._below(number, route.model, key) if each.outcome in ELSEWHERE else None
-            if below is not None and each.shape is not None:
+            if below is not None:
                 again.setdefault(below, []).append((each.block, each.shape))
                 continue
             passed.append(each)
@@ -299,9 +300,8 @@ class Tiers:
         """A tier has let go of blocks: of those that no other has."""
         others = [tier for at, tier in enumerate(self.all) if at != number]
         gone = [key for key in keys if not any(tier.has_by_number(model_id, key) for tier in others)]
-        if gone and self.tell_gone is not None:
+        if gone:
             self.tell_gone(model_id, gone)
 
     def _lost(self) -> None:
-        if self.tell_lost is not None:
-            self.tell_lost()
+        self.tell_lost()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from cachesvc.memory.extents import yield_to_callers
 from cachesvc.telemetry import events
 
 Context = TypeVar("Context")
+Name = TypeVar("Name", bound=Hashable)
 
 MOST_WAITING = 1 << 16
 """Jobs that wait for a thread; more are refused."""
@@ -136,3 +138,54 @@ def run_job(job: Job[Context], context: Context, now: float) -> None:
             return
         except Exception:  # noqa: BLE001 - as the docstring says
             events.failure("storage_job_broke")
+
+
+class UnderWay(Generic[Name]):
+    """Names of what is being written, or removed. Counted. Any thread."""
+
+    def __init__(self) -> None:
+        self._names: Counter[Name] = Counter()
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._names
+
+    def begin(self, names: Iterable[Name]) -> None:
+        with self._changed:
+            self._names.update(names)
+
+    def end(self, names: Iterable[Name]) -> None:
+        """Note the end of what has begun. No-op for other names."""
+        with self._changed:
+            for name in names:
+                if self._names[name] <= 1:
+                    del self._names[name]
+                else:
+                    self._names[name] -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def noted(self, name: Name) -> Iterator[None]:
+        """Note that something is under way within the context."""
+        self.begin((name,))
+        try:
+            yield
+        finally:
+            self.end((name,))
+
+    def wait_for(self, names: Iterable[Name], seconds: float) -> bool:
+        """Wait until nothing is under way for the names; False where something is still after ``seconds``, or at the
+        end."""
+        asked = frozenset(names)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or asked.isdisjoint(self._names), min(seconds, threading.TIMEOUT_MAX)
+            )
+            return asked.isdisjoint(self._names)
+
+    def close(self) -> None:
+        """End all waits."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()

@@ -12,7 +12,7 @@ from typing import Protocol
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.keeper import FileOptions
 from cachesvc.storage.file.space import object_path
-from cachesvc.storage.objects import ObjectStore
+from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import WHOLE, ObjectName, Outcome, Part, Scope, StorageBackend
 from tests.sim.sim_storage import SimStorage
 
@@ -183,13 +183,13 @@ class Bench:
             for page in pages:
                 page[:] = content[at : at + len(page)]
                 at += len(page)
-        self.store.put(names, asked.pages, deadline, asked.each, asked.back.append)
+        self.store.prepare(Verb.PUT, names, asked.pages, deadline, asked.each, asked.back.append)()
         return asked
 
     def get(self, names: list[ObjectName], deadline: float = FAR, sizes: tuple[int, ...] = (PAGE_BYTES,)) -> Asked:
         """Begin to bring objects."""
         asked = Asked(names, [self.memory(sizes) for _ in names])
-        self.store.get(names, asked.pages, deadline, asked.each, asked.back.append)
+        self.store.prepare(Verb.GET, names, asked.pages, deadline, asked.each, asked.back.append)()
         return asked
 
     def keep(self, names: list[ObjectName], sizes: tuple[int, ...] = (PAGE_BYTES,)) -> list[Outcome]:

@@ -16,7 +16,7 @@ import pytest
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.storage.mooncake.engine import MooncakeStorage
 from cachesvc.storage.mooncake.native import MooncakeOptions, mooncake_options
-from cachesvc.storage.objects import ObjectStore
+from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import ObjectName, Outcome
 from cachesvc.storage.spec import parse_storage
 from tests.contracts.mooncake_rig import SEGMENT_BYTES, Cluster, MooncakeTurning, Program, free_port, require
@@ -229,7 +229,7 @@ def test_memory_that_was_not_registered_is_not_touched(bench: Bench) -> None:
     bench.keep([name])
     page = memoryview(mmap.mmap(-1, PAGE_BYTES))
     asked = Asked([name], [(page,)])
-    bench.store.get(asked.names, asked.pages, FAR, asked.each, asked.back.append)
+    bench.store.prepare(Verb.GET, asked.names, asked.pages, FAR, asked.each, asked.back.append)()
     bench.turning.crank()
     assert asked.told() == [FAILED]
     assert bytes(page) == bytes(PAGE_BYTES)

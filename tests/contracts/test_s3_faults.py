@@ -91,7 +91,7 @@ def test_what_one_daemon_writes_is_a_hit_of_another_that_runs_already() -> None:
         assert other.exists(names) == [True] * 25 + [False] * 15
         assert other.fetch(names[:25]) == [OK] * 25
         keys = b"".join(name.key for name in names)
-        assert other.store.expects(SCOPE, keys, [PART]) == 25, "and what was read is known"
+        assert other.store.backend.expects(SCOPE, keys, [PART]) == 25, "and what was read is known"
         one.turning.backend.remove(names[:5])
         one.turning.crank()
         with opened(options) as late:
@@ -117,7 +117,7 @@ def test_a_daemon_that_starts_lists_what_is_there_and_of_which_model() -> None:
         status = engine.status()
         assert (status.objects, status.scopes[SCOPE].objects, status.scopes[OTHER].objects) == (3, 2, 1)
         assert status.scopes[SCOPE].label == "a model"
-        assert late.store.expects(SCOPE, name_of("a").key + name_of("b").key, [PART]) == 2
+        assert late.store.backend.expects(SCOPE, name_of("a").key + name_of("b").key, [PART]) == 2
 
 
 def test_two_daemons_that_write_one_object_both_have_it() -> None:
@@ -147,9 +147,9 @@ def test_what_the_bucket_has_expired_is_a_miss_and_is_written_again(bench: Bench
     bench.keep([name])
     assert isinstance(bench.turning, S3Turning)
     bench.turning.raw.delete([name.text])
-    assert bench.store.expects(SCOPE, name.key, [PART]) == 1
+    assert bench.store.backend.expects(SCOPE, name.key, [PART]) == 1
     assert bench.fetch([name]) == [MISS]
-    assert bench.store.expects(SCOPE, name.key, [PART]) == 0
+    assert bench.store.backend.expects(SCOPE, name.key, [PART]) == 0
     assert bench.keep([name]) == [OK]
     assert bench.fetch([name]) == [OK]
 
@@ -235,7 +235,7 @@ def test_what_was_absent_a_moment_ago_costs_no_request(bench: Bench, proxy: Prox
     bench.turning.backend.describe(SCOPE, "m")
     assert bench.exists(names) == [False] * 300
     bench.turning.crank()
-    assert bench.store.expects(SCOPE, names[0].key, [PART]) == 0
+    assert bench.store.backend.expects(SCOPE, names[0].key, [PART]) == 0
 
 
 # -- it freezes, and dies -------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.storage.objects import ObjectStore
+from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.s3.client import S3Options, load
 from cachesvc.storage.s3.engine import S3Storage
 from cachesvc.storage.seam import Outcome
@@ -140,8 +140,8 @@ def ask(objects: ObjectStore, verb: str, key: str, page: bytearray) -> Outcome:
         ended.append(outcome)
         done.set()
 
-    call = objects.put if verb == "put" else objects.get
-    call([name_of(key)], [(memoryview(page),)], time.monotonic() + 60, each, lambda _: None)
+    until = time.monotonic() + 60
+    objects.prepare(Verb(verb), [name_of(key)], [(memoryview(page),)], until, each, lambda _: None)()
     done.wait()
     return ended[0]
 

@@ -118,11 +118,11 @@ def test_it_expects_what_it_has_from_the_first_on(bench: Bench) -> None:
     parts = (Part(0, 0, 2), Part(0, 1, 2))
     bench.keep([name_of(key, part) for key in "abd" for part in parts] + [name_of("c", parts[0])])
     keys = b"".join(name_of(key).key for key in "abcd")
-    expected = bench.store.expects(SCOPE, keys, parts)
+    expected = bench.store.backend.expects(SCOPE, keys, parts)
     assert expected in (2, None)
-    assert bench.store.expects(SCOPE, keys[3 * KEY_BYTES :], parts) in (1, None)
-    assert bench.store.expects(OTHER, keys, parts) in (0, None)
-    assert bench.store.expects(SCOPE, b"", parts) in (0, None)
+    assert bench.store.backend.expects(SCOPE, keys[3 * KEY_BYTES :], parts) in (1, None)
+    assert bench.store.backend.expects(OTHER, keys, parts) in (0, None)
+    assert bench.store.backend.expects(SCOPE, b"", parts) in (0, None)
 
 
 def test_what_has_not_begun_by_its_deadline_is_busy(bench: Bench) -> None:

@@ -123,7 +123,7 @@ def test_an_ok_that_was_never_true() -> None:
 def test_a_hint_is_no_hit() -> None:
     bench, _ = sim(invent=1.0)
     assert bench.exists([name_of("a")]) == [True]
-    assert bench.store.expects(name_of("a").scope, name_of("a").key, [Part(0, 0, 1)]) == 1
+    assert bench.store.backend.expects(name_of("a").scope, name_of("a").key, [Part(0, 0, 1)]) == 1
     assert bench.fetch([name_of("a")]) == [MISS]
 
 

@@ -21,6 +21,7 @@ from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.keeper import FileOptions, file_options
 from cachesvc.storage.file.space import BATCH, Space, object_path
+from cachesvc.storage.objects import Verb
 from cachesvc.storage.seam import ObjectName, Outcome, Part
 from cachesvc.storage.spec import parse_storage
 from tests.contracts.storage_rig import FAR, OTHER, PAGE_BYTES, SCOPE, Asked, Bench, FileTurning, name_of
@@ -146,10 +147,10 @@ def test_what_it_evicts_is_told(tmp_path: Path) -> None:
 def test_what_was_read_before_it_was_known_can_go_afterwards() -> None:
     """Another daemon's object, of a scope that this one had nothing of."""
     catalogue, name = Catalogue(), name_of("a")
-    catalogue.begin_read(name)
+    catalogue.hold(name)
     catalogue.add(name, 4096, used=1)
     assert catalogue.take_oldest(1, 0) == [], "it is being read"
-    catalogue.end_read(name)
+    catalogue.let_go(name)
     assert [entry.name for entry in catalogue.take_oldest(1, 0)] == [name]
 
 
@@ -161,7 +162,7 @@ def test_after_a_restart_the_order_of_use_is_that_of_before(tmp_path: Path) -> N
         os.utime(object_path(tmp_path / "cache" / "objects", name), (1000 + (at * 3) % 8, 1000 + (at * 3) % 8))
     with opened(tmp_path / "cache", capacity=9 * MIB) as bench:
         scanned(bench)
-        assert bench.store.expects(SCOPE, names[0].key, [Part(0, 0, 1)]) == 1
+        assert bench.store.backend.expects(SCOPE, names[0].key, [Part(0, 0, 1)]) == 1
         bench.keep([name_of("one more"), name_of("and more")], (MIB,))
         gone = [at for at, outcome in enumerate(bench.fetch(names, (MIB,))) if outcome is MISS]
         assert gone == [at for at in range(8) if (at * 3) % 8 < len(gone)]
@@ -337,7 +338,7 @@ def test_a_file_is_read_from_unaligned_memory_too(tmp_path: Path) -> None:
             page = memoryview(room)[at : at + PAGE_BYTES]
             assert bench.keep([name_of("a")]) == [OK]
             asked = Asked([name_of("a")], [(page,)])
-            bench.store.get(asked.names, asked.pages, FAR, asked.each, asked.back.append)
+            bench.store.prepare(Verb.GET, asked.names, asked.pages, FAR, asked.each, asked.back.append)()
             assert asked.told() == [OK]
 
 

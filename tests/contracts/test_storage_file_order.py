@@ -17,6 +17,7 @@ from cachesvc.storage.file.disk import Moments
 from cachesvc.storage.file.engine import FileStorage
 from cachesvc.storage.file.keeper import FileOptions
 from cachesvc.storage.file.space import object_path
+from cachesvc.storage.objects import Verb
 from cachesvc.storage.seam import ObjectName, Outcome, Part, Use
 from tests.contracts.storage_rig import FAR, SCOPE, Asked, Bench, FileTurning, content_of, name_of
 
@@ -75,14 +76,14 @@ def put(bench: Bench, names: list[ObjectName], parents: list[bytes], size: int =
     asked = Asked(names, [bench.memory((size,)) for _ in names])
     for name, (page,) in zip(names, asked.pages, strict=True):
         page[:] = content_of(name, size)
-    bench.store.put(names, asked.pages, FAR, asked.each, asked.back.append, parents)
+    bench.store.prepare(Verb.PUT, names, asked.pages, FAR, asked.each, asked.back.append, parents)()
     return asked.told()
 
 
 def fetch(bench: Bench, names: list[ObjectName]) -> list[Outcome]:
     """Read a path, and look at every byte."""
     asked = Asked(names, [bench.memory((PAGE,)) for _ in names])
-    bench.store.get(names, asked.pages, FAR, asked.each, asked.back.append, above(names))
+    bench.store.prepare(Verb.GET, names, asked.pages, FAR, asked.each, asked.back.append, above(names))()
     told = asked.told()
     for at, name in enumerate(names):
         assert told[at] is not OK or asked.content(at) == content_of(name, PAGE)
@@ -98,7 +99,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 def there(bench: Bench, names: list[ObjectName]) -> int:
     """Number of leading blocks of a path that it has."""
-    expected = bench.store.expects(SCOPE, b"".join(name.key for name in names), [PART])
+    expected = bench.store.backend.expects(SCOPE, b"".join(name.key for name in names), [PART])
     assert expected is not None
     return expected
 
@@ -260,6 +261,6 @@ def test_a_block_becomes_an_object_after_the_one_above_it(tmp_path: Path) -> Non
             assert there(bench, names) >= index + 1, "all above it are there"
             asked.each(index, outcome)
 
-        bench.store.put(names, asked.pages, FAR, each, asked.back.append, above(names))
+        bench.store.prepare(Verb.PUT, names, asked.pages, FAR, each, asked.back.append, above(names))()
         assert asked.told() == [OK] * 40
         assert sorted(order) == list(range(40))

@@ -196,14 +196,14 @@ def test_objects_of_a_newer_format_are_missing_count_and_stay(more: bytes, is_se
         before = {} if is_seen else newer(tmp_path, "a", "b", more=more)
         if not is_seen:
             assert bench.fetch(names) == [Outcome.MISS] * 2
-            assert bench.store.expects(SCOPE, names[0].key, [names[0].part]) == 0
+            assert bench.store.backend.expects(SCOPE, names[0].key, [names[0].part]) == 0
     before = before or newer(tmp_path, "a", "b", more=more)
     with opened(tmp_path) as bench:
         scanned(bench)
         status = bench.turning.backend.status()
         assert status.objects == 2
         assert status.size_bytes > 0, "they take room"
-        assert bench.store.expects(SCOPE, names[0].key, [names[0].part]) == 0
+        assert bench.store.backend.expects(SCOPE, names[0].key, [names[0].part]) == 0
         assert bench.fetch(names) == [Outcome.MISS] * 2
         checked = bench.store.check_all()
         assert (checked.wrong, checked.missing) == (0, 2)

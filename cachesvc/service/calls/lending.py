@@ -144,12 +144,11 @@ class LendingDesk:
         try:
             objects = await asyncio.to_thread(self._objects, model.id, scope, shapes, blocks)
             lent = self.desk.lend(objects, self.lease_seconds, ready=0)
-        except CacheError:  # the host pool is closed: the daemon ends
+        except BaseException as error:
             self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
-            return None
-        except BaseException:  # the call was given up
-            self._node.run_news(model.id, partial(end_lending, self._node.core, model, blocks))
-            raise
+            if isinstance(error, CacheError):  # the host pool is closed: the daemon ends
+                return None
+            raise  # the call was given up
         self._lent[lent.lease] = model, blocks
         blocks.on_change = partial(self._changed, lent.lease, blocks, len(shapes))
         blocks.on_change()

@@ -93,7 +93,7 @@ class Catalogue:
         self._busy: Counter[bytes] = Counter()
         self._lock = threading.Lock()
         self._tree = BlockTree()
-        self._leaves = self._new_leaves()
+        self._leaves = Leaves(self._tree, self._is_free, self._rank_of)
 
     def __len__(self) -> int:
         return self._objects
@@ -241,8 +241,6 @@ class Catalogue:
                 if (row := self._tree.rows.get(key, NO_ROW)) != NO_ROW:
                     self._leaves.file(row)
 
-    begin_read, end_read = hold, let_go
-
     def take_oldest(self, most: int, until_bytes: int, before: int | None = None) -> list[Entry]:
         """Take out objects of leaf blocks in the order of eviction, some ``most`` of them and until ``until_bytes`` are
         left or less; and first (``before``) those not used since then, nor any below them."""
@@ -282,7 +280,7 @@ class Catalogue:
         names = self.names()
         with self._lock:
             self._tree = BlockTree()
-            self._leaves = self._new_leaves()
+            self._leaves = Leaves(self._tree, self._is_free, self._rank_of)
             self.size_bytes = self._objects = 0
             for kept in self._kept.values():
                 kept.objects = kept.size_bytes = 0
@@ -304,9 +302,6 @@ class Catalogue:
         return out
 
     # -- under the lock --------------------------------------------------------------------------------------------
-
-    def _new_leaves(self) -> Leaves:
-        return Leaves(self._is_free, self._rank_of, self._tree.group, self._tree.used.__getitem__)
 
     def _rank_of(self, row: int) -> int:
         depth = self._tree.depth(row) if self._uses_depth else 0
@@ -572,19 +567,12 @@ class Group(NamedTuple):
 
 
 class Leaves:
-    """``is_leaf``, ``rank`` and ``group`` read the catalogue's columns by row; ``used`` gives the last use, ms."""
+    """``is_leaf`` and ``rank``: of a row of the tree."""
 
-    def __init__(
-        self,
-        is_leaf: Callable[[int], bool],
-        rank: Callable[[int], int],
-        group: Callable[[int], Group],
-        used: Callable[[int], int],
-    ) -> None:
+    def __init__(self, tree: BlockTree, is_leaf: Callable[[int], bool], rank: Callable[[int], int]) -> None:
+        self._tree = tree
         self._is_leaf = is_leaf
         self._rank = rank
-        self._group = group
-        self._used = used
         self._heaps: dict[Group, list[int]] = {}
         self._filed: dict[int, int] = {}
 
@@ -596,7 +584,7 @@ class Leaves:
         if self._filed.get(row, entry + 1) <= entry:
             return
         self._filed[row] = entry
-        heapq.heappush(self._heaps.setdefault(self._group(row), []), entry)
+        heapq.heappush(self._heaps.setdefault(self._tree.group(row), []), entry)
 
     def forget(self, row: int) -> None:
         """A row changes its meaning, or is no leaf. Idempotent."""
@@ -617,7 +605,7 @@ class Leaves:
         of_scope = sorted(heads[scope])
         at = 0
         if len(of_scope) > 1 and (chooser := choosers.get(scope)) is not None:
-            ages = [max(0, now - self._used(head & ROW_MASK)) / 1000 for head, _ in of_scope]
+            ages = [max(0, now - self._tree.used[head & ROW_MASK]) / 1000 for head, _ in of_scope]
             at = chooser.choose([group.queue for _, group in of_scope], ages)
         head, group = of_scope[at]
         heapq.heappop(self._heaps[group])
@@ -634,7 +622,7 @@ class Leaves:
             if self._filed.get(row) == entry:
                 if not self._is_leaf(row):
                     del self._filed[row]
-                elif entry == (self._rank(row) << ROW_BITS | row) and self._group(row) == group:
+                elif entry == (self._rank(row) << ROW_BITS | row) and self._tree.group(row) == group:
                     return entry
                 else:
                     del self._filed[row]

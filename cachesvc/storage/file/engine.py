@@ -7,9 +7,7 @@ import mmap
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachesvc.storage.file.catalogue import Catalogue, Entry
@@ -41,7 +39,7 @@ from cachesvc.storage.seam import (
     no_step,
     oldest_first,
 )
-from cachesvc.storage.workers import CLOSE_SECONDS, Job, Workers
+from cachesvc.storage.workers import CLOSE_SECONDS, Job, UnderWay, Workers
 from cachesvc.telemetry import events
 
 PARENT_END = 120
@@ -75,7 +73,7 @@ class FileStorage(StorageBackend):
         self._readers = Workers("storage-read", options.readers, Mover, clock)
         self._writers = Workers("storage-write", options.writers, Mover, clock)
         self._keeper = Keeper(options, self._folder, self._disk, self._catalogue, self._space, self._age)
-        self._under_way = UnderWay()
+        self._under_way = UnderWay[tuple[Scope, bytes]]()
         self._is_open = True
         self._troubles = Troubles(clock)
 
@@ -175,13 +173,7 @@ class FileStorage(StorageBackend):
                 self._note_unread(error)
                 found.unreadable += 1
                 continue
-            if verdict is Outcome.MISS:
-                found.missing += 1
-            else:
-                found.objects += 1
-                found.size_bytes += size_bytes
-                found.wrong += verdict is not Outcome.OK
-            if verdict is not Outcome.OK:
+            if not found.note(verdict, size_bytes):
                 self.doubt([name], check)
         return found
 
@@ -261,14 +253,14 @@ class FileStorage(StorageBackend):
         self._folder.keep_label(scope, label)
 
     def _read(self, index: int, item: Item, each: Each, mover: Mover) -> None:
-        self._catalogue.begin_read(item.name)
+        self._catalogue.hold(item.name)
         try:
             outcome = self._read_file(item, mover)
         except OSError as error:
             self._note_unread(error)
             outcome = Outcome.FAILED
         finally:
-            self._catalogue.end_read(item.name)
+            self._catalogue.let_go(item.name)
         if outcome is not Outcome.OK and outcome is not Outcome.FAILED:
             self._catalogue.drop(item.name)
         each(index, outcome)
@@ -324,7 +316,7 @@ class FileStorage(StorageBackend):
             elif self._catalogue.is_aside(item.name) and not self._folder.is_alone():
                 outcome = Outcome.BUSY  # a newer release's, which may be in use beside this one
             elif self._disk.takes_writes and self._keeper.counted.is_set():
-                with self._under_way.writing(item.name.scope, item.name.key):
+                with self._under_way.noted((item.name.scope, item.name.key)):
                     room = self._space.take(size_bytes)
                     if room is not None:
                         self._write_file(item, room, mover, size_bytes)
@@ -357,8 +349,9 @@ class FileStorage(StorageBackend):
                 set_used(fd, now)
             finally:
                 os.close(fd)
-            if item.parent != item.name.key:
-                self._under_way.wait_for(item.name.scope, item.parent)
+            above = [(item.name.scope, item.parent)] if item.parent != item.name.key else []
+            if not self._under_way.wait_for(above, PARENT_SECONDS):
+                raise TimeoutError(errno.ETIMEDOUT, "the block above it is being written still")
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
@@ -371,35 +364,5 @@ class FileStorage(StorageBackend):
 
 
 PARENT_SECONDS = 5.0
-"""Longest wait for the block above to be written, seconds."""
-
-
-class UnderWay:
-    """Blocks that are being written. A block becomes an object after the one above it, so that a kill leaves no path
-    without its beginning."""
-
-    def __init__(self) -> None:
-        self._blocks: Counter[tuple[Scope, bytes]] = Counter()
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def writing(self, scope: Scope, key: bytes) -> Iterator[None]:
-        """Note that a block is written within the context."""
-        block = scope, key
-        with self._changed:
-            self._blocks[block] += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._blocks[block] -= 1
-                if not self._blocks[block]:
-                    del self._blocks[block]
-                self._changed.notify_all()
-
-    def wait_for(self, scope: Scope, key: bytes, seconds: float = PARENT_SECONDS) -> None:
-        """Wait until the block is not being written. Raises TimeoutError: two callers that name each other's block as
-        the one above may not hold threads."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: (scope, key) not in self._blocks, seconds):
-                raise TimeoutError(errno.ETIMEDOUT, "the block above it is being written still")
+"""Longest wait for the block above to be written, seconds. It becomes an object first, so that a kill leaves no path
+without its beginning; but two callers that name each other's block as the one above may not hold threads."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, Gone, ObjectName, Part, Scope
+from cachesvc.storage.workers import nothing
 from cachesvc.telemetry import events
 
 LOW_SHARE = 0.97
@@ -57,7 +58,7 @@ class Space:
         self.evicted_objects = 0
         self.mine = objects
         self.others_bytes = 0
-        self.gone: Gone | None = None
+        self.gone: Gone = nothing
         self.lacks_floor = False
         self.stuck = StuckFiles(clock)
         self._catalogue = catalogue
@@ -178,7 +179,7 @@ class Space:
 
     def _note_gone(self, entries: Sequence[Entry]) -> int:
         self.evicted_objects += len(entries)
-        if entries and self.gone is not None:
+        if entries:
             self.gone([entry.name for entry in entries])
         return len(entries)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from cachesvc.memory.extents import address_of
 from cachesvc.model.errors import Unavailable
-from cachesvc.storage.known import KnownObjects, Leaving
+from cachesvc.storage.known import KnownObjects
 from cachesvc.storage.mooncake import native
 from cachesvc.storage.mooncake.native import BATCH_ITEMS, OK, Batches, Carry, Library, MooncakeOptions, Task
 from cachesvc.storage.objects import HEADER_BYTES, is_newer
@@ -40,7 +40,7 @@ from cachesvc.storage.seam import (
     Totals,
     no_step,
 )
-from cachesvc.storage.workers import Job, Workers, nothing
+from cachesvc.storage.workers import Job, UnderWay, Workers, nothing
 from cachesvc.telemetry import events
 
 RETRY_SECONDS = 2.0
@@ -78,7 +78,7 @@ class MooncakeStorage(StorageBackend):
         self._stopping = threading.Event()
         self._registered = Registered()
         self._known = KnownObjects(most=MOST_NAMES)
-        self._leaving = Leaving()
+        self._leaving = UnderWay[ObjectName]()
         self._aside = threading.Lock()
         self._heads_aside: deque[tuple[float, list[memoryview]]] = deque()
         self._readers = Batches("mooncake-read", options.readers, self._reader, self._set_aside)
@@ -169,14 +169,11 @@ class MooncakeStorage(StorageBackend):
                 self._known.drop(name)
                 continue
             verdict = check(name, memoryview(content))
-            if verdict is Outcome.MISS:
-                found.missing += 1
-                self.doubt([name], check)
+            if found.note(verdict, len(content)):
                 continue
-            found.objects += 1
-            found.size_bytes += len(content)
-            if verdict is not Outcome.OK:
-                found.wrong += 1
+            if verdict is Outcome.MISS:
+                self.doubt([name], check)
+            else:
                 self._leaving.begin([name])
                 self._remove([name])
         return found

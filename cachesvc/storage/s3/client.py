@@ -16,7 +16,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -37,8 +37,8 @@ MULTIPART_PARTS = 4
 """Parts of one object that are sent at a time."""
 REASON_CHARACTERS = 300
 LIST_OBJECTS = 1000
-PANIC = "PanicException"
-"""Name of the type that a panic of the library raises: it can be imported from nowhere."""
+PANIC, BASE = "PanicException", "BaseError"
+"""Names of the types that a panic and an error of the library raise; the first can be imported from nowhere."""
 _NO_SUCH_RANGE, _NOT_IMPLEMENTED = "416", "501"
 _NO_BUCKET = "NoSuchBucket"
 _WORD = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
@@ -96,14 +96,17 @@ def load() -> Any:
 
 
 @contextmanager
-def _panics_fail() -> Iterator[None]:
-    """A defect of the library fails a request: its panics are no Exception, and would end the thread that asked."""
+def _failing() -> Iterator[None]:
+    """Fail a request by what the library raises. Its panics are no Exception, and would end the thread that asked."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != PANIC:
-            raise
-        raise RequestFailed(f"obstore broke: {reason_of(error)}") from error
+        names = {each.__name__ for each in type(error).__mro__}
+        if PANIC in names:
+            raise RequestFailed(f"obstore broke: {reason_of(error)}") from error
+        if isinstance(error, OSError) or BASE in names:
+            raise failed(error) from error
+        raise
 
 
 class S3Bucket:
@@ -122,14 +125,14 @@ class S3Bucket:
         config: dict[str, object] = {
             "region": region_option("region", region),
             "virtual_hosted_style_request": options.addressing == "virtual",
-            "unsigned_payload": not self._is_plain(),
+            "unsigned_payload": not options.is_plain,
         }
         if options.endpoint:
             config["endpoint"] = options.endpoint
         client: dict[str, object] = {
             "timeout": timedelta(seconds=options.timeout),
             "connect_timeout": timedelta(seconds=min(CONNECT_SECONDS, options.timeout)),
-            "allow_http": self._is_plain(),
+            "allow_http": options.is_plain,
         }
         try:
             if options.ca:
@@ -151,10 +154,7 @@ class S3Bucket:
         except self._library.exceptions.BaseError as error:
             raise InvalidRequest(f"storage: s3 cannot be set up so: {reason_of(error)}") from error
 
-    def _is_plain(self) -> bool:
-        return self._options.is_plain
-
-    @_panics_fail()
+    @_failing()
     def get(self, path: str, start: int, length: int, size_bytes: int) -> FoundObject | None:
         """Read ``length`` bytes of an object that is expected to have ``size_bytes``; None where there is no such
         object. Raises RequestFailed."""
@@ -166,14 +166,14 @@ class S3Bucket:
             return FoundObject(memoryview(answer.bytes() if size == size_bytes else b""), size)
         except FileNotFoundError as error:
             if _NO_BUCKET in str(error):
-                raise failed(error) from error
+                raise
             return None
         except (OSError, self._library.exceptions.BaseError) as error:
             if not is_whole and _code_of(error) == _NO_SUCH_RANGE:
                 return FoundObject(memoryview(b""), 0)  # it ends before this part of it
-            raise failed(error) from error
+            raise
 
-    @_panics_fail()
+    @_failing()
     def put(self, path: str, content: memoryview | bytes) -> None:
         """Write an object; one that is there may stay. The library may read ``content`` after this has returned: it
         must not change any more. Raises RequestFailed: the object may be there nevertheless."""
@@ -194,51 +194,38 @@ class S3Bucket:
                 self._creates = False  # a store without conditional writes
                 self.put(path, content)
                 return
-            raise failed(error) from error
+            raise
 
-    @_panics_fail()
+    @_failing()
     def has(self, path: str) -> bool:
         """True where there is such an object. One try. Raises RequestFailed."""
         try:
             self._library.head(self._asking, path)
         except FileNotFoundError:
             return False
-        except (OSError, self._library.exceptions.BaseError) as error:
-            raise failed(error) from error
         return True
 
-    @_panics_fail()
+    @_failing()
     def size_of(self, path: str) -> int | None:
         """Bytes of an object; None where there is none. Raises RequestFailed."""
         try:
             return int(self._library.head(self._moving, path)["size"])
         except FileNotFoundError:
             return None
-        except (OSError, self._library.exceptions.BaseError) as error:
-            raise failed(error) from error
 
-    @_panics_fail()
+    @_failing()
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects that may be gone. Raises RequestFailed."""
-        try:
+        with suppress(FileNotFoundError):
             self._library.delete(self._moving, list(paths))
-        except FileNotFoundError:
-            return
-        except (OSError, self._library.exceptions.BaseError) as error:
-            raise failed(error) from error
 
     def list(self, folder: str) -> Iterator[list[ListedObject]]:
         """List objects below a folder, some at a time. Raises RequestFailed."""
-        try:
-            with _panics_fail():
-                for some in self._library.list(self._moving, prefix=folder, chunk_size=LIST_OBJECTS):
-                    yield [ListedObject(each["path"], each["size"], _seconds(each["last_modified"])) for each in some]
-        except (OSError, self._library.exceptions.BaseError) as error:
-            raise failed(error) from error
-
-
-def _seconds(when: datetime) -> int:
-    return int(when.timestamp())
+        with _failing():
+            for some in self._library.list(self._moving, prefix=folder, chunk_size=LIST_OBJECTS):
+                yield [
+                    ListedObject(each["path"], each["size"], int(each["last_modified"].timestamp())) for each in some
+                ]
 
 
 def reason_of(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from cachesvc.memory.extents import yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text import one_line
-from cachesvc.storage.known import KnownObjects, Leaving
+from cachesvc.storage.known import KnownObjects
 from cachesvc.storage.objects import MAGIC, is_newer
 from cachesvc.storage.s3.client import RequestFailed, S3Bucket, S3Options, Trouble
 from cachesvc.storage.seam import (
@@ -47,7 +47,7 @@ from cachesvc.storage.seam import (
     Troubles,
     no_step,
 )
-from cachesvc.storage.workers import CLOSE_SECONDS, Job, Workers, nothing
+from cachesvc.storage.workers import CLOSE_SECONDS, Job, UnderWay, Workers, nothing
 from cachesvc.telemetry import events
 
 ASKERS = 16
@@ -67,7 +67,7 @@ class S3Storage(StorageBackend):
         self._bucket: S3Bucket | None = None
         self._known = KnownObjects(options.absent, clock)
         self._troubles = Troubles(clock)
-        self._leaving = Leaving()
+        self._leaving = UnderWay[ObjectName]()
         self._stopping, self._list_due = threading.Event(), threading.Event()
         self._problem = ""
         self._is_doubted = self._lists_alone = self._has_lost_bucket = self._has_answered = False
@@ -350,13 +350,7 @@ class S3Storage(StorageBackend):
             self._known.drop(name)
             return
         verdict = check(name, content.content) if len(content.content) == size_bytes else Outcome.WRONG
-        if verdict is Outcome.MISS:
-            found.missing += 1
-        else:
-            found.objects += 1
-            found.size_bytes += size_bytes
-            found.wrong += verdict is not Outcome.OK
-        if verdict is not Outcome.OK:
+        if not found.note(verdict, size_bytes):
             self._hide([name])
             self._look_again([name], check)
 

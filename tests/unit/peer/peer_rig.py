@@ -15,7 +15,7 @@ from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.digest import DigestNews
 from cachesvc.peer.fleet import Answered, Borrowed, Done, Loan
 from cachesvc.peer.lender import Lender, Lent, LentObject, LoanDesk
-from cachesvc.storage.objects import ObjectStore
+from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import CAME, ObjectName, Outcome, Part, Scope, key_at
 from tests.contracts.storage_rig import PAGE_BYTES, content_of
 
@@ -171,7 +171,7 @@ class Pulling:
         gathered = Gathered(len(names))
         pages = [memoryview(mmap.mmap(-1, size_bytes)) for _ in names]
         deadline = time.monotonic() + seconds
-        self.store.get(names, [(page,) for page in pages], deadline, gathered.each, lambda _: None)
+        self.store.prepare(Verb.GET, names, [(page,) for page in pages], deadline, gathered.each, lambda _: None)()
         return gathered, pages
 
     def fetch(self, names: Sequence[ObjectName], seconds: float = 30.0) -> list[Outcome]:

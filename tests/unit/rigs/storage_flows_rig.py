@@ -16,7 +16,7 @@ from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
-from cachesvc.storage.seam import Outcome, Use
+from cachesvc.storage.seam import Outcome, Part, Shape, Use
 from cachesvc.storage.tier import News
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 
@@ -108,7 +108,8 @@ class StorageRig(NamedTuple):
     def tell(self, blocks: Iterable[int], outcome: Outcome | None, group: int = 0, fetch: int = -1) -> None:
         """So it went with objects of some blocks of a fetch."""
         request = self.storage.fetches[fetch]
-        found = [News(request.model.id, request.ticket, b"", block, (group,), outcome) for block in blocks]
+        shape = Shape(Part(group, 0, 1), ((group, 0),), (group,))
+        found = [News(request.model.id, request.ticket, b"", block, shape, outcome) for block in blocks]
         fetched(self.rig.core, request.model.id, request.ticket, found)
         self.settle()
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cachesvc.model.layout import Layout
 from cachesvc.storage.objects import ObjectStore
 from cachesvc.storage.seam import Outcome
 from cachesvc.storage.spec import TierOptions
-from cachesvc.storage.tier import News, Tier
+from cachesvc.storage.tier import Coming, News, Tier
 from cachesvc.storage.workers import Workers
 from tests.sim.sim_storage import SimStorage
 from tests.sim.storage_world import InboxWorkers
@@ -68,6 +68,13 @@ class TierRig:
     def outcomes(self) -> list[Outcome | None]:
         told, self.told = self.told, []
         return [news.outcome for news in told]
+
+    def fetch(self, ticket: int, keys: bytes, pages: Sequence[Sequence[int]], parent: bytes = b"") -> list[int]:
+        """Begin a fetch; returns of each block how many objects come."""
+        coming = Coming(self.model.id, self.tier.shapes(self.model), ticket, keys, pages, parent)
+        self.tier.fetch(coming)
+        counts = Counter(block for block, _ in coming.wanted())
+        return [counts[block] for block in range(len(keys) // 32)]
 
     def keep(self, prompt: str, first_page: int = 0) -> None:
         """Write a prompt's blocks from pages that tell which they are."""

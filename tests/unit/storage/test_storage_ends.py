@@ -72,7 +72,7 @@ def broken_rig(*broken: str, knows: bool = True) -> TierRig:
 def test_a_question_that_is_never_answered_ends() -> None:
     rig = broken_rig(knows=False)
     rig.engine.frozen = True
-    rig.tier.fetch(rig.model, 7, chain(*"ab"), [[10, 11]])
+    rig.fetch(7, chain(*"ab"), [[10, 11]])
     rig.settle()
     assert rig.outcomes() == []
     rig.now += 2.0
@@ -91,7 +91,7 @@ def test_what_breaks_before_it_is_begun_has_failed(way: str) -> None:
     rig = broken_rig("exists", knows=way == "heads")
     if way == "heads":
         rig.tier.store.heads = NoHeads(128)
-    rig.tier.fetch(rig.model, 7, chain(*"ab"), [[10, 11]])
+    rig.fetch(7, chain(*"ab"), [[10, 11]])
     rig.settle()
     assert rig.outcomes() == [FAILED, FAILED]
     rig.now += 2.0
@@ -102,7 +102,7 @@ def test_what_breaks_before_it_is_begun_has_failed(way: str) -> None:
 
 def test_what_breaks_once_it_may_have_begun_is_late_until_it_is_back() -> None:
     rig = broken_rig("get", "put")
-    rig.tier.fetch(rig.model, 7, chain(*"ab"), [[10, 11]])
+    rig.fetch(7, chain(*"ab"), [[10, 11]])
     rig.tier.keep(rig.model, chain("c"), [12])
     while rig.inbox:
         rig.inbox.popleft()()

@@ -15,6 +15,7 @@ from cachesvc.storage.tier import (
     LONGEST_PAUSE_SECONDS,
     TRY_ANYWAY,
     Breaker,
+    Coming,
     State,
     StateLog,
     Tier,
@@ -34,7 +35,7 @@ def test_what_was_kept_is_expected_and_comes_to_other_pages() -> None:
     rig.keep("abc")
     keys = chain(*"abcd")
     assert rig.tier.expects(rig.model, keys) == 3
-    assert rig.tier.fetch(rig.model, 7, keys[:96], [[10, 11, 12]]) == [1, 1, 1]
+    assert rig.fetch(7, keys[:96], [[10, 11, 12]]) == [1, 1, 1]
     rig.settle()
     assert [(news.ticket, news.block, news.outcome) for news in sorted(rig.told)] == [(7, at, OK) for at in range(3)]
     assert [bytes(rig.view(1, 0, 0, 10 + at)) for at in range(3)] == [b"a" * 8, b"b" * 8, b"c" * 8]
@@ -60,7 +61,7 @@ def test_an_engine_that_has_to_be_asked_is_asked_before_it_is_read() -> None:
     rig = TierRig(engine=SimStorage(knows=False))
     rig.keep("ab")
     assert rig.tier.expects(rig.model, chain(*"abcd")) is None, "who knows"
-    rig.tier.fetch(rig.model, 7, chain(*"abcd"), [[10, 11, 12, 13]])
+    rig.fetch(7, chain(*"abcd"), [[10, 11, 12, 13]])
     rig.settle()
     assert {news.block: news.outcome for news in rig.told} == {0: OK, 1: OK, 2: BUSY, 3: BUSY}
     assert rig.tier.store.counts.items.total() == 4, "two were put and two got: what is not there was not read"
@@ -70,7 +71,7 @@ def test_what_an_engine_never_promised_says_nothing_against_it() -> None:
     """An engine without a catalogue is asked for every new prompt."""
     rig = TierRig(engine=SimStorage(knows=False))
     for at in range(2 * LAST_OUTCOMES):
-        rig.tier.fetch(rig.model, 7, chain(at), [[10]])
+        rig.fetch(7, chain(at), [[10]])
         rig.settle()
     rig.tier.breaker.note(1.0, "one error", rig.now)
     assert rig.tier.breaker.is_closed
@@ -81,9 +82,9 @@ def test_windows_come_where_there_are_pages_for_them() -> None:
     rig.tier.keep(rig.model, chain("a"), [0, 0])
     rig.settle()
     assert rig.outcomes() == [OK, OK]
-    assert rig.tier.fetch(rig.model, 7, chain(*"ab"), [[1, 2], [NO_PAGE, 2]]) == [1, 2]
+    assert rig.fetch(7, chain(*"ab"), [[1, 2], [NO_PAGE, 2]]) == [1, 2]
     rig.settle()
-    assert sorted((news.block, news.groups, news.outcome) for news in rig.told) == [
+    assert sorted((news.block, news.shape.groups, news.outcome) for news in rig.told) == [
         (0, (0,), OK),
         (1, (0,), MISS),
         (1, (1,), MISS),
@@ -115,13 +116,13 @@ def test_nothing_is_asked_once_somebody_has_waited_in_vain_until_a_canary_came_b
     rig = TierRig(TierOptions(wait=0.25, deadline=2.0))
     rig.keep("ab")
     rig.engine.frozen = True
-    rig.tier.fetch(rig.model, 7, chain(*"ab"), [[10, 11]])
+    rig.fetch(7, chain(*"ab"), [[10, 11]])
     rig.settle()
     rig.tier.lagged()
     assert rig.is_used(), "others have got something only now: it is slow"
     rig.now += 0.25
     rig.tier.lagged()
-    assert (rig.tier.state, rig.tier.expects(rig.model, chain(*"ab")), rig.tier.room()) == (State.OPEN, 0, 0)
+    assert (rig.tier.breaker.state, rig.tier.expects(rig.model, chain(*"ab")), rig.tier.room()) == (State.OPEN, 0, 0)
     for _ in range(40):
         rig.now += 0.2
         rig.tier.tick()
@@ -149,7 +150,7 @@ def test_an_engine_that_loses_what_it_takes_is_not_taken_for_healthy() -> None:
         rig.now += 31
         rig.tier.tick()
         rig.settle()
-    assert rig.tier.state is State.OPEN
+    assert rig.tier.breaker.state is State.OPEN
 
 
 def test_a_full_engine_is_read_on() -> None:
@@ -170,21 +171,21 @@ def test_lies_open_the_breaker_and_a_few_misses_do_not() -> None:
     rig = TierRig(engine=SimStorage(odds={"invent": 1.0}))
     absent = "abcdefgh"
     for asked in range(1, 9):
-        rig.tier.fetch(rig.model, asked, chain(*absent), [list(range(8))])
+        rig.fetch(asked, chain(*absent), [list(range(8))])
         rig.settle()
     assert rig.outcomes().count(MISS) == 64
     assert rig.tier.breaker.is_closed, "a store that is honest about it does little harm"
     rig.engine.odds = {"fail": 1.0}
-    rig.tier.fetch(rig.model, 99, chain(*absent), [list(range(8))])
+    rig.fetch(99, chain(*absent), [list(range(8))])
     rig.settle()
-    assert rig.tier.state is State.OPEN
+    assert rig.tier.breaker.state is State.OPEN
     assert rig.tier.breaker.reason == "get: failed"
 
 
 def test_a_store_that_is_slower_than_computing_is_not_used_but_now_and_then() -> None:
     rig = TierRig(TierOptions(recompute=1e6))
     rig.keep("abcd")
-    rig.tier.fetch(rig.model, 7, chain(*"abcd"), [[10, 11, 12, 13]])
+    rig.fetch(7, chain(*"abcd"), [[10, 11, 12, 13]])
     while rig.inbox:
         rig.inbox.popleft()()
     rig.now += 1
@@ -250,7 +251,8 @@ def test_pages_that_are_gone_end_a_call() -> None:
         rig.tier.store, rig.options, gone, rig.inbox.append, lambda: rig.now, lambda _: InboxWorkers(rig.inbox)
     )
     closed.tell = rig.tier.tell
-    closed.fetch(rig.model, 7, chain(*"ab"), [[1, 2]])
+    shapes = closed.shapes(rig.model)
+    closed.fetch(Coming(rig.model.id, shapes, 7, chain(*"ab"), [[1, 2]], b""))
     closed.keep(rig.model, chain("c"), [3])
     rig.settle()
     assert rig.outcomes() == [Outcome.BUSY] * 3

@@ -186,7 +186,7 @@ def test_a_dead_tier_below_is_given_up_by_what_it_does_not_bring_and_passed_over
     rig.engines[1].frozen = True
     assert rig.fetch("abcd") == [OK, OK]
     rig.tick(0.3)
-    assert [tier.state for tier in rig.tiers.all] == [State.CLOSED, State.OPEN]
+    assert [tier.breaker.state for tier in rig.tiers.all] == [State.CLOSED, State.OPEN]
     assert expects(rig, "abcd") == 2
     assert rig.fetch("ab", ticket=8) == [OK, OK]
     room = rig.tiers.room()
@@ -200,7 +200,7 @@ def test_a_dead_tier_below_is_given_up_by_what_it_does_not_bring_and_passed_over
     assert rig.outcomes() == [None, None]
     for _ in range(40):
         rig.tick(1.0)
-    assert rig.tiers.all[1].state is State.CLOSED
+    assert rig.tiers.all[1].breaker.state is State.CLOSED
     assert expects(rig, "abcd") == 4
 
 
@@ -263,7 +263,7 @@ def test_failures_of_other_nodes_give_up_neither_them_nor_the_store() -> None:
     for ticket in range(1, 21):
         assert rig.fetch("abcd", ticket) == [OK] * 4, "what they fail to send is read from the store"
         rig.tiers.lagged()
-    assert [tier.state for tier in rig.tiers.all] == [State.CLOSED, State.CLOSED]
+    assert [tier.breaker.state for tier in rig.tiers.all] == [State.CLOSED, State.CLOSED]
     rig.engines[0].odds = {}
     assert rig.fetch("abcdefgh", 50) == [OK] * 8
 

@@ -149,16 +149,16 @@ def test_storage_gives_an_object_to_those_alone_who_name_its_parent() -> None:
     rig = TierRig()
     rig.keep("zy")
     kept = dict(rig.engine.objects)
-    rig.tier.fetch(rig.model, 7, Y, [[9]], A)
+    rig.fetch(7, Y, [[9]], A)
     rig.settle()
     assert rig.outcomes() == [Outcome.MISPLACED]
     assert rig.engine.objects == kept, "the reader may be the one who is wrong"
     for at in range(20):
-        rig.tier.fetch(rig.model, 10 + at, Y, [[9]], A)
+        rig.fetch(10 + at, Y, [[9]], A)
         rig.settle()
     assert rig.tier.breaker.is_closed, "and the engine has done nothing wrong"
     rig.outcomes()
-    rig.tier.fetch(rig.model, 8, Y, [[9]], Z)
+    rig.fetch(8, Y, [[9]], Z)
     rig.settle()
     assert rig.outcomes() == [Outcome.OK]
 
@@ -168,12 +168,12 @@ def test_an_object_of_the_format_without_parents_counts_as_missing_and_goes() ->
     rig.keep("z")
     [name] = rig.engine.objects
     rig.engine.objects[name] = b"cskvobj\x01" + rig.engine.objects[name][8:]
-    rig.tier.fetch(rig.model, 7, Z, [[9]])
+    rig.fetch(7, Z, [[9]])
     rig.settle()
     assert rig.outcomes() == [Outcome.MISS]
     assert not rig.engine.objects
     rig.keep("z")
-    rig.tier.fetch(rig.model, 8, Z, [[9]])
+    rig.fetch(8, Z, [[9]])
     rig.settle()
     assert rig.outcomes() == [Outcome.OK]
 
