@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from cachesvc.model.answers import MAX_OPERATIONS
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.keys import MOST_KEYS
 from cachesvc.model.text import did_you_mean, parse_address, parse_amount, parse_size
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import MOST_KEYS, WritePolicy
 
 DEVICE_MEMORY = ("auto", "ipc", "vmm")
 MOVERS = ("process", "inside")

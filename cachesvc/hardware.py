@@ -21,13 +21,12 @@ from cachesvc.memory.numa import MemoryLimit, memory_limits
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import InvalidRequest, Unavailable
 from cachesvc.model.text import parse_address
-from cachesvc.mover.life import ListedGpu, Listing
-from cachesvc.mover.process import found
+from cachesvc.mover.life import ListedGpu, Listing, found
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.service.host.device_health import DeviceLine
-from cachesvc.swap.costs import H100_COSTS, LinkCosts, costs_of
 from cachesvc.swap.movers import InProcessMovers
+from cachesvc.swap.templates import H100_COSTS, LinkCosts, costs_of
 from cachesvc.telemetry import events
 from gpu_ops.calibration import BUFFER_BYTES, LinkFigures, calibrate
 from gpu_ops.driver import CudaError, CudaMissing

@@ -12,11 +12,9 @@ from cachesvc.model.text import Address, parse_address, parse_addresses
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.fleet import MOST_PEERS, Guests, PeerNames, parse_networks
 from cachesvc.peer.lender import Lender
-from cachesvc.service.calls.digests import DigestFeed
-from cachesvc.service.calls.lending import LendingDesk, PeerLenders
+from cachesvc.service.calls.lending import DigestFeed, LendingDesk, PeerLenders
 from cachesvc.service.loop.node import Node
-from cachesvc.service.rpc.peer_client import GrpcControl
-from cachesvc.service.rpc.peer_service import PeerListening, PeerServer, PeerService, PeerTokens
+from cachesvc.service.rpc.peer_service import GrpcControl, PeerListening, PeerServer, PeerService, PeerTokens
 from cachesvc.storage.spec import StorageSpec, TierOptions, WriteWhen, parse_storage
 from cachesvc.telemetry import events
 

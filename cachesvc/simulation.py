@@ -34,10 +34,8 @@ from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.planner import Evictor
 from cachesvc.ledger.shared_pool import group_pools
 from cachesvc.model.answers import Ended, GroupCells, Wait
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import DONE, KEY_BYTES, TimelineSlot, Transfer, WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, RequestHint, WriteRule, eviction_policy
 from cachesvc.storage.file.catalogue import Catalogue
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, ObjectName, Outcome, Part, Rank, Scope, Shape, Use

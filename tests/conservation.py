@@ -10,12 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from cachesvc.ledger.leases import LeaseState
-from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.ledger.ledger import LeaseState, Ledger, Model
 from cachesvc.ledger.sequences import Hold, OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW, Place
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, Direction, PageState
 from tests.candidates import candidates, lost, segments
 from tests.page_audit import Holding, page_problems
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.support.mover import Mover, two_plane_layout
-from cachesvc.model.transfer import Direction, PagePairs, Transfer
+from cachesvc.model.words import Direction, PagePairs, Transfer
 
 LAYERS = 32
 PLANE_BYTES = 128 << 10

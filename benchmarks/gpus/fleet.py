@@ -19,13 +19,12 @@ from cachesvc_client.memory.pool import POLL_S
 
 from benchmarks.support.mover import WAIT_SECONDS, Mover
 from benchmarks.swap.swaps import Way, scattered
-from cachesvc.memory.host_budget import HostBudget
-from cachesvc.memory.host_pool import HostSlab
+from cachesvc.memory.host_pool import HostBudget, HostSlab
 from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import Unavailable
 from cachesvc.model.futex import Words, wait_reached, words_of
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
+from cachesvc.model.words import Direction, PagePairs, Transfer, Urgency
 from cachesvc.mover.processes import MoverProcesses
 
 LOAD, STORE = Direction

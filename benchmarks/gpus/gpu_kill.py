@@ -13,7 +13,7 @@ from benchmarks.gpus.fleet import Fleet
 from benchmarks.support.mover import WAIT_SECONDS
 from benchmarks.swap.swaps import WAYS
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.transfer import Transfer
+from cachesvc.model.words import Transfer
 
 BOTH_WAYS = WAYS[2]
 WINDOW_SECONDS, SETTLE_SECONDS = 0.5, 1.5

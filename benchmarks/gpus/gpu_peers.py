@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.gpus.fleet import Fleet
 from benchmarks.swap.plain import MOST_BYTES
 from benchmarks.swap.swaps import WAYS
-from cachesvc.model.transfer import Transfer
+from cachesvc.model.words import Transfer
 from gpu_ops.gpu import gpu_by_uuid
 
 MIB = 1 << 20

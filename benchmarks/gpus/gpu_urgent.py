@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpus.fleet import Fleet
 from benchmarks.swap.swaps import WAYS
-from cachesvc.model.transfer import Urgency
+from cachesvc.model.words import Urgency
 
 MIB = 1 << 20
 LOAD_WAY, STORE_WAY = WAYS[:2]

@@ -67,7 +67,7 @@ from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.config import DEVICE_MEMORY
 from cachesvc.memory.interface import Slab
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import Transfer
+from cachesvc.model.words import Transfer
 from gpu_ops.gpu import find_gpus
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

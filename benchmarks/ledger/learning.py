@@ -25,8 +25,7 @@ from cachesvc.ledger.planner import Evictor
 from cachesvc.ledger.retention import PromptPath, Request
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import Ended
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import PageState
+from cachesvc.model.words import KEY_BYTES, PageState
 from cachesvc.policy.eviction import lru
 from cachesvc.policy.hazard import REMEMBERED, Features, History
 

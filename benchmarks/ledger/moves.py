@@ -30,9 +30,8 @@ from cachesvc.ledger.retention import PromptPath, Request
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import Ended
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, PageState
 from cachesvc.policy.eviction import eviction_policy, lru
 
 PROMPT_BLOCKS = 2048

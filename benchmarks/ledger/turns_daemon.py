@@ -19,8 +19,8 @@ from cachesvc.flows.leases import process_arrived
 from cachesvc.flows.pinning import evict
 from cachesvc.flows.registration import RegisterRequest
 from cachesvc.flows.sizing import PoolRequest
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.service.access.auth import EVERYONE
 from cachesvc.service.rpc.edge import Edge
 from cachesvc.service.rpc.services import CacheService, LeaseService

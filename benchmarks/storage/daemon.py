@@ -9,7 +9,7 @@ from typing import Any
 
 import cachesvc.storages
 from cachesvc.__main__ import main
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.seam import (
     Caps,
     Check,

@@ -29,8 +29,7 @@ from benchmarks.support.machine import describe_machine, fail
 from benchmarks.support.recording import write_result
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.fleet import Answered
-from cachesvc.service.rpc.peer_client import GrpcControl
-from cachesvc.service.rpc.peer_service import PeerListening
+from cachesvc.service.rpc.peer_service import GrpcControl, PeerListening
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, ObjectName, Part, Scope
 
 BLOCK_BYTES, BLOCK_TOKENS = 4096, 64

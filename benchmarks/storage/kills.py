@@ -30,7 +30,7 @@ from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
 from benchmarks.support.machine import describe_machine
 from benchmarks.support.recording import write_result
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage import seam
 from cachesvc.storage.file.disk import ALIGN_BYTES
 from cachesvc.storage.file.space import object_of, scope_of

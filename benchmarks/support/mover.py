@@ -9,8 +9,7 @@ from cachesvc.config import Config
 from cachesvc.hardware import choose_hardware, measure_links
 from cachesvc.memory.host_pool import MAX_CHUNK_BYTES, HostPool, HostSlab
 from cachesvc.memory.interface import Slab
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_geometry
 from cachesvc.service.host.device_health import DeviceLine
 from cachesvc.swap.engine import SwapEngine
 

@@ -24,7 +24,7 @@ from benchmarks.support.machine import describe_gpu, describe_machine, fail
 from benchmarks.support.mover import Arrivals, Mover, two_plane_layout
 from benchmarks.support.recording import write_result
 from cachesvc.model.errors import CacheError
-from cachesvc.model.transfer import Direction, PagePairs, Transfer
+from cachesvc.model.words import Direction, PagePairs, Transfer
 from cachesvc.swap.engine import SwapEngine
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -16,7 +16,7 @@ import numpy as np
 
 from cachesvc.memory import numa
 from cachesvc.memory.extents import address_of, populate, yield_to_callers
-from cachesvc.model.transfer import Direction
+from cachesvc.model.words import Direction
 from gpu_ops.gpu import gpu_by_uuid
 from gpu_ops.streams import CopyQueue
 

@@ -37,9 +37,8 @@ from cachesvc.memory.host_pool import HostSlab
 from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import CacheError
 from cachesvc.model.futex import wait_reached, words_of
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import Direction, PagePairs, Transfer
+from cachesvc.model.layout import Layout, device_geometry
+from cachesvc.model.words import Direction, PagePairs, Transfer
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.planner import ALL_BUT_FIRST
 

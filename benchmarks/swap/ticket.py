@@ -40,9 +40,9 @@ from cachesvc.__main__ import SWITCH_SECONDS
 from cachesvc.memory import copy_thread, shm
 from cachesvc.memory import cuda as copy_streams
 from cachesvc.model.futex import wait_reached
-from cachesvc.model.transfer import has_reached
+from cachesvc.model.words import has_reached
 from cachesvc.mover import __main__ as mover_main
-from cachesvc.mover import process, processes, records
+from cachesvc.mover import life, processes, records
 from cachesvc.swap import movers
 from gpu_ops import streams
 from gpu_ops.gpu import Gpu, gpu_by_uuid
@@ -129,14 +129,14 @@ def serve_noted(fd: int, device: str, path: str, *, is_free: bool) -> None:
     mover_main.main()
 
 
-def noted_child(path: str, is_free: bool, device: str) -> tuple[socket.socket, process.MoverProcess | None]:
+def noted_child(path: str, is_free: bool, device: str) -> tuple[socket.socket, life.MoverProcess | None]:
     """Starts it; as ``process.child``."""
     ours, theirs = socket.socketpair()
     with theirs:
         told = [str(theirs.fileno()), device, path, str(int(is_free))]
         command = [sys.executable, "-m", "benchmarks.swap.ticket", "--serve", *told]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-    return ours, process.Child(child)
+    return ours, life.Child(child)
 
 
 def ticket(field: Field, stamps: Stamps, way: Any, blocks: int, *, spins: bool) -> list[tuple[str, float, float]]:

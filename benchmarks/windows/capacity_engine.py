@@ -18,7 +18,7 @@ from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.answers import GroupCells
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 
 
 @dataclass(frozen=True)

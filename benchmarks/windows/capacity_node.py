@@ -15,10 +15,8 @@ from cachesvc.ledger.tier_copies import Place
 from cachesvc.memory.host_pool import FreeRanges
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.geometry import device_bytes
-from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import DONE, TimelineSlot, Transfer
-from cachesvc.model.words import Run, WritePolicy
+from cachesvc.model.layout import Layout, device_bytes
+from cachesvc.model.words import DONE, Run, TimelineSlot, Transfer, WritePolicy
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.questions.audit import verify_at_once
 from cachesvc.swap.movers import Headroom

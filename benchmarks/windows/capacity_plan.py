@@ -6,8 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cachesvc.model.geometry import PLANE_ALIGN_BYTES
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.layout import PLANE_ALIGN_BYTES, Layout, Plane, PlaneGroup
 
 FULL, WINDOW = 0, 1
 GB = 1_000_000_000

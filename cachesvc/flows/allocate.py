@@ -30,8 +30,7 @@ from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import NO_POSITIONS, Allocated, GroupCells, Positions, Swapped, Wait
 from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded
 from cachesvc.model.numbers import array_of, column
-from cachesvc.model.transfer import Direction, PagePairs, Urgency
-from cachesvc.model.words import ABSENT
+from cachesvc.model.words import ABSENT, Direction, PagePairs, Urgency
 
 
 def allocate(

@@ -10,8 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from cachesvc.ledger.block_ledger import Hit
-from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState
-from cachesvc.ledger.ledger import Ledger, Model, Replica
+from cachesvc.ledger.ledger import Lease, LeaseEnd, LeaseState, Ledger, Model, Replica
 from cachesvc.ledger.retention import PromptPath, Request
 from cachesvc.ledger.reuse_stats import Miss
 from cachesvc.ledger.sequence_state import AWAY, ENDED, FAILED, LEAVING, ON_DEVICE, RETURNING
@@ -20,10 +19,8 @@ from cachesvc.ledger.tickets import Ticket
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, Conflict, LoadFailed, NotFound
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import BACKGROUND, Party, Rounds
-from cachesvc.model.transfer import Direction, TimelineSlot, Transfer
-from cachesvc.model.words import READY, Tier
+from cachesvc.model.words import KEY_BYTES, READY, Direction, Tier, TimelineSlot, Transfer
 from cachesvc.policy.eviction import Eviction, WriteRule
 from cachesvc.storage.seam import Use
 

@@ -26,11 +26,9 @@ from cachesvc.ledger.storage_state import Expectation, Fetch, key_at
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Wait
 from cachesvc.model.errors import KeyMisplaced
-from cachesvc.model.keys import KEY_BYTES, MOST_KEYS
 from cachesvc.model.numbers import Party, most_of
 from cachesvc.model.text import parse_address
-from cachesvc.model.transfer import Inward, Urgency
-from cachesvc.model.words import FILLING
+from cachesvc.model.words import FILLING, KEY_BYTES, MOST_KEYS, Inward, Urgency
 
 MOST_EXPECTATIONS = 256
 """Most expectations of a model under way that processes share."""

@@ -24,10 +24,8 @@ from cachesvc.ledger.storage_state import Fetch, fetched_pages
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import LimitExceeded, PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import Party
-from cachesvc.model.transfer import DONE, Inward, Urgency
-from cachesvc.model.words import READY
+from cachesvc.model.words import DONE, KEY_BYTES, READY, Inward, Urgency
 from cachesvc.storage.seam import CAME, Outcome
 from cachesvc.storage.tier import News
 

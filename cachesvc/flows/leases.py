@@ -17,8 +17,7 @@ from cachesvc.flows.core import LEASES_ENDED, NO_MODEL, TURN, Call, Chore, Core,
 from cachesvc.flows.sizing import has_opened
 from cachesvc.flows.transfers import remember_dropped
 from cachesvc.ledger.block_ledger import LostCopies, is_empty
-from cachesvc.ledger.leases import Lease, LeaseEnd, LeaseState, Process, member_of
-from cachesvc.ledger.ledger import Model, Replica
+from cachesvc.ledger.ledger import Lease, LeaseEnd, LeaseState, Model, Process, Replica, member_of
 from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.reuse_stats import Miss
 from cachesvc.model.answers import Wait

@@ -19,10 +19,8 @@ from cachesvc.ledger.pins import Keep, kept
 from cachesvc.ledger.storage_state import LentBlocks, filling_of
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import Wait
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import array_of, column
-from cachesvc.model.transfer import Urgency
-from cachesvc.model.words import FILLING, NO_PAGE, READY
+from cachesvc.model.words import FILLING, KEY_BYTES, NO_PAGE, READY, Urgency
 
 
 def lend(core: Core, model: Model, keys: bytes) -> LentBlocks | Wait | None:

@@ -29,8 +29,7 @@ from cachesvc.ledger.sequences import Hold, OpenSequence
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.numbers import among, array_of, column
-from cachesvc.model.transfer import Direction, PagePairs, Urgency
-from cachesvc.model.words import ABSENT, FILLING, READY
+from cachesvc.model.words import ABSENT, FILLING, READY, Direction, PagePairs, Urgency
 
 LEAST_FROM_HOST = 8
 """Blocks of a load from another device that are worth a transfer of their own from the host."""

@@ -33,8 +33,7 @@ from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
 from cachesvc.model.numbers import Party
-from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import PageState
+from cachesvc.model.words import Direction, PageState, Urgency
 
 DRAIN_FAILURES = 3
 """Write-backs that fail in a row before evictions go on without them."""

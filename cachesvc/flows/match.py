@@ -12,14 +12,12 @@ from cachesvc.flows.presence import note_hit
 from cachesvc.flows.replicas import Sharing, back_up_reused, share
 from cachesvc.flows.transfers import require_transfer, ticket_view, wait_for
 from cachesvc.ledger.block_ledger import Hit
-from cachesvc.ledger.leases import Lease, member_of
-from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.ledger import Lease, Model, member_of
 from cachesvc.ledger.sequences import OpenSequence, Prefetch
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.answers import GroupCells, Matched, Prefetched, Wait
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, KeyMisplaced, LimitExceeded
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.transfer import Urgency
+from cachesvc.model.words import KEY_BYTES, Urgency
 from cachesvc.policy.eviction import RequestHint, hinted
 
 MOST_CLOCK_SECONDS = 1e10

@@ -11,8 +11,7 @@ import math
 from cachesvc.flows.core import Core
 from cachesvc.flows.transfers import remember_dropped
 from cachesvc.ledger.change_log import Cause
-from cachesvc.ledger.leases import LeaseState
-from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.ledger import LeaseState, Model
 from cachesvc.ledger.pins import KeptCopies, OperatorPin, keepable
 from cachesvc.ledger.reuse_stats import Miss
 from cachesvc.ledger.tier_copies import Place

@@ -28,8 +28,7 @@ from cachesvc.ledger.sequences import OpenSequence, Sealed
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import GroupCells, Published, Publishes, Wait, before_repeated
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, LedgerBroken, NotOwned
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import FILLING, NO_PAGE
+from cachesvc.model.words import FILLING, KEY_BYTES, NO_PAGE
 from cachesvc.policy.eviction import RequestHint, hinted
 
 

@@ -42,10 +42,9 @@ from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.planner import Evictor
 from cachesvc.ledger.shared_pool import group_pools
 from cachesvc.model.errors import Conflict, DaemonDraining, InvalidRequest, LimitExceeded
-from cachesvc.model.keys import namespace_of
 from cachesvc.model.layout import Layout
 from cachesvc.model.numbers import BACKGROUND, Party
-from cachesvc.model.words import Run
+from cachesvc.model.words import Run, namespace_of
 
 MAX_SALT_BYTES = 256
 MAX_MODEL_NAME_BYTES = 512

@@ -25,10 +25,8 @@ from cachesvc.ledger.tickets import Ticket
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import Expected, Wait
 from cachesvc.model.errors import LimitExceeded, PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import array_of, column
-from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import ABSENT, READY
+from cachesvc.model.words import ABSENT, KEY_BYTES, READY, Direction, Urgency
 
 
 @dataclass(slots=True)

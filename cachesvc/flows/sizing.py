@@ -12,8 +12,7 @@ from typing import NamedTuple, Protocol
 from cachesvc.flows.core import Core
 from cachesvc.ledger.ledger import Model, PendingReplica, Replica
 from cachesvc.model.errors import CacheError, LimitExceeded, PoolExhausted, QuotaExceeded
-from cachesvc.model.geometry import device_bytes, host_bytes
-from cachesvc.model.layout import Layout
+from cachesvc.model.layout import Layout, device_bytes, host_bytes
 from cachesvc.model.numbers import BACKGROUND, Party, most_of
 from cachesvc.model.text import describe_bytes
 from cachesvc.swap.movers import Headroom, PoolSizes

@@ -22,7 +22,7 @@ from operator import gt
 from cachesvc.flows.core import Call, Chore, Core, Count, no_sequence, refusal_of
 from cachesvc.flows.make_room import free_some
 from cachesvc.flows.transfers import look_ahead, pages_ahead
-from cachesvc.ledger.leases import Lease, LeaseState
+from cachesvc.ledger.ledger import Lease, LeaseState
 from cachesvc.ledger.page_pool import PagePool, Reservation, expire
 from cachesvc.ledger.sealing import grow_by
 from cachesvc.ledger.sequence_state import ON_DEVICE

@@ -25,8 +25,7 @@ from cachesvc.model.answers import TicketView, Wait
 from cachesvc.model.errors import CacheError, LedgerBroken, LimitExceeded
 from cachesvc.model.layout import Layout
 from cachesvc.model.numbers import BACKGROUND, Party, share_of
-from cachesvc.model.transfer import DONE, Direction, Failed, Inward, Outcome, PagePairs, Transfer, Urgency
-from cachesvc.model.words import PageState
+from cachesvc.model.words import DONE, Direction, Failed, Inward, Outcome, PagePairs, PageState, Transfer, Urgency
 from cachesvc.policy.eviction import eviction_policy
 
 _NONE = Counter[Party]()

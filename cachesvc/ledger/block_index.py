@@ -21,8 +21,8 @@ from cachesvc.ledger.page_pool import AT_ONCE
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import Parts
 from cachesvc.model.errors import LedgerBroken
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import Column, array_of, column
+from cachesvc.model.words import KEY_BYTES
 
 
 class FlyingRows:

@@ -41,10 +41,9 @@ from cachesvc.ledger.retention import (
 )
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.errors import KeyMisplaced, LedgerBroken
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.numbers import Column, array_of, column, union_of
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, Tier
+from cachesvc.model.words import ABSENT, FILLING, KEY_BYTES, NO_PAGE, READY, Tier
 
 
 class Hit(NamedTuple):

@@ -29,10 +29,9 @@ from cachesvc.ledger.shared_pool import Kin
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import Ended
 from cachesvc.model.errors import KeyMisplaced
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
 from cachesvc.model.numbers import column
-from cachesvc.model.words import ABSENT, FILLING, READY, STAMP_BITS
+from cachesvc.model.words import ABSENT, FILLING, KEY_BYTES, READY, STAMP_BITS
 
 ROWS_LOOKED = 512
 """Rows that are climbed to find other copies or positions. What is farther away counts as this far, or as not there."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from cachesvc.ledger.block_index import BlockIndex
 from cachesvc.ledger.counted_tables import PartedDict
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 
 LEAST_REMEMBERED = 1024
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from cachesvc.ledger.block_index import BlockIndex
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW, Place
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE
 
 
 class NewBlocks(NamedTuple):

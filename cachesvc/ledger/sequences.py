@@ -21,10 +21,8 @@ from cachesvc.ledger.storage_state import Expectation
 from cachesvc.ledger.tickets import MovedPages, Ticket
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.answers import Ended
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import Party, array_of, column, count_held
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, KEY_BYTES, NO_PAGE, READY, Direction, PageState
 
 # A prefix that is kept resident: pinned in place, tracked while it is loaded to the device, released once.
 #

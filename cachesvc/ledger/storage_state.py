@@ -26,9 +26,8 @@ from cachesvc.ledger.pins import Pin, WindowPins, held_by
 from cachesvc.ledger.retention import window_positions
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import Party, column
-from cachesvc.model.words import ABSENT, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, KEY_BYTES, NO_PAGE, READY, PageState
 
 MOST_WRITTEN = 1 << 18
 """Keys that are remembered as written: some 120 bytes each. One that was forgotten is written once more."""

@@ -20,7 +20,7 @@ from cachesvc.ledger.pins import Pin
 from cachesvc.ledger.planner import Drain
 from cachesvc.model.errors import NotFound
 from cachesvc.model.numbers import BACKGROUND, Party
-from cachesvc.model.transfer import Direction, Failed, Inward, Outcome, TimelineSlot, Urgency
+from cachesvc.model.words import Direction, Failed, Inward, Outcome, TimelineSlot, Urgency
 
 Key = TypeVar("Key")
 

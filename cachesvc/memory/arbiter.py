@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cachesvc.memory.extents import Int64s
-from cachesvc.memory.host_budget import BACKGROUND_PARTS, LOOK_S, Neighbours, no_neighbours
+from cachesvc.memory.host_pool import BACKGROUND_PARTS, LOOK_S, Neighbours, no_neighbours
 from cachesvc.memory.interface import COPY_FIELDS, CopyBatch, CopyJob, CopyStep, Slice
 from cachesvc.memory.memcpy import extremes
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.model.numbers import Bucket
-from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import Direction, Urgency
 
 SLICE_BYTES = 32 << 20
 """0.6 ms on a PCIe 5 x16 link: long beside a submission (6 us a copy), short beside what a request notices."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules, Queued
-from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.interface import CopyJob, Slice, SliceRunner
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.transfer import CopiesHang, Direction
+from cachesvc.model.words import CopiesHang, Direction
 
 log = logging.getLogger(__name__)
 

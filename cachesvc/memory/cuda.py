@@ -23,13 +23,13 @@ import numpy.typing as npt
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copy_thread import Clock, CopyThread, CopyThreads
 from cachesvc.memory.extents import address_of
-from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.interface import CopyBatch, Handle, Slice
 from cachesvc.memory.memcpy import check_sizes, extremes, refused_of
 from cachesvc.memory.timeline import TIMELINE_WORDS, TOKEN_BYTES, Holds, HostTimeline, MappedSheet
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
 from cachesvc.model.futex import WORD_BYTES
-from cachesvc.model.transfer import Direction
+from cachesvc.model.words import Direction
 
 SPARE_BYTES = 64 << 20
 """Left of a device beside the pool, for what rounding slabs up to 2 MiB takes, and for checks of its links."""

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import Direction, Urgency
 
 COPY_FIELDS = ("src_region", "src_offset", "dst_region", "dst_offset", "width", "height", "src_pitch", "dst_pitch")
 """Columns of a CopyBatch: a pitched copy of ``height`` rows of ``width`` bytes."""

@@ -18,12 +18,12 @@ from dataclasses import replace
 from cachesvc.memory.arbiter import CopyRules
 from cachesvc.memory.copy_thread import CopyThread, CopyThreads, WriteWord
 from cachesvc.memory.extents import map_memfd, sealed_memfd, yield_to_callers
-from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.interface import COPY_FIELDS, CopyBatch, Handle, Slice, SliceRunner
 from cachesvc.memory.memcpy import check_bounds, run_copies
 from cachesvc.memory.timeline import TIMELINE_WORDS, Holds, HostTimeline
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
-from cachesvc.model.transfer import Direction
+from cachesvc.model.words import Direction
 
 TOKEN_BYTES = 16
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from cachesvc.model.transfer import TimelineSlot
+from cachesvc.model.words import TimelineSlot
 
 
 class GroupCells(NamedTuple):

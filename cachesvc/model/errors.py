@@ -41,7 +41,7 @@ from typing import Self
 
 
 class ErrorCode(Enum):
-    """Stable names of the kinds of failure; ``cachesvc.wire.status`` maps each to a gRPC code."""
+    """Stable names of the kinds of failure; ``cachesvc.wire.convert`` maps each to a gRPC code."""
 
     INVALID = "INVALID"
     KEY_MISPLACED = "KEY_MISPLACED"

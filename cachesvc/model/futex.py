@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.model.transfer import has_reached
+from cachesvc.model.words import has_reached
 
 WORD_BYTES = 4
 FOREVER_S = 1e6

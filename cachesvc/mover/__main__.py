@@ -23,14 +23,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cachesvc import __version__
-from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import CacheError, InvalidRequest, Unavailable
 from cachesvc.model.text import Parser
 from cachesvc.mover.life import ListedGpu
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.swap.costs import H100_COSTS, LinkCosts, costs_of
+from cachesvc.swap.templates import H100_COSTS, LinkCosts, costs_of
 from cachesvc.telemetry.events import start_logging
 
 if TYPE_CHECKING:

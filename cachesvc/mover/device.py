@@ -20,7 +20,7 @@ import numpy as np
 from cachesvc.memory.interface import Handle
 from cachesvc.memory.timeline import HostTimeline, MappedSheet
 from cachesvc.model.errors import CacheError, LedgerBroken, PoolExhausted, Unavailable
-from cachesvc.model.transfer import CopiesHang, Direction
+from cachesvc.model.words import CopiesHang, Direction
 from cachesvc.mover import records
 from cachesvc.mover.life import Life
 from cachesvc.mover.peers import SlabOfMover

@@ -17,14 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from cachesvc.memory.host_budget import HostBudget, budget_of
+from cachesvc.memory.host_pool import HostBudget, budget_of
 from cachesvc.memory.timeline import HostTimeline
 from cachesvc.model.errors import CacheError, InvalidRequest, NotFound, Unavailable
-from cachesvc.model.transfer import Direction
+from cachesvc.model.words import Direction
 from cachesvc.mover.device import DeviceMover
-from cachesvc.mover.life import Claim, HostChunk, Life
+from cachesvc.mover.life import Begin, Claim, HostChunk, Life, child
 from cachesvc.mover.peers import PeerSlabs, SlabOfMover, at_once
-from cachesvc.mover.process import Begin, child
 from cachesvc.mover.records import MOST_DESCRIPTORS, MoverFault, Settings
 from cachesvc.swap.movers import OnEnd, RankJob
 from cachesvc.swap.planner import Pool

@@ -30,9 +30,8 @@ from cachesvc.memory.extents import Extent, ExtentTable, map_memfd, sealed_memfd
 from cachesvc.memory.timeline import TIMELINE_WORDS
 from cachesvc.model.errors import BY_CODE, CacheError, ErrorCode, Unavailable
 from cachesvc.model.futex import fence, store, store_and_wake, wait_reached, wake, words_of
-from cachesvc.model.geometry import Geometry, PlaneSpan
-from cachesvc.model.layout import Plane
-from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
+from cachesvc.model.layout import Geometry, Plane, PlaneSpan
+from cachesvc.model.words import Direction, TimelineSlot, Urgency
 from cachesvc.swap.movers import RankEnd, RankJob
 from cachesvc.swap.planner import GroupMove, Pool
 

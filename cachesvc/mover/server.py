@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cachesvc.memory.extents import map_memfd
-from cachesvc.memory.host_budget import HostBudget, Neighbours
+from cachesvc.memory.host_pool import HostBudget, Neighbours
 from cachesvc.memory.interface import Handle, Slab
 from cachesvc.memory.memcpy import CheckedBackend, PeerCheck, PullHangs
 from cachesvc.model.errors import CacheError, NotFound, Unavailable
-from cachesvc.model.transfer import CopiesHang
+from cachesvc.model.words import CopiesHang
 from cachesvc.mover import records
 from cachesvc.mover.records import (
     ENDS_BYTES,
@@ -42,8 +42,8 @@ from cachesvc.mover.records import (
     answer_all,
     told_as,
 )
-from cachesvc.swap.costs import LinkCosts, costs_told
 from cachesvc.swap.movers import InProcessMovers, RankEnd
+from cachesvc.swap.templates import LinkCosts, costs_told
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from functools import partial
 
 from cachesvc.memory.extents import yield_to_callers
 from cachesvc.model.errors import CacheError, PermissionDenied
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import BACKGROUND, Party
-from cachesvc.peer.digest import words_of
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.peer.fleet import (
     Answered,
     Borrowed,
@@ -32,6 +31,7 @@ from cachesvc.peer.fleet import (
     PeerNames,
     PeerPaused,
     PeerRefused,
+    words_of,
 )
 from cachesvc.peer.lender import HeldLoan, HeldLoans, Wanted
 from cachesvc.peer.reading import LoanStream, Readers, ReadJob

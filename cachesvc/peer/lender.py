@@ -27,7 +27,7 @@ from functools import partial
 from cachesvc.memory.extents import yield_to_callers
 from cachesvc.model.errors import Unavailable
 from cachesvc.peer.fleet import Loan, Peer
-from cachesvc.peer.wire import (
+from cachesvc.peer.reading import (
     ANSWER,
     HELLO,
     MAGIC,

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import STAMP_BITS, WritePolicy
+from cachesvc.model.words import KEY_BYTES, STAMP_BITS, WritePolicy
 from cachesvc.policy.hazard import History
 from cachesvc.policy.positions import Positions
 

@@ -30,8 +30,7 @@ from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.shared_pool import GroupPool
 from cachesvc.ledger.tier_copies import NO_ROW, Place
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, Direction, PageState
 from cachesvc.questions.dump import Bytes, Int32s, Mask, int32s, live_rows, place_states, states, uint16s
 from cachesvc.questions.view import Question, View, answer_at_once, off_loop
 

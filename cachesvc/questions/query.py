@@ -20,8 +20,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import InvalidRequest, NotFound
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import CopyState, Tier
+from cachesvc.model.words import KEY_BYTES, CopyState, Tier
 from cachesvc.questions.dump import Ints, TreeShape, int32s, int64s, live_now
 from cachesvc.questions.view import Question, View, listed, off_loop
 from cachesvc.wire.convert import layout_to_proto, ticket_to_proto

@@ -7,13 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 
 from kvcache.v1 import admin_pb2, inspect_pb2, status_pb2
 
-from cachesvc.ledger.leases import LeaseState
-from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.ledger import LeaseState, Model
 from cachesvc.ledger.pins import OperatorPin
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.ledger.tier_copies import NO_ROW
-from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import PageState
+from cachesvc.model.words import Direction, PageState, Urgency
 from cachesvc.questions.view import SHOWN_LETTERS, Question, View, listed
 
 MOST_LISTED = 16

@@ -20,8 +20,7 @@ from google.protobuf.message import Message
 
 from cachesvc.flows.core import Core
 from cachesvc.flows.sizing import pool_device_bytes, pool_host_bytes, pool_pages
-from cachesvc.ledger.leases import Lease, LeaseState
-from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.ledger.ledger import Lease, LeaseState, Ledger, Model
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.errors import InvalidRequest, NotFound
 from cachesvc.model.words import PageState

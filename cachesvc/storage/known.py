@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.seam import Kept, ObjectName, Part, Scope, StoreStatus
 
 MOST_KNOWN = 1 << 19

@@ -32,7 +32,7 @@ from enum import Enum
 from functools import partial
 
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.seam import (
     CAME,
     Checked,

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
+from cachesvc.model.words import KEY_BYTES
 
 FORMAT = "cs2"
 LAYOUT_ID_BYTES = 8

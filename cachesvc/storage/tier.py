@@ -27,9 +27,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from cachesvc.model.errors import CacheError
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text import one_line
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import (
     LAYOUT_ID_BYTES,

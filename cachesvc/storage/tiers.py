@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.seam import CAME, Chooser, ModelFacts, Outcome, Shape, Use, key_at
 from cachesvc.storage.spec import WriteWhen
 from cachesvc.storage.tier import Coming, News, Tell, TellGone, Tier

@@ -17,13 +17,12 @@ import numpy as np
 from cachesvc.memory.extents import ExtentTable
 from cachesvc.memory.interface import Slab
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, Unavailable
-from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
-from cachesvc.model.layout import Layout
+from cachesvc.model.layout import Geometry, Layout, device_geometry, host_geometry
 from cachesvc.model.numbers import Histogram
-from cachesvc.model.transfer import CopiesHang, Direction, TimelineSlot, Transfer, Urgency
-from cachesvc.swap.costs import PEER_RATE
+from cachesvc.model.words import CopiesHang, Direction, TimelineSlot, Transfer, Urgency
 from cachesvc.swap.movers import Movers, RankEnd, RankJob, SlotPool
 from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool
+from cachesvc.swap.templates import PEER_RATE
 
 log = logging.getLogger(__name__)
 

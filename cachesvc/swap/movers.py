@@ -24,11 +24,10 @@ from typing import NamedTuple, Protocol
 from cachesvc.memory.host_pool import FreeRanges
 from cachesvc.memory.interface import Backend, CopyJob, CopyStep, CopyStream, DeviceMemory, Timeline
 from cachesvc.model.errors import LimitExceeded, Unavailable
-from cachesvc.model.geometry import PLANE_ALIGN_BYTES, slab_strides
-from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
-from cachesvc.swap.costs import LinkCosts, peer_costs
+from cachesvc.model.layout import PLANE_ALIGN_BYTES, Layout, slab_strides
+from cachesvc.model.words import Direction, TimelineSlot, Urgency
 from cachesvc.swap.planner import GroupMove, Pool, plan
+from cachesvc.swap.templates import LinkCosts, peer_costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,20 @@ import numpy.typing as npt
 from cachesvc.memory.arbiter import SLICE_BYTES
 from cachesvc.memory.extents import ExtentTable
 from cachesvc.memory.interface import COPY_FIELDS, CopyBatch, CopyStep
-from cachesvc.model.geometry import Geometry
-from cachesvc.model.transfer import Direction
-from cachesvc.swap.costs import LinkCosts
-from cachesvc.swap.templates import KEPT_CHOICES, Piece, Runs, Same, When, pieces_of, runs_of, template, way_of
+from cachesvc.model.layout import Geometry
+from cachesvc.model.words import Direction
+from cachesvc.swap.templates import (
+    KEPT_CHOICES,
+    LinkCosts,
+    Piece,
+    Runs,
+    Same,
+    When,
+    pieces_of,
+    runs_of,
+    template,
+    way_of,
+)
 
 WORD_MASK = 0xFFFFFFFF
 FIRST_PART_BYTES = 8 << 20

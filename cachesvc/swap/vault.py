@@ -24,8 +24,7 @@ import numpy.typing as npt
 from cachesvc.memory.host_pool import HostPool, HostSlab
 from cachesvc.memory.interface import DeviceMemory, Slab
 from cachesvc.model.errors import NotFound
-from cachesvc.model.geometry import slab_bytes
-from cachesvc.model.layout import Layout
+from cachesvc.model.layout import Layout, slab_bytes
 from cachesvc.model.words import Run
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import Headroom, PoolSizes

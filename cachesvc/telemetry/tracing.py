@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from cachesvc.model.transfer import Transfer
+from cachesvc.model.words import Transfer
 
 Metadata = Iterable[tuple[str, str | bytes]]
 _HEADERS = ("traceparent", "tracestate")

@@ -12,7 +12,7 @@ from kvcache.v1 import cache_pb2, common_pb2
 
 from cachesvc.model.answers import Growth, Publishes, Releases
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 
 GROW = cache_pb2.STEP_COLUMN_GROW
 PUBLISH = cache_pb2.STEP_COLUMN_PUBLISH

@@ -16,9 +16,8 @@ Every error is a CacheClientError, drawn as a tree in ``errors``; on any of them
 """
 
 from cachesvc.model.answers import Allocated, Expected, Prefetched, Published, Recycled, Swapped, TicketView
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc_client.client import CacheClient, Reattacher
 from cachesvc_client.core.arguments import Retention
 from cachesvc_client.core.errors import (
@@ -73,8 +72,8 @@ from cachesvc_client.layouts.families import (
 )
 from cachesvc_client.layouts.hf_config import layout_of_config
 from cachesvc_client.lease import Lease
+from cachesvc_client.memory.device import from_bfloat16, to_bfloat16
 from cachesvc_client.memory.pool import AttachedPool, LoadOutcome
-from cachesvc_client.memory.tensors import from_bfloat16, to_bfloat16
 from cachesvc_client.records.entries import Stock
 from cachesvc_client.records.steps import StepBatch
 from cachesvc_client.sequence import PendingStep, Sequence, StepStream

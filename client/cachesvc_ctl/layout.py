@@ -14,8 +14,7 @@ from cachesvc_client.core.errors import InvalidRequest
 from cachesvc_client.layouts.families import padding_bytes
 from cachesvc_client.layouts.hf_config import AUTO, HeadWindows, layout_of_config
 
-from cachesvc.model.geometry import device_bytes
-from cachesvc.model.layout import Layout
+from cachesvc.model.layout import Layout, device_bytes
 from cachesvc.model.text import parse_size
 from cachesvc_ctl.check import ACTIVATION_BYTES, Held, Memory, Plan, make_plan, remedy, weights_beside
 from cachesvc_ctl.core.command import Command, describe_bytes, flag, table

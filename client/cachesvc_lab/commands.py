@@ -23,14 +23,17 @@ from cachesvc_lab.grid import (
     SimulationFailed,
     Unit,
     check_names,
+    draw_rows,
     grid,
     hybrid_grid,
     hybrid_model,
+    hybrid_table,
     pool_size,
     pool_sizes,
+    rows_json,
+    rows_table,
     run_grid,
 )
-from cachesvc_lab.grid_report import draw_rows, hybrid_table, rows_json, rows_table
 from cachesvc_lab.replay import ReplayFailed, ReplayPlan, ReplayRun, running_nodes
 from cachesvc_lab.replay_report import draw_picture, report_json, report_table
 from cachesvc_lab.traces import Prompts, SyntheticTraceSpec, TraceRequest, prompts_of, read_trace, write_synthetic_trace

@@ -37,8 +37,8 @@ from cachesvc_client.wire.settings import Retries, Timeouts, as_path
 from cachesvc_ctl.core.daemon_process import DaemonProcess
 from kvcache.v1 import admin_pb2, admin_pb2_grpc
 
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text import module_command
+from cachesvc.model.words import KEY_BYTES
 from cachesvc_lab.replay_report import LatencyHistogram, ReplayReport, Sample, merge_samples
 from cachesvc_lab.traces import SECONDS_A_TOKEN, PagePattern, TraceRequest
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from cachesvc_client.memory.pool import AttachedPool
 from cachesvc_ctl.core.command import MissingExtraError, part_file
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 
 DEFAULT_BLOCK_TOKENS = 512
 """Tokens a block of the published Mooncake traces."""

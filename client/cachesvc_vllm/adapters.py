@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
-from cachesvc_client.plugins.file_digests import new_hasher
+from cachesvc_client.plugins.facts import new_hasher
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc_vllm.vllm_objects import LoraRequest
 
 UNLIMITED = 1 << 30

@@ -18,8 +18,7 @@ from cachesvc_client.layouts.families import Parts, part_group
 from cachesvc_client.plugins.keeper import ConnectorRefused
 
 from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.geometry import device_geometry, slab_bytes
-from cachesvc.model.layout import MAX_BLOCK_TOKENS, MAX_GROUPS, Layout, Plane, PlaneGroup
+from cachesvc.model.layout import MAX_BLOCK_TOKENS, MAX_GROUPS, Layout, Plane, PlaneGroup, device_geometry, slab_bytes
 
 
 class Retention(Enum):

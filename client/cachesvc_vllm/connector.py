@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cachesvc_vllm.handover import answer_of
 from cachesvc_vllm.identity import draft_lookahead, drafts_with_kv
 from cachesvc_vllm.kv_events import PublisherTap, tap_publisher
 from cachesvc_vllm.media import look_at_loads
@@ -23,6 +22,7 @@ from cachesvc_vllm.metrics import CacheMetrics, CacheStats
 from cachesvc_vllm.scheduler_side import SchedulerSide
 from cachesvc_vllm.settings import FLAGS, read_settings
 from cachesvc_vllm.transfers import StepTransfers, WorkerLease, WorkerShare, has_lapsed
+from cachesvc_vllm.wishes import answer_of
 from cachesvc_vllm.worker_side import WorkerSide, calls_layers
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any
 from cachesvc_client.plugins.facts import canonical, digest_of, fields_of
 from cachesvc_client.plugins.keeper import ConnectorRefused
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc_vllm.vllm_objects import HashedRequest, Request, VllmConfig
 
 SHOWN_CHARACTERS = 48

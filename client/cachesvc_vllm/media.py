@@ -32,7 +32,7 @@ from cachesvc_client.plugins.facts import (
 )
 from cachesvc_client.plugins.keeper import ConnectorRefused
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc_vllm.adapters import DIGEST, content_digest
 from cachesvc_vllm.identity import config_facts, draft_lookahead, environment_fact
 from cachesvc_vllm.vllm_objects import (

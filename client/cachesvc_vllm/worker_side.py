@@ -31,8 +31,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from cachesvc.model.answers import TicketView
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.layout import Layout
+from cachesvc.model.layout import Layout, device_geometry
 from cachesvc_vllm.adapters import LoadedAdapters
 from cachesvc_vllm.cache_groups import group_parts, layers_in_order, place_wider_first, slab_layout
 from cachesvc_vllm.identity import config_details, drafts_with_kv

@@ -17,7 +17,7 @@ from cachesvc.memory.interface import COPY_FIELDS, CopyJob, CopyStep, Slice, Sli
 from cachesvc.memory.memcpy import check_bounds, run_copies
 from cachesvc.memory.shm import ShmRunner
 from cachesvc.model.errors import InvalidRequest, LimitExceeded, Unavailable
-from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import Direction, Urgency
 
 LOAD, STORE = Direction
 SLICE = 1024

@@ -9,7 +9,7 @@ import pytest
 from cachesvc.memory.copy_thread import MOST_COUNTED_S, PATIENCE_S
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.transfer import CopiesHang
+from cachesvc.model.words import CopiesHang
 from tests.contracts.host_gpu import HostGpu
 from tests.contracts.test_backend import DEVICE_BYTES, Bench, flat, host, step
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cachesvc.model.transfer import Urgency
+from cachesvc.model.words import Urgency
 from tests.contracts.test_backend import KINDS, Bench, flat, host, make, step
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.file.keeper import FileOptions
 from cachesvc.storage.seam import ObjectName, Outcome, Part, StorageBackend
 from tests.contracts.mooncake_rig import shared_turning

@@ -12,9 +12,8 @@ import numpy as np
 
 from cachesvc.memory.cuda import CudaBackend, CudaSlab
 from cachesvc.memory.extents import Extent, ExtentTable
-from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
+from cachesvc.model.layout import Geometry, Layout, Plane, PlaneGroup, device_geometry, host_geometry
+from cachesvc.model.words import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers
 from gpu_ops.gpu import Gpu, find_gpus

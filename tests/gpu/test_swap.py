@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachesvc.model.transfer import Direction, PagePairs, has_reached
+from cachesvc.model.words import Direction, PagePairs, has_reached
 from gpu_ops.gpu import Gpu
 from gpu_ops.kernels.pages import check_pages, count_wrong, stamps
 from gpu_ops.kernels.reference import page_bytes

@@ -18,9 +18,8 @@ from kvcache.v1 import admin_pb2
 from cachesvc.memory.cuda import CudaBackend, CudaSlab
 from cachesvc.memory.memcpy import STAMP_BYTES, PeerCheck, bytes_of
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.geometry import Geometry, device_geometry, host_geometry
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer, has_reached
+from cachesvc.model.layout import Geometry, Layout, Plane, PlaneGroup, device_geometry, host_geometry
+from cachesvc.model.words import Direction, PagePairs, TimelineSlot, Transfer, has_reached
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers
 from gpu_ops.gpu import Gpu, find_gpus, started

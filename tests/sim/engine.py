@@ -15,7 +15,7 @@ from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.flows.replicas import Sharing
 from cachesvc.flows.stock import extend, refill_stock
-from cachesvc.ledger.leases import first_id
+from cachesvc.ledger.ledger import first_id
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, GroupCells, Matched, Published, Swapped, Wait
 from cachesvc.model.errors import (
@@ -28,9 +28,7 @@ from cachesvc.model.errors import (
     NotOwned,
     Unavailable,
 )
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.transfer import Urgency, has_reached
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, Urgency, has_reached
 from tests.sim.node import content_of
 from tests.sim.processes import Request
 from tests.sim.states import SimStates

@@ -15,7 +15,7 @@ from cachesvc.ledger.ledger import Model
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import EventsForgotten, SubscriberTooSlow
 from cachesvc.model.words import READY
-from cachesvc.questions.follow import Feed
+from cachesvc.questions.explanation import Feed
 from cachesvc.service.rpc.event_service import to_message
 from tests.sim.node import SimNode
 

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from cachesvc.flows.core import Core, Count
-from cachesvc.ledger.leases import LeaseState
-from cachesvc.ledger.ledger import Ledger, Model
+from cachesvc.ledger.ledger import LeaseState, Ledger, Model
 from cachesvc.ledger.sequences import Hold, OpenSequence, Prefetch
 from cachesvc.ledger.tickets import Ticket
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.transfer import Direction, Failed, Outcome
-from cachesvc.model.words import ABSENT, READY
+from cachesvc.model.words import ABSENT, READY, Direction, Failed, Outcome
 
 Answer = TypeVar("Answer")
 

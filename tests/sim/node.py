@@ -19,11 +19,8 @@ from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.numa import Placement
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import KeyReused, Unavailable
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import DONE, CopiesHang, Failed, TimelineSlot, Transfer
-from cachesvc.model.words import READY, Run
+from cachesvc.model.layout import Layout, device_geometry
+from cachesvc.model.words import DONE, KEY_BYTES, READY, CopiesHang, Failed, Run, TimelineSlot, Transfer
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers

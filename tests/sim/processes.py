@@ -10,12 +10,10 @@ from typing import Any
 
 from cachesvc.flows.core import resolve
 from cachesvc.flows.leases import attach, close_lease, open_lease, process_arrived, process_gone
-from cachesvc.ledger.leases import LeaseState
-from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.ledger import LeaseState, Model
 from cachesvc.model.answers import TicketView
 from cachesvc.model.errors import LimitExceeded, NotFound, Unavailable
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from tests.sim.node import SimNode, content_of
 
 

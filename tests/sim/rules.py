@@ -7,8 +7,7 @@ from collections import Counter
 from cachesvc.ledger.ledger import Ledger, Model
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW
-from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import ABSENT, NO_PAGE
+from cachesvc.model.words import ABSENT, NO_PAGE, Direction, Urgency
 from cachesvc.swap.engine import SwapEngine
 
 

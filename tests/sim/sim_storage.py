@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.objects import is_newer
 from cachesvc.storage.seam import (
     Caps,

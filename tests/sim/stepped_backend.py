@@ -16,7 +16,7 @@ from cachesvc.memory.copy_thread import end_job
 from cachesvc.memory.interface import CopyJob
 from cachesvc.memory.memcpy import check_bounds, run_copies
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
-from cachesvc.model.transfer import Direction
+from cachesvc.model.words import Direction
 from tests.sim.stepped_memory import SteppedSheet, SteppedSlab, SteppedTimeline
 
 CRANKS = 1_000_000

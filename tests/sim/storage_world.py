@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from cachesvc.flows import pinning
-from cachesvc.model.transfer import Inward
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import Inward, WritePolicy
 from cachesvc.policy.eviction import WriteRule
 from cachesvc.service.calls.telemetry import StorageFlows
 from cachesvc.storage.objects import ObjectStore

@@ -16,8 +16,7 @@ from cachesvc.flows.registration import Registered, RegisterRequest, register
 from cachesvc.flows.sizing import PoolRequest
 from cachesvc.model.errors import PoolExhausted, Unavailable
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import PageState
+from cachesvc.model.words import Direction, PageState
 from cachesvc.questions.audit import verify_at_once
 from tests.conservation import audit
 from tests.sim.biases import bias_of

@@ -7,8 +7,7 @@ import random
 import torch
 from cachesvc_vllm.worker_side import PageCopier
 
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_geometry
 from tests.vllm.scheduling import LONGEST, VOCABULARY, Engine
 from tests.vllm.scheduling_runs import RUNS, cached, main, run_out
 from tests.vllm.shape import Shape

@@ -27,8 +27,7 @@ import grpc
 from cachesvc.flows.core import Core
 from cachesvc.model.errors import CacheError, LeaseLost, NotFound, PermissionDenied, Unauthenticated
 from cachesvc.questions.view import SHOWN_LETTERS, Sight, why_lost
-from cachesvc.wire.parse import parse
-from cachesvc.wire.status import (
+from cachesvc.wire.convert import (
     AUTHORIZATION_METADATA_KEY,
     BEARER,
     GRPC_CODES,
@@ -36,6 +35,7 @@ from cachesvc.wire.status import (
     refusal,
     status_metadata,
 )
+from cachesvc.wire.parse import parse
 
 
 class Scope(Enum):

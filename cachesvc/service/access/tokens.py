@@ -57,7 +57,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cachesvc.ledger.leases import Process
+from cachesvc.ledger.ledger import Process
 from cachesvc.model.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from cachesvc.service.access.auth import Caller, Scope
 from cachesvc.service.access.quota import NO_QUOTA, Quota, parse_quota

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cachesvc.flows.core import LEASES_ENDED
-from cachesvc.ledger.leases import LeaseState
-from cachesvc.ledger.ledger import Model
+from cachesvc.ledger.ledger import LeaseState, Model
 from cachesvc.ledger.page_pool import PlaceCounts
 from cachesvc.ledger.reuse_stats import Miss
 from cachesvc.ledger.tier_copies import Place

@@ -29,7 +29,7 @@ from google.protobuf.message import Message
 from kvcache.v1.cache_pb2 import OperationError
 
 from cachesvc.flows.core import Call, Count, call_of
-from cachesvc.ledger.leases import Lease, LeaseState
+from cachesvc.ledger.ledger import Lease, LeaseState
 from cachesvc.model.errors import CacheError, KeyReused, LimitExceeded, Unavailable
 from cachesvc.model.numbers import Histogram, count_held
 from cachesvc.service.access.admission import Admission, CallerKey, CallKind, Holder, Slot
@@ -38,8 +38,8 @@ from cachesvc.service.access.quota import FREE_BYTES
 from cachesvc.service.loop.node import Node
 from cachesvc.telemetry import events
 from cachesvc.telemetry.tracing import Span, Tracer, current_span
+from cachesvc.wire.convert import refusal
 from cachesvc.wire.parse import check_fields
-from cachesvc.wire.status import refusal
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)

@@ -21,8 +21,7 @@ from cachesvc.storage.objects import Verb
 from cachesvc.storage.seam import Outcome, Use
 from cachesvc.storage.tier import News
 from cachesvc.storage.tiers import Tiers
-from cachesvc.telemetry.otlp import Otlp
-from cachesvc.telemetry.scrape_server import Admit, MetricReader, Reading, ScrapeServer, metrics_page
+from cachesvc.telemetry.scrape_server import Admit, MetricReader, Otlp, Reading, ScrapeServer, metrics_page
 from cachesvc.telemetry.tracing import Tracer
 
 _MODULES = (engine_pb2, lease_pb2, cache_pb2, event_pb2, admin_pb2)

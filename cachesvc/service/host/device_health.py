@@ -28,7 +28,7 @@ from cachesvc.service.access.tokens import Keyring, Shown
 from cachesvc.service.host.health import Serving
 from cachesvc.service.loop.line import LoopWatch
 from cachesvc.service.loop.node import Node
-from cachesvc.swap.costs import Figures
+from cachesvc.swap.templates import Figures
 from cachesvc.telemetry import events
 
 PROBE_SECONDS = 2.0

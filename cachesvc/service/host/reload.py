@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from cachesvc.flows.transfers import set_eviction
 from cachesvc.memory.interface import DeviceMemory
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import Direction, WritePolicy
 from cachesvc.policy.eviction import same_order
 from cachesvc.service.access.admission import Admission
 from cachesvc.service.loop.node import Node

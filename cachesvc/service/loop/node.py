@@ -27,13 +27,12 @@ from cachesvc.flows.leases import LEASES_A_TURN, empty_lost, lose_device, lose_s
 from cachesvc.flows.pinning import distrust, expire_pins, trust
 from cachesvc.flows.registration import host_pages_arrived
 from cachesvc.flows.transfers import land
-from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.ledger import Lease
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, DeadlineExceeded, Unavailable
 from cachesvc.model.numbers import BACKGROUND as NO_PARTY
 from cachesvc.model.numbers import Party, Rounds
-from cachesvc.model.transfer import DONE, CopiesHang, Failed, Outcome
-from cachesvc.model.words import Run
+from cachesvc.model.words import DONE, CopiesHang, Failed, Outcome, Run
 from cachesvc.questions.view import EVERYTHING, Sight, View, private_pages
 from cachesvc.service.access.admission import Admission, CallerKey
 from cachesvc.service.access.auth import shown_id

@@ -17,7 +17,7 @@ from cachesvc.ledger.change_log import STORAGE
 from cachesvc.model.errors import CacheError, LimitExceeded, NotFound, OtherEpoch, SubscriberTooSlow, Unavailable
 from cachesvc.model.numbers import share_of
 from cachesvc.model.words import Tier
-from cachesvc.questions.follow import BlockRun, Changes, Feed, find_model
+from cachesvc.questions.explanation import BlockRun, Changes, Feed, find_model
 from cachesvc.questions.view import View
 from cachesvc.service.access.auth import caller, require_read, sight
 from cachesvc.service.loop.node import Node

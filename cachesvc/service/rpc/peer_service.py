@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +15,19 @@ import grpc
 from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, InvalidRequest, Unauthenticated, Unavailable
+from cachesvc.model.text import MOST_PORT
+from cachesvc.model.words import KEY_BYTES
+from cachesvc.peer.fleet import Answered, Borrowed, DigestNews, Done, HandshakeFailed, Loan, PeerAbsent, PeerRefused
 from cachesvc.peer.lender import Lender
-from cachesvc.peer.wire import STREAMS
+from cachesvc.peer.reading import STREAMS
 from cachesvc.service.access.admission import rude_options
 from cachesvc.service.access.auth import credentials_of, refusing
-from cachesvc.service.calls.digests import MOST_READERS, DigestFeed
-from cachesvc.service.calls.lending import MOST_PATIENT, LendingDesk
-from cachesvc.service.host.tls import add_port
+from cachesvc.service.calls.lending import MOST_PATIENT, MOST_READERS, DigestFeed, LendingDesk
+from cachesvc.service.host.tls import NodeCertificates, add_port
 from cachesvc.service.rpc.edge import Context, refuse
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, Part, Scope
 from cachesvc.telemetry import events
+from cachesvc.wire.convert import AUTHORIZATION_METADATA_KEY, BEARER, ERROR_METADATA_KEY
 from cachesvc.wire.parse import check_fields
 
 NAMESPACE_BYTES = 32
@@ -190,3 +196,203 @@ class PeerServer:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(0)
+
+
+_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.use_local_subchannel_pool", 1),  # a new certificate is not for connections under the old one
+)
+PROBE_SECONDS = 0.5
+PROBE_PAUSE_SECONDS = 30.0
+"""A peer that cannot be reached is tried by hand so seldom, to tell whether it is for the certificates."""
+
+
+_FULL = (grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def _is_refusal(error: grpc.Call) -> bool:
+    """True where the other daemon itself has refused the call, and would not refuse all calls."""
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # of its server too: it has too many calls
+        return True
+    names = {name for name, _ in error.trailing_metadata() or ()}
+    return ERROR_METADATA_KEY in names and error.code() is not grpc.StatusCode.UNAUTHENTICATED
+
+
+def _request(scope: Scope, keys: bytes, parts: Sequence[Part], patience: float) -> peer_pb2.BorrowRequest:
+    request = peer_pb2.BorrowRequest(
+        namespace=scope.namespace, layout_id=scope.layout, keys=keys, patience_ms=round(patience * 1000)
+    )
+    for part in parts:
+        request.parts.add(group=part.group, rank=part.rank, ranks=part.ranks)
+    return request
+
+
+class GrpcControl:
+    """The peer at ``address``. ``files``: this node's own certificate and key, and the authority of the peer's.
+    ``name``: that the peer's certificate is for, where that is not its address.
+
+    News and probes have a connection of their own: they are asked of peers that are not there yet, and while gRPC waits
+    to connect again, it fails every other call on that connection."""
+
+    def __init__(self, address: str, files: PeerListening, tokens: PeerTokens | None, name: str = "") -> None:
+        self._address = address
+        self._name = name
+        self._options = (*_OPTIONS, *((("grpc.ssl_target_name_override", name),) if name else ()))
+        self._tokens = tokens
+        self._open_news = partial(GrpcControl, address, files, tokens, name)
+        self._news: GrpcControl | None = None
+        self._certificates = (
+            NodeCertificates(files.certificate, files.key, files.authority) if files.authority else None
+        )
+        self._number = 0
+        self._probe_at = 0.0
+        self._channel: grpc.Channel | None = None
+        self._before: grpc.Channel | None = None
+        self._stub: peer_pb2_grpc.PeerServiceStub | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def borrow_later(
+        self, scope: Scope, keys: bytes, parts: Sequence[Part], patience: float, seconds: float, answered: Answered
+    ) -> None:
+        request, objects = _request(scope, keys, parts, patience), len(keys) // KEY_BYTES * len(parts)
+        try:
+            asked = self.stub().Borrow.future(request, timeout=seconds, metadata=self._metadata())
+        except (grpc.RpcError, ValueError) as error:
+            raise self._failure(error) from error
+
+        def done(call: grpc.Future[peer_pb2.BorrowResponse]) -> None:
+            try:
+                said: Borrowed | CacheError = self._borrowed(call.result(), objects)
+            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
+                said = self._failure(error)
+            answered(said)
+
+        asked.add_done_callback(done)
+
+    def news_later(
+        self, epoch: int, version: int, patience: float, answered: Callable[[DigestNews | CacheError], None]
+    ) -> None:
+        request = peer_pb2.NewsRequest(epoch=epoch, version=version, patience_ms=round(patience * 1000))
+        try:
+            asked = self._beside().stub().News.future(request, timeout=2 * patience, metadata=self._metadata())
+        except (grpc.RpcError, ValueError) as error:
+            raise Unavailable(f"{self._address}: {error}") from error
+
+        def done(call: grpc.Future[peer_pb2.NewsResponse]) -> None:
+            try:
+                answer = call.result()
+                said: DigestNews | CacheError = DigestNews(answer.epoch, answer.version, answer.bits, answer.flips)
+            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
+                said = Unavailable(f"{self._address}: {error}")
+            answered(said)
+
+        asked.add_done_callback(done)
+
+    def _beside(self) -> GrpcControl:
+        with self._lock:
+            self._require_open()
+            self._news = self._news or self._open_news()
+            return self._news
+
+    def _borrowed(self, answer: peer_pb2.BorrowResponse, objects: int) -> Borrowed:
+        """Return the loan that answers a question for ``objects``. Raises ValueError for one of more."""
+        if not answer.lease_id:
+            return Borrowed(None, answer.epoch, answer.computing_blocks, answer.is_given_up)
+        if len(answer.lent) > objects or not 0 < answer.data_port <= MOST_PORT:
+            raise ValueError(
+                f"it lends {len(answer.lent)} objects at port {answer.data_port}, and was asked for {objects}; see "
+                "that both nodes have one release"
+            )
+        host = self._address.rpartition(":")[0].strip("[]")
+        lent = tuple(map(bool, answer.lent))
+        seconds = answer.silence_limit_ms / 1000
+        streams = max(1, answer.streams)
+        loan = Loan(answer.lease_id, answer.epoch, answer.secret, host, answer.data_port, seconds, lent, streams)
+        return Borrowed(loan, answer.epoch, answer.computing_blocks)
+
+    def beat_later(self, loans: Sequence[Loan], seconds: float, done: Done) -> None:
+        epoch = loans[-1].epoch if loans else 0
+        leases = [loan.lease for loan in loans if loan.epoch == epoch]  # others ended with an older life of the peer
+        stub = self.stub() if leases else self._beside().stub()
+        self._end_later(stub.Beat, peer_pb2.BeatRequest(lease_ids=leases, epoch=epoch), seconds, done)
+
+    def give_back_later(self, loan: Loan, seconds: float, done: Done) -> None:
+        request = peer_pb2.ReturnRequest(lease_id=loan.lease, epoch=loan.epoch)
+        self._end_later(self.stub().Return, request, seconds, done)
+
+    def _end_later(self, call: Any, request: Any, seconds: float, done: Done) -> None:
+        try:
+            asked = call.future(request, timeout=seconds, metadata=self._metadata())
+        except (grpc.RpcError, ValueError) as error:
+            raise self._failure(error) from error
+
+        def ended(call: grpc.Future[Any]) -> None:
+            problem: CacheError | None = None
+            try:
+                call.result()
+            except (grpc.RpcError, grpc.FutureCancelledError, ValueError) as error:
+                problem = self._failure(error)
+            done(problem)
+
+        asked.add_done_callback(ended)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            channels, news = (self._channel, self._before), self._news
+            self._channel = self._before = self._stub = self._news = None
+        if news is not None:
+            news.close()
+        for channel in channels:
+            if channel is not None:
+                channel.close()
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self._tokens is None else ((AUTHORIZATION_METADATA_KEY, BEARER + self._tokens.current()[0]),)
+
+    def stub(self) -> peer_pb2_grpc.PeerServiceStub:
+        """Return the stub, by the certificates as they are now. Raises Unavailable where they cannot be read, and after
+        ``close``: a late heartbeat opens no connection that nothing closes."""
+        number, credentials = (0, None) if self._certificates is None else self._certificates.current()
+        with self._lock:
+            self._require_open()
+            if self._stub is None or number != self._number:
+                if self._before is not None:
+                    self._before.close()
+                self._before = self._channel  # calls of other threads may be under way there
+                self._channel = self._open(credentials)
+                self._number = number
+                self._stub = peer_pb2_grpc.PeerServiceStub(self._channel)
+            return self._stub
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise Unavailable(f"{self._address}: the connection was closed")
+
+    def _open(self, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+        if credentials is None:
+            return grpc.insecure_channel(self._address, options=self._options)
+        return grpc.secure_channel(self._address, credentials, options=self._options)
+
+    def _failure(self, error: Exception) -> Unavailable:
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if self._certificates is not None and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            with self._lock:
+                is_due = time.monotonic() >= self._probe_at
+                self._probe_at = time.monotonic() + PROBE_PAUSE_SECONDS if is_due else self._probe_at
+            if is_due and (why := self._certificates.why_refused(self._address, PROBE_SECONDS, self._name)):
+                return HandshakeFailed(f"{self._address}: the TLS handshake fails: {why}")
+        said = error.details() if isinstance(error, grpc.Call) else str(error)
+        if isinstance(error, grpc.Call) and _is_refusal(error):
+            refused = PeerRefused(f"{self._address}: {said}")
+            refused.is_full = code in _FULL
+            return refused
+        kind = PeerAbsent if code is grpc.StatusCode.UNAVAILABLE else Unavailable
+        return kind(f"{self._address}: {code.name if code is not None else 'closed'}: {said}")

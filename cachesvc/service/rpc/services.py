@@ -13,11 +13,11 @@ from cachesvc.flows.leases import attach, close_lease, detach, find_lease, open_
 from cachesvc.flows.registration import Registered, RegisterRequest
 from cachesvc.flows.sizing import Budget, PoolRequest
 from cachesvc.flows.transfers import expedite, ticket_view
-from cachesvc.ledger.leases import first_id
+from cachesvc.ledger.ledger import first_id
 from cachesvc.memory.interface import DeviceMemory, Handle
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import ErrorCode, InvalidRequest, LimitExceeded
-from cachesvc.model.geometry import device_geometry
+from cachesvc.model.layout import device_geometry
 from cachesvc.model.numbers import BACKGROUND, Party
 from cachesvc.questions.view import own_ticket, require_model, require_no_others
 from cachesvc.service.access.admission import CallerKey, CallKind, Slot

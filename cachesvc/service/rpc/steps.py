@@ -33,7 +33,7 @@ from cachesvc.flows.publish import Publishing, is_tight, publish, publish_many
 from cachesvc.flows.recycle import Recycling, ended, recycle, recycle_many, release, release_many
 from cachesvc.flows.replicas import Sharing
 from cachesvc.flows.stock import check_stock, extend, extend_many, refill_stock
-from cachesvc.ledger.leases import member_of
+from cachesvc.ledger.ledger import member_of
 from cachesvc.ledger.tier_copies import Place
 from cachesvc.model.answers import (
     MAX_OPERATIONS,
@@ -48,7 +48,7 @@ from cachesvc.model.answers import (
     Wait,
 )
 from cachesvc.model.errors import CacheError, InvalidRequest, LimitExceeded, Unavailable
-from cachesvc.model.transfer import Urgency
+from cachesvc.model.words import Urgency
 from cachesvc.policy.eviction import RequestHint, retention_of
 from cachesvc.service.access.admission import CallKind, Slot
 from cachesvc.service.access.quota import Quotas
@@ -79,10 +79,10 @@ from cachesvc.wire.convert import (
     prefetched_to_proto,
     published_to_proto,
     recycled_to_proto,
+    refusal,
     swapped_to_proto,
 )
 from cachesvc.wire.parse import check_fields
-from cachesvc.wire.status import refusal
 
 OPERATION_BLOCKS, FEWEST_BLOCKS = 16, 8
 """Weight of an operation, or of an entry that is not straight, among ``TURN_BLOCKS``, and least weight of entries that

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.file.catalogue import Catalogue, Entry
 from cachesvc.storage.seam import LAYOUT_ID_BYTES, Gone, ObjectName, Part, Scope
 from cachesvc.storage.workers import nothing

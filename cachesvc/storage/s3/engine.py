@@ -21,8 +21,8 @@ import numpy as np
 
 from cachesvc.memory.extents import yield_to_callers
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.text import one_line
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.storage.known import KnownObjects
 from cachesvc.storage.objects import MAGIC, is_newer
 from cachesvc.storage.s3.client import RequestFailed, S3Bucket, S3Options, Trouble

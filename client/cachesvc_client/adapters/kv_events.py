@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, PlaneGroup
+from cachesvc.model.words import KEY_BYTES
 from cachesvc_client.core.errors import CacheClientError, InvalidRequest, NotOwned, NotSupported, TokenFileUnreadable
 from cachesvc_client.core.keys import PackedKeys, as_bytes
 from cachesvc_client.events import EventSubscriber

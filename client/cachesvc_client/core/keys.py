@@ -29,7 +29,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc_client.core.errors import InvalidRequest
 
 MAX_EXTRA_BYTES = 4096

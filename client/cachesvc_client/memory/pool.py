@@ -21,7 +21,7 @@ from kvcache.v1 import engine_pb2
 from cachesvc.model.answers import TicketView
 from cachesvc.model.futex import Words, load, wait_reached, words_of
 from cachesvc.model.layout import Layout, Plane
-from cachesvc.model.transfer import TimelineSlot, has_reached
+from cachesvc.model.words import TimelineSlot, has_reached
 from cachesvc_client.core.errors import (
     AlreadyClosed,
     Conflict,
@@ -35,7 +35,7 @@ from cachesvc_client.core.errors import (
     NoSuchPlane,
     NotSupported,
 )
-from cachesvc_client.memory import tensors
+from cachesvc_client.memory import device
 from cachesvc_client.memory.device import Device, DeviceOpener, PlaneView, view_of
 from cachesvc_client.memory.mapping import DEVICE_KINDS, MappedMemory, Memory, memory_of, open_device
 from cachesvc_client.memory.stream_waits import StreamWaits, stream_handle
@@ -244,18 +244,18 @@ class AttachedPool:
         NotSupported for a plane on a GPU where torch has no CUDA."""
         self._require_open()
         spec, plane = self._planes.find(layer, name, group)
-        return tensors.to_torch(plane, spec.dtype)
+        return device.to_torch(plane, spec.dtype)
 
     def slab_to_torch(self, group: str) -> Any:
         """``slab`` as a torch tensor ``[bytes]`` of uint8 over the same bytes, which needs no CuPy on a GPU. Raises
         InvalidRequest for an unknown group, and as ``to_torch``."""
-        return tensors.to_torch(self._slab(group), "uint8")
+        return device.to_torch(self._slab(group), "uint8")
 
     def to_paddle(self, layer: int, name: str, group: str | None = None) -> Any:
         """A plane as a paddle tensor of the layout's dtype over the same bytes. Raises ImportError without paddle."""
         self._require_open()
         spec, _ = self._planes.find(layer, name, group)
-        return tensors.to_paddle(self._planes.array(spec), spec.dtype)
+        return device.to_paddle(self._planes.array(spec), spec.dtype)
 
     def close(self) -> bool:
         """Unmap, and tell the daemon: True. Kernels and stream waits that use the pool must have ended.

@@ -18,7 +18,7 @@ import threading
 from typing import NamedTuple
 
 from cachesvc.model.futex import WORD_BYTES, Words, store_and_wake
-from cachesvc.model.transfer import TimelineSlot, has_reached
+from cachesvc.model.words import TimelineSlot, has_reached
 from cachesvc_client.core.errors import AlreadyClosed, DaemonFault, DaemonUnavailable
 from cachesvc_client.memory.device import Device
 

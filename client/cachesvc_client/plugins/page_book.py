@@ -22,8 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc_client import Lease, LeaseLost
 from cachesvc_client.plugins.grants import Grants
 from cachesvc_client.plugins.matches import Matches, Sealing, Untold, Written, next_wish

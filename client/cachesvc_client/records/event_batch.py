@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvcache.v1 import event_pb2
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc_client.core.arguments import warn_renamed
 from cachesvc_client.core.errors import EventsMissed
 

@@ -26,9 +26,8 @@ from cachesvc.model.answers import (
     Swapped,
     TicketView,
 )
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc_client.core.arguments import Retention
 from cachesvc_client.core.errors import (
     AlreadyClosed,

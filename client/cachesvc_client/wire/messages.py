@@ -20,7 +20,7 @@ from cachesvc.model.answers import (
     TicketView,
 )
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import TimelineSlot
+from cachesvc.model.words import TimelineSlot
 from cachesvc.wire.convert import (
     TICKET_STATES,
     cells_from_proto,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from cachesvc_client import CacheClient, InvalidRequest, Lease
 
-from cachesvc.model.geometry import device_bytes, host_bytes
-from cachesvc.model.layout import MARKER_PAGES
+from cachesvc.model.layout import MARKER_PAGES, device_bytes, host_bytes
 from tests.e2e.engine import ALL_WINDOWED, BLOCK_TOKENS, WAIT_SECONDS, Engine, prompt
 from tests.e2e.remote import RemoteEngine
 from tests.e2e.rig import Node, running_node, wait_until

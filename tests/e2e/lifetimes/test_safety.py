@@ -19,7 +19,7 @@ from cachesvc_client import DaemonUnavailable, LeaseLost, PoolExhausted, Reattac
 from cachesvc_client.core.errors import error_of
 from kvcache.v1 import cache_pb2, cache_pb2_grpc
 
-from cachesvc.model.transfer import TimelineSlot
+from cachesvc.model.words import TimelineSlot
 from tests.e2e.engine import WAIT_SECONDS, Engine, is_full, prompt
 from tests.e2e.remote import RemoteEngine, RemoteRefused
 from tests.e2e.rig import Node, running_node, wait_until

@@ -28,7 +28,7 @@ from kvcache.v1 import cache_pb2
 
 from cachesvc.model.answers import TicketView
 from cachesvc.model.errors import ErrorCode
-from cachesvc.model.transfer import TimelineSlot
+from cachesvc.model.words import TimelineSlot
 from tests.unit.rigs.client_gpu_rig import GpuRig
 from tests.unit.rigs.client_rig import EPOCH, FakeDaemon, break_way, refuse
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.keys import KEY_BYTES, namespace_of
+from cachesvc.model.words import KEY_BYTES, namespace_of
 
 NAMESPACE = namespace_of("m", b"f" * 32, b"salt")
 TOKENS = list(range(1, 9))

@@ -12,7 +12,7 @@ from cachesvc_client.layouts.families import gqa_windowed, mla
 from cachesvc_ctl.layout import block_pages, describe_layers, fit, sequence_pages
 from cachesvc_ctl.main import main
 
-from cachesvc.model.geometry import device_bytes
+from cachesvc.model.layout import device_bytes
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 GIB = 1 << 30

@@ -17,11 +17,12 @@ from cachesvc_lab.grid import (
     HybridRejected,
     hybrid_grid,
     hybrid_model,
+    hybrid_table,
     optimal_hits,
     reference_hits,
+    rows_table,
     run_cell,
 )
-from cachesvc_lab.grid_report import hybrid_table, rows_table
 from cachesvc_lab.traces import Prompts, SyntheticTraceSpec, TraceRequest, prompts_of, read_trace, write_synthetic_trace
 
 from cachesvc.simulation import Copies as SimulatedCopies

@@ -14,9 +14,8 @@ from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.planner import Evictor, evictable_pages
 from cachesvc.ledger.retention import RankRule
 from cachesvc.ledger.tier_copies import NO_ROW, Place
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, PageState
 from cachesvc.policy.eviction import lru
 from tests.unit.rigs.ledger_rig import one_group
 from tests.work import steps_of

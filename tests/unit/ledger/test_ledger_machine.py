@@ -24,8 +24,7 @@ from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import CacheError, Conflict, LoadFailed, PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, PageState, WritePolicy
 from tests.long_cases import IS_LONG
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, Rig, chain, one_group, rig_of, windowed
 from tests.unit.rigs.pin_rules import PROMPTS, PinRules

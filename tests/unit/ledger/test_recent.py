@@ -6,7 +6,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.recycle import release
 from cachesvc.ledger.reuse_stats import ID_BYTES, REQUEST_BLOCKS, RecentRequests
 from cachesvc.model.answers import Ended
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of, serve
 
 

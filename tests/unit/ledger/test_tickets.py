@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cachesvc.ledger.tickets import Ticket, TicketBook, TicketState
-from cachesvc.model.transfer import DONE, Direction, Failed, Outcome, Urgency
+from cachesvc.model.words import DONE, Direction, Failed, Outcome, Urgency
 from tests.long_cases import looped
 from tests.work import steps_of
 

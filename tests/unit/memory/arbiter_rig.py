@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cachesvc.memory.arbiter import Arbiter, CopyRules
-from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.interface import COPY_FIELDS, CopyJob, CopyStep, Slice
-from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import Direction, Urgency
 
 BYTES_PER_SECOND = 50e9
 MIB = 1 << 20

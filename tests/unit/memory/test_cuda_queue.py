@@ -12,7 +12,7 @@ import pytest
 from cachesvc.memory.cuda import CudaRunner, GpuHealth, PitchedCopies, Region, Regions
 from cachesvc.memory.interface import CopyJob, Slice
 from cachesvc.memory.timeline import HostTimeline
-from cachesvc.model.transfer import Urgency
+from cachesvc.model.words import Urgency
 
 WORD, BYTES = 3, 1 << 20
 

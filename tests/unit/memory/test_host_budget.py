@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from cachesvc.memory.host_budget import BACKGROUND_PARTS, LEASE_S, HostBudget, budget_of
+from cachesvc.memory.host_pool import BACKGROUND_PARTS, LEASE_S, HostBudget, budget_of
 from cachesvc.memory.interface import CopyJob
-from cachesvc.model.transfer import Direction
+from cachesvc.model.words import Direction
 from tests.unit.memory.arbiter_rig import (
     AWAITED,
     BACKGROUND,

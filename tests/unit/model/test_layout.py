@@ -10,8 +10,17 @@ import pytest
 from cachesvc_client.layouts.families import gqa, gqa_windowed, mla, opaque
 
 from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes, device_geometry, host_bytes, host_geometry
-from cachesvc.model.layout import ITEM_BYTES, Layout, Plane, PlaneGroup
+from cachesvc.model.layout import (
+    ITEM_BYTES,
+    PLANE_ALIGN_BYTES,
+    Layout,
+    Plane,
+    PlaneGroup,
+    device_bytes,
+    device_geometry,
+    host_bytes,
+    host_geometry,
+)
 from tests.work import counted
 
 ERNIE = gqa(layers=28, kv_heads=4, head_dim=128, block_tokens=64)

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 from cachesvc import __version__
-from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import Unavailable
-from cachesvc.mover.process import MoverProcess
+from cachesvc.mover.life import MoverProcess
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.swap.costs import LinkCosts
+from cachesvc.swap.templates import LinkCosts
 
 
 class Heard(logging.Handler):

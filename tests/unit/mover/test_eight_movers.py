@@ -13,12 +13,12 @@ from functools import partial
 import pytest
 
 from cachesvc import __version__
-from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.transfer import PagePairs, Transfer, Urgency
-from cachesvc.mover.process import Begin, MoverProcess, child
+from cachesvc.model.layout import device_geometry
+from cachesvc.model.words import PagePairs, Transfer, Urgency
+from cachesvc.mover.life import Begin, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer

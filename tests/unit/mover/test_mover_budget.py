@@ -10,8 +10,8 @@ import pytest
 
 from cachesvc import __version__
 from cachesvc.model.errors import Unavailable
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.transfer import PagePairs, Transfer, Urgency
+from cachesvc.model.layout import device_geometry
+from cachesvc.model.words import PagePairs, Transfer, Urgency
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.swap.engine import SwapEngine

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from cachesvc import __version__
-from cachesvc.memory.host_budget import HostBudget
-from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
+from cachesvc.memory.host_pool import HostBudget
+from cachesvc.model.words import Direction, TimelineSlot, Urgency
 from cachesvc.mover import records
 from cachesvc.mover.device import DeviceMover
-from cachesvc.mover.life import Life
-from cachesvc.mover.process import MoverProcess, child
+from cachesvc.mover.life import Life, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import ENDS_BYTES, Message, Part, Ring, Settings, Writer, answer_all
 from cachesvc.swap.movers import RankEnd, RankJob

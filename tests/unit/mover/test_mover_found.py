@@ -20,9 +20,9 @@ import pytest
 from cachesvc import __version__
 from cachesvc.config import Config
 from cachesvc.memory.cuda import CudaBackend
-from cachesvc.memory.host_budget import HostBudget
+from cachesvc.memory.host_pool import HostBudget
 from cachesvc.model.errors import InvalidRequest, Unavailable
-from cachesvc.mover.process import found
+from cachesvc.mover.life import found
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import ENDS_BYTES, JOBS_BYTES, Channel, MoverGone, Ring, Settings, Writer
 from cachesvc.mover.server import Equipment, MoverServer

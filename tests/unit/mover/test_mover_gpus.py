@@ -16,14 +16,14 @@ import pytest
 from cachesvc import __version__
 from cachesvc.memory.cuda import CudaBackend
 from cachesvc.memory.extents import map_memfd, sealed_memfd
-from cachesvc.memory.host_budget import Neighbours
-from cachesvc.model.transfer import CopiesHang, PagePairs, Transfer
-from cachesvc.mover.process import MoverProcess
+from cachesvc.memory.host_pool import Neighbours
+from cachesvc.model.words import CopiesHang, PagePairs, Transfer
+from cachesvc.mover.life import MoverProcess
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer
-from cachesvc.swap.costs import costs_of
 from cachesvc.swap.engine import SwapEngine
+from cachesvc.swap.templates import costs_of
 from gpu_ops.calibration import LinkFigures
 from tests.contracts.host_gpu import HostGpu
 from tests.unit.mover.mover_rig import Heard

@@ -15,12 +15,12 @@ import pytest
 from cachesvc import __version__
 from cachesvc.memory.copy_thread import CopyThread
 from cachesvc.memory.extents import map_memfd
-from cachesvc.memory.host_budget import Neighbours
+from cachesvc.memory.host_pool import Neighbours
 from cachesvc.memory.interface import CopyJob, CopyStep, Handle
 from cachesvc.memory.memcpy import STAMP_BYTES
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import Unavailable
-from cachesvc.mover.process import Begin, MoverProcess, child
+from cachesvc.mover.life import Begin, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.mover.server import Equipment, MoverServer

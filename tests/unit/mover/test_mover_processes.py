@@ -20,10 +20,9 @@ import pytest
 from cachesvc import __version__
 from cachesvc.memory.extents import map_memfd, sealed_memfd
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound, PoolExhausted, Unavailable
-from cachesvc.model.transfer import PagePairs, Transfer, has_reached
+from cachesvc.model.words import PagePairs, Transfer, has_reached
 from cachesvc.mover import peers
-from cachesvc.mover.life import Life
-from cachesvc.mover.process import MoverProcess, child
+from cachesvc.mover.life import Life, MoverProcess, child
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from tests.e2e.rig import wait_until

@@ -10,13 +10,13 @@ import pytest
 from cachesvc.memory.extents import Extent, ExtentTable
 from cachesvc.memory.memcpy import CopyOutOfBounds
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, Unavailable
-from cachesvc.model.geometry import device_geometry, host_geometry
-from cachesvc.model.transfer import Direction, TimelineSlot, Urgency
+from cachesvc.model.layout import device_geometry, host_geometry
+from cachesvc.model.words import Direction, TimelineSlot, Urgency
 from cachesvc.mover import records
 from cachesvc.mover.records import KEPT_TABLES, Listener, MoverFault, Part, Teller
-from cachesvc.swap.costs import LinkCosts
 from cachesvc.swap.movers import RankEnd, RankJob
 from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool, plan
+from cachesvc.swap.templates import LinkCosts
 from tests.unit.rigs.swap_rig import mixed_layout
 
 LAYOUT = mixed_layout(1)

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer import wire
+from cachesvc.model.words import KEY_BYTES
+from cachesvc.peer import reading
 from cachesvc.peer.borrower import PeerStorage
-from cachesvc.peer.digest import DigestNews
-from cachesvc.peer.fleet import Answered, Borrowed, Done, Loan
+from cachesvc.peer.fleet import Answered, Borrowed, DigestNews, Done, Loan
 from cachesvc.peer.lender import Lender, Lent, LentObject, LoanDesk
 from cachesvc.storage.objects import ObjectStore, Verb
 from cachesvc.storage.seam import CAME, ObjectName, Outcome, Part, Scope, key_at
@@ -84,7 +83,9 @@ class NearControl:
             return Borrowed(None, self.epoch)
         lent = self.node.lend(names)
         there = tuple(each is not None for each in lent.objects)
-        self.loans.append(Loan(lent.lease, self.epoch, lent.secret, "127.0.0.1", self.port, 30.0, there, wire.STREAMS))
+        self.loans.append(
+            Loan(lent.lease, self.epoch, lent.secret, "127.0.0.1", self.port, 30.0, there, reading.STREAMS)
+        )
         return Borrowed(self.loans[-1], self.epoch)
 
     def borrow_later(
@@ -188,9 +189,9 @@ class Pulling:
         self.peers.close()
 
 
-def greet(node: LendingNode, secret: bytes, magic: bytes = wire.MAGIC) -> socket.socket:
+def greet(node: LendingNode, secret: bytes, magic: bytes = reading.MAGIC) -> socket.socket:
     stream = socket.create_connection(("127.0.0.1", node.lender.port))
-    stream.sendall(wire.HELLO.pack(magic, secret) + wire.pack_numbers([0]))
+    stream.sendall(reading.HELLO.pack(magic, secret) + reading.pack_numbers([0]))
     return stream
 
 
@@ -198,6 +199,6 @@ def answers(stream: socket.socket) -> bool:
     """An answer comes; False where the stream ends instead."""
     with stream:
         try:
-            return len(stream.recv(wire.ANSWER.size)) > 0
+            return len(stream.recv(reading.ANSWER.size)) > 0
         except ConnectionResetError:
             return False

@@ -7,10 +7,9 @@ from collections import Counter
 
 import pytest
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.peer.borrower import MOST_ASKED, candidates, may_have
-from cachesvc.peer.digest import MOST_BITS, MOST_FLIPS, CountedDigest, DigestNews, PeerDigest, bits_for, words_of
-from cachesvc.peer.fleet import Peer
+from cachesvc.peer.fleet import MOST_BITS, MOST_FLIPS, CountedDigest, DigestNews, Peer, PeerDigest, bits_for, words_of
 from tests.unit.peer.peer_rig import NearControl
 
 EPOCH = 5

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from cachesvc.peer import wire
+from cachesvc.peer import reading
 from cachesvc.peer.lender import STREAM_BYTES, LentObject
 from cachesvc.peer.reading import PART, SHARED
 from cachesvc.storage.seam import ObjectName, Outcome
@@ -24,7 +24,7 @@ def test_a_transfer_lasts_longer_than_its_lease(node: LendingNode) -> None:
     node.have(names, 1 << 20)
     lent = node.lend(names)
     with greet(node, lent.secret) as stream:
-        stream.sendall(wire.pack_numbers(range(1, 64)))
+        stream.sendall(reading.pack_numbers(range(1, 64)))
         for _ in range(4):
             node.now += 20
             while lent.until < node.now + 30:
@@ -42,18 +42,19 @@ def test_a_large_object_renews_its_lease_while_a_slow_borrower_takes_it() -> Non
         got.extend(theirs.recv(1 << 20))
 
     with ours, theirs:
-        wire.send_pieces(ours, [content], 0.04, taken)
+        reading.send_pieces(ours, [content], 0.04, taken)
         while len(got) < len(content):
             taken()
         assert got == content
         with pytest.raises(TimeoutError, match="the peer takes nothing more"):
-            wire.send_pieces(ours, [content], 0.04)
+            reading.send_pieces(ours, [content], 0.04)
 
 
 def test_loans_that_wait_for_a_stream_are_kept_by_heartbeats(node: LendingNode, control: NearControl) -> None:
     pulling = Pulling(control, clock=lambda: 0.0)
     loans = [
-        [name_of(f"{loan}-{at}") for at in range(wire.STREAMS)] for loan in range((PART + SHARED) // wire.STREAMS + 1)
+        [name_of(f"{loan}-{at}") for at in range(reading.STREAMS)]
+        for loan in range((PART + SHARED) // reading.STREAMS + 1)
     ]
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -81,12 +82,12 @@ def test_an_object_is_sent_once_its_bytes_are_there(node: LendingNode) -> None:
     objects = [LentObject(name, (node.pages[name],)) for name in names]
     lent = node.desk.lend(objects, 30.0, ready=1)
     with greet(node, lent.secret) as stream:
-        stream.sendall(wire.pack_numbers([1]))
-        size_bytes = wire.ANSWER.size + wire.HEADER_BYTES + len(late)
-        assert wire.receive(stream, size_bytes, FAR).endswith(node.pages[names[0]])
+        stream.sendall(reading.pack_numbers([1]))
+        size_bytes = reading.ANSWER.size + reading.HEADER_BYTES + len(late)
+        assert reading.receive(stream, size_bytes, FAR).endswith(node.pages[names[0]])
         node.pages[names[1]][:] = late
         node.desk.fill(lent.lease, 2)
-        assert wire.receive(stream, size_bytes, FAR).endswith(late)
+        assert reading.receive(stream, size_bytes, FAR).endswith(late)
 
 
 def test_a_loan_whose_bytes_do_not_come_ends_its_streams(node: LendingNode) -> None:

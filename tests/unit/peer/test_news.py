@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cachesvc.model.errors import CacheError, Unavailable
-from cachesvc.peer.digest import LEAST_BITS, DigestNews
-from cachesvc.peer.fleet import PATIENCE_SECONDS, NewsReader, Peer
+from cachesvc.peer.fleet import LEAST_BITS, PATIENCE_SECONDS, DigestNews, NewsReader, Peer
 from tests.unit.peer.peer_rig import LendingNode, NearControl
 
 ALL_BITS = bytes(LEAST_BITS // 8)

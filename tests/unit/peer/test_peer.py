@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from cachesvc.peer import wire
+from cachesvc.peer import reading
 from cachesvc.peer.borrower import PeerStorage
 from cachesvc.peer.fleet import Done, Loan
 from cachesvc.peer.lender import UNUSED_SECONDS, LentObject
@@ -70,7 +70,7 @@ def test_without_descriptors_it_waits_for_some(node: LendingNode) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         for each in spare:
             each.close()
-    stream.sendall(wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]))
+    stream.sendall(reading.HELLO.pack(reading.MAGIC, node.lend(NAMES[:1]).secret) + reading.pack_numbers([0]))
     assert answers(stream)
 
 
@@ -99,9 +99,9 @@ def test_a_stream_ends_that_asks_for_what_was_not_lent(node: LendingNode, number
     node.have(NAMES[:1])
     lent = node.lend(NAMES)
     with socket.create_connection(("127.0.0.1", node.lender.port)) as stream:
-        stream.sendall(wire.HELLO.pack(wire.MAGIC, lent.secret) + wire.pack_numbers([number]))
-        with pytest.raises(wire.StreamEnded):
-            wire.receive(stream, 1, time.monotonic() + 60)
+        stream.sendall(reading.HELLO.pack(reading.MAGIC, lent.secret) + reading.pack_numbers([number]))
+        with pytest.raises(reading.StreamEnded):
+            reading.receive(stream, 1, time.monotonic() + 60)
 
 
 def test_a_page_that_changed_is_wrong_and_its_peer_rests(
@@ -198,7 +198,7 @@ def test_a_lender_that_dies_in_the_middle_fails_what_is_left(node: LendingNode, 
         stream, _ = fake.accept()
         with stream:
             stream.recv(1 << 16)
-            stream.sendall(wire.ANSWER.pack(0, wire.OK, PAGE_BYTES) + bytes(200))
+            stream.sendall(reading.ANSWER.pack(0, reading.OK, PAGE_BYTES) + bytes(200))
         assert set(gathered.wait()) <= {FAILED, MISS}
         assert pulling.peers.peers[0].counts["failed"] == 1
         pulling.close()
@@ -218,7 +218,7 @@ def test_a_lender_that_hangs_is_given_up_by_the_deadline_and_writes_nothing_late
             assert set(gathered.wait()) <= {FAILED, MISS}
             for page in pages:
                 page[:] = b"#" * PAGE_BYTES
-            late = wire.ANSWER.pack(0, wire.OK, PAGE_BYTES) + bytes(128 + PAGE_BYTES)
+            late = reading.ANSWER.pack(0, reading.OK, PAGE_BYTES) + bytes(128 + PAGE_BYTES)
             for _ in range(4):
                 try:
                     stream.sendall(late)
@@ -231,8 +231,8 @@ def test_a_lender_that_hangs_is_given_up_by_the_deadline_and_writes_nothing_late
 def test_a_lender_that_says_something_else_is_not_believed(node: LendingNode, control: NearControl) -> None:
     node.have(NAMES)
     for said in (
-        wire.ANSWER.pack(3, wire.OK, PAGE_BYTES),
-        wire.ANSWER.pack(0, wire.OK, 1 << 40),
+        reading.ANSWER.pack(3, reading.OK, PAGE_BYTES),
+        reading.ANSWER.pack(0, reading.OK, 1 << 40),
         b"HTTP/1.1 200 OK\r\n",
     ):
         with socket.create_server(("127.0.0.1", 0)) as fake:

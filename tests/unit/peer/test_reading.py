@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from cachesvc.peer import wire
+from cachesvc.peer import reading
 from cachesvc.peer.fleet import Loan
 from cachesvc.peer.reading import LoanStream
 from cachesvc.storage.objects import HEADER_BYTES
@@ -20,7 +20,7 @@ from tests.long_cases import looped
 
 PAGES = (bytes([7]) * 600, bytes([9]) * 400)
 OBJECTS = 12
-OBJECT_BYTES = wire.ANSWER.size + HEADER_BYTES + sum(map(len, PAGES))
+OBJECT_BYTES = reading.ANSWER.size + HEADER_BYTES + sum(map(len, PAGES))
 
 
 class Played:
@@ -31,7 +31,7 @@ class Played:
         self.came: list[int] = []
         self.size_bytes = 0
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        loan = Loan(1, 1, bytes(wire.SECRET_BYTES), "127.0.0.1", server.getsockname()[1], 30.0, ())
+        loan = Loan(1, 1, bytes(reading.SECRET_BYTES), "127.0.0.1", server.getsockname()[1], 30.0, ())
         self.items = [
             Item(name_of(str(at)), memoryview(bytearray(HEADER_BYTES)), tuple(memoryview(bytearray(p)) for p in PAGES))
             for at in range(objects)
@@ -45,10 +45,12 @@ class Played:
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
         self.stream = stack.enter_context(server.accept()[0])
-        wire.receive(self.stream, wire.HELLO.size + wire.COUNT.size + 4 * objects, time.monotonic() + 60)
+        reading.receive(self.stream, reading.HELLO.size + reading.COUNT.size + 4 * objects, time.monotonic() + 60)
 
     def answer(self, at: int) -> bytes:
-        return wire.ANSWER.pack(2 * at, wire.OK, sum(map(len, PAGES))) + bytes([at]) * HEADER_BYTES + b"".join(PAGES)
+        return (
+            reading.ANSWER.pack(2 * at, reading.OK, sum(map(len, PAGES))) + bytes([at]) * HEADER_BYTES + b"".join(PAGES)
+        )
 
     def end(self) -> list[int]:
         """Send nothing more; objects that came, each of which is whole."""
@@ -82,7 +84,7 @@ def test_all_objects_of_a_stream_come() -> None:
         assert played.error is None
 
 
-@pytest.mark.parametrize("beyond", [0, 1, wire.ANSWER.size, wire.ANSWER.size + 1, OBJECT_BYTES - 1])
+@pytest.mark.parametrize("beyond", [0, 1, reading.ANSWER.size, reading.ANSWER.size + 1, OBJECT_BYTES - 1])
 @looped("whole", range(OBJECTS))
 def test_those_that_are_whole_count_wherever_the_stream_ends(whole: int, beyond: int) -> None:
     with ExitStack() as stack:
@@ -90,7 +92,7 @@ def test_those_that_are_whole_count_wherever_the_stream_ends(whole: int, beyond:
         sent = b"".join(map(played.answer, range(OBJECTS)))
         played.stream.sendall(sent[: whole * OBJECT_BYTES + beyond])
         assert played.end() == list(range(whole))
-        assert isinstance(played.error, wire.StreamEnded)
+        assert isinstance(played.error, reading.StreamEnded)
 
 
 @looped("wrong", range(OBJECTS))
@@ -98,7 +100,9 @@ def test_what_lies_behind_a_wrong_answer_counts_for_nothing(wrong: int) -> None:
     with ExitStack() as stack:
         played = Played(stack)
         sent = [played.answer(at) for at in range(OBJECTS)]
-        sent[wrong] = wire.ANSWER.pack(2 * wrong + 1, wire.OK, sum(map(len, PAGES))) + sent[wrong][wire.ANSWER.size :]
+        sent[wrong] = (
+            reading.ANSWER.pack(2 * wrong + 1, reading.OK, sum(map(len, PAGES))) + sent[wrong][reading.ANSWER.size :]
+        )
         played.stream.sendall(b"".join(sent))
         assert played.end() == list(range(wrong))
         assert str(played.error) == "the peer answered something else"

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from cachesvc.peer import wire
+from cachesvc.peer import reading
 from cachesvc.peer.fleet import Borrowed, Loan
 from cachesvc.peer.lender import MOST_STREAMS_OF_ONE, MOST_WAITING_OF_ONE, STREAM_BYTES
 from cachesvc.storage.seam import Outcome, Part, Scope
@@ -23,7 +23,7 @@ NAMES = [name_of(key) for key in "abcd"]
 def test_a_secret_is_good_for_a_few_streams(node: LendingNode) -> None:
     node.have(NAMES)
     lent = node.lend(NAMES)
-    for _ in range(wire.STREAMS):
+    for _ in range(reading.STREAMS):
         assert answers(greet(node, lent.secret))
     assert not answers(greet(node, lent.secret))
     assert node.lender.refused == 1
@@ -32,13 +32,15 @@ def test_a_secret_is_good_for_a_few_streams(node: LendingNode) -> None:
 def test_who_has_no_secret_gets_nothing(node: LendingNode) -> None:
     node.have(NAMES)
     node.lend(NAMES)
-    assert not answers(greet(node, bytes(wire.SECRET_BYTES)))
+    assert not answers(greet(node, bytes(reading.SECRET_BYTES)))
     assert not answers(greet(node, node.lend(NAMES).secret, b"GET / HT"))
 
 
 def test_a_stream_beyond_those_of_its_address_waits_for_its_turn(node: LendingNode) -> None:
     node.have(NAMES[:1])
-    hello = [wire.HELLO.pack(wire.MAGIC, node.lend(NAMES[:1]).secret) + wire.pack_numbers([0]) for _ in range(2)]
+    hello = [
+        reading.HELLO.pack(reading.MAGIC, node.lend(NAMES[:1]).secret) + reading.pack_numbers([0]) for _ in range(2)
+    ]
     address = ("127.0.0.1", node.lender.port)
     streams = [socket.create_connection(address) for _ in range(MOST_STREAMS_OF_ONE)]
     late = socket.create_connection(address)
@@ -77,7 +79,7 @@ def test_a_borrower_whose_streams_wait_for_others_of_its_address_gets_all(node: 
         gathered = []
         for at, borrower in enumerate(borrowers):
             for loan in range(3):
-                names = [name_of(f"{at}-{loan}-{each}") for each in range(wire.STREAMS)]
+                names = [name_of(f"{at}-{loan}-{each}") for each in range(reading.STREAMS)]
                 node.have(names, STREAM_BYTES)
                 assert all(borrower.reader.exists(names))
                 gathered.append(borrower.get(names, size_bytes=STREAM_BYTES)[0])
@@ -105,9 +107,9 @@ def test_a_stream_that_fails_leaves_what_the_others_bring(
     node.have(NAMES, STREAM_BYTES)
     assert all(pulling.reader.exists(NAMES))
     with ExitStack() as taken:  # of as many places as leave them three
-        for _ in range(wire.STREAMS - 3):
+        for _ in range(reading.STREAMS - 3):
             taken.enter_context(greet(node, control.loans[0].secret))
-        wait_for_streams(node, wire.STREAMS - 3)
+        wait_for_streams(node, reading.STREAMS - 3)
         gathered, _ = pulling.get(NAMES, size_bytes=STREAM_BYTES)
         assert sorted(outcome is LENT for outcome in gathered.wait()) == [False, True, True, True]
         node.wait_quiet(control.loans[0].lease)

@@ -17,8 +17,8 @@ from cachesvc.flows.transfers import set_eviction
 from cachesvc.ledger.block_index import ROWS_A_TURN
 from cachesvc.ledger.candidates import QueuedLeaves
 from cachesvc.model.answers import Ended, Wait
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.words import KEY_BYTES
 from cachesvc.policy.eviction import ShadowLru
 from cachesvc.policy.hazard import LANDMARKS, REMEMBERED, SEGMENTS_LOOKED, History, HostUses
 from cachesvc.policy.hazard_rates import Open, Rates

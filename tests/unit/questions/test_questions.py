@@ -20,8 +20,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
 from cachesvc.model.errors import InvalidRequest, NotFound
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import Tier
+from cachesvc.model.words import KEY_BYTES, Tier
 from cachesvc.questions.audit import verify
 from cachesvc.questions.dump import dump
 from cachesvc.questions.explanation import explain

@@ -17,8 +17,7 @@ from cachesvc.ledger.pins import WindowPins
 from cachesvc.ledger.sequences import Prefetch
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import InvalidRequest, NotFound
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import ABSENT, FILLING, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, FILLING, KEY_BYTES, NO_PAGE, READY, PageState
 from cachesvc.questions import dump
 from cachesvc.questions.audit import verify_at_once
 from cachesvc.questions.dump import columns_of

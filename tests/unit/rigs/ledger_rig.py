@@ -24,11 +24,8 @@ from cachesvc.ledger.tier_copies import Place
 from cachesvc.memory.host_pool import ByteRange, FreeRanges, columns_of
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import NotFound, Unavailable
-from cachesvc.model.geometry import device_bytes
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import DONE, Failed, TimelineSlot, Transfer
-from cachesvc.model.words import Run, WritePolicy
+from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_bytes
+from cachesvc.model.words import DONE, KEY_BYTES, Failed, Run, TimelineSlot, Transfer, WritePolicy
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.questions.audit import verify_at_once
 from cachesvc.swap.movers import Headroom, PoolSizes

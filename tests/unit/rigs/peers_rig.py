@@ -7,9 +7,8 @@ from functools import partial
 from cachesvc.flows.match import match
 from cachesvc.flows.replicas import Sharing
 from cachesvc.model.answers import Matched, Wait
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.transfer import Transfer
+from cachesvc.model.words import KEY_BYTES, Transfer
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve
 
 

@@ -12,7 +12,7 @@ from cachesvc.flows.pinning import expire_pins, pin
 from cachesvc.ledger.pins import keepable
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.errors import Conflict, NotFound, QuotaExceeded
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from tests.unit.rigs.ledger_rig import Rig, chain
 
 PROMPTS = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map("".join)

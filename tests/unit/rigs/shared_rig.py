@@ -11,8 +11,7 @@ from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.answers import GroupCells
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import READY, WritePolicy
+from cachesvc.model.words import KEY_BYTES, READY, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, hybrid, rig_of
 
 FULL, WINDOW, STATE = range(3)

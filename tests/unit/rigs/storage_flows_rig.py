@@ -13,9 +13,8 @@ from cachesvc.flows.replicas import Sharing
 from cachesvc.flows.storage_writes import begin_soon, kept
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import Matched, Wait
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, PageState, WritePolicy
 from cachesvc.storage.seam import Outcome, Part, Shape, Use
 from cachesvc.storage.tier import News
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of

@@ -15,9 +15,8 @@ from cachesvc import __version__
 from cachesvc.memory.extents import Extent, ExtentTable, map_memfd, sealed_memfd
 from cachesvc.memory.interface import DeviceMemory
 from cachesvc.memory.shm import ShmBackend
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
+from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_geometry
+from cachesvc.model.words import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.mover.processes import MoverProcesses
 from cachesvc.mover.records import Settings
 from cachesvc.swap.engine import SwapEngine

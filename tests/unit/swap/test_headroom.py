@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.memory.host_pool import ALIGN_BYTES, FreeRanges, columns_of
-from cachesvc.model.geometry import device_bytes, host_bytes
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_bytes, host_bytes
 from cachesvc.swap.movers import SHARE_PRECISION, Headroom, PoolSizes
 
 WIDTHS = st.integers(1, 5000)

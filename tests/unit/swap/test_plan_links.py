@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from cachesvc_client.layouts.families import gqa
 
-from cachesvc.model.transfer import Direction
-from cachesvc.swap.costs import LinkCosts
+from cachesvc.model.words import Direction
 from cachesvc.swap.planner import plan
+from cachesvc.swap.templates import LinkCosts
 from tests.unit.swap.test_planner import planned, whole_pools
 
 QUIET = LinkCosts(

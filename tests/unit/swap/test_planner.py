@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from cachesvc.memory.extents import Extent, ExtentTable, Int64s
 from cachesvc.memory.interface import CopyStep
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.geometry import Geometry, PlaneSpan, device_geometry, host_geometry
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction
-from cachesvc.swap.costs import LinkCosts
+from cachesvc.model.layout import Geometry, Layout, Plane, PlaneGroup, PlaneSpan, device_geometry, host_geometry
+from cachesvc.model.words import Direction
 from cachesvc.swap.planner import ALL_BUT_FIRST, GroupMove, Pool, plan
+from cachesvc.swap.templates import LinkCosts
 
 Bytes = npt.NDArray[np.uint8]
 FREE_COPIES = LinkCosts(per_copy_us=0.0, per_row_ns=0.0, per_step_us=0.0)

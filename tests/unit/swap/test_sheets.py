@@ -13,8 +13,8 @@ from cachesvc.memory.shm import ShmBackend
 from cachesvc.memory.timeline import HostTimeline, MappedSheet
 from cachesvc.model.errors import LedgerBroken, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.futex import Words, words_of
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.transfer import PagePairs, TimelineSlot, Transfer
+from cachesvc.model.layout import device_geometry
+from cachesvc.model.words import PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers, SlotPool
 from tests.contracts.host_gpu import HostGpu

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, LimitExceeded, NotFound, Unavailable
-from cachesvc.model.geometry import device_geometry
-from cachesvc.model.transfer import PagePairs, Transfer, has_reached
-from cachesvc.swap.costs import LinkCosts
+from cachesvc.model.layout import device_geometry
+from cachesvc.model.words import PagePairs, Transfer, has_reached
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers, SlotPool
+from cachesvc.swap.templates import LinkCosts
 from tests.sim.stepped_backend import SteppedBackend
 from tests.unit.rigs.swap_rig import (
     DEVICE_PAGES,

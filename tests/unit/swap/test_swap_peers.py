@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cachesvc.model.errors import InvalidRequest, LedgerBroken, NotFound
-from cachesvc.model.transfer import Direction, PagePairs, TimelineSlot, Transfer
+from cachesvc.model.words import Direction, PagePairs, TimelineSlot, Transfer
 from cachesvc.swap.engine import SwapEngine
 from cachesvc.swap.movers import InProcessMovers, RankJob
 from tests.sim.stepped_backend import SteppedBackend

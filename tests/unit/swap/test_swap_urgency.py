@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cachesvc.model.errors import NotFound
-from cachesvc.model.transfer import Direction, PagePairs, Transfer, Urgency
+from cachesvc.model.words import Direction, PagePairs, Transfer, Urgency
 from tests.sim.stepped_backend import SteppedBackend, SteppedStream
 from tests.unit.rigs.swap_rig import MODEL, REPLICA, Rig, mixed_layout, rig_of
 

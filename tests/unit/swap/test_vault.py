@@ -24,10 +24,8 @@ from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.interface import Backend
 from cachesvc.memory.shm import ShmBackend
 from cachesvc.model.errors import NotFound, PoolExhausted, Unavailable
-from cachesvc.model.geometry import device_bytes
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction, PagePairs, Transfer
-from cachesvc.model.words import Run, WritePolicy
+from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_bytes
+from cachesvc.model.words import Direction, PagePairs, Run, Transfer, WritePolicy
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.swap import vault
 from cachesvc.swap.engine import SwapEngine

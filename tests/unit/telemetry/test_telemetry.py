@@ -22,8 +22,7 @@ from cachesvc.config import Config
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.numbers import Histogram
 from cachesvc.telemetry.catalogue import CATALOGUE
-from cachesvc.telemetry.otlp import metrics_data
-from cachesvc.telemetry.scrape_server import LABEL_CHARACTERS, MetricReader, Reading, families, label_text
+from cachesvc.telemetry.scrape_server import LABEL_CHARACTERS, MetricReader, Reading, families, label_text, metrics_data
 from cachesvc.telemetry.tracing import Tracer
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -24,8 +24,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import KEY_BYTES, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed
 
 TOKENS, WINDOW_TOKENS, CHUNK = 65_536, 4096, 8192

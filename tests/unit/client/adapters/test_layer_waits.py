@@ -11,7 +11,7 @@ from cachesvc_client.adapters.layer_waits import LayerWaits
 
 from cachesvc.model.answers import TicketView
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import TimelineSlot
+from cachesvc.model.words import TimelineSlot
 from tests.unit.rigs.client_rig import FakeDaemon
 
 LAYERS, BASE, WORD, FAILED_WORD = 4, 10, 4, 5

@@ -23,8 +23,15 @@ from cachesvc_client.layouts.families import (
 )
 
 from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes, device_geometry, host_bytes, host_geometry
-from cachesvc.model.layout import ITEM_BYTES, Layout
+from cachesvc.model.layout import (
+    ITEM_BYTES,
+    PLANE_ALIGN_BYTES,
+    Layout,
+    device_bytes,
+    device_geometry,
+    host_bytes,
+    host_geometry,
+)
 
 NUMPY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 

@@ -21,8 +21,7 @@ from cachesvc_client.layouts.families import (
 )
 
 from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.geometry import device_bytes
-from cachesvc.model.layout import Layout
+from cachesvc.model.layout import Layout, device_bytes
 
 HEADS = 8
 NAME = re.compile(r"(?P<stem>[a-z_]+?)_(?P<layer>\d+)(?:_(?P<group>[a-z_]+))?_rank(?P<rank>\d+)\.device(?P<device>\d+)")

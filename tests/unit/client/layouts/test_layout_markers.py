@@ -14,8 +14,18 @@ from cachesvc_client.layouts.families import (
 from cachesvc_ctl.layout import block_pages, fit, sequence_pages
 
 from cachesvc.model.errors import LayoutRejected
-from cachesvc.model.geometry import PLANE_ALIGN_BYTES, device_bytes, device_geometry, host_bytes
-from cachesvc.model.layout import MARKER_GROUP, MARKER_PAGES, MARKER_PLANE, Layout, Plane, PlaneGroup
+from cachesvc.model.layout import (
+    MARKER_GROUP,
+    MARKER_PAGES,
+    MARKER_PLANE,
+    PLANE_ALIGN_BYTES,
+    Layout,
+    Plane,
+    PlaneGroup,
+    device_bytes,
+    device_geometry,
+    host_bytes,
+)
 from cachesvc.wire.convert import layout_from_proto, layout_to_proto
 
 WINDOW = PlaneGroup("window", 9, 4)

@@ -32,7 +32,7 @@ from cachesvc.memory.extents import map_memfd
 from cachesvc.model.answers import TicketView
 from cachesvc.model.futex import Words, wait_reached, words_of
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import TimelineSlot
+from cachesvc.model.words import TimelineSlot
 from gpu_ops.driver import CudaError
 from tests.unit.rigs.client_gpu_rig import UUID, GpuRig
 from tests.unit.rigs.client_rig import PAGES, FakeDaemon

@@ -24,16 +24,15 @@ from cachesvc_client import (
     NotFound,
     NotSupported,
 )
-from cachesvc_client.memory.device import DevicePlane, PlaneView
+from cachesvc_client.memory.device import DevicePlane, PlaneView, to_paddle, to_torch
 from cachesvc_client.memory.mapping import MappedMemory
-from cachesvc_client.memory.tensors import to_paddle, to_torch
 from cachesvc_client.wire.life import LifeConnection
 from kvcache.v1 import common_pb2
 
 from cachesvc.model.answers import TicketView
 from cachesvc.model.errors import ErrorCode
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import TimelineSlot
+from cachesvc.model.words import TimelineSlot
 from tests.unit.rigs.client_rig import LEASE_ID, PAGES, TOKEN, FakeDaemon, refuse
 
 LAYOUT = Layout(

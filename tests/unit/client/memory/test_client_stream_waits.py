@@ -10,7 +10,7 @@ import numpy as np
 from cachesvc_client.memory.stream_waits import PRUNE_AT, StreamWaits
 
 from cachesvc.model.futex import wait_reached
-from cachesvc.model.transfer import TimelineSlot
+from cachesvc.model.words import TimelineSlot
 from tests.unit.rigs.client_gpu_rig import FakeGpu
 
 LAYERS = 4

@@ -16,7 +16,7 @@ from cachesvc_client.wire.settings import ChannelOptions, Retries, Timeouts
 from kvcache.v1 import cache_pb2, common_pb2, engine_pb2, lease_pb2
 
 from cachesvc.model.answers import GroupCells, TicketView
-from cachesvc.model.transfer import TimelineSlot
+from cachesvc.model.words import TimelineSlot
 from cachesvc.wire.columns import GROW, OPERATION_NAMES
 from cachesvc.wire.convert import layout_from_proto, ticket_to_proto
 

@@ -16,7 +16,7 @@ from cachesvc.flows.publish import Publishing, publish
 from cachesvc.flows.recycle import release
 from cachesvc.flows.transfers import land
 from cachesvc.model.answers import Wait
-from cachesvc.model.transfer import DONE, Failed
+from cachesvc.model.words import DONE, Failed
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 from tests.work import counted
 

@@ -18,8 +18,7 @@ from cachesvc.flows.stock import refill_stock
 from cachesvc.ledger.tickets import TicketState
 from cachesvc.model.answers import Allocated, Matched, Published, Wait
 from cachesvc.model.errors import LeaseLost, LedgerBroken, NotFound, PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import PageState, WritePolicy
+from cachesvc.model.words import KEY_BYTES, PageState, WritePolicy
 from tests.unit.rigs.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of, serve, windowed
 from tests.unit.rigs.turns_rig import SMALL, full, own, reserved
 

@@ -13,7 +13,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.publish import Blocked, Known, classify, publish, publish_many
 from cachesvc.model.answers import Published, Publishes, Wait
 from cachesvc.model.errors import CacheError, Conflict, InvalidRequest, KeyMisplaced, LoadFailed, NotFound, NotOwned
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from tests.unit.flows.engine.test_flows_refused import hosted
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of
 

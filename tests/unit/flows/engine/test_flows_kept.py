@@ -9,8 +9,7 @@ from cachesvc.flows.allocate import allocate, swap_in, swap_out
 from cachesvc.flows.match import match
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
+from cachesvc.model.words import ABSENT, KEY_BYTES, NO_PAGE, READY, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 

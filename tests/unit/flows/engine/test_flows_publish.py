@@ -21,9 +21,7 @@ from cachesvc.model.errors import (
     NotOwned,
     Unavailable,
 )
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import KEY_BYTES, Direction, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 

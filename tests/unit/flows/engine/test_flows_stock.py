@@ -12,9 +12,8 @@ from cachesvc.flows.recycle import recycle, release
 from cachesvc.flows.stock import extend, refill_stock
 from cachesvc.ledger.pins import Pin
 from cachesvc.model.answers import GroupCells
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import PageState
+from cachesvc.model.words import KEY_BYTES, PageState
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
 from tests.work import steps_of
 

@@ -15,10 +15,8 @@ from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.answers import GroupCells, Wait
 from cachesvc.model.errors import Conflict, InvalidRequest, LeaseLost, NotFound, NotOwned, PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, Direction, PageState, WritePolicy
 from tests.unit.rigs.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 

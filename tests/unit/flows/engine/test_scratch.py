@@ -11,9 +11,8 @@ from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.ledger.sequences import OpenSequence
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import KEY_BYTES, NO_PAGE
 from cachesvc.questions.audit import verify_at_once
 from cachesvc.wire.convert import layout_from_proto, layout_to_proto
 from tests.conservation import audit

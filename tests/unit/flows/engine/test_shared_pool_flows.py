@@ -16,8 +16,7 @@ from cachesvc.ledger.planner import PoolDemand, demand_of, drop_idle_copies, idl
 from cachesvc.ledger.shared_pool import NO_OWNER, GroupPool
 from cachesvc.model.answers import GroupCells, Published, Wait
 from cachesvc.model.errors import InvalidRequest, NotOwned, PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, PageState
 from cachesvc.questions.audit import verify_at_once
 from tests.conservation import audit
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain

@@ -17,8 +17,7 @@ from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import NO_PAGE
+from cachesvc.model.words import NO_PAGE, Direction
 from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import Rig, chain, rig_of
 

@@ -23,7 +23,7 @@ from cachesvc.flows.publish import publish
 from cachesvc.flows.registration import RegisterRequest, register
 from cachesvc.flows.sizing import PoolRequest
 from cachesvc.flows.stock import refill_stock
-from cachesvc.ledger.leases import LeaseState, first_id
+from cachesvc.ledger.ledger import LeaseState, first_id
 from cachesvc.model.errors import InvalidRequest, KeyReused, LeaseLost, LimitExceeded, NotFound, Unavailable
 from cachesvc.model.words import PageState
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of

@@ -16,7 +16,7 @@ from cachesvc.flows.leases import empty_lost, lose_device
 from cachesvc.flows.match import match
 from cachesvc.flows.registration import RegisterRequest, register
 from cachesvc.flows.sizing import PoolRequest
-from cachesvc.ledger.leases import LeaseState
+from cachesvc.ledger.ledger import LeaseState
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import LeaseLost, LoadFailed, NotFound, PoolExhausted
 from cachesvc.model.words import WritePolicy

@@ -19,7 +19,7 @@ from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import LedgerBroken
 from cachesvc.model.words import WritePolicy
-from cachesvc.questions.follow import Feed
+from cachesvc.questions.explanation import Feed
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve
 from tests.unit.rigs.storage_flows_rig import WHOLE, hit, keys_of, packed, storing, waits
 

@@ -10,7 +10,7 @@ from cachesvc.flows.leases import open_lease, process_arrived, process_gone
 from cachesvc.flows.match import prefetch
 from cachesvc.flows.registration import RegisterRequest, register
 from cachesvc.flows.sizing import PoolRequest
-from cachesvc.ledger.leases import Lease
+from cachesvc.ledger.ledger import Lease
 from cachesvc.model.errors import LimitExceeded
 from cachesvc.model.numbers import most_of, share_of
 from cachesvc.model.words import WritePolicy

@@ -21,8 +21,7 @@ from cachesvc.flows.registration import (
 from cachesvc.flows.sizing import MAX_POOL_PAGES, STARVED, Budget, PoolRequest
 from cachesvc.ledger.ledger import Ledger
 from cachesvc.model.errors import Conflict, InvalidRequest, LimitExceeded, PoolExhausted, QuotaExceeded, Unavailable
-from cachesvc.model.geometry import device_bytes
-from cachesvc.model.layout import Layout, Plane, PlaneGroup
+from cachesvc.model.layout import Layout, Plane, PlaneGroup, device_bytes
 from cachesvc.model.words import PageState, Run, WritePolicy
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from tests.conservation import audit

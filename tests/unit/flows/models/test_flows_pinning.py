@@ -25,9 +25,8 @@ from cachesvc.model.errors import (
     QuotaExceeded,
     Unavailable,
 )
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import KEY_BYTES, WritePolicy
 from cachesvc.questions.explanation import explain
 from cachesvc.questions.status import status
 from cachesvc.questions.view import EVERYTHING, View, answer_at_once

@@ -12,7 +12,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
 from cachesvc.flows.registration import RegisterRequest, register
-from cachesvc.ledger.leases import LeaseState
+from cachesvc.ledger.ledger import LeaseState
 from cachesvc.model.errors import LedgerBroken, NotFound, Unavailable
 from tests.unit.rigs.ledger_rig import TOKEN, Rig, chain, one_group, prefill, rig_of
 

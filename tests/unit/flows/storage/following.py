@@ -13,8 +13,8 @@ from cachesvc.flows.recycle import release
 from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.ledger import Model
 from cachesvc.model.answers import Expected, Matched, Wait
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import Party
+from cachesvc.model.words import KEY_BYTES
 from tests.unit.rigs.ledger_rig import TOKEN, chain
 from tests.unit.rigs.storage_flows_rig import StorageRig, storing
 

@@ -9,10 +9,8 @@ from cachesvc.flows.pending_writes import want
 from cachesvc.flows.presence import FORGOTTEN_A_TURN, forget, forget_all
 from cachesvc.flows.registration import evict_model
 from cachesvc.ledger.change_log import Cause, Kind
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import WritePolicy
-from cachesvc.questions.explanation import explain
-from cachesvc.questions.follow import Feed
+from cachesvc.model.words import KEY_BYTES, WritePolicy
+from cachesvc.questions.explanation import Feed, explain
 from cachesvc.questions.view import EVERYTHING, View, answer_at_once
 from cachesvc.service.rpc.event_service import to_message
 from tests.unit.rigs.ledger_rig import one_group, rig_of, serve

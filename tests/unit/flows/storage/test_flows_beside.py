@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cachesvc.flows import expected as flow
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import PageState
+from cachesvc.model.words import KEY_BYTES, PageState
 from tests.unit.flows.storage.following import Following
 from tests.unit.rigs.storage_flows_rig import GONE, LENT
 

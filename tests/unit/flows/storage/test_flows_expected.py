@@ -15,9 +15,8 @@ from cachesvc.flows.recycle import release
 from cachesvc.ledger.block_ledger import BlockLedger
 from cachesvc.model.answers import LONGEST_EXPECTED_WAIT_SECONDS, Expected, Matched, Wait
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.numbers import share_of
-from cachesvc.model.words import PageState
+from cachesvc.model.words import KEY_BYTES, PageState
 from cachesvc.peer.fleet import Peer
 from cachesvc.questions.explanation import EXPECTATIONS
 from tests.unit.flows.storage.following import PEER, PROMPT, Following

@@ -18,9 +18,8 @@ from cachesvc.flows.replicas import Sharing
 from cachesvc.flows.sizing import idle_models
 from cachesvc.ledger.change_log import Cause
 from cachesvc.model.answers import Matched, Wait
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import PageState, WritePolicy
+from cachesvc.model.words import KEY_BYTES, PageState, WritePolicy
 from tests.unit.rigs.ledger_rig import chain, hybrid, prefill, serve, windowed
 from tests.unit.rigs.storage_flows_rig import (
     BACK,

@@ -15,9 +15,7 @@ from cachesvc.flows.lend import end_lending, lend
 from cachesvc.flows.sizing import idle_models
 from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import NO_PAGE, READY, WritePolicy
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, READY, Direction, Urgency, WritePolicy
 from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, rig_of, serve, windowed
 

@@ -15,8 +15,7 @@ from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.transfers import note_load
 from cachesvc.model.answers import Allocated, Wait
 from cachesvc.model.errors import IllegalMove, PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import PageState, WritePolicy
+from cachesvc.model.words import KEY_BYTES, PageState, WritePolicy
 from tests.long_cases import looped
 from tests.oracle import lru_hits
 from tests.unit.flows.transfer.test_flows_evict import trace

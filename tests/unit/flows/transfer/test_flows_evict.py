@@ -15,8 +15,7 @@ from cachesvc.flows.recycle import recycle, release
 from cachesvc.ledger.planner import evictable_pages
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import KEY_BYTES, WritePolicy
 from tests.conservation import audit
 from tests.long_cases import looped
 from tests.oracle import lru_hits

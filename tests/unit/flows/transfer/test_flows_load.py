@@ -13,10 +13,8 @@ from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import LoadFailed
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import NO_PAGE, PageState, WritePolicy
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, Direction, PageState, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 

@@ -17,7 +17,7 @@ from cachesvc.flows.recycle import release
 from cachesvc.flows.replicas import Sharing
 from cachesvc.model.answers import Matched, Wait
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.transfer import Direction, Urgency
+from cachesvc.model.words import Direction, Urgency
 from tests.unit.rigs.ledger_rig import Rig, chain, prefill, serve
 from tests.unit.rigs.peers_rig import asking, hit, only_transfer, rows, shared, waits_for
 

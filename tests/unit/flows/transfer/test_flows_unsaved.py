@@ -7,7 +7,7 @@ from cachesvc.flows.make_room import DRAIN_FAILURES, TRY_AGAIN_EVERY
 from cachesvc.flows.match import match
 from cachesvc.flows.recycle import release
 from cachesvc.model.answers import Wait
-from cachesvc.model.transfer import Direction
+from cachesvc.model.words import Direction
 from tests.unit.rigs.ledger_rig import Rig, one_group, rig_of, serve
 
 PAGES = 4

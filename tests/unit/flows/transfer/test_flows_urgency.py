@@ -11,8 +11,7 @@ from cachesvc.flows.match import match, prefetch
 from cachesvc.flows.transfers import expedite
 from cachesvc.model.answers import Wait
 from cachesvc.model.errors import InvalidRequest, LeaseLost, NotFound
-from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import Direction, Urgency, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve
 
 LOAD, STORE = Direction

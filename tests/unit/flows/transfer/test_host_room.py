@@ -12,8 +12,7 @@ from cachesvc.flows.match import match
 from cachesvc.flows.recycle import recycle, release
 from cachesvc.ledger.planner import Evictor
 from cachesvc.model.errors import PoolExhausted
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import ABSENT, NO_PAGE, WritePolicy
+from cachesvc.model.words import ABSENT, KEY_BYTES, NO_PAGE, WritePolicy
 from tests.conservation import audit
 from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import Rig, chain, prefill, rig_of, serve, windowed

@@ -17,10 +17,8 @@ from cachesvc.flows.stock import refill_stock
 from cachesvc.flows.transfers import carry_out, store_pairs, submit
 from cachesvc.ledger.tier_copies import NO_ROW
 from cachesvc.model.answers import GroupCells
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.transfer import Direction, Urgency
-from cachesvc.model.words import ABSENT, NO_PAGE, READY, WritePolicy
+from cachesvc.model.words import ABSENT, KEY_BYTES, NO_PAGE, READY, Direction, Urgency, WritePolicy
 from cachesvc.policy.eviction import WriteRule
 from tests.unit.rigs.ledger_rig import BLOCK_TOKENS, chain, rig_of, windowed
 from tests.unit.rigs.ledger_rig import serve as plain_serve

@@ -16,8 +16,7 @@ from cachesvc.ledger.change_log import NO_ROW, Cause
 from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.planner import Evictor, walk_of
 from cachesvc.ledger.tier_copies import Place
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import FILLING, PageState, WritePolicy
+from cachesvc.model.words import FILLING, KEY_BYTES, PageState, WritePolicy
 from cachesvc.policy.eviction import EVICTION_POLICIES, eviction_policy
 from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of, serve, windowed

@@ -13,9 +13,8 @@ from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.planner import Evictor, evictable_pages, idle_windows, walk_of
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.errors import LedgerBroken
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, FILLING, READY, PageState
+from cachesvc.model.words import ABSENT, FILLING, KEY_BYTES, READY, PageState
 from cachesvc.policy.eviction import EVICTION_POLICIES, RankRule, lfu, lru
 from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import one_group, windowed

@@ -14,11 +14,8 @@ from cachesvc.flows.recycle import release
 from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.change_log import Cause, Event, Journal, Kind, Moment, packed
 from cachesvc.model.errors import EventsForgotten, InvalidRequest, NotFound, NotOwned, SubscriberTooSlow
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.transfer import Urgency
-from cachesvc.model.words import WritePolicy
-from cachesvc.questions.explanation import PREFETCH, explain, holders_of
-from cachesvc.questions.follow import Changes, Feed, Position, find_model, runs_of
+from cachesvc.model.words import KEY_BYTES, Urgency, WritePolicy
+from cachesvc.questions.explanation import PREFETCH, Changes, Feed, Position, explain, find_model, holders_of, runs_of
 from cachesvc.questions.view import EVERYTHING, Sight, View, answer_at_once
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 

@@ -18,8 +18,7 @@ from cachesvc.flows.replicas import Sharing
 from cachesvc.ledger.storage_state import LentBlocks
 from cachesvc.model.answers import Matched
 from cachesvc.model.errors import InvalidRequest, KeyMisplaced
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import KEY_BYTES, WritePolicy
 from cachesvc.storage.objects import check, require_digest, write_header
 from cachesvc.storage.seam import Item, Outcome
 from tests.contracts.storage_rig import name_of

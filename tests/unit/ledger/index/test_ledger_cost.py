@@ -14,7 +14,7 @@ from statistics import median
 
 from benchmarks.ledger.moves import Filled, fill
 from cachesvc.ledger.tier_copies import NO_ROW
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 
 BLOCKS = 20_000
 ROUNDS = 60

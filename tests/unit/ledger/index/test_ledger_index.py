@@ -12,9 +12,8 @@ from cachesvc.ledger.block_ledger import BlockLedger
 from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.tier_copies import MOVES, NO_ROW, Place
 from cachesvc.model.errors import IllegalMove, LedgerBroken
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout
-from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, CopyState, PageState
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, KEY_BYTES, NO_PAGE, READY, CopyState, PageState
 from cachesvc.policy.eviction import lru
 from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import chain, one_group, windowed

@@ -11,8 +11,7 @@ from cachesvc.flows.publish import publish
 from cachesvc.flows.recycle import release
 from cachesvc.ledger.candidates import MARKS_KEPT, Ages
 from cachesvc.ledger.reuse_stats import LEAST_REMEMBERED, Miss, Reuse
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import ABSENT, READY, CopyState, WritePolicy
+from cachesvc.model.words import ABSENT, KEY_BYTES, READY, CopyState, WritePolicy
 from tests.unit.rigs.ledger_rig import Rig, chain, one_group, prefill, rig_of, serve, windowed
 
 

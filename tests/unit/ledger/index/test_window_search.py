@@ -13,9 +13,8 @@ from cachesvc.ledger.page_pool import PagePool
 from cachesvc.ledger.retention import Prefix, WindowSearch, window_needs
 from cachesvc.ledger.tier_copies import NO_ROW, Place
 from cachesvc.model.errors import InvalidRequest
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import ABSENT, DRAINING, FILLING, NO_PAGE, READY, PageState
+from cachesvc.model.words import ABSENT, DRAINING, FILLING, KEY_BYTES, NO_PAGE, READY, PageState
 from cachesvc.policy.eviction import lru
 from tests.long_cases import looped
 from tests.unit.rigs.ledger_rig import chain

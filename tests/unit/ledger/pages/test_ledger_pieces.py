@@ -14,9 +14,8 @@ from cachesvc.ledger.counted_tables import PIECE_BLOCKS
 from cachesvc.ledger.planner import Evictor
 from cachesvc.ledger.sequences import OpenSequence
 from cachesvc.ledger.tier_copies import NO_ROW
-from cachesvc.model.keys import KEY_BYTES
 from cachesvc.model.layout import Layout, Plane, PlaneGroup
-from cachesvc.model.words import NO_PAGE, PageState
+from cachesvc.model.words import KEY_BYTES, NO_PAGE, PageState
 from cachesvc.wire.convert import matched_to_proto
 from tests.unit.ledger.test_costs import LAYOUT, Node, node_of
 from tests.unit.rigs.ledger_rig import chain, one_group, rig_of, serve

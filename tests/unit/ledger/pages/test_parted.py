@@ -6,7 +6,7 @@ import random
 
 from cachesvc.ledger.counted_tables import PARTS, KeyQueue, PartedDict
 from cachesvc.ledger.reuse_stats import LEAST_REMEMBERED, Miss, Reuse
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 
 
 def test_it_does_what_a_dict_does() -> None:

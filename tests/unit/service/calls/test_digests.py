@@ -8,10 +8,9 @@ from hashlib import sha256
 from cachesvc.flows.pinning import evict
 from cachesvc.flows.registration import RegisterRequest, register
 from cachesvc.flows.sizing import PoolRequest
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.peer.digest import LEAST_BITS, CountedDigest, PeerDigest, bits_for, words_of
-from cachesvc.service.calls.digests import MOST_READERS, DigestFeed
-from cachesvc.service.calls.lending import MOST_PATIENT
+from cachesvc.model.words import KEY_BYTES
+from cachesvc.peer.fleet import LEAST_BITS, CountedDigest, PeerDigest, bits_for, words_of
+from cachesvc.service.calls.lending import MOST_PATIENT, MOST_READERS, DigestFeed
 from cachesvc.service.rpc.peer_service import MOST_CALLS
 from tests.unit.rigs.dispatch_rig import Desk
 from tests.unit.rigs.ledger_rig import chain, one_group, serve

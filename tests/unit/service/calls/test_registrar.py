@@ -16,7 +16,7 @@ from cachesvc.ledger.ledger import Ledger
 from cachesvc.memory.host_pool import HostPool
 from cachesvc.memory.shm import ShmBackend, ShmSlab
 from cachesvc.model.errors import PoolExhausted, Unavailable
-from cachesvc.model.geometry import device_bytes
+from cachesvc.model.layout import device_bytes
 from cachesvc.model.words import WritePolicy
 from cachesvc.policy.eviction import WriteRule, eviction_policy
 from cachesvc.service.calls.registrar import Registrar

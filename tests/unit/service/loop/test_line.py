@@ -10,7 +10,7 @@ from kvcache.v1 import cache_pb2
 from cachesvc.flows.core import resolve, tidy
 from cachesvc.flows.leases import LEASES_A_TURN, SEQUENCES_A_TURN, lose_silent, process_gone
 from cachesvc.flows.match import match
-from cachesvc.ledger.leases import LeaseState
+from cachesvc.ledger.ledger import LeaseState
 from cachesvc.ledger.page_pool import Reservation
 from cachesvc.model.words import PageState
 from cachesvc.service.loop.line import BACKGROUND, Line, Sleeper

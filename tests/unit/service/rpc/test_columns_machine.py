@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kvcache.v1 import cache_pb2, common_pb2
 
-from cachesvc.model.keys import KEY_BYTES
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import KEY_BYTES, WritePolicy
 from tests.long_cases import IS_LONG
 from tests.step_operations import with_columns, without_columns
 from tests.unit.rigs.dispatch_rig import Desk, turns

@@ -13,10 +13,9 @@ from kvcache.v1 import peer_pb2, peer_pb2_grpc
 
 from cachesvc.model.errors import CacheError, Unavailable
 from cachesvc.peer.fleet import Borrowed, Loan, PeerRefused
-from cachesvc.service.rpc.peer_client import GrpcControl
-from cachesvc.service.rpc.peer_service import PeerListening
+from cachesvc.service.rpc.peer_service import GrpcControl, PeerListening
 from cachesvc.storage.seam import Part, Scope
-from cachesvc.wire.status import ERROR_METADATA_KEY
+from cachesvc.wire.convert import ERROR_METADATA_KEY
 
 KEYS = bytes(32 * 4)
 PARTS = [Part(65535, 0, 1), Part(1, 0, 1)]

@@ -9,8 +9,7 @@ import pytest
 from kvcache.v1 import cache_pb2, lease_pb2
 
 from cachesvc.flows import pinning
-from cachesvc.model.transfer import Direction
-from cachesvc.model.words import WritePolicy
+from cachesvc.model.words import Direction, WritePolicy
 from cachesvc.service.calls.dispatcher import INTERNAL
 from cachesvc.service.loop.line import KEPT_S
 from tests.unit.flows.transfer.test_flows_load import hosted

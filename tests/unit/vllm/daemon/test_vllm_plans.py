@@ -13,7 +13,7 @@ import pytest
 from cachesvc_client.plugins.keeper import ConnectorRefused
 from cachesvc_vllm.cache_groups import cache_groups, group_parts, place_wider_first, slab_layout
 
-from cachesvc.model.geometry import device_bytes
+from cachesvc.model.layout import device_bytes
 from tests.unit.rigs.vllm_rig import KVCacheConfig, KVCacheTensor
 
 LAYOUTS = ("LBHNC", "BLHNC")

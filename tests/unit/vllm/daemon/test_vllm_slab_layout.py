@@ -9,7 +9,7 @@ import pytest
 from cachesvc_client.plugins.keeper import ConnectorRefused
 from cachesvc_vllm.cache_groups import place_wider_first, slab_layout
 
-from cachesvc.model.geometry import device_bytes, device_geometry
+from cachesvc.model.layout import device_bytes, device_geometry
 from tests.unit.rigs.vllm_rig import (
     FullAttentionSpec,
     KVCacheConfig,

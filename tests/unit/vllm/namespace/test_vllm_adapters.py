@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from cachesvc_vllm.adapters import AdapterReport, Adapters, content_digest
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 
 D1, D2, D3 = b"1" * KEY_BYTES, b"2" * KEY_BYTES, b"3" * KEY_BYTES
 

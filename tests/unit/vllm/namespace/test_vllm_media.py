@@ -11,7 +11,7 @@ import pytest
 from cachesvc_vllm.adapters import DIGEST
 from cachesvc_vllm.media import Media, Sharing
 
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 
 HASH = "0f" * 32
 ADAPTER = b"a" * KEY_BYTES

@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cachesvc_client.plugins.facts import LoadedCheckpoints, checkpoint_digest
-from cachesvc_client.plugins.file_digests import SETTLED_S, FileDigests, Progress, new_hasher
+from cachesvc_client.plugins.facts import (
+    SETTLED_S,
+    FileDigests,
+    LoadedCheckpoints,
+    Progress,
+    checkpoint_digest,
+    new_hasher,
+)
 
 
 def later() -> float:
@@ -113,7 +119,7 @@ def test_a_user_without_a_home_keeps_nothing_and_starts(tmp_path: Path) -> None:
     program = """
 import os, sys
 from pathlib import Path
-from cachesvc_client.plugins.file_digests import FileDigests, cache_folder
+from cachesvc_client.plugins.facts import FileDigests, cache_folder
 print(cache_folder(), FileDigests().digest(Path(sys.argv[1])))
 """
     environment = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
@@ -160,7 +166,7 @@ def test_engines_that_start_together_hash_a_file_once(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from cachesvc_client.plugins.file_digests import FileDigests, Progress
+from cachesvc_client.plugins.facts import FileDigests, Progress
 class Counted(Progress):
     read = 0
     def add(self, size_bytes): Counted.read += size_bytes
@@ -174,7 +180,7 @@ print(FileDigests(Path(sys.argv[1]), lambda: float("inf")).digest(Path(sys.argv[
 
 
 def test_long_hashing_tells_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "cachesvc_client.plugins.file_digests")
+    caplog.set_level("INFO", "cachesvc_client.plugins.facts")
     times = iter([0.0, 1.0, 6.0, 7.0, 12.0])
     progress = Progress(4 << 30, lambda: next(times))
     for _ in range(4):

@@ -14,7 +14,7 @@ from cachesvc_client.plugins.request_pages import COMING_HOLDS_S, MATCH_HOLDS_S,
 from kvcache.v1 import cache_pb2
 
 from cachesvc.model.errors import ErrorCode
-from cachesvc.model.keys import KEY_BYTES
+from cachesvc.model.words import KEY_BYTES
 from tests.unit.rigs.client_rig import FakeDaemon, cells
 
 LAYOUT = opaque(block_bytes=64, block_tokens=4)
