@@ -1,11 +1,4 @@
-"""Storage presence hints, published to event subscribers. Never counted as hits.
-
-Uses of blocks in memory, passed down to storage in batches: recency of the copy below, and what is worth writing.
-
-A call notes the deepest block that it uses, in constant time; the rest is a background task. Storage is asked by
-bisection how much of the path it has: its copy of the deepest of these blocks is as recently used. What it lacks is
-wanted at its second further use, or at once where all is kept.
-"""
+"""Storage presence hints, published to event subscribers. Never counted as hits."""
 
 from __future__ import annotations
 
@@ -74,6 +67,12 @@ def _forget_some(model: Model, keys: Iterator[bytes]) -> bool:
         count += 1
     return count < FORGOTTEN_A_TURN
 
+
+# Uses of blocks in memory, passed down to storage in batches: recency of the copy below, and what is worth writing.
+#
+# A call notes the deepest block that it uses, in constant time; the rest is a background task. Storage is asked by
+# bisection how much of the path it has: its copy of the deepest of these blocks is as recently used. What it lacks is
+# wanted at its second further use, or at once where all is kept.
 
 MOST_USED = 1 << 16
 """Paths whose use is still to be passed down; further ones are passed over."""

@@ -1,18 +1,4 @@
-"""Questions of a borrower to another daemon, apart from the bytes themselves.
-
-Keeps the digests of peers: each is asked again once it has told something, or after a pause where it fails.
-
-A peer that answers at once has the next question at the next look, whatever it told: while engines seal, something has
-always changed there, and questions one after another would take up the peer's loop.
-
-Health of another daemon: what it answers, and what it sends, each with a pause of its own after a failure.
-
-A failure counts once: those of calls that began before the pause that it set was over have the same cause.
-
-Peers that a request names: asked only where the operator permits their networks, and forgotten when others come.
-
-Where there are too many, the process whose requests name most loses one: others keep theirs.
-"""
+"""Questions of a borrower to another daemon, apart from the bytes themselves."""
 
 from __future__ import annotations
 
@@ -198,6 +184,11 @@ class PeerNames:
                 return
 
 
+# Keeps the digests of peers: each is asked again once it has told something, or after a pause where it fails.
+#
+# A peer that answers at once has the next question at the next look, whatever it told: while engines seal, something
+# has always changed there, and questions one after another would take up the peer's loop.
+
 PATIENCE_SECONDS = 20.0
 """Time that a peer waits for a change of its own, seconds."""
 QUICK_SECONDS = 1.0
@@ -255,6 +246,10 @@ class NewsReader:
         with self._lock:
             self._asked.discard(id(peer))
 
+
+# Health of another daemon: what it answers, and what it sends, each with a pause of its own after a failure.
+#
+# A failure counts once: those of calls that began before the pause that it set was over have the same cause.
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0
@@ -413,6 +408,10 @@ class Peer:
             self._probe_at = now + min(self._answers.pause or FIRST_PAUSE_SECONDS, LONGEST_PROBE_PAUSE_SECONDS)
             return True
 
+
+# Peers that a request names: asked only where the operator permits their networks, and forgotten when others come.
+#
+# Where there are too many, the process whose requests name most loses one: others keep theirs.
 
 MOST_GUESTS = 256
 MOST_NETWORKS = 64

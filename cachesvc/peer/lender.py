@@ -2,13 +2,6 @@
 
 A stream for which there is no thread waits for its turn, one address after another: its borrower would take a closed
 one for a node that is broken.
-
-Loans of this daemon: pinned pages by lease, while they are wanted, and until the last sender has finished.
-
-A lease is renewed by a heartbeat, and by each byte that its borrower takes: a transfer may last longer than its lease,
-while a reader that stands still loses it. One that is given back or lapses is over at once: its streams are cut.
-``quiet`` is called for it when the last sender has finished with its pages; only then may they be used for anything
-else.
 """
 
 from __future__ import annotations
@@ -350,6 +343,14 @@ class HeldLoans:
         names = [item.name for item in items]
         loans = {id(held): held for held in map(self._by_name.get, names) if held is not None}
         return max(loans.values(), key=lambda held: sum(name in held.numbers for name in names), default=None)
+
+
+# Loans of this daemon: pinned pages by lease, while they are wanted, and until the last sender has finished.
+#
+# A lease is renewed by a heartbeat, and by each byte that its borrower takes: a transfer may last longer than its
+# lease, while a reader that stands still loses it. One that is given back or lapses is over at once: its streams are
+# cut. ``quiet`` is called for it when the last sender has finished with its pages; only then may they be used for
+# anything else.
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,6 @@ A part takes one of two forms. ``capture`` copies the columns that the part comp
 one moment; ``recount`` compares the copies and may run on another thread. Or ``walk`` looks at the ledger itself, a
 little at a time, and each step holds at its moment. Parts are taken at different moments, which is sound because each
 stands by itself.
-
-Verify: recount everything in parts, and report inconsistencies. Each page is in exactly one place, each pin has its
-holder, each count is right.
-
-Which parts there are is decided anew for every model, and a model that was evicted since is passed over.
 """
 
 from __future__ import annotations
@@ -276,6 +271,11 @@ def walk_order(name: str, order: LeafOrder, entries_of: SortedEntries) -> Iterat
         last = entries[-1]
         yield out
 
+
+# Verify: recount everything in parts, and report inconsistencies. Each page is in exactly one place, each pin has its
+# holder, each count is right.
+#
+# Which parts there are is decided anew for every model, and a model that was evicted since is passed over.
 
 MOST_PROBLEMS = 1024
 

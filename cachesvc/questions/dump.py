@@ -1,11 +1,5 @@
 """A model's index as columns of one moment, parents before children, or its last requests: for tools that need no
 daemon.
-
-Copies of the index's arrays, taken in one go: one moment of the ledger, while the ledger goes on.
-
-Copying a column of a million blocks is some megabytes of memory; walking it in Python is a second. So a question about
-everything copies the columns that it needs in one go, and computes off the loop. A view of an array is never kept: an
-array that is exported cannot grow.
 """
 
 from __future__ import annotations
@@ -163,6 +157,12 @@ def dump(view: View, model_id: int) -> Question[Dump]:
     )
     return Dump(head, columns, model.recent.all())
 
+
+# Copies of the index's arrays, taken in one go: one moment of the ledger, while the ledger goes on.
+#
+# Copying a column of a million blocks is some megabytes of memory; walking it in Python is a second. So a question
+# about everything copies the columns that it needs in one go, and computes off the loop. A view of an array is never
+# kept: an array that is exported cannot grow.
 
 Ints = npt.NDArray[np.int64]
 Column = npt.NDArray[np.generic]

@@ -1,12 +1,6 @@
 """The ledger as one caller may see it: the one place where another tenant's models, leases and tickets are left out.
 
 Questions are asked of a view and never of the ledger, so none can forget whose things it shows.
-
-Questions that take longer than a call may hold the ledger thread: generators that stop where others may go on.
-
-A question yields ``None`` where it may be interrupted, or work that touches nothing of the ledger, whose result is sent
-back to it. Its driver decides how: the daemon in time slices and with a thread for the work, tests at once.
-What was read before a ``yield`` may have changed after it.
 """
 
 from __future__ import annotations
@@ -241,6 +235,12 @@ def usage(core: Core, tenant: str) -> dict[str, int]:
         "private_pages": private_pages_of(core, tenant),
     }
 
+
+# Questions that take longer than a call may hold the ledger thread: generators that stop where others may go on.
+#
+# A question yields ``None`` where it may be interrupted, or work that touches nothing of the ledger, whose result is
+# sent back to it. Its driver decides how: the daemon in time slices and with a thread for the work, tests at once. What
+# was read before a ``yield`` may have changed after it.
 
 LINES_A_STEP = 32
 """Lines that are made in one step: some 0.3 ms of blocks with their copies."""

@@ -3,21 +3,6 @@
 A deadline ends the wait for a call: its items that have not come back are LATE, and the caller keeps their memory in
 quarantine until ``back`` reports that no more bytes will land there. An item ends once: by its outcome, or by LATE and
 later by ``back``.
-
-An object's header: 256 bytes that name it whole, and that distinguish it from anything else.
-
-    0    magic "cskvobj" and format    8     56   block key            32    144  xxh3_128 of the payload   16
-    8    group, rank, ranks, 0      2 each   88   parent's key         32    160  xxh3_128 of all before    16
-    16   namespace                    32     120  payload bytes         8    176  zero
-    48   layout id                     8     128  zero                 16
-
-A key stands for all blocks before it, and its parent is a part of what it names: an object that lies below another
-block than the reader says is not the one that was asked for. A root block's parent is zero. Format 1 had no parent:
-what is left of it counts as missing. So does what a newer release has written, which is not removed: that release may
-be in use beside this one, or come back.
-
-The checksums catch accidents: torn writes, late ones into memory that is others' by now, decay. They catch no forger: a
-process that may write there is trusted (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -270,6 +255,21 @@ class Heads:
         with self._lock:
             self._free.append(slot)
 
+
+# An object's header: 256 bytes that name it whole, and that distinguish it from anything else.
+#
+#     0    magic "cskvobj" and format    8     56   block key            32    144  xxh3_128 of the payload   16
+#     8    group, rank, ranks, 0      2 each   88   parent's key         32    160  xxh3_128 of all before    16
+#     16   namespace                    32     120  payload bytes         8    176  zero
+#     48   layout id                     8     128  zero                 16
+#
+# A key stands for all blocks before it, and its parent is a part of what it names: an object that lies below another
+# block than the reader says is not the one that was asked for. A root block's parent is zero. Format 1 had no parent:
+# what is left of it counts as missing. So does what a newer release has written, which is not removed: that release may
+# be in use beside this one, or come back.
+#
+# The checksums catch accidents: torn writes, late ones into memory that is others' by now, decay. They catch no forger:
+# a process that may write there is trusted (SECURITY.md).
 
 HEADER_BYTES = 256
 MAGIC = b"cskvobj\x02"

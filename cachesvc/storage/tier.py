@@ -2,16 +2,6 @@
 
 The ledger thread asks here and goes on; what takes time is done by two workers and the engine's own threads. News
 comes back in batches, by ``post``, in the order in which it arose.
-
-A request to the engine until it is begun: it ends, even if its carrier fails.
-
-    WAITING ── claim ──▶ CLAIMED ── begun ──▶ BEGUN     the store reports each item, or that it is LATE
-       └── expire, fail ────┴── fail ───────▶ OVER      all of it was refused: no byte moves for it
-
-What was begun has a deadline of its own, after which its memory is in quarantine until the engine answers after all.
-
-Circuit breaker of a storage engine: decides whether it is used. It opens on errors and on latency, since what is
-frozen does not err, and closes when a canary came back: no engine's word is taken for its health.
 """
 
 from __future__ import annotations
@@ -450,6 +440,14 @@ class StateLog:
         return is_due
 
 
+# A request to the engine until it is begun: it ends, even if its carrier fails.
+#
+#     WAITING ── claim ──▶ CLAIMED ── begun ──▶ BEGUN     the store reports each item, or that it is LATE
+#        └── expire, fail ────┴── fail ───────▶ OVER      all of it was refused: no byte moves for it
+#
+# What was begun has a deadline of its own, after which its memory is in quarantine until the engine answers after all.
+
+
 class Stage(Enum):
     WAITING = "waiting"
     CLAIMED = "claimed"
@@ -506,6 +504,9 @@ class StorageRequest:
             self.stage = Stage.OVER
         self._refuse(Outcome.FAILED if self._was_put else Outcome.BUSY)
 
+
+# Circuit breaker of a storage engine: decides whether it is used. It opens on errors and on latency, since what is
+# frozen does not err, and closes when a canary came back: no engine's word is taken for its health.
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 30.0

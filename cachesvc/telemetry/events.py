@@ -1,11 +1,6 @@
 """Logs are events: a name of the vocabulary and its fields, one JSON object a line on standard error.
 
 Within a traced call a line carries ``trace_id`` and ``span_id``. Nothing here waits or raises: ``line_writer.py``.
-
-Writer of log lines to a descriptor that never waits for it: a line that cannot go now is lost, and counted.
-
-A daemon's standard error may be a pipe without a reader, a terminal that was stopped, a full disk, or closed. A
-blocking write to any of them would stop the event loop, and with it every engine.
 """
 
 from __future__ import annotations
@@ -150,6 +145,11 @@ def failure(name: str, **fields: object) -> None:
     """Something broke; with the traceback of the exception at hand."""
     _log.error(name, exc_info=True, extra={"fields": fields})
 
+
+# Writer of log lines to a descriptor that never waits for it: a line that cannot go now is lost, and counted.
+#
+# A daemon's standard error may be a pipe without a reader, a terminal that was stopped, a full disk, or closed. A
+# blocking write to any of them would stop the event loop, and with it every engine.
 
 PIPE_BYTES = 4096
 """POSIX's PIPE_BUF on Linux: a pipe that polls as writable takes this many bytes at once."""

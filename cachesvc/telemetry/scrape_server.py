@@ -3,18 +3,6 @@
 Unauthenticated connections get minimal resources: no thread, one of ``MOST_CONNECTIONS`` sockets, ``HEAD_BYTES`` of
 memory, ``EXCHANGE_SECONDS`` in all. When the sockets are taken, the oldest connection without a request is closed, so
 that silent connections cannot keep a scraper out.
-
-One reading of all metrics: values under the catalogue's names, from which each exporter makes its own format.
-
-Hot paths count in plain integers of their own (an OpenTelemetry instrument costs 17 us an observation,
-prometheus-client 1 to 2; measured on CPython 3.11), so neither library's instruments are used. A reading is taken on
-the event loop in one go, at the price of models and pools and never of blocks, and is formatted elsewhere: by a custom
-collector for Prometheus, as OTLP's data points for a push. Both have histograms that way, which OpenTelemetry's
-observable instruments have not.
-
-The page of metrics in prometheus-client's format, over readings of our own.
-
-The server's thread only formats; the reading itself is taken on the event loop (``metric_reader.py`` says why).
 """
 
 from __future__ import annotations
@@ -204,6 +192,14 @@ def _encoded(answer: Answer) -> bytes:
     return "\r\n".join([*head, "", ""]).encode() + answer.body
 
 
+# One reading of all metrics: values under the catalogue's names, from which each exporter makes its own format.
+#
+# Hot paths count in plain integers of their own (an OpenTelemetry instrument costs 17 us an observation,
+# prometheus-client 1 to 2; measured on CPython 3.11), so neither library's instruments are used. A reading is taken on
+# the event loop in one go, at the price of models and pools and never of blocks, and is formatted elsewhere: by a
+# custom collector for Prometheus, as OTLP's data points for a push. Both have histograms that way, which
+# OpenTelemetry's observable instruments have not.
+
 WAIT_SECONDS = 5.0
 """A loop that does not answer for so long is stuck: the scrape then fails, which is what tells it."""
 
@@ -282,6 +278,11 @@ class MetricReader:
             answer.set_exception(error)
         else:
             answer.set_result(reading)
+
+
+# The page of metrics in prometheus-client's format, over readings of our own.
+#
+# The server's thread only formats; the reading itself is taken on the event loop (``metric_reader.py`` says why).
 
 
 def metrics_page(reader: MetricReader) -> Page:

@@ -1,20 +1,4 @@
-"""Simulations of one trace: every combination of policies and pool sizes, run once each, in several processes.
-
-The most that any cache of a size could hit on a trace: Belady's MIN, under the rule that a hit is a leading run.
-
-It knows the future: kept is what is used again soonest, of one prompt the blocks nearer its root. The blocks of the
-running prompt are in place, as in a device pool.
-
-Token hits of two simple rules for the copies of a hybrid model, to compare policies with. No daemon works like this.
-
-All that is cached is one LRU, of blocks and copies alike; a prompt is used from its end to its root. EVERY keeps copies
-at every position at which there can be any. ENDS keeps them at the end of each prompt, and where one leaves what is
-cached, so that the next one that does so is served.
-
-Hybrid models for simulations: what a model keeps beside the KV of full attention, by name or from a JSON file.
-
-A file has one object with the fields of ``HybridModel`` but for ``name``; sizes in bytes, distances in tokens.
-"""
+"""Simulations of one trace: every combination of policies and pool sizes, run once each, in several processes."""
 
 from __future__ import annotations
 
@@ -55,6 +39,11 @@ from cachesvc.model.answers import LINEAR_TOKENS, Ended
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.model.text import did_you_mean, parse_size
 from cachesvc_lab.traces import SECONDS_A_TOKEN, Prompts
+
+# The most that any cache of a size could hit on a trace: Belady's MIN, under the rule that a hit is a leading run.
+#
+# It knows the future: kept is what is used again soonest, of one prompt the blocks nearer its root. The blocks of the
+# running prompt are in place, as in a device pool.
 
 
 def optimal_hits(prompts: Prompts, device_blocks: int, host_blocks: int = 0) -> list[int]:
@@ -152,6 +141,13 @@ def pool_sizes(text: str) -> tuple[PoolSize, ...]:
 EVERY, ENDS = "every aligned block", "ends and branches"
 
 
+# Token hits of two simple rules for the copies of a hybrid model, to compare policies with. No daemon works like this.
+#
+# All that is cached is one LRU, of blocks and copies alike; a prompt is used from its end to its root. EVERY keeps
+# copies at every position at which there can be any. ENDS keeps them at the end of each prompt, and where one leaves
+# what is cached, so that the next one that does so is served.
+
+
 def reference_hits(
     prompts: Prompts, blocks: int, copies: Copies, *, keeps_every: bool, host_blocks: int = 0
 ) -> list[int]:
@@ -199,6 +195,10 @@ class _Cache:
             self._taken += pages
         self._used.move_to_end(number)
 
+
+# Hybrid models for simulations: what a model keeps beside the KV of full attention, by name or from a JSON file.
+#
+# A file has one object with the fields of ``HybridModel`` but for ``name``; sizes in bytes, distances in tokens.
 
 MAX_FILE_BYTES = 1 << 20
 MAX_PAGES = 12

@@ -1,10 +1,4 @@
-"""Replay a trace: a daemon, N engine processes, every request served and every hit's bytes checked.
-
-One engine process of a replay: takes requests on standard input, answers on standard output, one JSON line each.
-
-It does what an engine does: match, load, compute (here: write bytes that tell their block), publish, release; and it
-checks the bytes of every block that the cache gave it.
-"""
+"""Replay a trace: a daemon, N engine processes, every request served and every hit's bytes checked."""
 
 from __future__ import annotations
 
@@ -461,6 +455,11 @@ def _free_ports(count: int) -> list[int]:
             probe.bind(("127.0.0.1", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
 
+
+# One engine process of a replay: takes requests on standard input, answers on standard output, one JSON line each.
+#
+# It does what an engine does: match, load, compute (here: write bytes that tell their block), publish, release; and it
+# checks the bytes of every block that the cache gave it.
 
 LOAD_SECONDS = 60.0
 PATIENCE_SECONDS = 60.0

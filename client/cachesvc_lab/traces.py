@@ -3,12 +3,6 @@
 A line holds `timestamp` (ms), `input_length` and `output_length` (tokens) and `hash_ids` (root to leaf). An
 id stands for its whole prefix, so every id has one parent. The last block of a prompt may be unfilled and is
 then dropped. Further fields are ignored. Requests come in file order; timestamps need not ascend.
-
-Generator of small seeded traces in the Mooncake format, for users without a trace of their own.
-
-The traffic is multi-turn chat over a few shared system prompts: conversations arrive as a Poisson process and
-choose a system prompt by Zipf; each sends a turn, waits while the user thinks, and sends the next one with
-its whole history.
 """
 
 from __future__ import annotations
@@ -345,6 +339,13 @@ def prompts_of(trace: str, requests: Iterable[TraceRequest], block_tokens: int) 
         output_tokens=np.array([request.output_tokens for request in requests], np.int64),
         distinct_blocks=len(distinct),
     )
+
+
+# Generator of small seeded traces in the Mooncake format, for users without a trace of their own.
+#
+# The traffic is multi-turn chat over a few shared system prompts: conversations arrive as a Poisson process and choose
+# a system prompt by Zipf; each sends a turn, waits while the user thinks, and sends the next one with its whole
+# history.
 
 
 @dataclass(frozen=True, slots=True)

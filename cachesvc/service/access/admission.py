@@ -12,11 +12,6 @@ A stream costs memory while it is open, though nothing comes: streams have place
 
 A process is known by the lease that a call names (the process that opened it), else by its life-socket token, else by
 its connection. What one process or tenant has under way keeps no other one out that stays below its share.
-
-Limits of connections for each way in, and time limits of silent ones.
-
-File descriptors are the daemon's own, for any peer, and gRPC ends the process where it gets none. So each
-way in has a part of what the process may open, and what memory, GPUs and the daemon's own files need is kept.
 """
 
 from __future__ import annotations
@@ -163,6 +158,11 @@ class Admission:
             holder.meter.in_flight += 1
         return Slot(places, self.waits, holder)
 
+
+# Limits of connections for each way in, and time limits of silent ones.
+#
+# File descriptors are the daemon's own, for any peer, and gRPC ends the process where it gets none. So each way in has
+# a part of what the process may open, and what memory, GPUs and the daemon's own files need is kept.
 
 MOST_FILES = 1 << 20
 """Number of files that an unlimited process counts on."""

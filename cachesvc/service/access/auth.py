@@ -3,9 +3,6 @@
 A caller is found once for each RPC (for a stream: when it begins) and kept in a context variable, which the task that
 serves the RPC shares with its interceptors. ``caller()`` is how servicers ask. RPCs that no rule names are for
 operators alone, so that a new one is closed until a rule opens it.
-
-Checks of a request's bytes, before it is a message: its size is charged, and bytes that are no
-message, or one beyond all limits, are refused by name. gRPC would answer INTERNAL and log a traceback for each.
 """
 
 from __future__ import annotations
@@ -402,6 +399,9 @@ def sight() -> Sight:
         salted=who not in UNPROVEN,
     )
 
+
+# Checks of a request's bytes, before it is a message: its size is charged, and bytes that are no message, or one beyond
+# all limits, are refused by name. gRPC would answer INTERNAL and log a traceback for each.
 
 _UNREAD: ContextVar[CacheError | None] = ContextVar("unread", default=None)
 

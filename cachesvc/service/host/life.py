@@ -12,18 +12,6 @@ without end for a process that is not theirs.
 Greeting to the peer: ``KVL1``, 16-byte process token, epoch as little-endian u64. Then the peer may ask
 ``FD`` + 16-byte handle token for memory, or ``LN`` for a lane, and gets ``OK`` with one descriptor, or ``NO`` and the
 reason.
-
-Process at the other end of a unix socket, and a descriptor that reports its end.
-
-Since Linux 6.5 the kernel gives a pidfd of the very process that connected (SO_PEERPIDFD), also across pid namespaces.
-Before that there is its number alone, which may have passed to another process by the time it is looked up:
-
-    connect             accept      pidfd_open(number)      look
-    ───┬───────────────────┬──────────────┬──────────────────┬──▶
-       the number is the peer's           whose is it now?   the peer's, if the process of the pidfd still runs,
-                                                             began before we accepted, and the peer has not hung up
-
-Where that does not hold, or the number is 0 (another pid namespace), the process is unknown.
 """
 
 from __future__ import annotations
@@ -51,6 +39,19 @@ from cachesvc.service.host.socket_files import open_to_group, remove_socket
 from cachesvc.telemetry import events
 from cachesvc.wire.convert import LIFE_BUSY, LIFE_GREETING
 from cachesvc.wire.lane import LANE_QUESTION
+
+# Process at the other end of a unix socket, and a descriptor that reports its end.
+#
+# Since Linux 6.5 the kernel gives a pidfd of the very process that connected (SO_PEERPIDFD), also across pid
+# namespaces. Before that there is its number alone, which may have passed to another process by the time it is looked
+# up:
+#
+#     connect             accept      pidfd_open(number)      look
+#     ───┬───────────────────┬──────────────┬──────────────────┬──▶
+#        the number is the peer's           whose is it now?   the peer's, if the process of the pidfd still runs,
+#                                                              began before we accepted, and the peer has not hung up
+#
+# Where that does not hold, or the number is 0 (another pid namespace), the process is unknown.
 
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77

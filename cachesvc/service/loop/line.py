@@ -4,22 +4,6 @@ A flow of more than one turn, a call that wakes up, a landing and a chore each t
 round of the loop, round robin by party: a process as admission knows it (``CallerKey``), or the daemon's own background
 work. Within a party the first comes first, and all of its long calls are one (``long_calls.py``). So a short call waits
 for one turn at most, and a long one for one turn of each other party between its own.
-
-Long calls of each process: one at a time has turns, in the order in which they came.
-
-Calls that share turns evenly all end late: 200 equal ones all end at the time of the last, each with a part done. So a
-call that needs many turns waits until those of its process before it have ended, and then takes its turns among the
-process's short calls. Until its first turn it has changed nothing. It is refused before it begins where its deadline
-passes, or where the pace of the turns so far shows that it cannot end in time.
-
-Watch of the event loop: longest rounds, and longest holds by flow; all other calls waited that long.
-
-A round is all that the loop runs between two looks at its sockets. ``begin`` stands where work comes in: messages
-before they are parsed, turns, slices of questions, events to send. The first of them has the loop call back in its next
-round, which ends the round. Where it took a while, the next one is watched too: more may follow. A call back costs
-some microseconds, so a short call has one.
-
-Each figure is the longest of the last one to two minutes, to any number of readers.
 """
 
 from __future__ import annotations
@@ -127,6 +111,13 @@ class Sleeper:
         if not self.future.done():
             self.future.set_result(None)
 
+
+# Long calls of each process: one at a time has turns, in the order in which they came.
+#
+# Calls that share turns evenly all end late: 200 equal ones all end at the time of the last, each with a part done. So
+# a call that needs many turns waits until those of its process before it have ended, and then takes its turns among the
+# process's short calls. Until its first turn it has changed nothing. It is refused before it begins where its deadline
+# passes, or where the pace of the turns so far shows that it cannot end in time.
 
 PACED_TURNS = 64
 """Turns after which the pace of a process's turns is known."""
@@ -382,6 +373,15 @@ def _slice(question: Question[Any], result: Any) -> Callable[[], Any] | None:
         work = question.send(None)
     return work
 
+
+# Watch of the event loop: longest rounds, and longest holds by flow; all other calls waited that long.
+#
+# A round is all that the loop runs between two looks at its sockets. ``begin`` stands where work comes in: messages
+# before they are parsed, turns, slices of questions, events to send. The first of them has the loop call back in its
+# next round, which ends the round. Where it took a while, the next one is watched too: more may follow. A call back
+# costs some microseconds, so a short call has one.
+#
+# Each figure is the longest of the last one to two minutes, to any number of readers.
 
 WINDOW_SECONDS = 60.0
 LONG_ROUND_SECONDS = 0.002

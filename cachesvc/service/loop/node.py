@@ -1,17 +1,4 @@
-"""The ledger thread: runs flows on the event loop, lands transfers, and lets calls wait for them.
-
-Periodic work of the daemon: leases that fell silent, lost places that are empty, pins that end, the collector.
-
-Silence counts only while the daemon listens. After a hold of the loop, heartbeats of that time are yet to be read.
-
-Python's cyclic collector, run between calls instead of within them.
-
-Left to itself it runs after a number of new objects, which is in the middle of a call, and a full pass over
-the bookkeeping of a million blocks takes 20 ms. So it is off. What is new is passed over in a turn of its own whenever
-there is some of it, which keeps each pass short, and the sweep has it run where hardly anything was done lately:
-between two calls of an engine at work there is no room for a full pass. What the ledger keeps for long is taken out of
-its sight now and then (``gc.freeze``): a full pass then costs by what is new.
-"""
+"""The ledger thread: runs flows on the event loop, lands transfers, and lets calls wait for them."""
 
 from __future__ import annotations
 
@@ -407,6 +394,10 @@ def _log_failure(ticket: int, reason: str) -> None:
     events.warning("transfer_failed", ticket=ticket, reason=reason)
 
 
+# Periodic work of the daemon: leases that fell silent, lost places that are empty, pins that end, the collector.
+#
+# Silence counts only while the daemon listens. After a hold of the loop, heartbeats of that time are yet to be read.
+
 SHOWN_DIGITS = 16
 """Hexadecimal digits of a key in the log."""
 
@@ -472,6 +463,14 @@ class Sweeper:
             for lease in self._core.ledger.leases.values():
                 lease.heard(min(now, lease.last_heard + late))
 
+
+# Python's cyclic collector, run between calls instead of within them.
+#
+# Left to itself it runs after a number of new objects, which is in the middle of a call, and a full pass over the
+# bookkeeping of a million blocks takes 20 ms. So it is off. What is new is passed over in a turn of its own whenever
+# there is some of it, which keeps each pass short, and the sweep has it run where hardly anything was done lately:
+# between two calls of an engine at work there is no room for a full pass. What the ledger keeps for long is taken out
+# of its sight now and then (``gc.freeze``): a full pass then costs by what is new.
 
 FULL_EVERY_SECONDS = 300.0
 LATE_SECONDS = 30.0

@@ -6,16 +6,6 @@ expected of it.
 Eviction is leaf-first: a block never goes before its descendants, because a hit needs everything above it.
 
 Its contents are hints. Any thread; the ledger thread's question (``expects``) takes no lock.
-
-Tree of the blocks on disk, in arrays by row: their objects, parents, last uses. Not locked.
-
-A row without objects is known only as the parent of others (``NO_PART``). A use is noted at the deepest block alone; a
-parent inherits it when a block below it goes.
-
-Leaf blocks in the order of eviction: blocks of which no descendant is on disk.
-
-A use costs nothing here. Ranks only rise, so an entry that is out of date comes up too early and is filed anew then.
-Every leaf has one valid entry: the one in ``_filed``.
 """
 
 from __future__ import annotations
@@ -382,6 +372,11 @@ def _unpacked(part: int) -> Part:
     return Part(part >> 32 & 0xFFFF, part >> 16 & 0xFFFF, part & 0xFFFF)
 
 
+# Tree of the blocks on disk, in arrays by row: their objects, parents, last uses. Not locked.
+#
+# A row without objects is known only as the parent of others (``NO_PART``). A use is noted at the deepest block alone;
+# a parent inherits it when a block below it goes.
+
 NO_ROW = -1
 SCOPE_BYTES = 4
 NO_PART = (1 << 48) - 1
@@ -554,6 +549,11 @@ class BlockTree:
 def key_of(scope: int, key: bytes) -> bytes:
     return scope.to_bytes(SCOPE_BYTES, "big") + key
 
+
+# Leaf blocks in the order of eviction: blocks of which no descendant is on disk.
+#
+# A use costs nothing here. Ranks only rise, so an entry that is out of date comes up too early and is filed anew then.
+# Every leaf has one valid entry: the one in ``_filed``.
 
 ROW_BITS = 32
 ROW_MASK = (1 << ROW_BITS) - 1

@@ -7,17 +7,6 @@
 Whatever a folder is, it is looked after again, and claimed once it can be: a daemon serves from memory until then.
 
 A full disk, or one that became read-only, refuses writes for a while and stays WRITABLE: it is tried again.
-
-The folder's clock: ages of objects do not follow steps of the wall clock.
-
-It advances with the machine's time since boot, also while no daemon runs, and goes on from what the last daemon has
-left in a file. Over a reboot the wall clock says how long the machine was down, ``MOST_DOWN_MS`` at most. A new folder
-begins at the wall clock's time, so that the file times that it sets look familiar.
-
-Reads and writes whole objects: around the page cache where the filesystem lets us.
-
-Direct I/O wants memory, lengths and offsets on borders. Pages that lie on them move without a copy; others go through
-a buffer of the thread's own, which costs a memcpy (about 0.1 s of processor time a GB).
 """
 
 from __future__ import annotations
@@ -37,6 +26,12 @@ import numpy as np
 from cachesvc.model.errors import InvalidRequest
 from cachesvc.storage.file.folder import Folder, write_durably
 from cachesvc.telemetry import events
+
+# The folder's clock: ages of objects do not follow steps of the wall clock.
+#
+# It advances with the machine's time since boot, also while no daemon runs, and goes on from what the last daemon has
+# left in a file. Over a reboot the wall clock says how long the machine was down, ``MOST_DOWN_MS`` at most. A new
+# folder begins at the wall clock's time, so that the file times that it sets look familiar.
 
 MOST_DOWN_MS = 3_600_000
 """Upper bound on the time that a reboot adds to ages: the wall clock may be wrong by then."""
@@ -105,6 +100,11 @@ class FolderClock:
         with contextlib.suppress(OSError):
             write_durably(path, aside, f"{HEAD}: {self._boot or '-'} {' '.join(map(str, times))}\n")
 
+
+# Reads and writes whole objects: around the page cache where the filesystem lets us.
+#
+# Direct I/O wants memory, lengths and offsets on borders. Pages that lie on them move without a copy; others go through
+# a buffer of the thread's own, which costs a memcpy (about 0.1 s of processor time a GB).
 
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 ALIGN_BYTES = 4096

@@ -2,11 +2,6 @@
 
 Bytes come into memory of the library's own. What it is given to write it may read for as long as its request lives,
 which may be longer than the call: so callers give it copies.
-
-Credentials from the shared file of AWS tools, which the library does not read.
-
-The library itself knows the environment's keys, web identity, containers' and instances' metadata. The file stands
-before the last two, as in other tools, and is read anew so that rotated keys are used.
 """
 
 from __future__ import annotations
@@ -255,6 +250,11 @@ def _code_of(error: BaseException) -> str:
     found = _CODE.search(str(error))
     return "" if found is None else found[1]
 
+
+# Credentials from the shared file of AWS tools, which the library does not read.
+#
+# The library itself knows the environment's keys, web identity, containers' and instances' metadata. The file stands
+# before the last two, as in other tools, and is read anew so that rotated keys are used.
 
 FRESH_SECONDS = 60
 """Time for which credentials of the file are used before it is read again, seconds."""

@@ -2,11 +2,6 @@
 
 A get copies what has come into its item's memory only when all of it is here and in time; a put's request has a copy of
 the item's memory. So no item is late for longer than its requests' timeouts, and no bytes land in its memory later.
-
-Number of leading names that are there, by few questions.
-
-A block is of use only with all before it, and is written after them, so presence along a prompt is a step: the first
-name is asked alone, as most prompts have none, then a few at a time between what is there and what is not.
 """
 
 from __future__ import annotations
@@ -476,6 +471,11 @@ class Gather:
         if is_last:
             self._end(self._outcome)
 
+
+# Number of leading names that are there, by few questions.
+#
+# A block is of use only with all before it, and is written after them, so presence along a prompt is a step: the first
+# name is asked alone, as most prompts have none, then a few at a time between what is there and what is not.
 
 WIDTH = 16
 """Questions asked at a time: 1,024 names take four rounds."""

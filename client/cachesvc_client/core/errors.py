@@ -34,9 +34,6 @@ CacheClientError              the same class as CacheError
 └── DaemonFault               the daemon failed in a way that it has no name for: a bug, tell its operators
 
 ``error.code`` is the kind, ``str(error)`` says what was wrong and what to do.
-
-Handles belong to the process that made them: a child that was forked from it shares its sockets, and must neither
-speak for it nor end what it holds.
 """
 
 from __future__ import annotations
@@ -255,6 +252,10 @@ def _trailing(failure: grpc.RpcError, wanted: str) -> str | bytes:
             if key == wanted:
                 return value
     return ""
+
+
+# Handles belong to the process that made them: a child that was forked from it shares its sockets, and must neither
+# speak for it nor end what it holds.
 
 
 class Inherited(Protocol):

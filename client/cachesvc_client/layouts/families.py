@@ -5,18 +5,6 @@ its forward pass (``k, v``, then ``k_scale, v_scale``; ``latent``, then the inde
 sharded, rank r holding the global heads ``[r * heads, (r + 1) * heads)``, and latents are the same on every rank.
 
 A dtype is a name, short or long (``"bf16"``, ``"bfloat16"``), or a framework's own (``torch.bfloat16``).
-
-Groups with smaller blocks than their layout's: a group for each part of a block, over one pool.
-
-A layout has one size of blocks, that of its keys: hits end at those. A group whose pages hold fewer tokens has several
-in each block, and they are groups of their own:
-
-    layout     |      block 0      |      block 1      |
-    window-p0  |  page 0           |  page 2           |
-    window-p1  |           page 1  |           page 3  |
-
-The page of an earlier part falls out of a window sooner, so its group has a shorter one. Where a window does not reach
-it from the end of its block, no hit needs it: its group is scratch.
 """
 
 from __future__ import annotations
@@ -424,6 +412,19 @@ def dtype_name(dtype: object) -> str:
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         raise LayoutRejected(f"unknown dtype {shown}; known are {', '.join(ITEM_BYTES)}, and {', '.join(SHORT_NAMES)}")
     return name
+
+
+# Groups with smaller blocks than their layout's: a group for each part of a block, over one pool.
+#
+# A layout has one size of blocks, that of its keys: hits end at those. A group whose pages hold fewer tokens has
+# several in each block, and they are groups of their own:
+#
+#     layout     |      block 0      |      block 1      |
+#     window-p0  |  page 0           |  page 2           |
+#     window-p1  |           page 1  |           page 3  |
+#
+# The page of an earlier part falls out of a window sooner, so its group has a shorter one. Where a window does not
+# reach it from the end of its block, no hit needs it: its group is scratch.
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,6 @@
 
 Defaults are taken only where transformers' own class has them and published configs rely on it; anything else that is
 missing is an error, for a guessed size would share nothing and say nothing.
-
-Models with recurrent states beside full attention, as vLLM keeps them: all groups draw equal pages from one pool.
-
-vLLM raises the tokens of a block until a block of one attention layer is as large as one layer's state. It makes groups
-of as many layers as the rarer kind has, so that a page of any group has the same bytes.
 """
 
 from __future__ import annotations
@@ -130,6 +125,11 @@ def shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
+
+# Models with recurrent states beside full attention, as vLLM keeps them: all groups draw equal pages from one pool.
+#
+# vLLM raises the tokens of a block until a block of one attention layer is as large as one layer's state. It makes
+# groups of as many layers as the rarer kind has, so that a page of any group has the same bytes.
 
 POOL = "kv"
 GRAIN = 16

@@ -1,10 +1,4 @@
-"""A GPU by ``gpu_ops``, and its failures in the client's words. Imported only where the daemon's memory is on a GPU.
-
-Memory of the daemon on a GPU, mapped into this process: by a legacy IPC handle, or by the descriptor of a VMM
-allocation.
-
-Unmapping is said to the driver and never left to a destructor: the last array may go on any thread, at any time.
-"""
+"""A GPU by ``gpu_ops``, and its failures in the client's words. Imported only where the daemon's memory is on a GPU."""
 
 from __future__ import annotations
 
@@ -153,6 +147,11 @@ def open_cuda_device(name: str) -> CudaDevice:
     except CudaError as error:
         raise GpuFailed(f"the GPUs of this process could not be listed: {error}", error.code) from error
 
+
+# Memory of the daemon on a GPU, mapped into this process: by a legacy IPC handle, or by the descriptor of a VMM
+# allocation.
+#
+# Unmapping is said to the driver and never left to a destructor: the last array may go on any thread, at any time.
 
 IPC_HANDLE_BYTES = 64
 OWN_REFERENCES = 2

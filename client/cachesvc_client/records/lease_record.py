@@ -1,13 +1,4 @@
-"""State of one lease in a client: its name, its ids, its stock, its pools, and whether it still lives. No I/O.
-
-Time until which a lease surely lives, as a process knows it without asking.
-
-The daemon revokes a lease once it has listened for longer than the silence limit without a heartbeat. So a lease lives
-for that long after the sending of a heartbeat that was answered. Where a daemon hangs and answers none, it lives while
-one heartbeat follows the other: a daemon that does not listen counts no silence. A process that was stopped for longer
-than its lease has sent none meanwhile, and looks at a clock that went on: then nothing is sure before the daemon has
-answered.
-"""
+"""State of one lease in a client: its name, its ids, its stock, its pools, and whether it still lives. No I/O."""
 
 from __future__ import annotations
 
@@ -302,6 +293,15 @@ class LeaseRecord:
 def list_running(tickets: Iterable[TicketView]) -> list[int]:
     """Ids of the transfers that have not ended."""
     return [ticket.id for ticket in tickets if ticket.state == "running"]
+
+
+# Time until which a lease surely lives, as a process knows it without asking.
+#
+# The daemon revokes a lease once it has listened for longer than the silence limit without a heartbeat. So a lease
+# lives for that long after the sending of a heartbeat that was answered. Where a daemon hangs and answers none, it
+# lives while one heartbeat follows the other: a daemon that does not listen counts no silence. A process that was
+# stopped for longer than its lease has sent none meanwhile, and looks at a clock that went on: then nothing is sure
+# before the daemon has answered.
 
 
 class Tenure:

@@ -3,12 +3,6 @@
 A SOCK_SEQPACKET connection beside the gRPC socket. The daemon greets with a process token and its epoch; a process asks
 over it for memory descriptors (``FD`` + handle token) and for lanes (``LN``), and gets ``OK`` with a descriptor, or
 ``NO`` + reason. Nothing else is said. Its end is the end of the other side, so one thread reads it while it is open.
-
-Rules for sending a token: never in plain text off this machine, and on a unix socket only to the daemon's own user.
-
-The kernel names the user that serves a socket. The daemon's user is the one that CACHESVC_DAEMON_UID
-names; where it names none, one's own, or the owner of the socket's folder, if no other user could have made that folder
-or can put something into it. Root may be the daemon in any case.
 """
 
 from __future__ import annotations
@@ -297,6 +291,12 @@ def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
+
+# Rules for sending a token: never in plain text off this machine, and on a unix socket only to the daemon's own user.
+#
+# The kernel names the user that serves a socket. The daemon's user is the one that CACHESVC_DAEMON_UID names; where it
+# names none, one's own, or the owner of the socket's folder, if no other user could have made that folder or can put
+# something into it. Root may be the daemon in any case.
 
 DAEMON_UID_VARIABLE = "CACHESVC_DAEMON_UID"
 PROBE_S = 1.0

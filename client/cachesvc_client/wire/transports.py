@@ -1,15 +1,4 @@
-"""Calls of one connection by gRPC and by a lane: every wait blocks the thread that calls.
-
-The blocking end of a lane: no thread of its own. A waiter for an answer reads, and hands other waiters theirs.
-
-thread A   send ── read ── [B's] ── read ── [A's] ── leaves; another waiter reads on
-thread B        send ──────── has its answer
-
-A lane as the client has it: tags, frames and how it ends. ``blocking_lane`` reads and writes it.
-
-Tags distinguish calls. What is not answered any more fails as a call of gRPC does, so that retries, errors and
-losses are those of the protocol, whichever way a call took.
-"""
+"""Calls of one connection by gRPC and by a lane: every wait blocks the thread that calls."""
 
 from __future__ import annotations
 
@@ -55,6 +44,11 @@ from cachesvc_client.core.errors import DaemonUnavailable, error_of, keep_from_c
 from cachesvc_client.wire.credentials import Metadata
 from cachesvc_client.wire.methods import STEP, Method, Q, R
 from cachesvc_client.wire.settings import ChannelOptions
+
+# The blocking end of a lane: no thread of its own. A waiter for an answer reads, and hands other waiters theirs.
+#
+# thread A   send ── read ── [B's] ── read ── [A's] ── leaves; another waiter reads on thread B        send ──────── has
+# its answer
 
 log = logging.getLogger(__name__)
 
@@ -259,6 +253,11 @@ class LaneSteps:
 
 StepLine = BlockingLine | LaneSteps
 """A stream of steps, by either transport."""
+# A lane as the client has it: tags, frames and how it ends. ``blocking_lane`` reads and writes it.
+#
+# Tags distinguish calls. What is not answered any more fails as a call of gRPC does, so that retries, errors and losses
+# are those of the protocol, whichever way a call took.
+
 KEPT_FOR_STEPS = 4
 """Frames without an answer that calls which may wait leave to Steps; beyond, such a call goes by gRPC."""
 ENDS_STREAM = frozenset({"INTERNAL", ErrorCode.UNAUTHENTICATED.value})
