@@ -17,7 +17,7 @@ from tools.shape import (
 
 IN_DAEMON = (
     *("Call", "Event", "Heads", "Keep", "Line"),
-    *("Mover", "Path", "Registered", "Scope", "Tier", "Vault"),
+    *("Mover", "Registered", "Scope", "Tier", "Vault"),
 )
 TWICE = {("cachesvc", name) for name in IN_DAEMON}
 """Class names that still occur twice in a distribution. A name leaves this list with its second use; none is added."""
